@@ -15,6 +15,7 @@ from zoo.parallel import TrainableCopy
 
 from .base import AbstractAdapter, get_base_layer
 from .checkpoint_names import translate_targets
+from .merged_layers import require_unmerged
 
 _Model = TypeVar("Model")
 _AdapterPlan = Callable[[LinearSite], tuple[Callable[..., AbstractAdapter], Mapping[str, np.ndarray]] | None]
@@ -26,7 +27,11 @@ def apply_adapters(model: _Model, plan: _AdapterPlan, key: Key[Array, ""]) -> _M
 
     The factory is called as `factory(base, key=key, **arguments)` with the base, key and arguments of one layer, and
     mapped over the stacked dims.
+
+    **Raises** `ValueError` for a module that is trained in full, for one that has an adapter of this name already, and
+    for a model whose adapters are merged.
     """
+    require_unmerged(model)
     order = {site.identity: number for number, site in enumerate(find_linears(model, include_embeddings=True))}
 
     def wrap(name: str, ranges: IndexRanges, module: Any) -> Any:

@@ -1,7 +1,7 @@
 """Base classes of adapters: modules that wrap a frozen linear layer or embedding and change its output."""
 
 import abc
-from typing import Any
+from typing import Any, Self
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -33,6 +33,10 @@ class AbstractAdapter(Module):
     @abc.abstractmethod
     def has_adapter(self) -> Bool[Array, "*stacked"]:
         """True in the layers that have the adapter, where they are stacked with others that have none."""
+
+    def with_base(self, base: Any) -> Self:
+        """Return the adapter around another base with the same shapes."""
+        return eqx.tree_at(lambda adapter: adapter.base, self, base)
 
     def strength_per_row(self, x: Float[Array, "*rows _"]) -> Float[Array, "..."]:
         """Return the strength, broadcastable to the rows of `x`. **Raises** `ValueError` if the strength was selected

@@ -15,6 +15,8 @@ from zoo.parallel.rounds import in_one_round
 from zoo.parallel.trainable_copy import is_trainable_copy
 
 from .base import AbstractAdapter, is_adapter
+from .merged_layers import require_unmerged, restore_adapters
+from .methods.dora import DoRA
 from .methods.lora import LoRA
 
 _Model = TypeVar("Model")
@@ -65,8 +67,10 @@ def _map_adapters(model: _Model, function: Any) -> _Model:
 @in_one_round
 def remove(model: _Model, adapter_name: str | None = None) -> _Model:
     """Remove one adapter, or all, and return the base model; up to rounding for an adapter that was initialized with a
-    part of the base's weight. **Raises** `ValueError` for a name that no adapter has."""
+    part of the base's weight. Of a model that was merged with `keep=True`, the weights before merging are taken, and
+    adapters that remain are not merged. **Raises** `ValueError` for a name that no adapter has."""
     check_adapter_name(model, adapter_name)
+    model = restore_adapters(model)
     is_removed = lambda node: is_trainable_copy(node) and adapter_name in (None, node.adapter_name)
     model = jax.tree.map(lambda node: node.base if is_removed(node) else node, model, is_leaf=is_trainable_copy)
 
@@ -87,7 +91,7 @@ def _unwrap_adapter(module: Any, adapter_name: str | None) -> Any:
         return module
     base = _unwrap_adapter(module.base, adapter_name)
     if adapter_name not in (None, module.adapter_name):
-        return eqx.tree_at(lambda adapter: adapter.base, module, base)
+        return module.with_base(base)
     if isinstance(module, LoRA) and module.first_down is not None and module.first_up is not None:
         part = jnp.matmul(module.first_up, module.first_down, precision="highest")
         return cast_like(base.with_weight(base.dense_weight + module.scale * part, base.dense_bias), base)
@@ -96,7 +100,8 @@ def _unwrap_adapter(module: Any, adapter_name: str | None) -> Any:
 
 def set_strength(model: _Model, strengths: Mapping[str, float | int]) -> _Model:
     """Set the strength of adapters by name: 0 switches an adapter off, 1 on. Array shapes do not change, so nothing
-    recompiles. **Raises** `ValueError` for a name that no adapter has."""
+    recompiles. **Raises** `ValueError` for a name that no adapter has, and for a model whose adapters are merged."""
+    require_unmerged(model)
     for name in strengths:
         check_adapter_name(model, name)
 
@@ -119,9 +124,11 @@ def select_per_row(model: _Model, rows: Sequence[str | None] | Int[Array, "batch
     All adapters are computed for all rows and multiplied by 0 or 1: for a few adapters this costs little compared to
     the base.
 
-    **Raises** `ValueError` for a name that no adapter has, and for parameters that are trained in full, which all rows
-    share. Adapters of experts, or of a head, raise when the model is called.
+    **Raises** `ValueError` for a name that no adapter has, for parameters that are trained in full, which all rows
+    share, for a model whose adapters are merged, and for a DoRA around another adapter: the norm of its rows would
+    differ between rows of the batch. Adapters of experts, or of a head, raise when the model is called.
     """
+    require_unmerged(model)
     names = adapter_names(model)
     if not isinstance(rows, jax.Array):
         for name in {name for name in rows if name is not None}:
@@ -131,6 +138,11 @@ def select_per_row(model: _Model, rows: Sequence[str | None] | Int[Array, "batch
         raise ValueError(f"{', '.join(sorted(trained_in_full))}: parameters are trained in full, which all rows share")
 
     def select(adapter: AbstractAdapter) -> AbstractAdapter:
+        if isinstance(adapter, DoRA) and isinstance(beneath := adapter.base, AbstractAdapter):
+            raise ValueError(
+                f"the DoRA {adapter.adapter_name!r} divides by the norm of a weight that includes the adapter "
+                f"{beneath.adapter_name!r}, which would differ between rows: add the DoRA first"
+            )
         strength = (rows == names.index(adapter.adapter_name)).astype(jnp.float32)
         strength = jnp.broadcast_to(strength, (*adapter.has_adapter.shape, len(strength)))
         return eqx.tree_at(lambda adapter: adapter.strength, adapter, strength)

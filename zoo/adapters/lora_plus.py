@@ -24,7 +24,7 @@ def lora_plus(model: Any) -> PyTree[str]:
     In wide models B needs a larger learning rate than A for both to change the output equally fast (Hayou et al.,
     LoRA+, arXiv:2402.12354, section 4; they use a ratio of 16).
 
-    **Raises** `ValueError` for a model without a trainable LoRA.
+    **Raises** `ValueError` for a model without a trainable LoRA, and for one whose adapters are merged.
     """
     model = trainable(model)
     suffixes = tuple(f".{name}.up.weight" for name in adapter_names(model))

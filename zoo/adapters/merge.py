@@ -2,88 +2,19 @@
 
 from typing import Any, Literal, TypeVar, get_args
 
-import equinox as eqx
-import jax
-from jaxtyping import Array, Float, Int
-
 from zoo.layers import AbstractEmbedding, AbstractLinear, AbstractPackedLinear
 from zoo.models.parameter_paths import IndexRanges, map_modules
 from zoo.models.targets import find_linears, vmap_stacked
-from zoo.parallel import Dim, buffer, materialize, wrapped
+from zoo.parallel import materialize
 from zoo.parallel.rounds import in_one_round
-from zoo.shapes import ResidualStream, Tokens
 
-from .base import AbstractAdapter, AbstractLinearAdapter, BiasVector, Matrix, get_base_layer, get_dims, is_adapter
+from .base import AbstractAdapter, AbstractLinearAdapter, get_base_layer, get_dims, is_adapter
 from .compose import cast_like, check_adapter_name
+from .merged_layers import MergedEmbedding, MergedLinear, has_merged, restore_adapters
 from .methods.embedding import EmbeddingLoRA
 
 _Model = TypeVar("Model")
 _QuantizedMerge = Literal["refuse", "decode", "round"]
-
-
-class _MergedEmbedding(AbstractEmbedding):
-    """An embedding with a merged adapter, and the original adapter, which `unmerge` restores."""
-
-    base: AbstractEmbedding = wrapped()
-    made_of: EmbeddingLoRA = buffer()
-
-    adapter_name: str = eqx.field(static=True)
-    multiplier: float = eqx.field(static=True)
-
-    def __call__(self, tokens: Tokens) -> ResidualStream:
-        return self.base(tokens)
-
-    def transposed(self, x: Float[Array, "*rows embed"]) -> Float[Array, "*rows vocab"]:
-        return self.base.transposed(x)
-
-    @property
-    def dense_weight(self) -> Float[Array, "vocab embed"]:
-        return self.base.dense_weight
-
-    def with_weight(self, weight: Float[Array, "vocab embed"], bias: None = None) -> AbstractEmbedding:
-        return self.base.with_weight(weight)
-
-    @property
-    def table_shape(self) -> tuple[int, int]:
-        return self.base.table_shape
-
-
-class _MergedLinear(AbstractLinear):
-    """A linear layer with a merged adapter, and the original adapter, which `unmerge` restores."""
-
-    base: AbstractLinear = wrapped()
-    made_of: AbstractLinearAdapter = buffer()
-
-    in_: Dim = eqx.field(static=True)
-    out: Dim = eqx.field(static=True)
-    adapter_name: str = eqx.field(static=True)
-
-    @property
-    def out_size(self) -> int:
-        return self.base.out_size
-
-    @property
-    def dense_weight(self) -> Matrix:
-        return self.base.dense_weight
-
-    @property
-    def dense_bias(self) -> BiasVector | None:
-        return self.base.dense_bias
-
-    def __call__(self, x: Float[Array, "*rows in"]) -> Float[Array, "*tokens out"]:
-        return self.base(x)
-
-    def transposed(self, x: Float[Array, "*rows out"]) -> Float[Array, "*rows in"]:
-        return self.base.transposed(x)
-
-    def grouped(self, x: Float[Array, "rows in"], sizes: Int[Array, "experts"]) -> Float[Array, "rows out"]:
-        return self.base.grouped(x, sizes)
-
-    def per_head(self, x: Float[Array, "*rows units in"]) -> Float[Array, "*rows units unit"]:
-        return self.base.per_head(x)
-
-    def per_head_transposed(self, x: Float[Array, "*rows units unit"]) -> Float[Array, "*rows units in"]:
-        return self.base.per_head_transposed(x)
 
 
 @in_one_round
@@ -92,7 +23,7 @@ def merge(model: _Model, *, keep: bool = False, quantized: _QuantizedMerge = "re
 
     Weights are updated in float32, in any storage dtype, and rounded once. With `keep`, the adapters and original
     weights are stored too, and `unmerge` restores them exactly, any number of times. Without it, the result has the
-    structure of the base model, and `zoo.save` writes it.
+    structure of the base model, and `zoo.save` writes it. A model that was merged with `keep` is merged anew.
 
     - `quantized`: how to merge into a base in NF4, int8 or MXFP4. `"decode"`: a float32 `Linear` of the exact sum, in 4
       to 8 times the memory. `"round"`: the sum, quantized again in the same format, with a rounding error of at most,
@@ -103,6 +34,7 @@ def merge(model: _Model, *, keep: bool = False, quantized: _QuantizedMerge = "re
     layers.
     """
     check_adapter_name(model, None)
+    model = restore_adapters(model)
     if quantized not in get_args(_QuantizedMerge):
         raise ValueError(f"quantized is one of {', '.join(get_args(_QuantizedMerge))}, not {quantized!r}")
     is_packed = lambda adapter: isinstance(get_base_layer(adapter), AbstractPackedLinear)
@@ -127,11 +59,11 @@ def merge(model: _Model, *, keep: bool = False, quantized: _QuantizedMerge = "re
         if not keep:
             return merged
         if isinstance(adapter, EmbeddingLoRA):
-            return _MergedEmbedding(
+            return MergedEmbedding(
                 base=merged, made_of=adapter, adapter_name=adapter.adapter_name, multiplier=adapter.multiplier
             )
         assert isinstance(adapter, AbstractLinearAdapter)
-        return _MergedLinear(merged, adapter, *get_dims(adapter), adapter.adapter_name)
+        return MergedLinear(merged, adapter, *get_dims(adapter), adapter.adapter_name)
 
     merged = map_modules(merge_stacked, model, is_adapter)
     return merged if keep else materialize(merged)
@@ -140,7 +72,6 @@ def merge(model: _Model, *, keep: bool = False, quantized: _QuantizedMerge = "re
 def unmerge(model: _Model) -> _Model:
     """Restore the adapters and original weights after `merge(model, keep=True)`. **Raises** `ValueError` for a model
     that was not merged with `keep=True`."""
-    is_merged = lambda node: isinstance(node, _MergedLinear | _MergedEmbedding)
-    if not any(map(is_merged, jax.tree.leaves(model, is_leaf=is_merged))):
+    if not has_merged(model):
         raise ValueError("no merged adapter was kept in this model: merge with keep=True")
-    return jax.tree.map(lambda node: node.made_of if is_merged(node) else node, model, is_leaf=is_merged)
+    return restore_adapters(model)

@@ -3,9 +3,6 @@
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, TypeVar
 
-import equinox as eqx
-import jax.numpy as jnp
-
 from zoo.layers import AbstractGroupLinear, AbstractLinear, AbstractPackedLinear, Int8Linear, Linear, NF4Linear
 from zoo.models.parameter_paths import IndexRanges, list_parameter_paths, map_modules
 from zoo.models.targets import (
@@ -21,7 +18,7 @@ from zoo.parallel.rounds import in_one_round
 
 from .base import AbstractLinearAdapter, get_base_layer
 from .checkpoint_names import translate_targets
-from .methods.dora import DoRA
+from .merged_layers import require_unmerged
 
 _Model = TypeVar("Model")
 _PackedFormat = Literal["nf4", "int8"]
@@ -44,12 +41,13 @@ def quantize(model: _Model, format: _PackedFormat = "nf4", *, targets: Targets =
     Stacked arrays are quantized sequentially; the caller's reference keeps the original model in memory. Rounding
     errors: `zoo.ops.quantized`. Memory: `zoo.inspect.measure_size`.
 
-    **Raises** `ValueError` for another format, for a target that matches nothing, and, before anything is computed, one
-    error for all layers that cannot be quantized: no plain `Linear`, stacked with layers that `targets` exclude, or, in
-    NF4, with inputs that are no whole blocks of 64.
+    **Raises** `ValueError` for another format, a model whose adapters are merged, a target that matches nothing,
+    and, before anything is computed, one error for all layers that cannot be quantized: no plain `Linear`, stacked with
+    layers that `targets` exclude, or, in NF4, with inputs that are no whole blocks of 64.
     """
     if format not in _PACKED_LINEAR_CLASSES:
         raise ValueError(f"matrices are quantized to {' or '.join(_PACKED_LINEAR_CLASSES)}, not {format!r}")
+    require_unmerged(model)
     sites = find_linears(model)
     is_target = match_targets(translate_targets(model, targets, sites), sites)
     full_precision = (
@@ -92,7 +90,9 @@ def _find_quantization_errors(
 @in_one_round
 def dequantize(model: _Model) -> _Model:
     """Replace every layer that `quantize` made, or that `zoo.load(packed=True)` read from a quantized file, with a
-    float32 `Linear` of the same values, in 4 to 8 times the memory."""
+    float32 `Linear` of the same values, in 4 to 8 times the memory. **Raises** `ValueError` for a model whose adapters
+    are merged."""
+    require_unmerged(model)
 
     def dequantize_layer(base: AbstractLinear) -> AbstractLinear:
         return base.to_linear(base.dense_weight, base.dense_bias) if isinstance(base, _DEQUANTIZED) else base
@@ -105,16 +105,11 @@ def dequantize(model: _Model) -> _Model:
 
 
 def _map_base_layer(function: Callable[[Any], AbstractLinear]) -> Callable[[AbstractLinear], AbstractLinear]:
-    """Apply `function` to the layer beneath all adapters, and recompute the row norms of the base that a DoRA
-    stores."""
+    """Apply `function` to the layer beneath all adapters."""
 
     def map_base(module: AbstractLinear) -> AbstractLinear:
         if not isinstance(module, AbstractLinearAdapter):
             return function(module)
-        base = map_base(module.base)
-        updated = eqx.tree_at(lambda adapter: adapter.base, module, base)
-        if not isinstance(updated, DoRA):
-            return updated
-        return eqx.tree_at(lambda dora: dora.squares, updated, jnp.square(base.dense_weight).sum(-1))
+        return module.with_base(map_base(module.base))
 
     return map_base

@@ -370,8 +370,19 @@ def trainable(model: PyTree) -> PyTree:
 
     These are integers, booleans and fields declared `buffer()`; if the model has adapters, also every parameter that is
     not declared `adapter_parameter()`. Optimizers and tables of trainable parameters take the result.
+
+    **Raises** `ValueError` for a model whose adapters are merged and kept beside the weights: nothing would be trained.
     """
-    return map_leaves(lambda leaf, x: x if is_trainable(leaf, x) else None, model)
+
+    def select(leaf: Leaf, x: Any) -> Any:
+        if leaf.adapter_parameter and not leaf.trainable:
+            raise ValueError(
+                f"{leaf.name}: the adapters of this model are merged into its weights and kept beside them (merge with "
+                "keep=True), and nothing of it is trained: call zoo.adapters.unmerge(model) first"
+            )
+        return x if is_trainable(leaf, x) else None
+
+    return map_leaves(select, model)
 
 
 def is_trainable(leaf: Leaf, x: Any) -> bool:
@@ -394,4 +405,4 @@ def is_differentiated(leaf: Leaf, x: Any) -> bool:
 
 def count(model: PyTree) -> int:
     """Count the trainable parameters of a model, or of a model of `jax.ShapeDtypeStruct`s."""
-    return sum(x.size for x in jax.tree.leaves(trainable(model)))
+    return sum(x.size for leaf, x in zip(leaves(model), jax.tree.leaves(model), strict=True) if is_trainable(leaf, x))

@@ -17,6 +17,7 @@ from zoo.parallel.tokens import match_tokens
 
 from ..apply import apply_uniform, compute_scale
 from ..base import AbstractLinearAdapter, Matrix, Strength, full_strength, get_dims, is_adapter
+from ..merged_layers import require_unmerged
 from .low_rank import linear_from_weight
 
 _Model = TypeVar("Model")
@@ -152,7 +153,8 @@ def orthogonality(model: Any) -> Float[Array, ""]:
 
 def find_adalora(model: Any) -> list[tuple[IndexRanges, AdaLoRA]]:
     """List every AdaLoRA of a model, stacked over layers and experts, with the indices of these; of nested adapters the
-    innermost first. **Raises** `ValueError` if there is none."""
+    innermost first. **Raises** `ValueError` if there is none, or if they are merged."""
+    require_unmerged(model)
 
     def find_in(module: Any) -> list[AdaLoRA]:
         if not is_adapter(module):

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import Any, Self, TypeVar
 
 import equinox as eqx
 import jax
@@ -17,7 +17,7 @@ from zoo.parallel import Dim, adapter_parameter, buffer, implementation_option, 
 from zoo.parallel.rounds import in_one_round
 from zoo.parallel.tokens import match_tokens
 
-from ..base import Matrix, Strength
+from ..base import Matrix, Strength, is_adapter
 from .lora import LoRA, LoRAInit, apply_low_rank
 from .low_rank import AbstractLowRankAdapter, check_dropout_rate, linear_from_weight, low_rank_product
 from .modules_to_save import BiasOption, train_biases_and_modules
@@ -37,6 +37,9 @@ class DoRA(AbstractLowRankAdapter):
 
     where the base computes W Aᵀ as it multiplies any rows. FLOPs: LoRA's, and 2 rank in out per call.
 
+    W includes adapters beneath this one, at their current strength. It then changes in training, so nothing is stored
+    and each call computes the norm from the dense W + V, in a few in out FLOPs and a matrix of memory.
+
     Rounding: where W and V nearly cancel in a whole row, the sum has the rounding of its largest term.
     """
 
@@ -45,7 +48,7 @@ class DoRA(AbstractLowRankAdapter):
     up: Linear = adapter_parameter()
     magnitude: Float[Array, "out"] = adapter_parameter(full_precision=True)
     squares: Float[Array, "out"] = buffer()
-    """|W|²."""
+    """|W|². Not used around another adapter."""
     rank: Int[Array, ""]
     scale: Float[Array, ""] = buffer()
     strength: Strength = buffer()
@@ -85,16 +88,18 @@ class DoRA(AbstractLowRankAdapter):
             key=key,
         )
         self.base, self.down, self.up, self.rank, self.scale = base, lora.down, lora.up, lora.rank, lora.scale
-        self.squares = jnp.square(base.dense_weight).sum(-1)
+        self.squares = _sum_squares(base.dense_weight)
         self.magnitude = jnp.sqrt(self.squares)
         self.strength, self.keys, self.dropout = lora.strength, lora.keys, lora.dropout
         self.in_, self.out, self.adapter_name = lora.in_, lora.out, adapter_name
 
+    def with_base(self, base: AbstractLinear) -> Self:
+        dora = super().with_base(base)
+        return eqx.tree_at(lambda dora: dora.squares, dora, _sum_squares(base.dense_weight))
+
     def __call__(self, x: Float[Array, "*rows in"]) -> Float[Array, "*tokens out"]:
         """Return m / |W + scale B A| (W + scale B A) x + b."""
-        base_ratio, update_ratio = self._get_magnitude_ratios(
-            self._multiply_base(self.down.weight), self.strength_per_row(x)
-        )
+        base_ratio, update_ratio = self._get_magnitude_ratios(self._compute_norm(), self.strength_per_row(x))
         bias = self.base.dense_bias
         product = self.base(x) if bias is None else self.base(x) - bias
         inner = match_tokens(self.project_down(x, self.scale), product)
@@ -106,9 +111,7 @@ class DoRA(AbstractLowRankAdapter):
         return (y if bias is None else y + bias).astype(x.dtype)
 
     def transposed(self, x: Float[Array, "*rows out"]) -> Float[Array, "*rows in"]:
-        base_ratio, update_ratio = self._get_magnitude_ratios(
-            self._multiply_base(self.down.weight), self.strength_per_row(x)
-        )
+        base_ratio, update_ratio = self._get_magnitude_ratios(self._compute_norm(), self.strength_per_row(x))
         inner = self.up.transposed((x * update_ratio).astype(self.up.weight.dtype)) * self.scale
         update = self.down.transposed(inner.astype(self.down.weight.dtype))
         return (self.base.transposed((x * base_ratio).astype(x.dtype)) + update).astype(x.dtype)
@@ -116,12 +119,8 @@ class DoRA(AbstractLowRankAdapter):
     def grouped(self, x: Float[Array, "rows in"], sizes: Int[Array, "experts"]) -> Float[Array, "rows out"]:
         if self.base.dense_bias is not None:
             raise NotImplementedError("a DoRA of experts that have biases: take a LoRA, or target other modules")
-        experts, rank, _ = self.down.weight.shape
-        down_rows = self.down.weight.reshape(experts * rank, -1)
-        down_sizes = jnp.full((experts,), rank, sizes.dtype)
-        base_times_down = reduce(self.base.grouped(down_rows, down_sizes), over=self.in_.name)
-        base_times_down = base_times_down.reshape(experts, rank, -1)
-        ratios = jax.vmap(DoRA._get_magnitude_ratios)(self, base_times_down, self.strength_per_expert(self.scale))
+        norm = self._compute_norm_of_experts(sizes.dtype)
+        ratios = jax.vmap(DoRA._get_magnitude_ratios)(self, norm, self.strength_per_expert(self.scale))
         base_ratio, update_ratio = (expand_group_values(ratio, sizes, len(x)) for ratio in ratios)
         inner = self.down.grouped(x.astype(self.down.weight.dtype), sizes) * expand_group_values(
             self.scale[:, None], sizes, len(x)
@@ -129,30 +128,54 @@ class DoRA(AbstractLowRankAdapter):
         update = self.up.grouped(inner.astype(self.up.weight.dtype), sizes)
         return (base_ratio * self.base.grouped(x, sizes) + update_ratio * update).astype(x.dtype)
 
-    def _multiply_base(self, rows: Float[Array, "rank in"]) -> Float[Array, "rank out"]:
-        """Return W x for each row x, without the bias."""
+    def _compute_norm(self) -> Float[Array, "out"]:
+        """Return |W + scale B A|, a constant in the backward pass."""
+        if is_adapter(self.base):
+            return lax.stop_gradient(self._compute_dense_norm(self.base.dense_weight))
         bias = self.base.dense_bias
-        product = self.base(rows).astype(jnp.float32)
-        return product if bias is None else product - bias
+        product = self.base(self.down.weight).astype(jnp.float32)
+        return self._expand_norm(product if bias is None else product - bias)
 
-    def _get_magnitude_ratios(
-        self, base_times_down: Float[Array, "rank out"], strength: Float[Array, "..."]
-    ) -> tuple[_Rows, _Rows]:
-        """Return the factors of W x and of scale B A x: the ratio of m to the norm, interpolated by `strength`.
-        `base_times_down` is W Aᵀ."""
+    def _compute_norm_of_experts(self, dtype: Any) -> Float[Array, "experts out"]:
+        """Return |W + scale B A| of each expert. `dtype` is that of `sizes`."""
+        if is_adapter(self.base):
+            return jax.vmap(DoRA._compute_norm)(self)
+        experts, rank, _ = self.down.weight.shape
+        down_rows = self.down.weight.reshape(experts * rank, -1)
+        product = self.base.grouped(down_rows, jnp.full((experts,), rank, dtype))
+        product = reduce(product, over=self.in_.name).reshape(experts, rank, -1)
+        return jax.vmap(DoRA._expand_norm)(self, product)
+
+    def _expand_norm(self, base_times_down: Float[Array, "rank out"]) -> Float[Array, "out"]:
+        """Return |W + scale B A| from |W|² and W Aᵀ, `base_times_down`."""
         up, down = self.up.weight.astype(jnp.float32), self.down.weight.astype(jnp.float32)
         down_gram = reduce(jnp.matmul(down, down.T, precision="highest"), over=self.in_.name)
         cross_term = 2 * self.scale * (up * base_times_down.T.astype(jnp.float32)).sum(-1)
         update_squares = jnp.square(self.scale) * (jnp.matmul(up, down_gram, precision="highest") * up).sum(-1)
-        norm = lax.stop_gradient(jnp.sqrt(jnp.maximum(self.squares + cross_term + update_squares, 0)))
-        ratio = jnp.where(self.rank > 0, self.magnitude / jnp.where(norm == 0, 1, norm), 1)
+        return lax.stop_gradient(jnp.sqrt(jnp.maximum(self.squares + cross_term + update_squares, 0)))
+
+    def _compute_dense_norm(self, weight: Matrix) -> Float[Array, "out"]:
+        """Return |W + scale B A| from W."""
+        updated = weight + self.scale * low_rank_product(self.down, self.up)
+        return jnp.sqrt(reduce(_sum_squares(updated), over=self.in_.name))
+
+    def _get_magnitude_ratios(self, norm: Float[Array, "out"], strength: Float[Array, "..."]) -> tuple[_Rows, _Rows]:
+        """Return the factors of W x and of scale B A x: the ratio of m to the norm, interpolated by `strength`."""
+        ratio = self._get_ratio(norm)
         return 1 + strength * (ratio - 1), strength * ratio
+
+    def _get_ratio(self, norm: Float[Array, "out"]) -> Float[Array, "out"]:
+        """Return m / |W + scale B A|, or 1 in a layer without the adapter."""
+        return jnp.where(self.rank > 0, self.magnitude / jnp.where(norm == 0, 1, norm), 1)
 
     def merge_weight(self, weight: Matrix) -> Matrix:
         updated = weight + self.scale * low_rank_product(self.down, self.up)
-        norm = jnp.linalg.norm(updated, axis=-1)
-        ratio = jnp.where(self.rank > 0, self.magnitude / jnp.where(norm == 0, 1, norm), 1)
+        ratio = self._get_ratio(self._compute_dense_norm(weight))
         return weight + self.strength_per_expert(self.scale) * (ratio[:, None] * updated - weight)
+
+
+def _sum_squares(matrix: Matrix) -> Float[Array, "out"]:
+    return jnp.square(matrix).sum(-1)
 
 
 @in_one_round

@@ -15,6 +15,7 @@ from zoo.parallel.module import is_parameter
 from zoo.parallel.rounds import in_one_round
 
 from ..checkpoint_names import translate_targets
+from ..merged_layers import require_unmerged
 
 _Model = TypeVar("Model")
 BiasOption = Literal["none", "lora_only", "all"]
@@ -30,8 +31,9 @@ def unfreeze(model: _Model, targets: Targets, *, adapter_name: str = "full") -> 
     - `adapter_name`: `set_strength(model, {adapter_name: 0})` restores the original parameters.
 
     Each parameter gets a trainable float32 copy. **Raises** `ValueError` for a target that matches nothing, and for a
-    parameter that an adapter wraps or that is trainable already.
+    parameter that an adapter wraps or that is trainable already, and for a model whose adapters are merged.
     """
+    require_unmerged(model)
     is_target = _match_parameters(targets, _list_parameter_names(model))
     values = {}
     for path, x in _list_parameters(model):

@@ -14,8 +14,9 @@ from zoo.models.decoder import AbstractBlock
 from zoo.models.encoders.image import ImageEncoder
 from zoo.models.parameter_paths import ParameterPath, list_parameter_paths
 from zoo.models.stack import is_stack
-from zoo.parallel import AXES, Mesh, merge_rounds, trainable
+from zoo.parallel import AXES, Mesh, merge_rounds
 from zoo.parallel.mesh import is_array_or_shape
+from zoo.parallel.module import is_trainable
 
 from .attach import attach_moves
 from .parts import AxisUse, Drawing, DrawnParameter, Group, Section
@@ -108,10 +109,9 @@ def _make_groups(model: PyTree, kinds: _LayerKinds, mesh: Mesh) -> list[Group]:
     after: list[DrawnParameter] = []
     in_layers: list[dict[str, DrawnParameter]] = [{} for _ in kinds.keys]
     layer_axes: tuple[str, ...] = ()
-    trained = {id(x) for x in jax.tree.leaves(trainable(model))}
     for path, x in zip(list_parameter_paths(model), arrays, strict=True):
         parameter, axes = _describe_parameter(path, x, mesh)
-        parameter = dataclasses.replace(parameter, trainable=id(x) in trained)
+        parameter = dataclasses.replace(parameter, trainable=is_trainable(path.leaf, x))
         if not path.name.startswith(_LAYER):
             (before if _is_input(path.name) else after).append(parameter)
             continue
