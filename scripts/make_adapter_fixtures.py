@@ -88,6 +88,15 @@ CASES = {
         "llama", "LoraConfig", "tied embeddings, where the head keeps the original; the embeddings are not saved",
         {"target_modules": ["embed_tokens"], "r": 2, "lora_alpha": 4}, embeddings=False, merges=False,
     ),
+    "lora_tied_embedding": Case(
+        "llama", "LoraConfig", "tied embeddings that the head follows, and queries; PEFT saves the head's copies too",
+        {"target_modules": ["embed_tokens", "q_proj"], "r": 2, "lora_alpha": 4, "ensure_weight_tying": True},
+        merges=False,
+    ),
+    "lora_tied_saved_embedding": Case(
+        "llama", "LoraConfig", "tied embeddings trained in full, which the head follows",
+        QV | {"r": 2, "modules_to_save": ["embed_tokens"], "ensure_weight_tying": True},
+    ),
     "lora_head": Case("mistral", "LoraConfig", "the head; PEFT saves it too", {"target_modules": ["lm_head"], "r": 2}),
     "lora_bias_only": Case("qwen2", "LoraConfig", "biases of the target modules", QV | {"r": 2, "bias": "lora_only"}),
     "lora_bias_all": Case(
@@ -238,16 +247,24 @@ def compute_expected(model: Any, ids: Any, embeddings: str | bool) -> dict[str, 
     """Compute the logits, loss and gradients of a loaded adapter."""
     logits = model(input_ids=ids).logits
     loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
-    trainable = {weight.data_ptr(): weight for weight in model.parameters() if weight.requires_grad and weight.numel()}
-    gradients = dict(
-        zip(trainable, torch.autograd.grad(loss, list(trainable.values()), allow_unused=True), strict=True)
-    )
+    trainable = [weight for weight in model.parameters() if weight.requires_grad and weight.numel()]
+    gradients: dict[int, Any] = {}
+    for weight, gradient in zip(trainable, torch.autograd.grad(loss, trainable, allow_unused=True), strict=True):
+        if gradient is not None:  # PEFT's head shares the memory of a tied embedding's factors, transposed
+            known = gradients.get(weight.data_ptr())
+            gradients[weight.data_ptr()] = gradient if known is None else known + match_shape(gradient, known)
     expected = {"input_ids": ids, "logits": logits.detach(), "loss": loss.detach()}
     for name, weight in peft.get_peft_model_state_dict(model, save_embedding_layers=embeddings).items():
         gradient = gradients.get(weight.data_ptr()) if weight.numel() else None
         if gradient is not None and STORED_GRADIENTS.search(name):
-            expected[f"grad.{name}"] = gradient.reshape(weight.shape)
+            expected[f"grad.{name}"] = match_shape(gradient, weight)
     return {name: value.clone().contiguous() for name, value in expected.items()}
+
+
+def match_shape(gradient: Any, like: Any) -> Any:
+    """Return a gradient in the shape of `like`, which has the same numbers, or is its transpose."""
+    is_transposed = gradient.shape != like.shape and gradient.shape == like.shape[::-1]
+    return gradient.T if is_transposed else gradient.reshape(like.shape)
 
 
 if __name__ == "__main__":

@@ -73,6 +73,17 @@ def test_save_after_pissa_or_olora_doubles_the_rank(init, tmp_path):
         adapters.dora(model, init=init, key=jax.random.key(1))
 
 
+@pytest.mark.parametrize("method", ["dora", "ia3"])
+def test_save_of_some_parts_of_a_fused_module_leaves_the_others(method, tmp_path):
+    """GPT-2's c_attn is query, key and value. The key has no adapter: its rows have the factor 1, or as magnitude
+    their norm."""
+    base = zoo.load(Path(__file__).parents[2] / "fixtures/models/gpt2", dtype="float32")
+    options = {"inputs": None} if method == "ia3" else {"rank": 2, "key": jax.random.key(1)}
+    wrapped = perturb(getattr(adapters, method)(base, targets=("query", "value"), **options))
+    adapters.save(wrapped, tmp_path)
+    np.testing.assert_allclose(run(adapters.load(base, tmp_path)), run(wrapped), atol=1e-5)
+
+
 def test_save_names_the_base(adapted, tmp_path):
     """The argument, or else the name in the base's config.json."""
     read_name = lambda: json.loads((tmp_path / "adapter_config.json").read_text())["base_model_name_or_path"]

@@ -57,8 +57,7 @@ def read_base_tensors(
     """Read the parameters that an adapter trains in full from `tensors`, by their names in the base. Return them and
     the tensor names that were read. `targeted` are the modules that have the adapter.
 
-    **Raises** `CheckpointError` for a tensor that is missing, of another shape, or no floating-point numbers, and for
-    an embedding that is tied to the head.
+    **Raises** `CheckpointError` for a tensor that is missing, of another shape, or no floating-point numbers.
     """
     base, trained, names_read = _plan_base_tensors(model, table), {}, set()
     leaves = jax.tree.leaves(base.base_model)
@@ -79,12 +78,6 @@ def read_base_tensors(
         is_unchanged = all(np.array_equal(x, y) for x, y in zip(before, after, strict=True))
         if _is_embedding_weight(base_name, name) and is_unchanged:
             continue
-        is_tied = getattr(model, "head", True) is None and not config.get("ensure_weight_tying")
-        if is_tied and base.parameter_keys[planned.slices[0].leaf][0] == "embedding.weight":
-            raise CheckpointError(
-                f"{path}: {name} is trained, which is the head here too; PEFT leaves the head as it was unless "
-                "ensure_weight_tying is set, which is another model: untie the two in the base"
-            )
         for part, values in zip(planned.slices, after, strict=True):
             x, key = leaves[part.leaf], base.parameter_keys[part.leaf]
             if key not in trained:

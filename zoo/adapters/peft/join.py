@@ -6,10 +6,13 @@ from typing import Any
 import numpy as np
 
 from zoo.models.hf.spec import TensorMapping
+from zoo.models.targets import find_linears, vmap_stacked
 from zoo.weights import CheckpointError
 from zoo.weights.save import gather_to_host
 
+from ..compose import strip_adapters
 from ..methods.dora import DoRA
+from ..methods.ia3 import IA3
 from ..methods.lora import LoRA
 from ..methods.vera import VeRA
 from .names import VERA_SHARED, PeftModule, PeftTensor, list_peft_tensors
@@ -33,15 +36,17 @@ def _get_layer_array(field: PeftTensor, module: PeftModule, adapter: Any, value:
     return np.concatenate([array, initial.take(ranks, field.rank_dim)], axis=field.rank_dim)
 
 
-def join_parts(field: PeftTensor, parts: ModuleParts) -> np.ndarray:
-    """Join the arrays of a fused module's parts into one tensor."""
+def join_parts(field: PeftTensor, parts: ModuleParts, model: Any = None) -> np.ndarray:
+    """Join the arrays of a fused module's parts into one tensor. `model` has the weights of parts without the adapter,
+    whose norms are the magnitudes that a DoRA leaves unchanged."""
     arrays = {part: _get_layer_array(field, *layer) for part, layer in parts.items()}
     module, adapter, _ = next(iter(parts.values()))
     if len(module.mapping.parts) == 1:
         return arrays[0]
     if not isinstance(adapter, LoRA | DoRA):
         if field.has_rows:
-            return _join_rows(module, arrays)
+            fill = 1 if isinstance(adapter, IA3) else 0
+            return _join_rows(module, arrays, fill)
         first = next(iter(arrays.values()))
         if any(not np.array_equal(array, first) for array in arrays.values()):
             raise CheckpointError(
@@ -60,7 +65,20 @@ def join_parts(field: PeftTensor, parts: ModuleParts) -> np.ndarray:
             start = starts[downs[part].tobytes()]
             arrays[part] = np.zeros((len(up), total), up.dtype)
             arrays[part][:, start : start + up.shape[1]] = up
+    elif model is not None:  # the magnitudes of a DoRA
+        arrays = {**_compute_row_norms(model, module), **arrays}
     return _join_rows(module, arrays)
+
+
+def _compute_row_norms(model: Any, module: PeftModule) -> dict[int, np.ndarray]:
+    """Return the norms of the rows of every part of a fused module in the model without its adapters."""
+    linears = {site.identity: site.module for site in find_linears(strip_adapters(model))}
+    norms = {}
+    for part, name in enumerate(module.mapping.parts):
+        linear = linears[name.removesuffix(".weight"), module.site.ranges]
+        weight = vmap_stacked(lambda linear: linear.dense_weight, module.site.ranges)(linear)
+        norms[part] = np.linalg.norm(gather_to_host(weight, module.index), axis=-1)
+    return norms
 
 
 def get_joined_rank(parts: ModuleParts) -> int:
@@ -76,10 +94,10 @@ def sum_parts(field: PeftTensor, parts: ModuleParts) -> np.ndarray:
     return _join_rows(module, arrays) if field.has_rows else sum(arrays.values(), start=np.zeros((), np.float32))
 
 
-def _join_rows(module: PeftModule, arrays: Mapping[int, np.ndarray]) -> np.ndarray:
-    """Concatenate the rows of parts in the layout of the fused weight, with zeros for a part without the adapter."""
+def _join_rows(module: PeftModule, arrays: Mapping[int, np.ndarray], fill: int = 0) -> np.ndarray:
+    """Concatenate the rows of parts in the layout of the fused weight, with `fill` for a part without the adapter."""
     first = next(iter(arrays.values()))
-    joined = np.zeros((sum(module.part_sizes), *first.shape[1:]), first.dtype)
+    joined = np.full((sum(module.part_sizes), *first.shape[1:]), fill, first.dtype)
     shapes = [(size, *first.shape[1:]) for size in module.part_sizes]
     for part, view in enumerate(TensorMapping(module.mapping.parts, module.mapping.groups).views(joined, shapes, 0)):
         if part in arrays:

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import equinox as eqx
 import numpy as np
 
-from zoo.models.hf.spec import NameMap, TensorMapping, prefixed
-from zoo.models.hf.wrappers import name_as_modules
+from zoo.models.hf.spec import NameMap, Origin, TensorMapping, prefixed
+from zoo.models.hf.wrappers import name_as_modules, rename
 from zoo.models.parameter_paths import format_path, iterate_indices
 from zoo.models.targets import LinearSite, find_linears
 from zoo.weights import CheckpointError
@@ -194,10 +194,25 @@ def get_name_table(model: Any, *, in_memory: bool = False) -> NameMap:
     """Return the tensor names of a model's family: those in files, or, if `in_memory`, those of the modules that
     transformers 5 builds, where all experts of a layer are one parameter. Of a language model in a multimodal
     checkpoint, names always begin as the modules of transformers 5 do."""
-    origin, _ = resolve_origin(eqx.filter_eval_shape(dequantize, strip_adapters(model)), None, {})
+    origin = _resolve_module_origin(model)
     if in_memory and origin.family.memory_names is not None:
         family = dataclasses.replace(origin.family, names=origin.family.memory_names)
         origin = dataclasses.replace(origin, family=family)
-    if origin.wrapping is not None:
-        origin = dataclasses.replace(origin, wrapping=name_as_modules(origin.wrapping))
     return read_name_map(origin)
+
+
+def get_embedding_and_head_names(model: Any) -> tuple[str, str]:
+    """Return the module names of the embedding and of the head, which need not be a module of its own here."""
+    origin = _resolve_module_origin(model)
+    mappings = invert_name_map(read_name_map(origin))
+    embedding, _, _ = mappings.get("embedding") or mappings["embedding.weight"]
+    head = rename(f"{origin.family.head}.weight", origin.wrapping)
+    return embedding.removesuffix(".weight"), head.removesuffix(".weight")
+
+
+def _resolve_module_origin(model: Any) -> Origin:
+    """Return a model's origin; in a multimodal checkpoint with the names of the modules of transformers 5."""
+    origin, _ = resolve_origin(eqx.filter_eval_shape(dequantize, strip_adapters(model)), None, {})
+    if origin.wrapping is None:
+        return origin
+    return dataclasses.replace(origin, wrapping=name_as_modules(origin.wrapping))

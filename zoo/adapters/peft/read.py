@@ -19,6 +19,7 @@ from zoo.weights.directory import resolve_directory
 from zoo.weights.safetensors import LazyTensor, open_safetensors
 
 from ..apply import apply_adapters
+from ..merged_layers import require_unmerged
 from ..methods.dora import DoRA
 from ..methods.embedding import EmbeddingLoRA
 from ..methods.ia3 import IA3
@@ -39,6 +40,7 @@ from .names import (
 )
 from .shared_forms import plan_lycoris, plan_vera, read_lycoris, read_vera
 from .targeting import is_feedforward, is_targeted, is_targeted_parameter
+from .tying import find_tied_modules, resolve_tying
 
 _Model = TypeVar("Model")
 _LayerArrays = Mapping[tuple[int, ...], dict[str, Any]]
@@ -57,19 +59,15 @@ def load(model: _Model, directory: str | Path, *, dropout: float | int = 0.0, ad
 
     **Raises** `CheckpointError` for a path that is no adapter directory, a method or option that is not supported or of
     another type, tensors of modules that the model does not have or the config does not target, and tensors that are
-    missing, no floating-point numbers, or of another shape.
+    missing, no floating-point numbers, or of another shape; `ValueError` for a model whose adapters are merged.
     """
+    require_unmerged(model)
     path = resolve_directory(directory)
     config, source = read_config(path), open_safetensors(path / WEIGHTS_FILE)
     table = get_name_table(model, in_memory=bool(config.get("target_parameters")))
+    config, source = resolve_tying(config, source, find_tied_modules(model), str(path))
     reader = _AdapterReader(config, source, str(path / WEIGHTS_FILE), adapter_name, check_dropout_rate(dropout))
     reader.read_modules(model, table)
-    is_tied = getattr(model, "head", True) is None and not config["ensure_weight_tying"]
-    if is_tied and any(name == "embedding" for name, _ in reader.layers):
-        raise CheckpointError(
-            f"{path}: the embedding has an adapter, and is the head here too; PEFT leaves the head as it was unless "
-            "ensure_weight_tying is set, which is another model: untie the two in the base"
-        )
     remaining = {name.removeprefix(PREFIX): tensor for name, tensor in source.items() if name not in reader.names_read}
     trained, names_read = base_tensors.read_base_tensors(
         model, table, remaining, config, reader.targeted_names, reader.path

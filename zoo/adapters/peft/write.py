@@ -4,6 +4,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from zoo.weights import CheckpointError
 from zoo.weights.safetensors import write_tensors
 
 from ..compose import adapter_names, check_adapter_name, is_adapter
+from ..merged_layers import restore_adapters
 from ..methods.adalora import AdaLoRA
 from ..methods.dora import DoRA
 from ..methods.embedding import EmbeddingLoRA
@@ -39,6 +41,7 @@ from .names import (
     nest_parameters,
 )
 from .shared_forms import build_lycoris_config, refuse_fused_vera
+from .tying import add_head_tensors, build_tying_config, find_tied_modules
 
 
 def save(model: Any, directory: str | Path, *, adapter_name: str | None = None, base: str | Path | None = None) -> None:
@@ -56,12 +59,17 @@ def save(model: Any, directory: str | Path, *, adapter_name: str | None = None, 
     For a fused projection, the parts are saved as one adapter of the same rank while they share A. Once training has
     changed A, their ranks are concatenated, which is equivalent.
 
-    **Raises** `CheckpointError` for a model without such an adapter, and for a method that PEFT does not have.
+    An embedding that is tied to the head is saved with `ensure_weight_tying`, with which PEFT (0.21 or later, for a
+    LoRA of it) trains both as one.
+
+    **Raises** `CheckpointError` for a model without such an adapter, and for what PEFT does not have: a method, a
+    strength of methods other than LoRA, a tied embedding that is trained in full beside such a method.
     """
     adapter_name = _resolve_adapter_name(model, adapter_name)
-    model = merge_rounds(model)
+    model = merge_rounds(restore_adapters(model))
     tensors = collect_tensors(model, adapter_name=adapter_name)
     config = _build_adapter_config(model, adapter_name, _name_base(model) if base is None else os.fspath(base))
+    config = build_tying_config(config, find_tied_modules(model))
     path = Path(directory)
     path.mkdir(parents=True, exist_ok=True)
     shapes = {name: (array.shape, array.dtype) for name, array in tensors.items()}
@@ -99,7 +107,7 @@ def collect_tensors(model: Any, tree: Any = None, *, adapter_name: str) -> dict[
     (model, tree), tensors = merge_rounds((model, tree)), {}
     table = _choose_name_table(model, adapter_name)
     by_module = _group_by_module(model, tree, table, adapter_name)
-    combine_parts = join_parts if tree is None else sum_parts
+    combine_parts = partial(join_parts, model=model) if tree is None else sum_parts
     for peft_name, experts in by_module.items():
         module, adapter, value = _get_first(experts)
         for field in list_peft_tensors(adapter):
@@ -109,7 +117,8 @@ def collect_tensors(model: Any, tree: Any = None, *, adapter_name: str) -> dict[
         if isinstance(adapter, VeRA) and tree is None:
             tensors |= keep_largest_shared(tensors, value, module.index)
     of_base, _ = base_tensors.collect_base_tensors(model, tree, table, adapter_name, set(by_module))
-    return dict(sorted((tensors | {PREFIX + name: array for name, array in of_base.items()}).items()))
+    tensors |= {PREFIX + name: array for name, array in of_base.items()}
+    return dict(sorted(add_head_tensors(tensors, find_tied_modules(model)).items()))
 
 
 def _choose_name_table(model: Any, adapter_name: str) -> NameMap:
