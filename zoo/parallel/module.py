@@ -332,7 +332,7 @@ def _resolve_leaf(tree: Any, path: tuple, array: Any) -> Leaf:
         dims = (*stacked_dims, *_resolve_dims(owner, field, array.ndim - len(stacked_dims)))
     except TypeError as error:
         if not in_state:
-            hint = "" if isinstance(tree, Module) else " An optimizer state, if it is one, is a named tuple, as optax's."
+            hint = "" if isinstance(tree, Module) else " If this is an optimizer state, let it be a named tuple."
             raise TypeError(f"{name}: {error}{hint}") from None
         dims, fits = _resolve_state_dims(owner, field, stacked_dims, array.ndim), False
     return Leaf(
