@@ -15,17 +15,17 @@ import pytest
 import zoo
 
 VOCAB, SEQ, LENGTHS = 40, 8, (8, 5, 3)
-SIZES = {"vocab": VOCAB, "embed": 16, "layers": 2, "key": jax.random.key(0)}
-MODELS = {  # without scans, so that calls outside of programs compile operations, which they share
+SIZES: dict[str, Any] = {"vocab": VOCAB, "embed": 16, "layers": 2, "key": jax.random.key(0)}
+MODELS: dict[str, Any] = {  # without scans, so that calls outside of programs compile operations, which they share
     "attention": zoo.models.swap_stack(
         zoo.models.Transformer(**SIZES, heads=2, mlp=16, dropout=0.5), zoo.models.Stack.unstack
     ),
     "recurrence": zoo.models.swap_stack(zoo.models.Mamba(**SIZES, dropout=0.5), zoo.models.Stack.unstack),
 }
-TOKENS = np.random.default_rng(0).integers(1, VOCAB, (3, SEQ)).astype(np.int32)
-MASK = np.arange(SEQ) >= SEQ - np.array(LENGTHS)[:, None]
+TOKENS: Any = np.random.default_rng(0).integers(1, VOCAB, (3, SEQ)).astype(np.int32)
+MASK: Any = np.arange(SEQ) >= SEQ - np.array(LENGTHS)[:, None]
 SEGMENTS = np.array([[1] * 8, [1] * 3 + [2] * 5, [0] * 3 + [3] * 2 + [4] * 3], np.int32)
-POSITIONS = np.where(MASK, MASK.cumsum(1) - 1, -1).astype(np.int32)
+POSITIONS: Any = np.where(MASK, MASK.cumsum(1) - 1, -1).astype(np.int32)
 MESH = zoo.make_mesh(devices=jax.devices()[:1])
 KEY = jax.random.key(1)
 
@@ -67,7 +67,7 @@ ENTRANCES = {
         ("segment_ids", "positions"),
     ),
 }
-GIVEN = {
+GIVEN: dict[str, Any] = {
     "tokens": {},
     "mask": {"mask": MASK},
     "segment_ids": {"segment_ids": SEGMENTS},
@@ -227,7 +227,7 @@ def test_states_take_positions_only(no_type_checks, model):
     np.testing.assert_allclose(model.logits(hidden.x), expected, atol=1e-5)
 
 
-RAW = jax.random.PRNGKey(1)
+RAW: Any = jax.random.PRNGKey(1)
 STACKED = zoo.models.Transformer(**SIZES, heads=2, mlp=16)
 KEYED = {
     "model": lambda model, key: model(TOKENS, key=key),

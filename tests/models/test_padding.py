@@ -15,7 +15,7 @@ import zoo
 from zoo.layers.rotary import Rotary
 
 VOCAB, ROWS, SEQ = 40, 3, 12
-SIZES = {"vocab": VOCAB, "embed": 16, "layers": 2, "key": jax.random.key(0)}
+SIZES: dict[str, Any] = {"vocab": VOCAB, "embed": 16, "layers": 2, "key": jax.random.key(0)}
 MODELS = {
     "attention": zoo.models.Transformer(**SIZES, heads=2, mlp=16),
     "window": zoo.models.Hybrid(
@@ -103,7 +103,8 @@ def test_padded_turns_equal_texts_alone(kind, data):
     ]
     states, seen, logits = model.init_state(ROWS, 16), np.zeros(ROWS, int), [[] for _ in range(ROWS)]
     for turn in range(turns):
-        padded, mask = np.ones((ROWS, 6), np.int32), np.zeros((ROWS, 6), bool)
+        padded = np.ones((ROWS, 6), np.int32)
+        mask: Any = np.zeros((ROWS, 6), bool)
         for row in range(ROWS):
             count = counts[row][turn]
             padded[row, 6 - count :] = tokens[row, seen[row] : seen[row] + count]

@@ -33,7 +33,7 @@ def test_encoders_answer_too():
     images = zoo.models.VisionTransformer(classes=2, image_size=4, patch_size=2, **SIZES)
     for encoder in (texts, images):
         with pytest.raises(AttributeError, match="no attribute 'eval': a model has no modes"):
-            encoder.eval()
+            encoder.eval()  # pyright: ignore[reportAttributeAccessIssue]
         with pytest.raises(TypeError, match="eqx.filter_jit"):
             hash(encoder)
 

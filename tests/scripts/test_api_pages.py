@@ -35,7 +35,7 @@ def test_every_public_name_is_shown_once():
 def test_pages_are_small_and_in_the_menu():
     folder = ROOT / "docs" / "api"
     stubs = {path.name: path.read_text(encoding="utf-8").count("\n::: ") for path in folder.glob("*.md")}
-    assert len(stubs) > 20 and max(stubs.values()) < 45
+    assert len(stubs) > 20 and max(stubs.values()) <= 45
     menu = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     assert [name for name in stubs if f"api/{name}\n" not in menu] == []
 

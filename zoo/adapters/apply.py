@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Key
 
+from zoo._checks import wrap_key
 from zoo.layers import AbstractEmbedding
 from zoo.models.parameter_paths import IndexRanges, map_modules
 from zoo.models.targets import LinearSite, Targets, find_linears, is_linear_site, match_targets, vmap_stacked
@@ -29,9 +30,10 @@ def apply_adapters(model: _Model, plan: _AdapterPlan, key: Key[Array, ""]) -> _M
     mapped over the stacked dims.
 
     **Raises** `ValueError` for a module that is trained in full, for one that has an adapter of this name already, and
-    for a model whose adapters are merged.
+    for a model whose adapters are merged; `TypeError` for what is not a PRNG key.
     """
     require_unmerged(model)
+    key = wrap_key(key)
     order = {site.identity: number for number, site in enumerate(find_linears(model, include_embeddings=True))}
 
     def wrap(name: str, ranges: IndexRanges, module: Any) -> Any:

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
+from zoo._checks import wrap_key
 from zoo.layers import AbstractLinear, Linear
 from zoo.models.targets import Targets, find_linears, get_linear_shape, match_targets
 from zoo.ops.moe.grouped_matmul import expand_group_values
@@ -115,7 +116,7 @@ def vera(
     is_target = match_targets(translate_targets(model, targets, sites), sites)
     shapes = [site.get_shape() for site in sites if site.tabulate(is_target, bool).any()]
     out_size, in_size = (max(sizes) for sizes in zip(*shapes, strict=True))
-    shared = _init_shared_projections(rank, out_size, in_size, key)
+    shared = _init_shared_projections(rank, out_size, in_size, wrap_key(key))
 
     def factory(base: Any, *, key: Key[Array, ""], applies: Array) -> VeRA:
         return VeRA(base, shared=shared, applies=applies, d_initial=d_initial, adapter_name=adapter_name)
