@@ -89,7 +89,8 @@ def _list_extra_files(source: Path, written: Collection[str]) -> tuple[list[Path
     """Return the files to copy, and the names of those to skip with the reason. Leaves out hidden files, and those that
     were `written`."""
     weights = {file.name for file in list_weight_files(source)} | {CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, *written}
-    copied, skipped = [], []
+    copied = []
+    skipped = []
     for path in sorted(source.iterdir()):
         if path.name.startswith(".") or path.name in weights:
             continue
@@ -115,6 +116,7 @@ def _is_link_to_outside(path: Path, source: Path) -> bool:
 
     In the cache of the Hugging Face hub a checkpoint is `snapshots/COMMIT/`, and its files are links to `blobs/`.
     """
-    home, target = Path(os.path.realpath(source)), Path(os.path.realpath(path))
+    home = Path(os.path.realpath(source))
+    target = Path(os.path.realpath(path))
     is_blob = home.parent.name == "snapshots" and target.parent == home.parents[1] / "blobs"
     return not (target.is_relative_to(home) or is_blob)

@@ -82,7 +82,8 @@ def _resolve_target(name: str, target: Path | None) -> Path:
     missing.
     """
     path = Path(f"{name}.py") if target is None else target
-    path = path / f"{name}.py" if path.is_dir() else path
+    if path.is_dir():
+        path = path / f"{name}.py"
     if not re.fullmatch(r"[\w .-]*\w\.py", path.name):
         raise ValueError(
             f"{path.name!r} is not a valid file name for a recipe: letters, digits, '_' or '-' and '.py', as in "

@@ -89,7 +89,8 @@ def generate(
             f"zoo generate does not shard layers, and --pipe {pipe} asks for it: decode with --pipe 1, on data, fsdp, "
             "expert, context and tensor"
         )
-    prompt = (" ".join(words),) if words else prompt
+    if words:
+        prompt = (" ".join(words),)
     path = resolve_directory(directory)
     stops = read_stop_tokens(path) if stop_token is None else stop_token
     mesh = make_device_mesh(data=data, fsdp=fsdp, expert=expert, context=context, tensor=tensor, pipe=pipe)
@@ -136,7 +137,12 @@ def read_stop_tokens(directory: Path) -> list[int]:
         if (directory / name).exists():
             config = read_json(directory / name)
             tokens = config.get("eos_token_id", read_text_config(config).get("eos_token_id"))
-            tokens = [] if tokens is None else tokens if isinstance(tokens, list) else [tokens]
+            if tokens is None:
+                tokens = []
+            elif isinstance(tokens, list):
+                tokens = tokens
+            else:
+                tokens = [tokens]
             if error := list_of(integer()).find_error(tokens):
                 raise CheckpointError(f"{directory / name}: eos_token_id = {tokens!r} {error}")
             if tokens := [token for token in tokens if token >= 0]:  # some files say -1 for none

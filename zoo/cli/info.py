@@ -95,7 +95,10 @@ def _build_json(summary: Summary, preset: str | None) -> dict[str, Any]:
     mesh = {}
     if summary.mesh is not None:
         mesh["mesh"] = {**summary.mesh.shape, "bytes_per_device": summary.bytes_per_device}
-    origin = {} if preset is None else {"preset": preset, "source": find_preset(preset).source}
+    if preset is None:
+        origin = {}
+    else:
+        origin = {"preset": preset, "source": find_preset(preset).source}
     stored = {}
     if summary.stored is not None:
         stored = {"files": summary.stored.files, "bytes": summary.stored.bytes, "tensors": summary.stored.tensors}
@@ -119,7 +122,10 @@ def _build_json(summary: Summary, preset: str | None) -> dict[str, Any]:
 
 
 def _format_summary(summary: Summary, preset: str | None, names: bool) -> list[str]:
-    rows = [] if preset is None else [("preset", f"{preset}, with the sizes of {find_preset(preset).source}")]
+    if preset is None:
+        rows = []
+    else:
+        rows = [("preset", f"{preset}, with the sizes of {find_preset(preset).source}")]
     rows += [
         ("family", f"{summary.family} ({summary.architecture} in transformers)"),
         ("tested", str(families()[summary.family])),
@@ -151,7 +157,10 @@ def _format_summary(summary: Summary, preset: str | None, names: bool) -> list[s
             f"{format_bytes(summary.bytes_per_device)} of parameters on each of {summary.mesh.devices.size} devices"
         )
         rows.append(("mesh", f"{summary.mesh}: {per_device}"))
-    chosen = [] if summary.implementations is None else ["", str(summary.implementations)]
+    if summary.implementations is None:
+        chosen = []
+    else:
+        chosen = ["", str(summary.implementations)]
     return [*align_columns(rows), "", *_format_table(summary, names), *chosen]
 
 
@@ -180,7 +189,9 @@ def _format_cells(row: ParameterSummary, summary: Summary) -> list[str]:
         ", ".join(row.dtypes),
         _format_percentage(row.count, summary.count),
     ]
-    return here if row.spec is None else [*here, str(row.spec), format_bytes(row.bytes_per_device)]
+    if row.spec is None:
+        return here
+    return [*here, str(row.spec), format_bytes(row.bytes_per_device)]
 
 
 def _format_percentage(count: int, total: int) -> str:

@@ -109,8 +109,10 @@ def summarize(directory: Path, mesh: Mesh | None = None, platform: Platform | No
     path = resolve_directory(directory)
     checkpoint = open_checkpoint(path)
     dtypes = list_stored_dtypes(checkpoint)
-    files, tensors = list_weight_files(path), open_tensors(path)
-    size, left_aside = sum(file.stat().st_size for file in files), checkpoint.model.origin.left_aside
+    files = list_weight_files(path)
+    tensors = open_tensors(path)
+    size = sum(file.stat().st_size for file in files)
+    left_aside = checkpoint.model.origin.left_aside
     stored = _StoredFiles(len(files), size, len(tensors), left_aside)
     summary = _summarize_shapes(
         *(checkpoint.family, checkpoint.config, checkpoint.model, checkpoint.name_map, dtypes),
@@ -191,7 +193,8 @@ def _summarize_parameters(
     model: Any, name_map: NameMap, dtypes: Sequence[tuple[str, ...]], mesh: Mesh | None
 ) -> list[ParameterSummary]:
     """Return a row per parameter name and shape: arrays of the same parameter in different layers share a row."""
-    mappings, groups = invert_name_map(name_map), {}
+    mappings = invert_name_map(name_map)
+    groups = {}
     for path, x, array_dtypes in zip(list_parameter_paths(model), jax.tree.leaves(model), dtypes, strict=True):
         has_layers = path.name.startswith("layers.*.")
         key = path.name, tuple(x.shape[has_layers:])
@@ -199,7 +202,10 @@ def _summarize_parameters(
     rows = []
     for (name, shape), arrays in groups.items():
         path, _, _ = arrays[0]
-        layers = [number for path, _, _ in arrays for number in path.ranges[0]] if name.startswith("layers.*.") else []
+        if name.startswith("layers.*."):
+            layers = [number for path, _, _ in arrays for number in path.ranges[0]]
+        else:
+            layers = []
         row_dtypes = tuple(dict.fromkeys(dtype for _, _, array_dtypes in arrays for dtype in array_dtypes))
         specs = [None if mesh is None else mesh.spec(path.dims, full, path.name) for path, full, _ in arrays]
         largest = max(range(len(arrays)), key=lambda i: math.prod(arrays[i][1]))  # its segment has the dim `layers`
@@ -240,7 +246,10 @@ def _get_part_name(name: str) -> str:
 def _format_tensor_name(path: ParameterPath, mappings: Mapping[str, Any]) -> str:
     """Return the name of a parameter's tensor in the checkpoint, its part of a fused tensor, and `transposed`."""
     name, mapping, number = find_mapping(path, mappings)
-    notes = [f"part {number + 1} of {len(mapping.parts)}"] if len(mapping.parts) > 1 else []
+    if len(mapping.parts) > 1:
+        notes = [f"part {number + 1} of {len(mapping.parts)}"]
+    else:
+        notes = []
     is_matrix = len(path.dims) - path.name.count("*") == 2  # the mapping also covers biases, which are not transposed
     notes += ["transposed"] if mapping.transposed and is_matrix else []
     return name + (f" ({', '.join(notes)})" if notes else "")

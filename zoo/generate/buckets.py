@@ -30,7 +30,10 @@ def choose_cache_length(model: Decoder, prompt: int, new: int, length: int | Non
     needed = prompt + new
     if length is not None and length < needed:
         raise ValueError(f"length={length} does not hold {prompt} tokens of the prompt and {new} new ones: {needed}")
-    longest = math.inf if model.position_embedding is None else model.position_embedding.length
+    if model.position_embedding is None:
+        longest = math.inf
+    else:
+        longest = model.position_embedding.length
     if (asked := length or needed) > longest:
         raise ValueError(
             f"{asked} tokens are too many: the model learned {longest} positions, and the prompt has {prompt} tokens, "
@@ -53,7 +56,10 @@ def choose_rows(model: Decoder, rows: int, mesh: Mesh | None) -> int:
     model with arrays of its own per row, as `zoo.adapters.select_per_row` makes it."""
     shards = 1 if mesh is None else mesh.count_shards("batch")
     local = -(-rows // shards)
-    rounded = _round_up(local) if local > 8 else min(size for size in (1, 4, 8) if size >= local)
+    if local > 8:
+        rounded = _round_up(local)
+    else:
+        rounded = min(size for size in (1, 4, 8) if size >= local)
     return shards * (local if rounded > local and _has_arrays_per_row(model) else rounded)
 
 
@@ -109,11 +115,13 @@ def pad_prompt(
     ids, is_real = jax.device_get((tokens, is_real)) if on_host else (tokens, is_real)
     is_real = is_real.astype(bool)
     row = np.arange(rows)
-    source, number = np.minimum(row, count - 1), np.where(row < count, row, -1)
+    source = np.minimum(row, count - 1)
+    number = np.where(row < count, row, -1)
     ids = xp.where(is_real, ids, 0)[source]  # padding may be any id, and an unknown one is NaN
     positions = xp.where(is_real, xp.cumsum(is_real, axis=1) - 1, -1)[source]
     pad = (0, 0), (-(-length // piece) * piece - seq + 1, 0)
-    tokens, before = xp.pad(ids[:, :-1], pad), xp.pad(positions[:, :-1], pad, constant_values=-1)
+    tokens = xp.pad(ids[:, :-1], pad)
+    before = xp.pad(positions[:, :-1], pad, constant_values=-1)
     pieces = np.asarray(-(-(seq - 1) // piece))
     arrays = tokens, before, ids[:, -1], positions[:, -1], number, pieces, np.asarray(rope_length)
     return Prompt(*jax.device_put([x.astype(np.int32) for x in arrays]))

@@ -87,7 +87,8 @@ def refill(model: Decoder, prompt: Prompt, state: DecodeState, length: int) -> D
     new_positions = prompt.last_position[:, None] + jnp.arange(1 + length)
     positions = jnp.concatenate([prompt.positions, new_positions], axis=1)
     positions = jnp.where(state.done[:, None], -1, positions)
-    room, size = prompt.tokens.shape[1], choose_piece(length, current_mesh())
+    room = prompt.tokens.shape[1]
+    size = choose_piece(length, current_mesh())
     take = lambda x: lax.dynamic_slice_in_dim(x, state.step, room, axis=1)
     text = dataclasses.replace(
         prompt, tokens=take(tokens), positions=take(positions), pieces=(count - 1 + size - 1) // size
@@ -117,7 +118,8 @@ def _read_prompt(model: Decoder, prompt: Prompt, length: int, rope_length: Int[A
 
     Where the mesh shards the sequence, each device computes a share of a piece.
     """
-    room, size = prompt.tokens.shape[1], choose_piece(length, current_mesh())
+    room = prompt.tokens.shape[1]
+    size = choose_piece(length, current_mesh())
 
     def step(carry):
         start, states = carry

@@ -49,7 +49,10 @@ class SamplingOptions(Module):
         is_stop = np.zeros(vocab, bool)
         is_stop[stop] = True
         kept = vocab if top_k is None else min(top_k, vocab)
-        top_p, penalty = 1 if top_p is None else top_p, 1 if penalty is None else penalty
+        if top_p is None:
+            top_p = 1
+        if penalty is None:
+            penalty = 1
         floats = [np.float32(x) for x in (temperature, top_p, min_p or 0, penalty)]
         # From NumPy: `jnp.asarray` would compile a program for each dtype and shape.
         arrays = jax.device_put((floats[0], np.int32(kept), *floats[1:], is_stop))

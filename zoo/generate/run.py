@@ -149,7 +149,9 @@ def _check_finite(new: Int[Array, "batch new"], stop_tokens: Sequence[int]) -> N
 
 
 def _on_mesh(program: Callable, mesh: Mesh | None) -> Callable:
-    return program if mesh is None else SpmdProgram(program, mesh, 1, OutputDims.from_tree("batch seq"))
+    if mesh is None:
+        return program
+    return SpmdProgram(program, mesh, 1, OutputDims.from_tree("batch seq"))
 
 
 def _cut(new: Int[Array, "rows seq"], rows: int, count: int) -> Int[Array, "batch new"]:

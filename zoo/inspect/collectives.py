@@ -53,12 +53,19 @@ def sum_collectives(
     """Sum the collectives among `executions` by kind and axes; the result is sorted by bytes, largest first."""
     sums: dict[tuple, list[int]] = {}
     for execution in _find_collectives(module, executions):
-        instruction, computation = execution.instruction, execution.computation
+        instruction = execution.instruction
+        computation = execution.computation
         kind = instruction.opcode.removesuffix("-start")
         groups = parse_groups(instruction, devices)
-        axes = None if groups is None else find_mesh_axes(groups, mesh, permute=kind == "collective-permute")
+        if groups is None:
+            axes = None
+        else:
+            axes = find_mesh_axes(groups, mesh, permute=kind == "collective-permute")
         sizes = [count_shape_bytes(computation[name].shape) for name in instruction.operands if name in computation]
-        group_size = max(map(len, groups or ()), default=1) if kind == "all-gather" else 1
+        if kind == "all-gather":
+            group_size = max(map(len, groups or ()), default=1)
+        else:
+            group_size = 1
         moved = sum(sizes) * group_size
         if kind == "all-reduce":  # that of a TPU may read bfloat16 and sum in float32
             moved = max(moved, count_shape_bytes(instruction.shape))
@@ -133,13 +140,16 @@ def _parse_device_ids(text: str, devices: int) -> np.ndarray:
     shape, _, order = text.partition("T")
     if order:
         return _iota(_parse_integers(shape), _parse_integers(order))
-    return np.array(_parse_integers(text)) if text and not text.startswith("[") else np.arange(devices)
+    if text and not text.startswith("["):
+        return np.array(_parse_integers(text))
+    return np.arange(devices)
 
 
 def _group_device_ids(ids: np.ndarray, sizes: dict[str, int], axes: Sequence[str]) -> np.ndarray:
     """Return one row per group: reshape to sub-axes, move those of a group last."""
     sub_axes = [_parse_axis(axis, sizes) for axis in axes]
-    shape, last = [], []
+    shape = []
+    last = []
     for name, size in sizes.items():
         ranges = [(start, stop) for axis, start, stop in sub_axes if axis == name]
         for start, stop in itertools.pairwise(sorted({1, size, *itertools.chain(*ranges)})):

@@ -105,7 +105,8 @@ def drift(
     layers.
     """
     low_model = low if isinstance(low, Decoder) else cast(model, _check_dtype(low))
-    mesh = make_mesh(devices=jax.devices()[:1]) if mesh is None else mesh
+    if mesh is None:
+        mesh = make_mesh(devices=jax.devices()[:1])
     placed = place((cast(model, jnp.float32), low_model), mesh)
     with jax.default_matmul_precision("highest"):
         run = spmd(_measure, mesh, out=("", "", ""))
@@ -132,7 +133,8 @@ def _measure(
     """Return the relative errors of each layer, both mean losses, and a value in the low precision."""
     forward, loss, exact_passes = _run(exact, batch, key)
     low_forward, low_loss, low_passes = _run(low, batch, key)
-    backward, low_backward = _backpropagate(exact_passes), _backpropagate(low_passes)
+    backward = _backpropagate(exact_passes)
+    low_backward = _backpropagate(low_passes)
     steps = _list_steps(low, batch_token_info(batch, key).mask_padding())
     rows = [[_compare(low_forward[0], forward[0])] * 2 + [_compare(low_backward[0], backward[0]), jnp.zeros(())]]
     for number, step in enumerate(steps):
@@ -164,12 +166,14 @@ def _run(
     """Return the hidden states, the loss summed over the tokens of this device, and the backward passes in order."""
     info = batch_token_info(batch, key).mask_padding()
     x = model.embed(batch["tokens"], info).x
-    states, passes = [x], []
+    states = [x]
+    passes = []
     for step in _list_steps(model, info):
         x, pull_back = jax.vjp(step, x)
         states.append(x)
         passes.append(pull_back)
-    targets, weights = batch["targets"].reshape(-1), _read_weights(batch).reshape(-1)
+    targets = batch["targets"].reshape(-1)
+    weights = _read_weights(batch).reshape(-1)
 
     def loss_of(x: Array) -> Array:
         rows = replicate_tokens(x)

@@ -70,7 +70,10 @@ class DtypeAudit:
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
         for group in self.low_precision_sums:
-            more = f" and {len(group.scopes) - _MAX_SCOPES} more" if len(group.scopes) > _MAX_SCOPES else ""
+            if len(group.scopes) > _MAX_SCOPES:
+                more = f" and {len(group.scopes) - _MAX_SCOPES} more"
+            else:
+                more = ""
             lines.append(f"{group.kind} in {group.result}: {'; '.join(group.scopes[:_MAX_SCOPES])}{more}")
         return "\n".join(lines)
 
@@ -86,7 +89,8 @@ def audit_dtypes(step: Callable, *args: Any, **kwargs: Any) -> DtypeAudit:
 
     `step` and its arguments are as for `zoo.inspect.compiled`.
     """
-    step = step if hasattr(step, "lower") else eqx.filter_jit(step)
+    if not hasattr(step, "lower"):
+        step = eqx.filter_jit(step)
     leaves = [x for x in jax.tree.leaves((args, kwargs)) if is_array_or_shape(x)]
     closed, _ = lowering.trace(step, args, kwargs, leaves)
     found: dict[tuple[str, str, str], list[tuple[int, str]]] = {}

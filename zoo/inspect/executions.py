@@ -78,7 +78,9 @@ def find_trip_count(module: HloModule, loop: Instruction, computation: Computati
 
 def _skip_copies(computation: Computation, name: str) -> Instruction:
     instruction = computation[name]
-    return _skip_copies(computation, instruction.operands[0]) if instruction.opcode == "copy" else instruction
+    if instruction.opcode == "copy":
+        return _skip_copies(computation, instruction.operands[0])
+    return instruction
 
 
 def _get_tuple_index(instruction: Instruction) -> int:

@@ -52,7 +52,9 @@ class Instruction:
     def called_computations(self, attribute: str) -> tuple[str, ...]:
         """Return the names of the computations in an attribute: `body=%b`, `branch_computations={%a, %b}`."""
         found = re.search(rf"\b{attribute}=(\{{[^}}]*\}}|[^\s,]+)", self.attributes)
-        return () if found is None else tuple(name.strip("%") for name in re.split(r"[{},\s]+", found[1]) if name)
+        if found is None:
+            return ()
+        return tuple(name.strip("%") for name in re.split(r"[{},\s]+", found[1]) if name)
 
 
 Computation = Mapping[str, Instruction]
@@ -73,7 +75,10 @@ class HloModule:
 def parse_module(text: str) -> HloModule:
     """Parse the text of an HLO module. **Raises** `ValueError` for a text without an entry computation."""
     computations: dict[str, dict[str, Instruction]] = {}
-    roots, header, entry, current = {}, "", "", None
+    roots = {}
+    header = ""
+    entry = ""
+    current = None
     for line in text.splitlines():
         if line.startswith("HloModule"):
             header = line
@@ -87,7 +92,8 @@ def parse_module(text: str) -> HloModule:
         elif not line.startswith(" ") and (match := _COMPUTATION_HEADER.match(line)):
             current = match["name"]
             computations[current] = {}
-            entry = current if match["entry"] else entry
+            if match["entry"]:
+                entry = current
     if not entry:
         raise ValueError("this is not the text of an HLO module: no computation is marked ENTRY")
     return HloModule(header, computations, entry, roots)
@@ -96,7 +102,8 @@ def parse_module(text: str) -> HloModule:
 def parse_instruction(name: str, rest: str) -> Instruction:
     """Parse an instruction from the text after its `name = `."""
     end = _find_closing_bracket(rest, 0) if rest.startswith("(") else rest.index(" ")
-    shape, rest = rest[:end], rest[end:].lstrip()
+    shape = rest[:end]
+    rest = rest[end:].lstrip()
     opening = rest.index("(")
     end = _find_closing_bracket(rest, opening)
     inner = re.sub(r"/\*.*?\*/", "", rest[opening + 1 : end - 1])
@@ -132,7 +139,12 @@ def count_shape_bytes(shape: str) -> int:
     """Count the bytes of a shape, or of all shapes in a tuple; tokens and opaque values have none."""
     total = 0
     for dtype, sizes in _ARRAY_SHAPE.findall(shape):
-        bits = 8 if dtype == "pred" else int(digits[0]) if (digits := re.findall(r"\d+", dtype)) else 0
+        if dtype == "pred":
+            bits = 8
+        elif digits := re.findall(r"\d+", dtype):
+            bits = int(digits[0])
+        else:
+            bits = 0
         elements = 1
         for size in re.findall(r"\d+", sizes):
             elements *= int(size)

@@ -81,7 +81,10 @@ class ModelImplementations:
         return {**call, "loop": self.loop, "rows": rows}
 
     def __str__(self) -> str:
-        call = f"one token each after {self.seq_len:,}" if self.decoding else f"{self.seq_len:,} tokens"
+        if self.decoding:
+            call = f"one token each after {self.seq_len:,}"
+        else:
+            call = f"{self.seq_len:,} tokens"
         lines = [f"implementations on {self.platform.upper()}, {self.batch} x {call}"]
         for row in self.rows:
             layers = f", layers {format_ranges(row.layers)}" if row.layers else ""
@@ -136,7 +139,8 @@ def implementations(
     with target_platform(platform or target_platform.value), observe_decisions(recorder.record):
         eqx.filter_eval_shape(run, model, tokens)
     target = normalize_platform(platform or target_platform.value or jax.default_backend())
-    target = target if mesh is None else mesh.platform
+    if mesh is not None:
+        target = mesh.platform
     with target_platform(target):
         loop = describe_loop(model.stack) if isinstance(model.stack, Stack) else ""
     return ModelImplementations(target, batch, seq_len, decoding, loop, recorder.make_rows())
@@ -218,10 +222,15 @@ def format_ranges(numbers: Sequence[int]) -> str:
     steps = {after - before for before, after in itertools.pairwise(ordered)}
     if len(steps) <= 1:
         step = steps.pop() if steps else 0
-        return f"{ordered[0]}" if not step else f"{ordered[0]}-{ordered[-1]}" + (f" by {step}" if step > 1 else "")
-    parts, start = [], ordered[0]
+        if not step:
+            return f"{ordered[0]}"
+        return f"{ordered[0]}-{ordered[-1]}" + (f" by {step}" if step > 1 else "")
+    parts = []
+    start = ordered[0]
     for before, after in zip(ordered, [*ordered[1:], -1], strict=True):
         if after != before + 1:
             parts.append(f"{start}-{before}" if before > start else f"{before}")
             start = after
-    return ", ".join(parts) if len(parts) <= 3 else f"{len(ordered)} of {ordered[0]}-{ordered[-1]}"
+    if len(parts) <= 3:
+        return ", ".join(parts)
+    return f"{len(ordered)} of {ordered[0]}-{ordered[-1]}"

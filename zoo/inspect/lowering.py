@@ -59,7 +59,8 @@ class _NamedResults:
     the program, so that with them the compilation cache takes it for that of the call itself."""
 
     def __init__(self, arrays: Sequence[Any], paths: Sequence[str]):
-        self.arrays, self.paths = arrays, paths
+        self.arrays = arrays
+        self.paths = paths
 
     def tree_flatten_with_keys(self) -> tuple[Any, Any]:
         names = [path.removeprefix("result") for path in self.paths] or range(len(self.arrays))
@@ -78,7 +79,9 @@ def compile_lowered(stage: Any, leaves: Sequence[Any]) -> Any:
     """Compile a lowered step. For GPUs that are not here nothing can be timed: autotuning is switched off."""
     devices = _find_devices(leaves)
     cannot_time = bool(devices) and devices[0].platform == "gpu" and is_imagined(devices[0])
-    return stage.compile(compiler_options={"xla_gpu_autotune_level": 0}) if cannot_time else stage.compile()
+    if cannot_time:
+        return stage.compile(compiler_options={"xla_gpu_autotune_level": 0})
+    return stage.compile()
 
 
 def get_step_name(step: Any) -> str:

@@ -49,7 +49,8 @@ def count_flops(jaxpr: Any) -> Flops:
 
 
 def _count_equation_flops(equation: Any) -> Flops:
-    name, options = equation.primitive.name, equation.params
+    name = equation.primitive.name
+    options = equation.params
     if (flops := count_product_flops(equation)) is not None:
         return Flops(flops)
     match name:
@@ -59,12 +60,16 @@ def _count_equation_flops(equation: Any) -> Flops:
             return max(map(count_flops, options["branches"]), key=lambda branch: branch.total)
         case "while":
             body = count_flops(options["body_jaxpr"]) + count_flops(options["cond_jaxpr"])
-            return body + Flops(0, (f"while loop {format_scope(equation)}",)) if body.total else body
+            if body.total:
+                return body + Flops(0, (f"while loop {format_scope(equation)}",))
+            return body
         case "shard_map":
             return count_flops(options["jaxpr"]) * _count_devices(options)
         case _ if name in OPAQUE_PRIMITIVES or name.startswith("dot_product_attention"):
             estimate = getattr(options.get("cost_estimate"), "flops", None)
-            return Flops(0, (f"{name} {format_scope(equation)}",)) if estimate is None else Flops(int(estimate))
+            if estimate is None:
+                return Flops(0, (f"{name} {format_scope(equation)}",))
+            return Flops(int(estimate))
     total = Flops(0)
     for inner in find_subjaxprs(options):
         total += count_flops(inner)
@@ -145,7 +150,9 @@ def _multiply_sizes_except(shape: tuple[int, ...], excluded: tuple[int, ...]) ->
 
 
 def _get_complex_factor(equation: Any) -> int:
-    return 4 if jnp.issubdtype(equation.outvars[0].aval.dtype, jnp.complexfloating) else 1
+    if jnp.issubdtype(equation.outvars[0].aval.dtype, jnp.complexfloating):
+        return 4
+    return 1
 
 
 def format_scope(equation: Any) -> str:

@@ -150,7 +150,8 @@ def compiled(step: Callable, *args: Any, **kwargs: Any) -> CompiledProgram:
 
     **Raises** `TypeError` for an object that has a `lower` but is not jitted.
     """
-    step = step if hasattr(step, "lower") else eqx.filter_jit(step)
+    if not hasattr(step, "lower"):
+        step = eqx.filter_jit(step)
     leaves = [x for x in jax.tree.leaves((args, kwargs)) if is_array_or_shape(x)]
     start = time.perf_counter()
     closed, call = lowering.trace(step, args, kwargs, leaves)
@@ -236,7 +237,8 @@ def _read_memory_stats(executable: Any) -> MemoryStats | None:
 def name_arguments(step: Any, jaxpr: Any, args: tuple, kwargs: dict) -> dict[int, tuple[str, Any]]:
     """Return name and array of each argument, by the id of its variable in the jaxpr: a literal has no hash."""
     paths, _ = jax.tree_util.tree_flatten_with_path(eqx.filter((args, kwargs), is_array_or_shape))
-    positional, names = _name_positional_arguments(step, len(args)), {}
+    positional = _name_positional_arguments(step, len(args))
+    names = {}
     for variable, ((part, key, *path), x) in zip(jaxpr.invars, paths, strict=True):
         argument = positional[key.idx] if part.idx == 0 else key.key
         rest = jax.tree_util.keystr(tuple(path), simple=True, separator=".")

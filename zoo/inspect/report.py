@@ -20,7 +20,8 @@ def _format_lines(program: Any) -> Iterator[tuple[str, str]]:
     yield "seconds", f"trace {seconds.trace:.2f}, lower {seconds.lower:.2f}, compile {seconds.compile:.2f}{where}"
     bound = "at least " if program.flops.uncounted else ""
     each = f", {format_decimal_prefix(program.flops.total / program.devices)}FLOP per device"
-    each = each if program.devices > 1 else ""
+    if program.devices <= 1:
+        each = ""
     yield "compute", f"{bound}{format_decimal_prefix(program.flops.total)}FLOP in matrix products{each}"
     if program.compiled_flops is not None and round(program.flops.total / program.devices) != program.compiled_flops:
         yield "", f"{format_decimal_prefix(program.compiled_flops)}FLOP per device in the compiled program"
@@ -72,7 +73,9 @@ def _format_donations(donations: Any) -> str:
 
 
 def _format_axes(collective: Any) -> str:
-    return collective.groups if collective.axes is None else ", ".join(collective.axes) or "no axis"
+    if collective.axes is None:
+        return collective.groups
+    return ", ".join(collective.axes) or "no axis"
 
 
 def format_decimal_prefix(value: float | int) -> str:

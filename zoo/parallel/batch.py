@@ -26,7 +26,9 @@ def name_batch_dims(name: str) -> tuple[str, ...]:
     and for an array without a name: an argument of its own or an element of a tuple. Any other name has rows alone.
     """
     names = {part for part in name.split(".") if part and not part.isdigit()}
-    return ("batch", "seq") if not names or names.intersection(BATCH_KEYS) else ("batch",)
+    if not names or names.intersection(BATCH_KEYS):
+        return ("batch", "seq")
+    return ("batch",)
 
 
 def find_batch_axis(leaf: Leaf, x: Any) -> int | None:
@@ -158,7 +160,8 @@ def _make_global_batch(batch: PyTree, mesh: Mesh, shards: list[int], parts: int)
     """Make global arrays from the rows of this process, which holds these `shards` of them, one of `parts`."""
 
     def make_shape(leaf, x):
-        shape, axis = list(np.shape(x)), find_batch_axis(leaf, x)
+        shape = list(np.shape(x))
+        axis = find_batch_axis(leaf, x)
         if axis is not None:
             shape[axis] *= parts
         return jax.ShapeDtypeStruct(tuple(shape), jax.dtypes.canonicalize_dtype(x.dtype))

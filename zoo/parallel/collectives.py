@@ -29,7 +29,9 @@ def current_mesh() -> Mesh | None:
 def sharded_axes(x: Array, dim: str) -> tuple[str, ...]:
     """Return the mesh axes that shard `dim` of `x`, outermost first; () if it is replicated."""
     mesh = current_mesh()
-    return () if mesh is None else tuple(axis for axis in mesh.axes(dim) if axis in varying(x))
+    if mesh is None:
+        return ()
+    return tuple(axis for axis in mesh.axes(dim) if axis in varying(x))
 
 
 def reduce(x: Array, *, over: str, into: str | None = None, by: Callable = lax.psum) -> Array:

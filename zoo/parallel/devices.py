@@ -28,7 +28,8 @@ def make_device_mesh(**sizes: int) -> Mesh | None:
         return None
     if -1 in sizes.values():
         return _make_mesh(sizes, jax.devices())
-    devices, requested = jax.devices(), _count_devices(sizes)
+    devices = jax.devices()
+    requested = _count_devices(sizes)
     if requested > len(devices):
         axes = " x ".join(f"{axis}={count}" for axis, count in sizes.items() if count > 1)
         hint = ""

@@ -82,7 +82,8 @@ def gather(module: PyTree) -> PyTree:
         if not _is_wrapped(x) and not gather_dims:
             return x
         parameter = x if _is_wrapped(x) else _Parameter(x, x.dtype)
-        array, dtypes = parameter.array, (parameter.dtype, parameter.array.dtype)
+        array = parameter.array
+        dtypes = (parameter.dtype, parameter.array.dtype)
         if parameter.gradient_shard is None:
             return _use_parameter(gather_dims, gather_dims, dtypes, array, None)
         scatter_dims = tuple(mesh.gradients.find_gather_dims(dims))

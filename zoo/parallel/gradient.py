@@ -106,7 +106,8 @@ def value_and_grad(
                 "which returns `loss, gradients, observations`"
             )
         loss, aux, gradients = run_sharded(program, (model, scale, batch, *rest), key)
-        loss = (loss, aux) if has_aux else loss
+        if has_aux:
+            loss = (loss, aux)
         return (loss, *_split_observations(gradients)) if observe else (loss, gradients)
 
     return run
@@ -148,12 +149,18 @@ class _LossAndGrad(ShardMapProgram):
         # Cast once, here: if parameters became varying at each use, each use would all-reduce its gradient.
         params = vary(params, self._token_axes)
         model = eqx.combine(params, frozen)
-        differentiated = make_gradient_shards(params, self.mesh) if self.with_grad else params
+        if self.with_grad:
+            differentiated = make_gradient_shards(params, self.mesh)
+        else:
+            differentiated = params
         timetable = self._make_timetable()
 
         def loss(differentiated, rows, round_number=None):
             others, keys = eqx.combine(rows, rest)
-            layers = model if round_number is None else select_round(model, round_number)
+            if round_number is None:
+                layers = model
+            else:
+                layers = select_round(model, round_number)
             attached = attach_gradient_shards(layers, differentiated, self.mesh)
             result = self.fn(attached, *others, **({} if keys is None else {"key": keys}))
             total, count, aux = self._check_result(result)
@@ -183,7 +190,9 @@ class _LossAndGrad(ShardMapProgram):
 
     def _warn_slow_pipeline(self) -> None:
         """Warn, once per compilation, of micro-batches too few to keep the stages busy, and of ZeRO-3."""
-        stages, rounds, count = self._stages, self.mesh.layout.rounds, self.microbatches
+        stages = self._stages
+        rounds = self.mesh.layout.rounds
+        count = self.microbatches
         if count < stages and self.pipelining.microbatches is not None:
             idle = [(stages - 1) / (m * rounds + stages - 1) for m in (count, 4 * stages)]
             _logger.warning(

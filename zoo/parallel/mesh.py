@@ -56,7 +56,9 @@ class Mesh:
     @property
     def gradients(self) -> "Mesh":
         """The mesh with the layout of gradients in the backward pass."""
-        return self if self.layout.gradients is None else self._with_parameters(self.layout.gradients)
+        if self.layout.gradients is None:
+            return self
+        return self._with_parameters(self.layout.gradients)
 
     @property
     def axes_at_rest(self) -> tuple[str, ...]:
@@ -159,7 +161,10 @@ class Mesh:
         """
 
         def spec(leaf, x):
-            dims = [Dim(name) for name in name_dims(leaf.name)[: x.ndim]] if leaf.dims is None else leaf.dims
+            if leaf.dims is None:
+                dims = [Dim(name) for name in name_dims(leaf.name)[: x.ndim]]
+            else:
+                dims = leaf.dims
             try:
                 return self.spec(dims, x.shape[: len(dims)], leaf.name)
             except ValueError:
@@ -215,7 +220,10 @@ def _explain_axes(make: Callable[_Arguments, _Result]) -> Callable[_Arguments, _
         for name in options:
             if name not in known:
                 axis = next((axis for axis, others in _OTHER_NAMES.items() if name.lower() in others), None)
-                advice = f"{axis}= is that axis here" if axis else f"the axes are {', '.join(AXES)}"
+                if axis:
+                    advice = f"{axis}= is that axis here"
+                else:
+                    advice = f"the axes are {', '.join(AXES)}"
                 raise TypeError(f"make_mesh has no argument {name!r}: {advice}")
         return make(*arguments, **options)
 
@@ -285,7 +293,8 @@ def _arrange_devices(sizes: Sequence[int], devices: Sequence[Any]) -> np.ndarray
     which a slower network joins. A torus of TPUs may be cut along any of its dims."""
     slices = len({getattr(device, "slice_index", 0) for device in devices})
     on_gpus = all(getattr(device, "platform", None) == "gpu" for device in devices)  # whose slices are single hosts
-    outer, remaining = [], slices
+    outer = []
+    remaining = slices
     for axis, size in zip(AXES, sizes, strict=True):
         outer.append(math.gcd(size, remaining) if on_gpus or axis in _AXES_OVER_SLICES else 1)
         remaining //= outer[-1]
@@ -308,10 +317,15 @@ def replicated_dims(tree: PyTree, mesh: Mesh) -> list[str]:
     for leaf, x in zip(leaves(arrays), jax.tree.leaves(arrays), strict=True):
         spec = mesh.spec(leaf.dims, x.shape, leaf.name) if leaf.dims else ()
         for dim, size, entry in zip(leaf.dims or (), x.shape, (*spec, *[None] * x.ndim), strict=False):
-            axes, chosen = mesh.axes(dim.name), (entry,) if isinstance(entry, str) else entry or ()
+            axes = mesh.axes(dim.name)
+            chosen = (entry,) if isinstance(entry, str) else entry or ()
             if dim.name in _REPLICATED_IF_UNEVEN and not set(axes) <= set(chosen):
-                shards, kept = mesh._multiply(axes), [axis for axis in axes if axis in chosen]
-                result = f"sharded over {' x '.join(kept)} alone" if kept else "replicated"
+                shards = mesh._multiply(axes)
+                kept = [axis for axis in axes if axis in chosen]
+                if kept:
+                    result = f"sharded over {' x '.join(kept)} alone"
+                else:
+                    result = "replicated"
                 lines[dim.name] = (
                     f"{leaf.name}: {size} {dim.name} do not share out over {' x '.join(axes)}={shards} and are "
                     f"{result}; {-(-size // shards) * shards} would be sharded{' over all' if kept else ''}."

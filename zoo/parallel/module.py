@@ -302,7 +302,9 @@ def leaves(tree: PyTree) -> list[Leaf]:
 
 def _resolve_leaf(tree: Any, path: tuple, array: Any) -> Leaf:
     """Walk from the root of `tree` to `array` and collect the metadata of the fields on the path."""
-    node, keys, stacked_dims = tree, [], []
+    node = tree
+    keys = []
+    stacked_dims = []
     owner, field, is_copy_scalar = None, None, False
     is_trained, keeps_dtype, is_adapter, is_observed, is_exempt = True, False, False, False, False
     in_state, fits = False, True
@@ -310,7 +312,8 @@ def _resolve_leaf(tree: Any, path: tuple, array: Any) -> Leaf:
         key = str(next(getattr(step, a) for a in ("name", "key", "idx") if hasattr(step, a)))
         keys.append(key)
         if isinstance(node, Module):
-            owner, field = node, next(f for f in dataclasses.fields(node) if f.name == key)
+            owner = node
+            field = next(f for f in dataclasses.fields(node) if f.name == key)
             stacked_dims += _resolve_stacked_dims(node, field.metadata[STACKED]) if STACKED in field.metadata else []
             is_trained &= field.metadata.get(TRAINABLE, True)
             keeps_dtype |= field.metadata.get(_FULL_PRECISION, False)
@@ -332,9 +335,13 @@ def _resolve_leaf(tree: Any, path: tuple, array: Any) -> Leaf:
         dims = (*stacked_dims, *_resolve_dims(owner, field, array.ndim - len(stacked_dims)))
     except TypeError as error:
         if not in_state:
-            hint = "" if isinstance(tree, Module) else " The state of an optimizer is a named tuple, as in optax."
+            if isinstance(tree, Module):
+                hint = ""
+            else:
+                hint = " The state of an optimizer is a named tuple, as in optax."
             raise TypeError(f"{name}: {error}{hint}") from None
-        dims, fits = _resolve_state_dims(owner, field, stacked_dims, array.ndim), False
+        dims = _resolve_state_dims(owner, field, stacked_dims, array.ndim)
+        fits = False
     return Leaf(
         name,
         dims,

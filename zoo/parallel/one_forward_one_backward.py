@@ -72,7 +72,8 @@ def run_timetable(
             'keep="residuals" would keep the weights of a round with every micro-batch: take keep="inputs" with '
             f"rounds={table.rounds}, or one round"
         )
-    parts, one_round = LossParts(loss, microbatches), select_round(parameters, 0)
+    parts = LossParts(loss, microbatches)
+    one_round = select_round(parameters, 0)
     # What a stage carries varies over the axes of what a stage returns.
     front = vary(parts.run_front(parameters, 0), ("pipe",))
     entered = vary_as_returned(lambda stream: parts.run_stage(one_round, stream, 0, 0), front)
@@ -116,7 +117,8 @@ class _KeepResiduals:
         return y, [x for x, is_constant in zip(residuals, self.is_constant, strict=True) if not is_constant]
 
     def run_backward(self, parameters: PyTree, kept: PyTree, gradient: PyTree, microbatch: Any, number: Any) -> Any:
-        constants, others = iter(self.constants), iter(kept)
+        constants = iter(self.constants)
+        others = iter(kept)
         residuals = [next(constants if is_constant else others) for is_constant in self.is_constant]
         return jax.tree.unflatten(self.structure, residuals)(gradient)
 
@@ -146,7 +148,8 @@ class _Pipeline:
 
     def run(self, entered: PyTree) -> _Result:
         """Run all ticks: a scan for each phase of the timetable."""
-        table, one_round = self.table, select_round(self.parameters, 0)
+        table = self.table
+        one_round = select_round(self.parameters, 0)
         kept = _make_zeros_of(lambda: self.keeper.run_forward(one_round, entered, _number_first(), 0)[1])
         slots = jax.tree.map(lambda x: jnp.broadcast_to(x, (table.num_slots, *x.shape)), kept)
         tail = _make_zeros_of(lambda: self.parts.run_tail(self.parameters, broadcast_from(entered, 0), 0))
@@ -183,7 +186,9 @@ class _Pipeline:
 
     def _run_backward(self, carry: _Carry, now: _Now, output: PyTree | None) -> _Carry:
         """Run the backward pass of one micro-batch, after the loss of the one that has just left the last stage."""
-        table, stage, result = self.table, lax.axis_index("pipe"), carry.result
+        table = self.table
+        stage = lax.axis_index("pipe")
+        result = carry.result
         microbatch, number, slot = now.backward[stage]
         returned = carry.returned
         if output is not None:

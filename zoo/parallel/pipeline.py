@@ -61,14 +61,21 @@ def run_stages(stage: Stage, stream: _Tree, rows: PyTree) -> _Tree:
     """
     if (cut := cutting.get()) is not None:
         return cut(stage, stream, rows)
-    mesh, options = current_mesh(), active_pipelining.value
+    mesh = current_mesh()
+    options = active_pipelining.value
     assert mesh is not None
-    stages, rounds = mesh.shape["pipe"], mesh.layout.rounds
+    stages = mesh.shape["pipe"]
+    rounds = mesh.layout.rounds
     count = _choose_microbatches(options.microbatches, jax.tree.leaves(stream)[0].shape[0], stages)
-    index, last = lax.axis_index("pipe"), stages - 1
-    step = stage if options.keep == "residuals" else jax.checkpoint(stage, prevent_cse=False)
+    index = lax.axis_index("pipe")
+    last = stages - 1
+    if options.keep == "residuals":
+        step = stage
+    else:
+        step = jax.checkpoint(stage, prevent_cse=False)
     # Cast before the loop: its gradient is one all-reduce over `pipe` of what has entered, for all micro-batches.
-    entering, rows = vary(split_rows(stream, count), ("pipe",)), split_rows(rows, count)
+    entering = vary(split_rows(stream, count), ("pipe",))
+    rows = split_rows(rows, count)
     ends = last + forward_step(np.arange(count), rounds - 1, stages, rounds)
     ticks = np.arange(ends[-1] + 1)
     fed = np.clip(find_microbatch(ticks, stages, rounds)[0], 0, count - 1)
@@ -99,7 +106,8 @@ def forward_step(microbatch: Any, round_number: Any, stages: int, rounds: int) -
 
 def find_microbatch(step: Any, stages: int, rounds: int) -> tuple[Any, Any]:
     """Return micro-batch and round of the first stage in tick `step`: the inverse of `forward_step`."""
-    group, within = step // (stages * rounds), step % (stages * rounds)
+    group = step // (stages * rounds)
+    within = step % (stages * rounds)
     return group * stages + within % stages, within // stages
 
 

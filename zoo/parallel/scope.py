@@ -56,4 +56,6 @@ def _scope_name(module: Any, parent: Any, named_by_class: str) -> str:
     if len(names) != 1:
         return cls.__name__
     field = next(field for field in dataclasses.fields(parent) if field.name == names[0])
-    return f"{field.name}.{cls.__name__}" if field.metadata.get(named_by_class) else field.name
+    if field.metadata.get(named_by_class):
+        return f"{field.name}.{cls.__name__}"
+    return field.name

@@ -45,7 +45,9 @@ def exclusive_prefix(value: _Tree, then: Callable[[_Tree, _Tree], _Tree], axes: 
     Recursive doubling (Hillis & Steele, 1986): of n shards each receives 1 + ceil(log2(n - 1)) values, the last of
     which only as far as the result depends on it: a permutation whose result is unused is not compiled.
     """
-    index, count, distance = lax.axis_index(axes), lax.axis_size(axes), 1
+    index = lax.axis_index(axes)
+    count = lax.axis_size(axes)
+    distance = 1
     value = shift_right(value, axes)
     while distance < count - 1:
         combined = then(shift_right(value, axes, distance), value)

@@ -24,7 +24,9 @@ def find_token_axes() -> tuple[str, ...]:
     """Return the mesh axes that shard the tokens of hidden states, and not those of mixers: () unless the layout is
     `SEQUENCE`."""
     mesh = current_mesh()
-    return () if mesh is None else tuple(axis for axis in mesh.axes("tokens") if axis not in mesh.axes("seq"))
+    if mesh is None:
+        return ()
+    return tuple(axis for axis in mesh.axes("tokens") if axis not in mesh.axes("seq"))
 
 
 def run_on_all_tokens(
@@ -73,6 +75,8 @@ def merge_copies(tree: PyTree) -> PyTree:
     def merge(x):
         if not varying(x).intersection(axes):
             return x
-        return lax.pmean(x, axes) if jnp.issubdtype(x.dtype, jnp.inexact) else lax.pmax(x, axes)
+        if jnp.issubdtype(x.dtype, jnp.inexact):
+            return lax.pmean(x, axes)
+        return lax.pmax(x, axes)
 
     return jax.tree.map(merge, tree) if axes else tree

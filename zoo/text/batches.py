@@ -82,9 +82,12 @@ class TokenWindows:
         start = index * self.seq_len
         window = np.asarray(self.tokens[start : start + self.seq_len + 1], np.int32)
         window = np.pad(window, (0, self.seq_len + 1 - len(window)), constant_values=self.separator)
-        tokens, targets = window[:-1], window[1:]
+        tokens = window[:-1]
+        targets = window[1:]
         row = dict(tokens=tokens, targets=targets, weights=(targets != self.separator).astype(np.float32))
-        return row | compute_segments(tokens, self.separator) if self.with_segments else row
+        if self.with_segments:
+            return row | compute_segments(tokens, self.separator)
+        return row
 
 
 def compute_segments(tokens: Integer[np.ndarray, "seq"], separator: int = SEPARATOR) -> _Row:

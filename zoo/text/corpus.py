@@ -116,13 +116,17 @@ def load_text(
     directory = (cache or user_cache_folder() / "text") / digest.hexdigest()
     about, digests = open_cache(directory, lambda part: _write_tokens(part, train, validation, vocab, tokenizer))
     if tokenizer is None:
-        tokenizer = ByteTokenizer() if vocab == 256 else FileTokenizer(directory / "tokenizer.json", vocab)
+        if vocab == 256:
+            tokenizer = ByteTokenizer()
+        else:
+            tokenizer = FileTokenizer(directory / "tokenizer.json", vocab)
     text_digest = hashlib.blake2b(f"{digests['train.bin']} {digests['validation.bin']}".encode(), digest_size=16)
     text_digest = text_digest.hexdigest()
 
     def split(name: str) -> CorpusSplit:
         tokens = np.memmap(directory / f"{name}.bin", _token_dtype(tokenizer.vocab), "r")
-        size, count = about[name]["bytes"], about[name]["tokens"]
+        size = about[name]["bytes"]
+        count = about[name]["tokens"]
         return CorpusSplit(name, tokens, tokenizer.token_bytes, size, count, tokenizer.separator, text_digest)
 
     return Corpus(
@@ -204,7 +208,9 @@ def _walk_files(root: Path, excluded: Iterable[str] = ()) -> Iterable[Path]:
 
 def _read_documents(named_sources: Sequence[tuple[str, Path | bytes]], origin: str) -> tuple[list[_Document], int, int]:
     """Return the documents, sorted by name, and the numbers of text and binary sources."""
-    documents, texts, binary = [], [], 0
+    documents = []
+    texts = []
+    binary = 0
     for name, source in sorted(named_sources):
         content = _read_content(source)
         if content and _is_text(content):
@@ -250,7 +256,8 @@ def _digest_passage(name: str, content: bytes) -> bytes:
 
 def _cut_passages(name: str, source: Path | bytes) -> Iterable[_Document]:
     """Cut a text at line ends into passages of at least `_PASSAGE_BYTES`."""
-    content, start = _read_content(source), 0
+    content = _read_content(source)
+    start = 0
     while start < len(content):
         stop = content.find(b"\n", start + _PASSAGE_BYTES) + 1 or len(content)
         yield _make_document(name, source, content, start, stop)
@@ -316,4 +323,8 @@ def _measure_xz(documents: Sequence[_Document]) -> float:
 
 
 def _token_dtype(vocab: int) -> type[np.unsignedinteger]:
-    return np.uint8 if vocab <= 2**8 else np.uint16 if vocab <= 2**16 else np.uint32
+    if vocab <= 2**8:
+        return np.uint8
+    if vocab <= 2**16:
+        return np.uint16
+    return np.uint32

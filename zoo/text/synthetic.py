@@ -52,7 +52,11 @@ class AssociativeRecall:
                 f"{num_pairs} pairs and as many queries want rows of at least {4 * num_pairs} tokens, not {seq_len}, "
                 f"and a vocabulary of more than {2 * num_pairs + 1}, not {vocab}"
             )
-        self.vocab, self.seq_len, self.num_pairs, self.seed, self.rows = vocab, seq_len, num_pairs, seed, rows
+        self.vocab = vocab
+        self.seq_len = seq_len
+        self.num_pairs = num_pairs
+        self.seed = seed
+        self.rows = rows
         gaps = np.arange(1, (seq_len - 2 * num_pairs) // 2 + 1) ** (gap_exponent - 1)
         self.gap_probabilities = gaps / gaps.sum()
 
@@ -60,10 +64,13 @@ class AssociativeRecall:
         return self.rows
 
     def __getitem__(self, index: int) -> _Row:
-        random, half, pairs = np.random.default_rng((self.seed, index)), self.vocab // 2, self.num_pairs
+        random = np.random.default_rng((self.seed, index))
+        half = self.vocab // 2
+        pairs = self.num_pairs
         keys = 1 + random.choice(half - 1, pairs, replace=False)
         values = half + random.choice(self.vocab - half, pairs, replace=False)
-        tokens, targets = np.zeros(self.seq_len, np.int32), np.zeros(self.seq_len, np.int32)
+        tokens = np.zeros(self.seq_len, np.int32)
+        targets = np.zeros(self.seq_len, np.int32)
         tokens[: 2 * pairs] = np.stack([keys, values], axis=1).ravel()
         gaps = random.choice(len(self.gap_probabilities), pairs, replace=False, p=self.gap_probabilities)
         queries = 2 * pairs + 2 * gaps
@@ -115,14 +122,20 @@ class NeedleRetrieval:
             lengths.append(2 * lengths[-1])
         if lengths[-1] != seq_len:
             raise ValueError(f"rows hold {shortest} tokens times a power of two, not {seq_len}")
-        self.vocab, self.seq_len, self.num_pairs, self.num_queries = vocab, seq_len, num_pairs, num_queries
-        self.lengths, self.seed, self.rows = lengths, seed, rows
+        self.vocab = vocab
+        self.seq_len = seq_len
+        self.num_pairs = num_pairs
+        self.num_queries = num_queries
+        self.lengths = lengths
+        self.seed = seed
+        self.rows = rows
 
     def __len__(self) -> int:
         return self.rows
 
     def __getitem__(self, index: int) -> _Row:
-        random, length = np.random.default_rng((self.seed, index)), self.lengths[index % len(self.lengths)]
+        random = np.random.default_rng((self.seed, index))
+        length = self.lengths[index % len(self.lengths)]
         documents = [self._make_document(random, length) for _ in range(self.seq_len // length)]
         tokens, targets = map(np.concatenate, zip(*documents, strict=True))
         segment_ids, positions = np.divmod(np.arange(self.seq_len, dtype=np.int32), np.int32(length))
@@ -132,8 +145,11 @@ class NeedleRetrieval:
     def _make_document(
         self, random: np.random.Generator, length: int
     ) -> tuple[Shaped[np.ndarray, "tokens"], Shaped[np.ndarray, "tokens"]]:
-        quarter, pairs, haystack = self.vocab // 4, self.num_pairs, length - 2 * self.num_queries
-        tokens, targets = random.integers(0, 2 * quarter, length, dtype=np.int32), np.zeros(length, np.int32)
+        quarter = self.vocab // 4
+        pairs = self.num_pairs
+        haystack = length - 2 * self.num_queries
+        tokens = random.integers(0, 2 * quarter, length, dtype=np.int32)
+        targets = np.zeros(length, np.int32)
         keys = 2 * quarter + random.choice(quarter, pairs, replace=False)
         values = 3 * quarter + random.choice(self.vocab - 3 * quarter, pairs, replace=False)
         # Distinct places for pairs of width one, moved apart: pairs of width two that never overlap.
@@ -169,7 +185,9 @@ class GroupWords:
         number = {element: token for token, element in enumerate(GROUPS[group])}
         # products[p][q]: first p, then q
         self.products = [[number[tuple(q[point] for point in p)] for q in number] for p in number]
-        self.seq_len, self.seed, self.rows = seq_len, seed, rows
+        self.seq_len = seq_len
+        self.seed = seed
+        self.rows = rows
 
     def __len__(self) -> int:
         return self.rows

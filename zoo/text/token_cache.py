@@ -37,15 +37,19 @@ def _read_verified(directory: Path) -> tuple[dict[str, Any], dict[str, str]]:
     """**Raises** `ValueError` with the first fault that is found."""
     try:
         about = read_json(directory / _ABOUT_FILE)
-        files, metadata = about["files"], about["metadata"]
+        files = about["files"]
+        metadata = about["metadata"]
         is_damaged = about["digest"] != _digest_json(files, metadata)
     except (OSError, ValueError, KeyError, TypeError):
-        is_damaged, files, metadata = True, {}, {}
+        is_damaged = True
+        files = {}
+        metadata = {}
     if is_damaged:
         raise ValueError(f"{_ABOUT_FILE} is missing or not as it was written")
     for name, entry in files.items():
         try:
-            size, digest = (directory / name).stat().st_size, _digest_file(directory / name)
+            size = (directory / name).stat().st_size
+            digest = _digest_file(directory / name)
         except OSError as error:
             raise ValueError(f"{name} cannot be read ({error.strerror})") from None
         if size != entry["bytes"]:

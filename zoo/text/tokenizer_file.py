@@ -30,7 +30,10 @@ def name_faults(path: Path, fault: str) -> Iterator[None]:
     except (FileNotFoundError, MemoryError, KeyboardInterrupt, SystemExit, GeneratorExit, TokenizerError):
         raise
     except BaseException as error:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        if isinstance(error, OSError) and error.strerror:
+            reason = error.strerror
+        else:
+            reason = str(error)
         reason = " ".join(reason.split()).removeprefix(f"{path} ")
         raise TokenizerError(f"{path} {fault}: {reason[:300] or type(error).__name__}") from None
 

@@ -254,7 +254,9 @@ def find_tokenizer(directory: Path, vocab: int) -> Tokenizer | None:
     """Return the tokenizer of a checkpoint: its `tokenizer.json`, else bytes if the vocabulary is 256, else None."""
     path = directory / TOKENIZER_FILE
     if path.exists():
-        return ByteTokenizer() if _is_byte_tokenizer(path) else FileTokenizer(path, vocab)
+        if _is_byte_tokenizer(path):
+            return ByteTokenizer()
+        return FileTokenizer(path, vocab)
     return ByteTokenizer() if vocab == 256 else None
 
 
@@ -344,7 +346,9 @@ def _find_spelling(facts: dict[str, Any]) -> Callable[[str], bytes] | None:
 
     def spell_byte_level(word: str) -> bytes:
         # A word of other letters stands for itself, as in the package.
-        return bytes(letters[letter] for letter in word) if letters.keys() >= {*word} else word.encode()
+        if letters.keys() >= {*word}:
+            return bytes(letters[letter] for letter in word)
+        return word.encode()
 
     def spell_byte_fallback(word: str) -> bytes:
         found = byte.fullmatch(word)

@@ -49,7 +49,10 @@ def require_same_arrays(
         if saved.get(name) != expected.get(name)
     ]
     if lines:
-        more = f"  and {len(lines) - max_lines} more\n" if len(lines) > max_lines else ""
+        if len(lines) > max_lines:
+            more = f"  and {len(lines) - max_lines} more\n"
+        else:
+            more = ""
         raise ValueError(
             f"{checkpoint_path} is of another model, or of another optimizer:\n"
             + "\n".join(lines[:max_lines])

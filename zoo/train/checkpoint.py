@@ -123,7 +123,8 @@ class Checkpoints:
 
     def wait(self) -> None:
         """Block until the last save is on disk. **Raises** `UnwrittenCheckpointError`, once, if that failed."""
-        pending, self._pending = self._pending, None
+        pending = self._pending
+        self._pending = None
         if pending is None:
             return
         try:
@@ -193,7 +194,10 @@ class Checkpoints:
         """Make the manager of one save: after a failed save, a manager forgets which checkpoints it had to delete."""
         ocp = self._orbax
         in_store = self.folder.in_store
-        mode = ocp.options.AtomicityMode.COMMIT_FILE if in_store else ocp.options.AtomicityMode.AUTO
+        if in_store:
+            mode = ocp.options.AtomicityMode.COMMIT_FILE
+        else:
+            mode = ocp.options.AtomicityMode.AUTO
         options = ocp.CheckpointManagerOptions(
             step_name_format=_StepNames(self.folder, ocp.path.step.Metadata),
             preservation_policy=_LastAndBest(self.folder, self._saving, self._keep_last, self._keep_best),
@@ -235,7 +239,10 @@ class Checkpoints:
         if jax.process_index() == 0:
             self.folder.delete_unfinished()
         step, size, _ = self._saving
-        reason = "no space was left on the disk" if "No space left" in text else text.splitlines()[0]
+        if "No space left" in text:
+            reason = "no space was left on the disk"
+        else:
+            reason = text.splitlines()[0]
         raise UnwrittenCheckpointError(
             f"{self.folder.location}: the checkpoint of step {step} was not written ({reason}): "
             f"{self.folder.describe_room(size)}"
@@ -276,7 +283,9 @@ class Checkpoints:
             if not is_array_or_shape(leaf):
                 return leaf
             if not leaf.size:
-                return leaf if _is_numpy(leaf) else jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding)
+                if _is_numpy(leaf):
+                    return leaf
+                return jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding)
             x = arrays.pop(format_key_path(path))  # so that it is freed once it is copied
             if _is_numpy(leaf):
                 return x[()] if isinstance(leaf, np.generic) else x
@@ -332,7 +341,9 @@ class _LastAndBest(NamedTuple):
         return [step in best or step in last for step in steps]
 
     def _read_metric(self, step: int) -> float | None:
-        return self.saving.metric if step == self.saving.step else self.folder.read_metric(step)
+        if step == self.saving.step:
+            return self.saving.metric
+        return self.folder.read_metric(step)
 
 
 class _StepNames(NamedTuple):
@@ -389,7 +400,9 @@ def _is_numpy(x: Any) -> bool:
 
 
 def _to_shape(x: Any) -> Any:
-    return np.asarray(x) if _is_numpy(x) else jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+    if _is_numpy(x):
+        return np.asarray(x)
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
 
 
 def _has_no_traceback(record: logging.LogRecord) -> bool:
@@ -403,7 +416,8 @@ class _UnreadableError(Exception):
 
 def diff_configs(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
     """Return one line per entry that differs between two configurations."""
-    saved, current = to_jsonable(saved), to_jsonable(current)
+    saved = to_jsonable(saved)
+    current = to_jsonable(current)
     names = [*saved, *(name for name in current if name not in saved)]
     return [
         f"{name}: {saved.get(name, 'absent')} in the checkpoint, {current.get(name, 'absent')} now"

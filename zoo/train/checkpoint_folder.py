@@ -128,7 +128,10 @@ class CheckpointFolder:
     def describe_room(self, size: int) -> str:
         """Say how much room a checkpoint needs, how much there is, and which one is the newest."""
         whole = self.list_whole_steps()
-        newest = f"the newest whole one is of step {whole[-1]}" if whole else "there is none before it"
+        if whole:
+            newest = f"the newest whole one is of step {whole[-1]}"
+        else:
+            newest = "there is none before it"
         if self.in_store:
             return newest
         free = shutil.disk_usage(self.path).free

@@ -54,7 +54,8 @@ def run_cli(
             flags = parse(words)
         finally:  # after --help, which exits
             sys.stdout.flush()
-        options, mesh = _find_group(flags, RunOptions), _find_group(flags, MeshOptions)
+        options = _find_group(flags, RunOptions)
+        mesh = _find_group(flags, MeshOptions)
         _require_positive(flags)
         initialize()
         if options is not None and mesh is None and count_processes() > 1:

@@ -16,7 +16,8 @@ class LabeledImages:
         """**Raises** `ValueError` unless there are as many labels as images."""
         if len(images) != len(labels):
             raise ValueError(f"{len(images)} images have as many labels, not {len(labels)}")
-        self.images, self.labels = images.astype(np.float32), labels.astype(np.int32)
+        self.images = images.astype(np.float32)
+        self.labels = labels.astype(np.int32)
 
     def __len__(self) -> int:
         return len(self.images)
@@ -62,5 +63,6 @@ def load_digits(*, held_out: int = 384, seed: int = 0) -> tuple[LabeledImages, L
     if not 0 < held_out < count:
         raise ValueError(f"of {count} images 1 to {count - 1} can be held out, not {held_out}")
     order = np.random.default_rng(seed).permutation(count)
-    images, labels = bundled.images[order, None] / 8 - 1, bundled.target[order]
+    images = bundled.images[order, None] / 8 - 1
+    labels = bundled.target[order]
     return LabeledImages(images[:-held_out], labels[:-held_out]), LabeledImages(images[-held_out:], labels[-held_out:])

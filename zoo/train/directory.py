@@ -50,7 +50,8 @@ class DirectoryLock:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if self._is_current(descriptor):
-                    self._descriptor, descriptor = descriptor, -1
+                    self._descriptor = descriptor
+                    descriptor = -1
             except BlockingIOError:
                 if time.monotonic() < give_up:
                     time.sleep(0.02)

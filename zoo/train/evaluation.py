@@ -34,11 +34,14 @@ class Evaluation:
 
     def __call__(self, model: PyTree) -> Any:
         """Return `{name: bits per byte}`, with `has_aux` also the summed `aux`."""
-        bits, all_aux = {}, []
+        bits = {}
+        all_aux = []
         for name, batches in self._batches.items():
             results = jax.device_get([self._loss(model, batch) for batch in batches])
             losses = [loss for loss, _ in results] if self._has_aux else results
             all_aux += [aux for _, aux in results] if self._has_aux else []
             mean = np.average(losses, weights=self._counts[name])
             bits[name] = float(bits_per_byte(float(mean), self._texts[name]))
-        return (bits, jax.tree.map(lambda *x: np.sum(x, axis=0), *all_aux)) if self._has_aux else bits
+        if self._has_aux:
+            return (bits, jax.tree.map(lambda *x: np.sum(x, axis=0), *all_aux))
+        return bits

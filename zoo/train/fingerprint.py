@@ -63,7 +63,10 @@ def require_same_fingerprints(
         if saved.get(name) != current.get(name)
     ]
     if lines:
-        more = f"  and {len(lines) - max_lines} more\n" if len(lines) > max_lines else ""
+        if len(lines) > max_lines:
+            more = f"  and {len(lines) - max_lines} more\n"
+        else:
+            more = ""
         raise ValueError(
             f"{origin} was trained on top of other parameters; these frozen ones differ:\n"
             + "\n".join(lines[:max_lines])
@@ -75,7 +78,9 @@ def require_same_fingerprints(
 def _describe_difference(saved: str | None, current: str | None) -> str:
     """Say whether two hashes differ in dtype and shape, or in values."""
     kinds = ["absent" if entry is None else entry.partition("]")[0] + "]" for entry in (saved, current)]
-    return "the numbers differ" if kinds[0] == kinds[1] else f"{kinds[0]} in the checkpoint, {kinds[1]} here"
+    if kinds[0] == kinds[1]:
+        return "the numbers differ"
+    return f"{kinds[0]} in the checkpoint, {kinds[1]} here"
 
 
 @partial(jax.jit, static_argnums=1)

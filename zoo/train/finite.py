@@ -44,14 +44,19 @@ def find_nan_arrays(state: PyTree, *, step: int) -> str | None:
         return None
     names = [name for name, has_nan in zip(arrays, found, strict=True) if has_nan.any()]
     more = f" and {len(names) - 3} more arrays" if len(names) > 3 else ""
-    return f"NaN in {', '.join(names[:3])}{more} of the state after step {step}" if names else None
+    if names:
+        return f"NaN in {', '.join(names[:3])}{more} of the state after step {step}"
+    return None
 
 
 def describe_retry(steps: Sequence[int]) -> str:
     """Say how to go on after a run became NaN, from the checkpoints of `steps`."""
     if not steps:
         return "the run stopped and saved nothing: start again with another learning rate"
-    earlier = f", or from {' or '.join(map(str, steps[:-1]))} by --resume STEP" if steps[1:] else ""
+    if steps[1:]:
+        earlier = f", or from {' or '.join(map(str, steps[:-1]))} by --resume STEP"
+    else:
+        earlier = ""
     return (
         f"the run stopped and saved nothing after step {steps[-1]}: with another learning rate, go on from there by "
         f"--resume{earlier}"
@@ -73,4 +78,6 @@ _NONFINITE = ("nan", "inf", "-inf")  # as records hold them
 
 
 def _flatten(value: Any) -> list[Any]:
-    return [entry for item in value for entry in _flatten(item)] if isinstance(value, list) else [value]
+    if isinstance(value, list):
+        return [entry for item in value for entry in _flatten(item)]
+    return [value]

@@ -48,7 +48,8 @@ class Interrupt:
     def _handle_signal(self, number: int, frame: FrameType | None) -> None:
         if self.requested and number == signal.SIGINT:
             raise KeyboardInterrupt
-        self.requested, self._number = True, number
+        self.requested = True
+        self._number = number
 
 
 def is_set_on_any_process(flag: bool) -> bool:

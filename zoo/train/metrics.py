@@ -122,7 +122,8 @@ def append_records(path: Path, records: Iterable[Record]) -> None:
     text = "".join(json.dumps(to_jsonable(record), allow_nan=False) + "\n" for record in records)
     path.parent.mkdir(parents=True, exist_ok=True)
     with open_to_append(path) as file:
-        size, left = os.fstat(file.fileno()).st_size, text.encode()
+        size = os.fstat(file.fileno()).st_size
+        left = text.encode()
         try:
             while left:
                 left = left[os.write(file.fileno(), left) :]

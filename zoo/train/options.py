@@ -114,11 +114,16 @@ class RunOptions:
     @property
     def checkpoints(self) -> Path | str:
         """Folder of the checkpoints, or its URL."""
-        return self.out / "checkpoints" if self.checkpoint_url is None else self.checkpoint_url
+        if self.checkpoint_url is None:
+            return self.out / "checkpoints"
+        return self.checkpoint_url
 
     def subrun(self, name: str) -> "RunOptions":
         """Return the options of one of several runs, in the subdirectory `name` of `out`."""
-        url = None if self.checkpoint_url is None else f"{self.checkpoint_url.rstrip('/')}/{name}"
+        if self.checkpoint_url is None:
+            url = None
+        else:
+            url = f"{self.checkpoint_url.rstrip('/')}/{name}"
         return dataclasses.replace(self, out=self.out / name, checkpoint_url=url)
 
 

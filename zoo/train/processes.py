@@ -23,7 +23,8 @@ def run_on_first(function: Callable[[], Any]) -> Any:
             text = json.dumps(function())
         except BaseException as error:  # the others wait for this process's word, whatever happened to it
             bases = [kind.__name__ for kind in type(error).__mro__ if kind.__module__ == "builtins"]
-            failure, raised = [bases, str(error)], error
+            failure = [bases, str(error)]
+            raised = error
     text, failure = _broadcast_json([text, failure])
     if raised is not None:
         raise raised

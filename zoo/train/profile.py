@@ -26,7 +26,10 @@ class Profile:
 
     def __init__(self, directory: Path, print_line: Callable[[str], None]):
         several = jax.process_count() > 1
-        self.directory = Path(directory) / f"process_{jax.process_index()}" if several else Path(directory)
+        if several:
+            self.directory = Path(directory) / f"process_{jax.process_index()}"
+        else:
+            self.directory = Path(directory)
         self._print_line = print_line
         self._num_started = 0
         self._steps: list[int] = []

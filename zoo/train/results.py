@@ -28,7 +28,10 @@ def write_results(
     **Raises** `KeyError` if a metric of `before`, or "validation" without it, was not logged.
     """
     last = summary(directory)
-    values = {name: [start, last[name]] for name, start in before.items()} if before else {}
+    if before:
+        values = {name: [start, last[name]] for name, start in before.items()}
+    else:
+        values = {}
     values = values or {"validation": [last["validation"]]}
     figures = {name: " → ".join(f"{value:.3f}" for value in pair) for name, pair in values.items()}
     result = f"{', '.join(map(' '.join, figures.items()))} bits per byte after {steps:,} steps on {mesh}"

@@ -42,7 +42,8 @@ def parse_resumed(parse: Parse, words: Sequence[str], out: Path, defaults: Mappi
         name = next((name for name in saved if _try_parse(parse, [*saved[name], *words]) is None), next(iter(saved)))
         flag = _flag_name(name)
         raise ValueError(f"{path}: {name}={config[name]!r} is no value of {flag}: give {flag} on the command line")
-    given, resumed = flatten_config(parse(words)), flatten_config(flags)
+    given = flatten_config(parse(words))
+    resumed = flatten_config(flags)
     if taken := [flag for name, flag in saved.items() if resumed[name] != given[name]]:
         show(f"from {path}: {' '.join(itertools.chain(*taken))}")
     return flags

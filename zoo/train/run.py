@@ -85,7 +85,8 @@ class Run:
         trackers: Sequence[Tracker] = (),
         frozen: PyTree = None,
     ):
-        options = options if isinstance(options, RunOptions) else RunOptions(Path(options))
+        if not isinstance(options, RunOptions):
+            options = RunOptions(Path(options))
         self.directory = options.out
         self.config = flatten_config(config)
         if options.checkpoint_url is not None:
@@ -102,7 +103,10 @@ class Run:
         self._rate_before: float | None = None
         self._every = fetch_every
         self._max_skipped = max_skipped
-        self._profile = Profile(self.directory / "profile", self.print_line) if options.profile else None
+        if options.profile:
+            self._profile = Profile(self.directory / "profile", self.print_line)
+        else:
+            self._profile = None
         self._interrupt = Interrupt()
         self._pace = Throughput(0)
         self._progress: Progress = LineProgress(0) if jax.process_index() == 0 else SilentProgress()
@@ -115,9 +119,10 @@ class Run:
             self.checkpoints = exits.enter_context(
                 Checkpoints(options.checkpoints, keep_last=keep_last, keep_best=keep_best, frozen=frozen)
             )
-            self._newest = (
-                self.checkpoints.latest_step() if self._named is None else self.checkpoints.verify(self._named)
-            )
+            if self._named is None:
+                self._newest = self.checkpoints.latest_step()
+            else:
+                self._newest = self.checkpoints.verify(self._named)
             self._exit = exits.pop_all()
 
     def __enter__(self) -> "Run":
@@ -171,7 +176,10 @@ class Run:
         if jax.process_index() == 0:
             self._truncate_metrics(self.step)
             write_json(self.directory / "config.json", self.config)
-            self._rate_before = read_learning_rate(self.directory / "metrics.jsonl") if differences else None
+            if differences:
+                self._rate_before = read_learning_rate(self.directory / "metrics.jsonl")
+            else:
+                self._rate_before = None
         return state
 
     def rewind(self, like: PyTree) -> PyTree:
@@ -183,7 +191,8 @@ class Run:
         """
         if self.spike is None:
             raise RuntimeError("nothing to go back from: run.spike is the step of a loss spike, and None without one")
-        spike, self.spike = self.spike, None
+        spike = self.spike
+        self.spike = None
         self._show_metrics(self.metrics.flush())
         before = [step for step in self.checkpoints.restorable_steps() if step < spike]
         if not before:
@@ -325,7 +334,10 @@ class Run:
             yield
         except KeyboardInterrupt:
             checkpoint = self._find_newest_checkpoint()
-            saved = f"; the model is in {checkpoint}, and --resume does this again" if checkpoint else ""
+            if checkpoint:
+                saved = f"; the model is in {checkpoint}, and --resume does this again"
+            else:
+                saved = ""
             raise KeyboardInterrupt(f"interrupted while {doing}{saved}") from None
 
     def report(self, *_: Any, **__: Any) -> None:

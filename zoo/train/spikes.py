@@ -27,7 +27,9 @@ class SpikeDetector:
             raise ValueError(
                 f"a spike is some sigmas above 0 above a mean of 2 steps or more, not {sigmas=}, {window=}"
             )
-        self.metric, self.sigmas, self.window = metric, float(sigmas), window
+        self.metric = metric
+        self.sigmas = float(sigmas)
+        self.window = window
         self._mean, self._variance, self._steps = 0.0, 0.0, 0
 
     def find(self, records: Iterable[Mapping[str, Any]]) -> int | None:

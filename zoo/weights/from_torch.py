@@ -52,7 +52,8 @@ def from_torch(
     config_json = _to_config_dict(getattr(weights, "config", None) if config is None else config)
     if hasattr(weights, "state_dict"):  # as `save_pretrained` writes: its class says which head it has
         config_json["architectures"] = [type(weights).__name__]
-    family = find_family(config_json, Path(CONFIG_NAME)) if family is None else family
+    if family is None:
+        family = find_family(config_json, Path(CONFIG_NAME))
     tensors = {_to_file_name(name, family): _view_torch_tensor(name, x) for name, x in state_dict.items()}
     checkpoint = resolve_checkpoint(
         config_json, tensors, _with_memory_names(family, tensors), ignore, "the config: ", "the state dict"
@@ -171,7 +172,8 @@ def compute_expectations(
             model.set_experts_implementation("eager")
         family = family or get_family(model.config.model_type)
         shape = (batch, min(seq_len, getattr(model.config, "max_position_embeddings", seq_len)))
-        vocab, padding = model.config.vocab_size, getattr(model.config, "pad_token_id", None)
+        vocab = model.config.vocab_size
+        padding = getattr(model.config, "pad_token_id", None)
         tokens = torch.randint(0, vocab, shape, generator=torch.Generator().manual_seed(seed))
         if padding is not None:  # PyTorch's embeddings have no gradient at padding_idx
             tokens = torch.where(tokens == padding, (padding + 1) % vocab, tokens)

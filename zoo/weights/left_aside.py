@@ -42,7 +42,10 @@ def describe_left_aside(tensors: Mapping[str, LazyTensor]) -> str:
         return ""
     size = sum(math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in tensors.values())
     prefixes = list(dict.fromkeys(_find_prefix(name) for name in sorted(tensors)))
-    more = f" and {len(prefixes) - _MAX_LISTED} more" if len(prefixes) > _MAX_LISTED else ""
+    if len(prefixes) > _MAX_LISTED:
+        more = f" and {len(prefixes) - _MAX_LISTED} more"
+    else:
+        more = ""
     count = "1 tensor" if len(tensors) == 1 else f"{len(tensors):,} tensors"
     return f"{count} ({size:,} bytes), {', '.join(prefixes[:_MAX_LISTED])}{more}"
 
@@ -94,8 +97,10 @@ def open_left_aside(source: str | Path, origin: Origin) -> LeftAside:
     **Raises** `CheckpointError` for a directory of another family, wrapped otherwise, or quantized otherwise.
     """
     path = resolve_directory(source)
-    config_json, tensors = read_json(path / CONFIG_NAME), open_tensors(path)
-    family, written = origin.family, json.loads(origin.config)
+    config_json = read_json(path / CONFIG_NAME)
+    tensors = open_tensors(path)
+    family = origin.family
+    written = json.loads(origin.config)
     try:
         text, wrapping = unwrap_config(config_json, family, tensors)
         plain, quantized = split_quantization(text)
@@ -103,7 +108,10 @@ def open_left_aside(source: str | Path, origin: Origin) -> LeftAside:
     except ConfigError as error:
         raise CheckpointError(f"source: {path / CONFIG_NAME} is no config of a {family.name}: {error}") from None
     if (wrapping is None) != (origin.wrapping is None):
-        is_what = "holds a language model alone" if wrapping is None else "is multimodal"
+        if wrapping is None:
+            is_what = "holds a language model alone"
+        else:
+            is_what = "is multimodal"
         raise CheckpointError(f"source: {path} {is_what}, and the model's checkpoint is the other way round")
     if (of_file := text.get(QUANTIZATION_KEY)) != (of_model := written.get(QUANTIZATION_KEY)) and of_model is not None:
         raise CheckpointError(f"source: {path} has the {QUANTIZATION_KEY} {of_file!r}, and the model {of_model!r}")

@@ -79,12 +79,17 @@ def read_parameters(checkpoint: Checkpoint, mesh: Mesh | None, dtype: Any) -> Lo
             "%s: left aside, since the model does not use them: %s; zoo.save(..., source=) writes them back",
             *(checkpoint.location, checkpoint.model.origin.left_aside),
         )
-    tensor_plans, tensors, location = checkpoint.tensor_plans, checkpoint.tensors, checkpoint.location
+    tensor_plans = checkpoint.tensor_plans
+    tensors = checkpoint.tensors
+    location = checkpoint.location
     if checkpoint.tied is not None:
         head, embedding = checkpoint.tied
         if not _is_equal_tensor(tensors[head], tensors[embedding]):
             always_ties = checkpoint.family.required_values.get(TIE) == (True,)
-            advice = "" if always_ties else f": set {TIE} to false in config.json to read both"
+            if always_ties:
+                advice = ""
+            else:
+                advice = f": set {TIE} to false in config.json to read both"
             raise CheckpointError(
                 f"{location}: {head} is not {embedding}, and the config says that they are tied{advice}"
             )
@@ -141,7 +146,8 @@ def _resolve_dtype(
     are stored in several dtypes and none was asked for.
     """
     stored = {tensors[name].dtype: name for name, _ in sources.values()}
-    dtype = None if any(tensors[name].keeps_dtype for name, _ in sources.values()) else dtype
+    if any(tensors[name].keeps_dtype for name, _ in sources.values()):
+        dtype = None
     for stored_dtype, name in stored.items():
         if np.dtype(stored_dtype).itemsize == 1 or not _is_floating(stored_dtype):
             raise CheckpointError(
@@ -155,7 +161,8 @@ def _resolve_dtype(
             "one dtype"
         )
     result = np.dtype(next(iter(stored)) if dtype is None else dtype)
-    result = result if is_trainable else max([result, *stored], key=lambda kind: np.dtype(kind).itemsize)
+    if not is_trainable:
+        result = max([result, *stored], key=lambda kind: np.dtype(kind).itemsize)
     return np.dtype(jax.dtypes.canonicalize_dtype(result))
 
 
@@ -179,7 +186,8 @@ def _make_shard_reader(
 ) -> Callable[[tuple[slice, ...] | None], np.ndarray]:
     """Return a function that reads one shard of an array, given its slices. Replicas share one buffer."""
     num_stacked_dims = len(next(iter(sources)))
-    tensors, location = checkpoint.tensors, checkpoint.location
+    tensors = checkpoint.tensors
+    location = checkpoint.location
     buffers: dict[str, np.ndarray] = {}
 
     def view_part(index: tuple[int, ...]) -> tuple[str, Any]:
@@ -190,14 +198,22 @@ def _make_shard_reader(
     def view_whole_tensor() -> np.ndarray | None:
         """Return the tensor itself if it may be used without a copy."""
         name, numbers = view_part(next(iter(sources)))
-        return numbers if not num_stacked_dims and tensors[name].zero_copy and numbers.dtype == leaf.dtype else None
+        if not num_stacked_dims and tensors[name].zero_copy and numbers.dtype == leaf.dtype:
+            return numbers
+        return None
 
     def read_shard(index: tuple[slice, ...] | None) -> np.ndarray:
         slices = tuple(slice(*s.indices(size)) for s, size in zip(index or (), leaf.shape, strict=True))
         if str(slices) not in buffers:
             ranges = tuple(range(size)[s] for size, s in zip(leaf.shape, slices, strict=True))
-            uncopied = view_whole_tensor() if tuple(map(len, ranges)) == leaf.shape else None
-            buffer = _empty_aligned(map(len, ranges), leaf.dtype) if uncopied is None else uncopied
+            if tuple(map(len, ranges)) == leaf.shape:
+                uncopied = view_whole_tensor()
+            else:
+                uncopied = None
+            if uncopied is None:
+                buffer = _empty_aligned(map(len, ranges), leaf.dtype)
+            else:
+                buffer = uncopied
             for buffer_index, source_index in iterate_indices(ranges[:num_stacked_dims]):
                 name, part = view_part(source_index)
                 read = functools.partial(operator.getitem, part, slices[num_stacked_dims:])
@@ -210,7 +226,8 @@ def _make_shard_reader(
 
 def _empty_aligned(shape: Iterable[int], dtype: Any) -> np.ndarray:
     """Return an uninitialized array that JAX takes on the CPU without a copy."""
-    shape, dtype = tuple(shape), np.dtype(dtype)
+    shape = tuple(shape)
+    dtype = np.dtype(dtype)
     size = math.prod(shape) * dtype.itemsize
     raw = np.empty(size + _ALIGNMENT, np.uint8)
     start = -raw.ctypes.data % _ALIGNMENT

@@ -32,7 +32,10 @@ def unpack_mxfp4(tensors: Mapping[str, LazyTensor], location: str) -> dict[str, 
         raise CheckpointError(f"{location} has tensors that are not MXFP4: " + "; ".join(sorted(errors)[:8]))
     plain = {name: x for name, x in tensors.items() if not name.endswith((BLOCKS_SUFFIX, SCALES_SUFFIX))}
     floating = [x for x in plain.values() if jnp.issubdtype(x.dtype, jnp.floating)]
-    default = max(floating, key=lambda x: math.prod(x.shape)).dtype if floating else np.dtype(jnp.bfloat16)
+    if floating:
+        default = max(floating, key=lambda x: math.prod(x.shape)).dtype
+    else:
+        default = np.dtype(jnp.bfloat16)
 
     def choose_dtype(name: str) -> np.dtype:
         bias = tensors.get(f"{name}_bias")
@@ -53,7 +56,8 @@ def _find_packing_errors(tensors: Mapping[str, LazyTensor], names: Sequence[str]
         if name + SCALES_SUFFIX not in tensors:
             yield f"{name}{BLOCKS_SUFFIX} lacks its {name}{SCALES_SUFFIX}"
             continue
-        blocks, scales = tensors[name + BLOCKS_SUFFIX], tensors[name + SCALES_SUFFIX]
+        blocks = tensors[name + BLOCKS_SUFFIX]
+        scales = tensors[name + SCALES_SUFFIX]
         shapes_match = blocks.shape[-1:] == (_BLOCK_BYTES,) and blocks.shape[:-1] == scales.shape
         if not (shapes_match and len(scales.shape) >= 2) or {blocks.dtype, scales.dtype} != {np.dtype(np.uint8)}:
             yield (

@@ -53,7 +53,8 @@ def plan_tensors(tree: PyTree, name_map: NameMap) -> dict[str, TensorPlan]:
         stars = pattern.count("*")
         stacked_dims = stars + path.is_in_rounds
         for index, numbers in iterate_indices(path.ranges[:stars]):
-            index = (*divmod(index[0], x.shape[1]), *index[1:]) if path.is_in_rounds else index
+            if path.is_in_rounds:
+                index = (*divmod(index[0], x.shape[1]), *index[1:])
             piece = _ArraySlice(leaf, index, tuple(x.shape[stacked_dims:]))
             name = format_path(pattern, numbers)
             found.setdefault(name, (mapping, {}, len(path.ranges) - stars))[1][part] = piece

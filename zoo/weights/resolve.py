@@ -64,9 +64,11 @@ def open_checkpoint(
     """
     path = resolve_directory(directory)
     config = read_json(path / CONFIG_NAME)
-    family = find_family(config, path / CONFIG_NAME) if family is None else family
+    if family is None:
+        family = find_family(config, path / CONFIG_NAME)
     location = f"{path / CONFIG_NAME}: "
-    tensors, stray = open_tensors(path), find_stray_index(path)
+    tensors = open_tensors(path)
+    stray = find_stray_index(path)
     try:
         found = resolve_checkpoint(config, tensors, family, ignore, location, str(path), packed)
     except CheckpointError as error:
@@ -93,10 +95,14 @@ def find_family(config: Mapping[str, Any], path: Path) -> Family:
     name = text.get("model_type")
     if isinstance(name, str) and (family := get_family(name)) is not None:
         return family
-    problem = f"has the model_type {name!r}" if name is not None else "has no model_type"
+    if name is not None:
+        problem = f"has the model_type {name!r}"
+    else:
+        problem = "has no model_type"
     hint = suggest_nearest(str(name), [*FAMILIES, *ALIASES, *WRAPPERS]) or "."
     wraps = name != config.get("model_type")
-    problem = f"wraps a language model that {problem}" if wraps else problem
+    if wraps:
+        problem = f"wraps a language model that {problem}"
     if reason := find_reason(name):
         hint = f", which is not read: {reason}."
     elif TEXT_CONFIG in config and not wraps:
@@ -117,13 +123,15 @@ def resolve_checkpoint(
 
     **Raises** `CheckpointError` where config and tensors disagree.
     """
-    config_json, decode = {key: value for key, value in config_json.items() if key not in ignore}, False
+    config_json = {key: value for key, value in config_json.items() if key not in ignore}
+    decode = False
     if isinstance(text := config_json.get(TEXT_CONFIG), Mapping):
         config_json[TEXT_CONFIG] = {key: value for key, value in text.items() if key not in ignore}
     try:
         config_json, wrapping = unwrap_config(config_json, family, tensors)
         plain_json, quantized = split_quantization(config_json)
-        config_json = config_json if packed else plain_json
+        if not packed:
+            config_json = plain_json
         config = read_config(family, plain_json)
         if config.get(QUANTIZATION_KEY) is None and packed and quantized is None:
             raise ConfigError(
@@ -131,7 +139,8 @@ def resolve_checkpoint(
             )
         if config.get(QUANTIZATION_KEY) is not None and not packed:
             config_json = {key: value for key, value in config_json.items() if key != QUANTIZATION_KEY}
-            config, decode = read_config(family, config_json), True
+            config = read_config(family, config_json)
+            decode = True
         layers = config["num_hidden_layers"]
         if layers > len(tensors):  # refused here: building 10^9 layers, if only in shapes, would never end
             raise ConfigError(f"num_hidden_layers = {layers}, and the checkpoint has {len(tensors)} tensors in all")
@@ -141,11 +150,18 @@ def resolve_checkpoint(
         raise CheckpointError(f"{config_location}{error}") from None
     tensors, aside = split_left_aside(tensors, family, config, wrapping)
     renamed = {replace_ending(name, family.older_endings): tensor for name, tensor in tensors.items()}
-    has_older_endings, tensors = renamed.keys() != tensors.keys(), renamed
-    tensors = unpack_mxfp4(tensors, location) if decode else tensors
-    tensors = tensors if quantized is None or packed else dequantize_lazily(tensors, quantized, location)
-    stripped = None if wrapping is not None else strip_base_prefix_if_absent(name_map, set(tensors))
-    name_map = name_map if stripped is None else stripped
+    has_older_endings = renamed.keys() != tensors.keys()
+    tensors = renamed
+    if decode:
+        tensors = unpack_mxfp4(tensors, location)
+    if not (quantized is None or packed):
+        tensors = dequantize_lazily(tensors, quantized, location)
+    if wrapping is not None:
+        stripped = None
+    else:
+        stripped = strip_base_prefix_if_absent(name_map, set(tensors))
+    if stripped is not None:
+        name_map = stripped
     side_tensors = ""
     if quantized is not None and packed:
         model, tensors, side_tensors = pack_model(model, name_map, tensors, quantized, location)
@@ -191,7 +207,8 @@ def _check_tensors(
     allowed: Collection[str],
 ) -> None:
     """**Raises** `CheckpointError` that lists every tensor that is missing, unexpected, or of another shape."""
-    problems, unexpected = [], tensors.keys() - tensor_plans.keys() - set(allowed)
+    problems = []
+    unexpected = tensors.keys() - tensor_plans.keys() - set(allowed)
     for number, name in enumerate(sorted(tensor_plans.keys() - tensors.keys())):
         hint = suggest_nearest(name, unexpected) if number < _MAX_LISTED else ""
         problems.append(f"{name} {list(tensor_plans[name].shape)} is missing{hint}")
@@ -200,11 +217,15 @@ def _check_tensors(
             problems.append(f"{name} {list(tensors[name].shape)} has no place in the model")
     for name in tensor_plans.keys() & tensors.keys():
         if tensors[name].shape != tensor_plans[name].shape:
-            stored, expected = list(tensors[name].shape), list(tensor_plans[name].shape)
+            stored = list(tensors[name].shape)
+            expected = list(tensor_plans[name].shape)
             problems.append(f"{name} is {stored} in the file, and the config asks for {expected}")
     if problems:
         listed = "\n  ".join(sorted(problems)[:_MAX_LISTED])
-        more = f"\n  and {len(problems) - _MAX_LISTED} more" if len(problems) > _MAX_LISTED else ""
+        if len(problems) > _MAX_LISTED:
+            more = f"\n  and {len(problems) - _MAX_LISTED} more"
+        else:
+            more = ""
         raise CheckpointError(
             f"{location} does not hold the {family.name} that its config describes:\n  {listed}{more}"
         )

@@ -74,11 +74,10 @@ class LazyTensor:
 
     def read_part(self, mapping: TensorMapping, shapes: Sequence[Shape], num_stacked_dims: int, number: int) -> Any:
         """Return part `number` of the tensor's `mapping`, in the parameter's shape, to be indexed with slices."""
-        views = (
-            mapping.views(self.read(), shapes, num_stacked_dims)
-            if self.views is None
-            else self.views(mapping, shapes, num_stacked_dims)
-        )
+        if self.views is None:
+            views = mapping.views(self.read(), shapes, num_stacked_dims)
+        else:
+            views = self.views(mapping, shapes, num_stacked_dims)
         return views[number].reshape(shapes[number])
 
 
@@ -110,14 +109,18 @@ def open_tensors(directory: Path) -> dict[str, LazyTensor]:
 
 def find_stray_index(directory: Path) -> str:
     """Return what to say of a `model.safetensors` next to an index of other files; "" without both."""
-    whole, index = directory / SAFE_WEIGHTS_NAME, directory / SAFE_WEIGHTS_INDEX_NAME
+    whole = directory / SAFE_WEIGHTS_NAME
+    index = directory / SAFE_WEIGHTS_INDEX_NAME
     if not (os.path.exists(whole) and os.path.exists(index)):
         return ""
     try:
         weight_map = read_json(index, limit=_MAX_INDEX_BYTES).get("weight_map")
     except CheckpointError:  # nobody reads it
         return ""
-    shards = {str(file) for file in weight_map.values()} if isinstance(weight_map, dict) else set()
+    if isinstance(weight_map, dict):
+        shards = {str(file) for file in weight_map.values()}
+    else:
+        shards = set()
     if not shards or shards == {SAFE_WEIGHTS_NAME}:
         return ""
     return (
@@ -145,7 +148,10 @@ def _open_shards(directory: Path) -> dict[str, LazyTensor]:
         shard_tensors = open_safetensors(directory / shard)
         listed = {name for name, file in weight_map.items() if file == shard}
         if wrong := sorted(listed ^ shard_tensors.keys()):
-            where = "in the index but not in the file" if wrong[0] in listed else "in the file but not in the index"
+            if wrong[0] in listed:
+                where = "in the index but not in the file"
+            else:
+                where = "in the file but not in the index"
             raise CheckpointError(f"{directory / shard} and {index} disagree: {wrong[0]} is {where}")
         tensors |= shard_tensors
     return tensors
@@ -241,7 +247,8 @@ def write_tensors(file: BinaryIO, specs: Mapping[str, tuple[tuple[int, ...], np.
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, (shape, dtype) in specs.items():
-        start, end = end, end + math.prod(shape) * dtype.itemsize
+        start = end
+        end = end + math.prod(shape) * dtype.itemsize
         header[name] = {"dtype": _DTYPE_CODES[dtype], "shape": list(shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)

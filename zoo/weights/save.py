@@ -131,7 +131,8 @@ def resolve_origin(model: Any, requested: str | Family | None, overrides: dict[s
     **Raises** `NoFamilyError` with the reason for each family that does not fit; `CheckpointError` for an unknown one.
     """
     family = _get_family(requested) if isinstance(requested, str) else requested
-    origin, reasons = getattr(model, "origin", None), []
+    origin = getattr(model, "origin", None)
+    reasons = []
     if origin is not None and family in (None, origin.family):
         wrapping = origin.wrapping if family is None else None
         given = json.loads(origin.config)
@@ -197,7 +198,8 @@ def _find_config_mismatch(model: Any, family: Family, config: Mapping[str, Any])
         config, quantized = split_quantization(config)
         read = read_config(family, config)
         built = build_shapes(family, read)
-        built = built if quantized is None else pack_like(built, model, quantized)
+        if quantized is not None:
+            built = pack_like(built, model, quantized)
     except ValueError as error:
         return str(error)
     return next(find_differences(model, built), None)
@@ -244,7 +246,8 @@ def _write_checkpoint(
         specs, tensor = _restore_older_endings(specs, tensor, origin.family)
     if source is not None:
         check_source(source, specs, aside)
-        specs, tensor = dict(sorted((specs | aside.specs).items())), aside.or_else(tensor)
+        specs = dict(sorted((specs | aside.specs).items()))
+        tensor = aside.or_else(tensor)
     shards = _assign_shards(specs, shard_bytes)
     numbered = [f"model-{number + 1:05}-of-{len(shards):05}.safetensors" for number in range(len(shards))]
     files = [SAFE_WEIGHTS_NAME] if len(shards) == 1 else numbered
@@ -286,7 +289,8 @@ def _restore_older_endings(
 
 def export_tensors(model: PyTree, name_map: NameMap) -> tuple[_TensorSpecs, Callable[[str], np.ndarray]]:
     """Return shape and dtype of each checkpoint tensor, sorted by name, and a function that assembles a tensor."""
-    leaves, plans = jax.tree.leaves(model), plan_tensors(model, name_map)
+    leaves = jax.tree.leaves(model)
+    plans = plan_tensors(model, name_map)
     specs: _TensorSpecs = {}
     for name, tensor_plan in sorted(plans.items()):
         dtypes = {np.dtype(leaves[piece.leaf].dtype) for piece in tensor_plan.slices}
@@ -298,7 +302,8 @@ def export_tensors(model: PyTree, name_map: NameMap) -> tuple[_TensorSpecs, Call
 
     def assemble_tensor(name: str) -> np.ndarray:
         tensor_plan = plans[name]
-        mapping, part_shapes = tensor_plan.mapping, tensor_plan.part_shapes
+        mapping = tensor_plan.mapping
+        part_shapes = tensor_plan.part_shapes
         parts = [gather_to_host(leaves[piece.leaf], piece.index) for piece in tensor_plan.slices]
         if len(parts) == 1 and not mapping.transposed:
             return parts[0].reshape(tensor_plan.shape)

@@ -63,7 +63,10 @@ def draw(
     if directory is not None and preset is not None:
         raise ValueError(f"{directory} and --preset {preset} are two models: pass one of them")
     if os.path.lexists(out) and (out.is_dir() or not overwrite):
-        advice = "pass another file" if out.is_dir() else "pass another file, or --overwrite"
+        if out.is_dir():
+            advice = "pass another file"
+        else:
+            advice = "pass another file, or --overwrite"
         raise ValueError(f"{out} exists already: {advice}")
     if seq_len < 1:
         raise ValueError(f"--seq-len must be at least 1, not {seq_len}")
@@ -77,9 +80,11 @@ def draw(
     mesh = make_abstract_mesh(dataclasses.replace(layout, context=context_attention), **sizes) or _make_one_device()
     if preset is not None:
         make = partial(models.preset, preset, key=jax.random.key(0))
-        model, title = eqx.filter_eval_shape(make), preset
+        model = eqx.filter_eval_shape(make)
+        title = preset
     elif directory is not None:
-        model, title = read_shapes(directory), directory.resolve().name
+        model = read_shapes(directory)
+        title = directory.resolve().name
     else:
         raise ValueError("pass a checkpoint directory, or --preset NAME; `zoo presets` lists the names")
     svg = draw_layout(model, mesh, title=title, seq_len=seq_len, width=width)

@@ -143,7 +143,8 @@ def split_into_windows(content: str, text: Tokenizer, length: int) -> list[_Scor
     if room < 2:
         raise ValueError(f"--length {length} is too short: the tokenizer puts {len(prefix)} tokens before every window")
     tokens, lengths = text.encode_with_lengths(content)
-    windows, scored = [], 0 if len(prefix) else 1
+    windows = []
+    scored = 0 if len(prefix) else 1
     while scored < len(tokens):
         start = max(scored - 1, 0)
         stop = min(start + room, len(tokens))
@@ -162,13 +163,22 @@ def _evaluate_windows(
     """
     shards = 1 if mesh is None else mesh.count_shards("seq")
     length = -(-min(length, max(len(window.tokens) for window in windows)) // shards) * shards
-    run = _score_on_one_device if mesh is None else spmd(_score_tokens, mesh, out="batch seq")
-    nats, counted, times, bar = 0.0, [], [time.perf_counter()], _EvaluationProgress(len(windows))
+    if mesh is None:
+        run = _score_on_one_device
+    else:
+        run = spmd(_score_tokens, mesh, out="batch seq")
+    nats = 0.0
+    counted = []
+    times = [time.perf_counter()]
+    bar = _EvaluationProgress(len(windows))
     with bar:
         for start in range(0, len(windows), batch):
             rows = windows[start : start + batch]
             tokens, weights = _pad_windows(rows, batch, length)
-            placed = jnp.asarray(tokens) if mesh is None else place_batch({"tokens": tokens}, mesh)["tokens"]
+            if mesh is None:
+                placed = jnp.asarray(tokens)
+            else:
+                placed = place_batch({"tokens": tokens}, mesh)["tokens"]
             scores = np.asarray(jax.device_get(run(model, placed)), np.float64)
             nats -= float(np.where(weights, scores, 0).sum())
             if not math.isfinite(nats):
@@ -178,7 +188,8 @@ def _evaluate_windows(
             bar.advance(len(rows), f"perplexity {_perplexity(nats / sum(counted)):.4g}")
     # the first batch includes compilation: time it only if it is the only one
     skipped = min(1, len(counted) - 1)
-    count, text_bytes = sum(counted), sum(window.bytes for window in windows)
+    count = sum(counted)
+    text_bytes = sum(window.bytes for window in windows)
     return {
         "tokens": count,
         "bytes": text_bytes,
@@ -201,7 +212,8 @@ def _pad_windows(
 ) -> tuple[Int[np.ndarray, "batch seq"], Float[np.ndarray, "batch seq-1"]]:
     """Return windows as one batch of a fixed shape, and the weight of each score. Padding is on the right, where causal
     attention hides it from all scored tokens."""
-    tokens, weights = np.zeros((batch, length), np.int32), np.zeros((batch, length - 1))
+    tokens = np.zeros((batch, length), np.int32)
+    weights = np.zeros((batch, length - 1))
     for i, row in enumerate(rows):
         tokens[i, : len(row.tokens)] = row.tokens
         weights[i, row.first - 1 : len(row.tokens) - 1] = 1

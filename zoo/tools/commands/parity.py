@@ -47,14 +47,23 @@ def parity(
     if not no_compile_cache:
         enable_compile_cache()
     directory = resolve_directory(directory)
-    stored = directory / _EXPECTED_FILE if expected is None and (directory / _EXPECTED_FILE).exists() else expected
+    if expected is None and (directory / _EXPECTED_FILE).exists():
+        stored = directory / _EXPECTED_FILE
+    else:
+        stored = expected
     if stored is not None and not stored.is_file():
         raise CheckpointError(f"there is no file {stored}")
     if stored is None:
         show("computing with transformers", file=sys.stderr)
-    results = compute_expectations(directory) if stored is None else read_expectations(stored)
+    if stored is None:
+        results = compute_expectations(directory)
+    else:
+        results = read_expectations(stored)
     meta = directory / "meta.json"
-    norms = _read_gradient_norms(meta) if stored == directory / _EXPECTED_FILE and meta.exists() else None
+    if stored == directory / _EXPECTED_FILE and meta.exists():
+        norms = _read_gradient_norms(meta)
+    else:
+        norms = None
     report = compare(
         directory,
         results,

@@ -84,7 +84,8 @@ def plan(
     topology = parse_topology(on)
     sizes = {"pipe": pipe, "data": data, "fsdp": fsdp, "expert": expert, "context": context, "tensor": tensor}
     layout = (ZERO1, ZERO2, ZERO3)[zero_stage - 1]
-    layout = layout.with_dims(tokens=SEQUENCE.axes("tokens")) if sequence_parallel else layout
+    if sequence_parallel:
+        layout = layout.with_dims(tokens=SEQUENCE.axes("tokens"))
     if search and any(size != 1 for size in sizes.values()):
         raise ValueError(f"--search chooses the sizes of all axes: leave out {_format_flags(sizes)}")
     is_suggested = not search and topology.devices > 1 and all(size == 1 for size in sizes.values())
@@ -153,7 +154,10 @@ def _complete_sizes(sizes: dict[str, int], topology: Topology) -> dict[str, int]
         raise ValueError(f"sizes of mesh axes are at least 1, or -1 for what is left: {sizes}")
     if topology.devices % given or (not left and given != topology.devices):
         product = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size not in (1, -1))
-        hint = "" if left or topology.devices % given else f"; --data {topology.devices // given} would take them all"
+        if left or topology.devices % given:
+            hint = ""
+        else:
+            hint = f"; --data {topology.devices // given} would take them all"
         raise ValueError(f"{product} are {given} devices, and {topology} has {topology.devices}{hint}")
     return {axis: topology.devices // given if size == -1 else size for axis, size in sizes.items()}
 

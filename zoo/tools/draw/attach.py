@@ -48,7 +48,8 @@ def attach_moves(groups: Sequence[Group], moves: Sequence[TracedMove]) -> tuple[
             name, inner = ("head", "") if word == "_Unembedding" else (word or "loss", ".".join(move.modules[1:]))
             number = next((n for n, sections in enumerate(of_sections) if name in sections), last)
             if name not in of_sections[number] and "head" in of_sections[last]:  # a tied matrix
-                name, inner = "head", ".".join(move.modules)
+                name = "head"
+                inner = ".".join(move.modules)
             of_sections[number].setdefault(name, _Collector()).add(move, inner)
     attached = []
     for group, collector, sections in zip(groups, of_groups, of_sections, strict=True):
@@ -93,7 +94,10 @@ def _share_out(
 def _matches(move: TracedMove, parameter: DrawnParameter) -> bool:
     """Return True if the move has the axes and the size of this parameter, gathered, or of its gradient."""
     axes = {axis for axes in parameter.gathered_axes for axis in axes}
-    known = (set(parameter.gradient_axes),) if move.collective == "reduce-scatter" else (axes,)
+    if move.collective == "reduce-scatter":
+        known = (set(parameter.gradient_axes),)
+    else:
+        known = (axes,)
     return set(move.axes) in known and move.size == parameter.size_in_use
 
 
@@ -104,7 +108,12 @@ class _Collector:
         self.found: dict[_Key, list[Move]] = {}
 
     def add(self, move: TracedMove, subject: str = "") -> None:
-        phase = "backward" if move.backward else "forward" if move.in_model or move.differentiated else "update"
+        if move.backward:
+            phase = "backward"
+        elif move.in_model or move.differentiated:
+            phase = "forward"
+        else:
+            phase = "update"
         added = Move(move.collective, move.axes, subject, phase, move.times, move.times * move.bytes)
         self.found.setdefault((move.collective, move.axes, phase, move.size == 1, bool(subject)), []).append(added)
 

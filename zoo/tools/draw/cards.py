@@ -18,18 +18,25 @@ _SMALLEST_MOVE = 64
 
 
 def name_group(group: Group) -> str:
-    return f"{len(group.layers):,} x {group.name}" if len(group.layers) > 1 else group.name
+    if len(group.layers) > 1:
+        return f"{len(group.layers):,} x {group.name}"
+    return group.name
 
 
 def draw_group(group: Group, drawing: Drawing, y: Number, width: int) -> tuple[list[str], Number]:
     """Draw a card: a header, the moves of parameters, and the sections."""
-    left, right = MARGIN, width - MARGIN - (8 if len(group.layers) > 1 else 0)
-    x, inner = left + _PAD, right - left - 2 * _PAD
+    left = MARGIN
+    right = width - MARGIN - (8 if len(group.layers) > 1 else 0)
+    x = left + _PAD
+    inner = right - left - 2 * _PAD
     at = y + _PAD + 12
     name = name_group(group)
     parts = [text(x, at, name, "head")]
     if group.layers:
-        numbers = f"layers {format_ranges(group.layers)}" if len(group.layers) > 1 else f"layer {group.layers[0]}"
+        if len(group.layers) > 1:
+            numbers = f"layers {format_ranges(group.layers)}"
+        else:
+            numbers = f"layer {group.layers[0]}"
         parts.append(text(x + estimate_width(name, 13, bold=True) + 10, at, numbers))
     parts.append(text(right - _PAD, at, f"{format_bytes(group.bytes_per_device)} per device", "end"))
     at += 10
@@ -91,7 +98,10 @@ class _Box:
     @property
     def height(self) -> Number:
         rows = sum(picture + captions + 8 for picture, captions in self.row_heights)
-        moves = _draw_moves(self.moves, 0, 0, self.width - 20)[1] + 6 if self.moves else 0
+        if self.moves:
+            moves = _draw_moves(self.moves, 0, 0, self.width - 20)[1] + 6
+        else:
+            moves = 0
         return 26 + rows + moves + (4 if self.moves else 0)
 
 
@@ -136,7 +146,8 @@ def _draw_sections(
             lines.append([box])
             free = width
         free -= box.width + _BETWEEN
-    parts, top = [], y
+    parts = []
+    top = y
     for line in lines:
         at = x
         for number, box in enumerate(line):
@@ -179,7 +190,8 @@ def name_move(move: Move) -> str:
 
 def caption_move(move: Move) -> str:
     traffic = format_bytes(move.bytes / move.count)
-    traffic = f"{move.count:,} x {traffic}" if move.count > 1 else traffic
+    if move.count > 1:
+        traffic = f"{move.count:,} x {traffic}"
     return f"{move.subject}: {traffic}" if move.subject else traffic
 
 
@@ -191,11 +203,14 @@ def _draw_moves(moves: Sequence[Move], x: Number, y: Number, width: Number) -> t
     """Draw moves side by side where there is room, and return the elements and their height."""
     if not moves:
         return [], 0.0
-    parts, at, top = [], x, y
+    parts = []
+    at = x
+    top = y
     for move in moves:
         wide = min(_measure_move(move), width)
         if at > x and at + wide > x + width:
-            at, y = x, y + _MOVE_HEIGHT + 6
+            at = x
+            y = y + _MOVE_HEIGHT + 6
         parts += _draw_move(move, at, y, wide)
         at += wide + 8
     return parts, y + _MOVE_HEIGHT - top

@@ -95,7 +95,8 @@ def _find_kinds(model: PyTree) -> _LayerKinds:
     for stack in filter(is_stack, jax.tree.leaves(model, is_leaf=is_stack)):
         start = 0
         for segment in getattr(stack, "segments", ()):
-            period, repeats = len(segment.blocks), segment.num_repeats
+            period = len(segment.blocks)
+            repeats = segment.num_repeats
             for i, block in enumerate(segment.blocks):
                 kinds.add(block, range(start + i, start + period * repeats, period))
             start += period * repeats

@@ -21,8 +21,10 @@ def draw_device_grid(axis_sizes: Mapping[str, int], x: Number, y: Number, width:
     """
     axes = [axis for axis in reversed(AXES) if axis_sizes[axis] > 1]
     drawn = [min(axis_sizes[axis], most) for axis, most in zip(axes, _MOST_DRAWN, strict=False)]
-    across, down = range(0, len(axes), 2), range(1, len(axes), 2)
-    left, top = _LABEL * len(down) + 2, _LABEL * len(across) + 2
+    across = range(0, len(axes), 2)
+    down = range(1, len(axes), 2)
+    left = _LABEL * len(down) + 2
+    top = _LABEL * len(across) + 2
     dots = 16.0 if any(axis_sizes[axes[i]] > drawn[i] for i in across) else 0.0
     columns = math.prod(drawn[i] for i in across)
     gaps = _measure(drawn, across, 0.0)

@@ -103,7 +103,10 @@ def spans(x: Number, y: Number, parts: Iterable[tuple[str, str]], kind: str = ""
 
 
 def path(d: str, kind: str, x: Number = 0, y: Number = 0) -> str:
-    move = f' transform="translate({format_number(x)} {format_number(y)})"' if x or y else ""
+    if x or y:
+        move = f' transform="translate({format_number(x)} {format_number(y)})"'
+    else:
+        move = ""
     return f'<path{move} d="{d}"{_class(kind)}/>'
 
 

@@ -51,7 +51,9 @@ class ParameterPicture:
 
     @property
     def text_height(self) -> Number:
-        return 0.0 if self.is_number else _LINE * (bool(self._label) + 1 + len(self._dim_lines())) + 4
+        if self.is_number:
+            return 0.0
+        return _LINE * (bool(self._label) + 1 + len(self._dim_lines())) + 4
 
     @property
     def _down_dim(self) -> int | None:
@@ -71,7 +73,9 @@ class ParameterPicture:
 
     @property
     def _down(self) -> Number:
-        return _THIN if self._down_dim is None else _scale(self.parameter.shape[self._down_dim], _LONGEST_DOWN)
+        if self._down_dim is None:
+            return _THIN
+        return _scale(self.parameter.shape[self._down_dim], _LONGEST_DOWN)
 
     def _find_cuts(self, dims: Sequence[int]) -> list[_Cut]:
         x = self.parameter
@@ -133,7 +137,8 @@ class ParameterPicture:
             dot = rectangles([(x, base - _DOT, _DOT, _DOT)], "piece stored")
             words = text(x + _DOT + 6, base, self._label)
             return [f'<g class="parameter"><title>{escape(self.describe())}</title>', dot, words, "</g>"]
-        top, left = base - self._down, x + self._bands_left
+        top = base - self._down
+        left = x + self._bands_left
         parts = [f'<g class="parameter"><title>{escape(self.describe())}</title>']
         parts += self._draw_pieces(left, top)
         for number, (axis, positions) in enumerate(_list_bands(self._cuts_across, self._across)):
@@ -149,14 +154,16 @@ class ParameterPicture:
 
     def _draw_pieces(self, left: Number, top: Number) -> list[str]:
         """Draw the shards: the one that device 0 stores, those that it gathers, and the others."""
-        columns, rows = _list_shards(self._cuts_across), _list_shards(self._cuts_down)
+        columns = _list_shards(self._cuts_across)
+        rows = _list_shards(self._cuts_down)
         if len(columns) * len(rows) > _MOST_PIECES:
             raise ValueError(
                 f"{self.parameter.name} has {len(columns) * len(rows):,} shards, and a picture shows up to "
                 f"{_MOST_PIECES:,}: draw a smaller mesh"
             )
         found: dict[str, list[tuple[Number, Number, Number, Number]]] = {"other": [], "gathered": [], "stored": []}
-        across, down = _split_side(self._across, len(columns)), _split_side(self._down, len(rows))
+        across = _split_side(self._across, len(columns))
+        down = _split_side(self._down, len(rows))
         for (row, (y, height)), (column, (x, width)) in itertools.product(
             zip(rows, down, strict=True), zip(columns, across, strict=True)
         ):
@@ -168,7 +175,8 @@ class ParameterPicture:
 def shorten_name(name: str) -> str:
     """Shorten the name of a parameter: `attention.query` of `layers.*.attention.query.weight`."""
     words = [word for word in name.split(".") if word != "*"]
-    words = words[1:] if words[0] == "layers" else words
+    if words[0] == "layers":
+        words = words[1:]
     return ".".join(words[:-1] if words[-1] == "weight" and len(words) > 1 else words)
 
 
@@ -180,7 +188,12 @@ def _scale(size: int, longest: Number) -> Number:
 def _split_side(length: Number, count: int) -> list[tuple[Number, Number]]:
     """Return start and length of each of `count` pieces of a side, with gaps between them where there is room."""
     pitch = length / count
-    gap = 1.5 if pitch >= 6 else 0.5 if pitch >= 2.5 else 0.0
+    if pitch >= 6:
+        gap = 1.5
+    elif pitch >= 2.5:
+        gap = 0.5
+    else:
+        gap = 0.0
     return [(number * pitch, pitch - (gap if number < count - 1 else 0)) for number in range(count)]
 
 
@@ -195,7 +208,8 @@ def _list_shards(cuts: Sequence[_Cut]) -> list[str]:
 
 def _list_bands(cuts: Sequence[_Cut], length: Number) -> list[tuple[str, list[tuple[Number, Number]]]]:
     """Return for each axis of a side the segments of its band, outermost axis first."""
-    bands, count = [], 1
+    bands = []
+    count = 1
     for axis, size, _ in cuts:
         count *= size
         bands.append((axis, _split_side(length, count)))

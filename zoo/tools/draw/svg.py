@@ -87,7 +87,8 @@ def _describe(drawing: Drawing) -> Iterable[str]:
 
 
 def _summarize_bytes(drawing: Drawing) -> str:
-    size, own = format_bytes(drawing.bytes), format_bytes(drawing.bytes_per_device)
+    size = format_bytes(drawing.bytes)
+    own = format_bytes(drawing.bytes_per_device)
     dtypes = " and ".join(dict.fromkeys(parameter.dtype for parameter in drawing.parameters if parameter.shape))
     if drawing.num_devices == 1:
         return f"{size} of parameters in {dtypes}, on one device"
@@ -140,7 +141,8 @@ def _draw_legend(drawing: Drawing, x: Number, y: Number, width: int) -> tuple[li
     for kind, words in entries:
         wide = 20 + estimate_width(words) + 14
         if at > x and at + wide > width - MARGIN:
-            at, y = x, y + 17
+            at = x
+            y = y + 17
         parts += [rect(at, y - 9, 11, 11, f"sample {kind}"), text(at + 17, y, words)]
         at += wide
     y += 18

@@ -114,7 +114,8 @@ def trace_step(
         raise ValueError("loss_fn and batch belong together: pass both, or neither")
     microbatches = 4 * mesh.shape["pipe"] if mesh.shape["pipe"] > 1 else 1
     if loss_fn is None or batch is None:
-        loss_fn, batch = _choose_loss(model), _make_batch(model, mesh, microbatches, seq_len)
+        loss_fn = _choose_loss(model)
+        batch = _make_batch(model, mesh, microbatches, seq_len)
     labeled = jax.tree.map(lambda x: _label_stack(x, label_block) if is_stack(x) else x, model, is_leaf=is_stack)
     labeled = split_rounds(labeled, mesh.layout.rounds)
     step = value_and_grad(loss_fn, mesh, microbatches=microbatches)
@@ -177,7 +178,8 @@ def choose_seq_len(model: Any, mesh: Mesh, seq_len: int) -> int:
 
 def find_image_shape(model: ImageEncoder) -> tuple[int, int, int]:
     """Return channels, height and width of the images that a model was made for, 16 x 16 patches if for any."""
-    patches, positions = model.embedding.patches, model.embedding.positions
+    patches = model.embedding.patches
+    positions = model.embedding.positions
     grid = (16, 16) if positions is None else positions.grid
     height, width = (count * size for count, size in zip(grid, patches.patch_size, strict=True))
     return patches.weight.shape[1], height, width
@@ -196,7 +198,8 @@ def _iterate(jaxpr: Any, scopes: tuple[str, ...], times: int) -> Iterator[tuple[
 @cache
 def _split_scopes(name_stack: str) -> tuple[str, ...]:
     """Split at the slashes that no parentheses enclose: a scope may be `transpose(jvp(a/b))`."""
-    parts, depth = [""], 0
+    parts = [""]
+    depth = 0
     for character in name_stack:
         depth += (character == "(") - (character == ")")
         if character == "/" and depth == 0:
@@ -221,7 +224,8 @@ class _Place(NamedTuple):
 
 @cache
 def _read_place(scopes: tuple[str, ...]) -> _Place:
-    words, transforms = [], set()
+    words = []
+    transforms = set()
     for scope in scopes:
         while match := _WRAPPER.match(scope):
             transforms.add(match[1])
@@ -240,7 +244,10 @@ def _read_place(scopes: tuple[str, ...]) -> _Place:
 def _read_move(equation: Any, place: _Place, times: int) -> TracedMove:
     options = equation.params
     axes = options.get("axes", options.get("axis_name", ()))
-    axes = (axes,) if isinstance(axes, str) else tuple(axis for axis in axes if isinstance(axis, str))
+    if isinstance(axes, str):
+        axes = (axes,)
+    else:
+        axes = tuple(axis for axis in axes if isinstance(axis, str))
     avals = [x.aval for x in (*equation.invars, *equation.outvars)]
     largest = max(avals, key=lambda aval: aval.size * aval.dtype.itemsize)
     return TracedMove(

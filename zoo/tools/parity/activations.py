@@ -46,7 +46,9 @@ def join_streams(model: Any, expected: Mapping[str, np.ndarray]) -> dict[str, np
 def run_decoder(model: Decoder, blocks: Sequence[Any], tokens: Array, inputs: Mapping[int, np.ndarray]) -> Activations:
     """Run a decoder on tokens, and each layer alone on its input of `inputs`, by the number of the hidden state."""
     skip_embedding = model.hidden_states_skip_embedding
-    hidden, alone, routings = _embed(model, tokens), {}, []
+    hidden = _embed(model, tokens)
+    alone = {}
+    routings = []
     outputs = [hidden.x]
     for layer, block in enumerate(blocks):
         number = layer if skip_embedding else layer + 1
@@ -73,7 +75,8 @@ def run_image_encoder(
     """Run a vision Transformer on images, and each layer alone on its input of `inputs`, by the number of the hidden
     state."""
     hidden, info = _embed_images(model, images)
-    states, alone = [hidden.x], {}
+    states = [hidden.x]
+    alone = {}
     for layer, block in enumerate(blocks):
         hidden, _ = _run_block(block, hidden, info)
         states.append(hidden.x)
@@ -105,7 +108,8 @@ def run_encoder(
     """Run an encoder on texts, and each layer alone on its input of `inputs`, by the number of the hidden state.
     Features of padding are 0."""
     hidden, info = _embed_texts(model, texts)
-    outputs, alone = [hidden.x], {}
+    outputs = [hidden.x]
+    alone = {}
     for layer, block in enumerate(blocks):
         if layer in inputs:
             given = dataclasses.replace(hidden, x=jnp.asarray(inputs[layer]))

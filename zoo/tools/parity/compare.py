@@ -103,7 +103,10 @@ def compare(
     kind = find_model_kind(model)
     if kind.inputs not in expected:
         raise CheckpointError(f"expectations need {kind.inputs}, which the other results were computed from")
-    bfloat16_model = load_as(dtype=jnp.bfloat16) if "bfloat16.logits" in expected else None
+    if "bfloat16.logits" in expected:
+        bfloat16_model = load_as(dtype=jnp.bfloat16)
+    else:
+        bfloat16_model = None
     with jax.default_matmul_precision("highest"):
         expected = join_streams(model, expected)
         comparisons = [*_compare_activations(kind, model, bfloat16_model, expected, tolerance)]
@@ -127,7 +130,8 @@ def _compare_activations(
     tolerance: float,
 ) -> Iterator[Comparison]:
     """Compare hidden states, outputs and router logits, and each layer alone on PyTorch's input to it."""
-    blocks, model_inputs = _unstack_blocks(model), kind.read(expected)
+    blocks = _unstack_blocks(model)
+    model_inputs = kind.read(expected)
     if isinstance(model_inputs, TextInputs):  # what transformers computes at padding is no result
         no_padding = lambda name, x: np.asarray(model_inputs.zero_padding(x)) if _has_tokens(name) else x
         expected = {name: no_padding(name, x) for name, x in expected.items()}
@@ -143,7 +147,10 @@ def _compare_activations(
     for number, state in enumerate(ours.hidden_states):
         name = f"hidden_states.{number}"
         if name in expected:
-            state_in_bfloat16 = None if in_bfloat16 is None else in_bfloat16.hidden_states[number]
+            if in_bfloat16 is None:
+                state_in_bfloat16 = None
+            else:
+                state_in_bfloat16 = in_bfloat16.hidden_states[number]
             alone = ours.layers_alone.get(number)
             yield Comparison(
                 _name_hidden_state(model, blocks, number),
@@ -155,12 +162,19 @@ def _compare_activations(
     for name in ("logits", "last_hidden_state", "pooler_output"):
         if name in expected:
             in_half = None if in_bfloat16 is None else in_bfloat16.outputs.get(name)
-            error = relative_error(ours.outputs[name], expected[name]) if name in ours.outputs else float("inf")
+            if name in ours.outputs:
+                error = relative_error(ours.outputs[name], expected[name])
+            else:
+                error = float("inf")
             yield Comparison(name, error, tolerance, None, *_compute_bfloat16_errors(name, in_half, expected))
     numbers = [int(name.partition(".")[2]) for name in expected if name.startswith("router_logits.")]
     for number in sorted(numbers):
-        name, router_logits = f"router_logits.{number}", ours.router_logits
-        error = relative_error(router_logits[number], expected[name]) if number < len(router_logits) else float("inf")
+        name = f"router_logits.{number}"
+        router_logits = ours.router_logits
+        if number < len(router_logits):
+            error = relative_error(router_logits[number], expected[name])
+        else:
+            error = float("inf")
         yield Comparison(name, error, tolerance)
 
 
@@ -221,12 +235,14 @@ def _compare_gradients(
         expected_loss = float(expected["loss"])
         yield Comparison("loss", abs(float(loss) - expected_loss) / abs(expected_loss), tolerance / 2)
     for name, gradient in stored.items():
-        ours, error = find_gradient(name), float("inf")
+        ours = find_gradient(name)
+        error = float("inf")
         if ours is not None:
             error = float(np.linalg.norm(ours - gradient)) / max(stored_norms[name], smallest)
         yield Comparison(f"gradient of {name}", error, tolerance)
     for name in sorted(gradient_norms.keys() - stored.keys()):
-        ours, error = find_gradient(name), float("inf")
+        ours = find_gradient(name)
+        error = float("inf")
         if ours is not None:
             norm = gradient_norms[name]
             error = abs(float(np.linalg.norm(ours)) - norm) / max(norm, smallest)

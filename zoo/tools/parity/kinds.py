@@ -36,7 +36,11 @@ class ModelKind(NamedTuple):
 
 def find_model_kind(model: LoadedModel) -> ModelKind:
     """Return the kind of a model."""
-    return _IMAGES if isinstance(model, ImageEncoder) else _TEXTS if isinstance(model, Encoder) else _TOKENS
+    if isinstance(model, ImageEncoder):
+        return _IMAGES
+    if isinstance(model, Encoder):
+        return _TEXTS
+    return _TOKENS
 
 
 def make_next_token_batch(tokens: Any) -> dict[str, np.ndarray]:

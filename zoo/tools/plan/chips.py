@@ -5,7 +5,9 @@ from collections.abc import Mapping
 
 from zoo.ops.platform import Platform
 
-GIB, GB, TERA = 2.0**30, 1e9, 1e12
+GIB = 2.0**30
+GB = 1e9
+TERA = 1e12
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +32,9 @@ class Chip:
 
     def rate(self, dtype: str) -> float:
         """Return FLOPs per second of products in `dtype`. **Raises** `KeyError` for one that is not on its sheet."""
-        return self.flops[dtype] if dtype in self.flops else self.flops[_SAME_RATE[dtype]]
+        if dtype in self.flops:
+            return self.flops[dtype]
+        return self.flops[_SAME_RATE[dtype]]
 
 
 _SAME_RATE = {"float16": "bfloat16", "float8_e4m3fn": "float8", "float8_e5m2": "float8", "int8": "float8"}

@@ -20,7 +20,9 @@ def find_left_out(flat: FlatJaxpr) -> set[Any]:
 
 
 def _find_repeated_gathers(flat: FlatJaxpr) -> set[Any]:
-    names, seen, repeated = _name_values(flat), set(), set()
+    names = _name_values(flat)
+    seen = set()
+    repeated = set()
     for equation in flat.eqns:
         if equation.name in _GATHERS:
             operands = tuple(names.get(id(x), id(x)) for x in equation.invars)

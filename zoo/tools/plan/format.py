@@ -52,7 +52,10 @@ def _list_options(plan: "Plan") -> list[str]:
 def _iter_memory(plan: "Plan") -> Iterator[tuple[str, str]]:
     verdict = "DOES NOT FIT"
     if plan.fits:
-        verdict = "fits" if plan.fits_with_margin else f"fits, with less than {MARGIN:.0%} to spare"
+        if plan.fits_with_margin:
+            verdict = "fits"
+        else:
+            verdict = f"fits, with less than {MARGIN:.0%} to spare"
     share = plan.peak / plan.chip.memory
     yield "memory", f"about {_format(plan.peak)}B at the peak, {share:.0%} of {_format(plan.chip.memory)}B: {verdict}"
     compiler = "zoo.inspect.compiled" if plan.options is None else "--compile"

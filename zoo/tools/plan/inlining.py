@@ -103,7 +103,8 @@ class FlatJaxpr:
 
 def inline_calls(jaxpr: Any, scope: str = "", *, loops_of_one: bool = False) -> FlatJaxpr:
     """Inline the calls of a jaxpr that was traced in a scope, and if asked loops of one iteration."""
-    inner, equations = getattr(jaxpr, "jaxpr", jaxpr), []
+    inner = getattr(jaxpr, "jaxpr", jaxpr)
+    equations = []
     names = _inline(inner, {}, equations, scope, is_called=False, loops_of_one=loops_of_one)
     return FlatJaxpr(inner.invars, [rename(x, names) for x in inner.outvars], equations)
 
@@ -114,7 +115,8 @@ def _inline(
     """Append the equations of a jaxpr, and return what its variables are called in them."""
     for equation in jaxpr.eqns:
         invars = [rename(x, names) for x in equation.invars]
-        name, stack = equation.primitive.name, str(equation.source_info.name_stack)
+        name = equation.primitive.name
+        stack = str(equation.source_info.name_stack)
         inside = "/".join(filter(None, (scope, stack)))
         inner = list(find_subjaxprs(equation.params)) if name in _CALLS else []
         if len(inner) == 1:

@@ -39,7 +39,8 @@ def time_transfer(collective: Collective, shape: Mapping[str, int], topology: To
     size = math.prod(shape[axis] for axis in collective.axes or ())
     sent = count_sent_bytes(collective, shape)
     crosses = inside < size
-    on_links, on_network = float(inside > 1), float(crosses)
+    on_links = float(inside > 1)
+    on_network = float(crosses)
     if collective.kind in _EXCHANGES:
         on_links, on_network = ((peers / max(size - 1, 1)) for peers in (inside - 1, size - inside))
     elif collective.kind != "collective-permute":

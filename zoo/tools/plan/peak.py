@@ -127,7 +127,9 @@ class _Liveness:
 
     def count(self, x: Any) -> int:
         """Count the bytes of a device's part of an array; 0 for a row that is written into a stack."""
-        return 0 if x in self.written else round(count_aval_bytes(x) * self.shares.get(x, 1.0))
+        if x in self.written:
+            return 0
+        return round(count_aval_bytes(x) * self.shares.get(x, 1.0))
 
     def _describe(self, alive: Mapping[Any, int]) -> Peak:
         arrays = []

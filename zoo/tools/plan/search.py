@@ -48,7 +48,10 @@ def plan_training(
     """Plan the training step of `make_training_step` on a mesh of these sizes."""
     mesh = make_stand_in_mesh(sizes, topology, layout)
     step, args = make_training_step(make_model, mesh, options)
-    flops = count_model_flops(make_model, options) if model_flops is None else model_flops
+    if model_flops is None:
+        flops = count_model_flops(make_model, options)
+    else:
+        flops = model_flops
     return dataclasses.replace(plan(step, *args, on=topology, model_flops=flops), options=options)
 
 
@@ -90,7 +93,10 @@ def search_meshes(
     planned = list(_iterate_candidates(make_model, kept, topology, options, layout, progress))
     found = [candidate for candidate in planned if isinstance(candidate, Candidate)]
     if not found:
-        why = planned[0] if planned else _explain_no_mesh(topology, options, _count_experts(model), layers)
+        if planned:
+            why = planned[0]
+        else:
+            why = _explain_no_mesh(topology, options, _count_experts(model), layers)
         raise ValueError(f"no mesh of {topology} takes this training step: {why}")
     return sorted(found, key=lambda candidate: candidate.rank)
 
@@ -148,7 +154,8 @@ def _iterate_candidates(
     for number, sizes in enumerate(meshes, start=1):
         if progress is not None:
             progress(f"mesh {number} of {len(meshes)}: {format_sizes(sizes)}")
-        flops = count_model_flops(make_model, options) if flops is None else flops
+        if flops is None:
+            flops = count_model_flops(make_model, options)
         try:
             yield Candidate(sizes, plan_training(make_model, sizes, topology, options, layout, model_flops=flops))
         except (ValueError, NotImplementedError) as error:
@@ -192,13 +199,20 @@ def _count_shards(sizes: Mapping[str, int]) -> int:
 def _estimate_traffic(sizes: Mapping[str, int], topology: Topology, options: TrainingOptions, parameters: int) -> float:
     """Estimate seconds of collectives: parameters gathered and gradients scattered over fsdp, activations summed over
     tensor, keys and values around context, bubbles of the pipeline."""
-    chip, devices = CHIPS[topology.kind], topology.devices
+    chip = CHIPS[topology.kind]
+    devices = topology.devices
     tokens = options.rows * options.seq / devices * sizes["tensor"]
     stage = parameters / sizes["pipe"] / sizes["tensor"] / sizes["expert"]
     reach = sizes["fsdp"] * sizes["expert"] * sizes["context"] * sizes["tensor"]
     gathers = 8 * stage * (options.microbatches if sizes["fsdp"] > 1 else 1)
-    bandwidth = chip.network * min(topology.domain, reach) / sizes["fsdp"] if reach > topology.domain else chip.link
-    seconds = gathers / max(bandwidth, chip.network) if sizes["fsdp"] * sizes["data"] > 1 else 0.0
+    if reach > topology.domain:
+        bandwidth = chip.network * min(topology.domain, reach) / sizes["fsdp"]
+    else:
+        bandwidth = chip.link
+    if sizes["fsdp"] * sizes["data"] > 1:
+        seconds = gathers / max(bandwidth, chip.network)
+    else:
+        seconds = 0.0
     width = (parameters / 12) ** 0.4  # rows of activations: a model of 12 layers' width squared per layer
     seconds += 48 * tokens * width * (sizes["tensor"] > 1) / chip.link
     compute = 8 * parameters * options.rows * options.seq / devices / chip.rate("bfloat16")

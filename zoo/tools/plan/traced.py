@@ -53,12 +53,16 @@ def trace_program(step: Callable, *args: Any, platform: Platform | None = None) 
     FLOPs are those of products in the jaxpr, and so of implementations without kernels: causal attention takes 5/8 of
     all pairs of tokens.
     """
-    step = step if hasattr(step, "lower") else eqx.filter_jit(step)
+    if not hasattr(step, "lower"):
+        step = eqx.filter_jit(step)
     leaves = [x for x in jax.tree.leaves(args) if is_array_or_shape(x)]
     closed, call = lowering.trace(step, args, {}, leaves, platform)
     names = name_arguments(step, closed.jaxpr, args, {})
     shape = _find_shape(leaves)
-    shown = closed if platform in (None, "cpu") else lowering.trace(step, args, {}, leaves, "cpu")[0]
+    if platform in (None, "cpu"):
+        shown = closed
+    else:
+        shown = lowering.trace(step, args, {}, leaves, "cpu")[0]
     sizes = [count_device_bytes(names[id(x)][1]) if id(x) in names else 0 for x in call.invars]
     body = call.params["jaxpr"]
     specs = [getattr(getattr(x, "sharding", None), "spec", None) for x in leaves]

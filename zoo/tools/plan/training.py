@@ -52,7 +52,8 @@ def make_training_step(
 
     model = eqx.filter_eval_shape(lambda key: make_model(key=key), jax.random.key(0))
     stages = mesh.shape["pipe"] * mesh.layout.rounds
-    model = split_ends(model, stages) if stages > 1 else model
+    if stages > 1:
+        model = split_ends(model, stages)
     model = place(rematerialize(model, options.remat), mesh)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(3e-4, b2=0.95, weight_decay=0.1))
     opt_state = place(jax.eval_shape(optimizer.init, trainable(model)), mesh.optimizer)

@@ -114,12 +114,16 @@ def _iterate_device_equations(
     for equation in flat.eqns:
         if not is_needed(equation, needed):
             continue
-        inner = [] if equation.name in OPAQUE_PRIMITIVES else list(find_subjaxprs(equation.params))
+        if equation.name in OPAQUE_PRIMITIVES:
+            inner = []
+        else:
+            inner = list(find_subjaxprs(equation.params))
         repeats = equation.params["length"] if equation.name == "scan" else 1
         if equation.name == "cond":
             inner = [max(inner, key=lambda branch: count_flops(branch).total)]
         for subjaxpr in inner:
-            results, is_local = values.find_results(equation, needed, subjaxpr), local or equation.name == "shard_map"
+            results = values.find_results(equation, needed, subjaxpr)
+            is_local = local or equation.name == "shard_map"
             yield from _iterate_device_equations(subjaxpr, results, values, times * repeats, is_local)
         if not inner:
             yield equation, times, local, left_out
@@ -137,4 +141,6 @@ def _find_precision(equation: Any) -> str:
     dtype = max((x.aval.dtype for x in equation.invars[:2]), key=lambda dtype: dtype.itemsize)
     precision = equation.params.get("precision")
     highest = precision is not None and any("HIGHEST" in str(p) for p in jax.tree.leaves(precision))
-    return f"{dtype.name} highest" if dtype.name == "float32" and highest else dtype.name
+    if dtype.name == "float32" and highest:
+        return f"{dtype.name} highest"
+    return dtype.name

@@ -166,7 +166,10 @@ class LineChart(Chart):
                 axes.yaxis.get_major_locator().set_params(subs=(1, 2, 5))
             return
         is_cut = len(everything) > 50 and any(curve.smooth for curve, _, _ in data)
-        high = float(np.quantile(everything, 0.97)) if is_cut else float(everything.max())
+        if is_cut:
+            high = float(np.quantile(everything, 0.97))
+        else:
+            high = float(everything.max())
         low = min([float(everything.min()), high, *self._baselines.values()])
         high = max([high, *self._baselines.values()])
         margin = 0.06 * (max(high - low, 1e-6 * abs(high)) or 1.0)  # a flat curve still needs a height

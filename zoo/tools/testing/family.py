@@ -107,7 +107,8 @@ def _check_files(directory: Path, family: Family | None) -> Iterator[Check]:
     assert model.origin is not None  # it was loaded
     with tempfile.TemporaryDirectory() as copy:
         save(jax.tree.map(np.asarray, model), copy, source=directory)
-        again, saved_config = read(copy), read_json(Path(copy) / CONFIG_NAME)
+        again = read(copy)
+        saved_config = read_json(Path(copy) / CONFIG_NAME)
         places = _compare_files(directory, Path(copy), model.origin.family)
     places += [f"read again, {difference}" for difference in find_differences(again, model)]
     if not places and not _is_bitwise_equal(again, model):
@@ -120,7 +121,8 @@ def _check_files(directory: Path, family: Family | None) -> Iterator[Check]:
 
 
 def _compare_files(directory: Path, copy: Path, family: Family) -> list[str]:
-    original, saved = open_tensors(directory), open_tensors(copy)
+    original = open_tensors(directory)
+    saved = open_tensors(copy)
     places = [f"{name} is new" for name in saved.keys() - original.keys()]
     for name, tensor in original.items():
         if name not in saved:
@@ -138,7 +140,8 @@ def _is_bitwise_equal(first: Any, second: Any) -> bool:
 
 def _check_parity(directory: Path, family: Family | None) -> Iterator[Check]:
     """Compare with stored results of PyTorch, in float32."""
-    file, meta = directory / _EXPECTED_FILE, directory / _META_FILE
+    file = directory / _EXPECTED_FILE
+    meta = directory / _META_FILE
     if not file.is_file():
         cause = f"there is no {_EXPECTED_FILE} beside the weights; `zoo parity` computes one with transformers"
         yield Check("PyTorch", "", cause=cause)

@@ -91,7 +91,8 @@ def _blame_axes(subject: Subject, texts: Texts, mesh: Mesh, checks: list[Check])
 def _prefill_and_decode(subject: Subject, rows: Mapping[str, Any]) -> Any:
     """Return the output of the last token: all before it as one piece, then itself. Every device that shares the
     sequence has these tokens, and a share of the caches."""
-    x, positions = rows["x"], rows["places"]
+    x = rows["x"]
+    positions = rows["places"]
     state = subject.init_state(x.shape[0], x.shape[1])
     _, state = subject(x[:, :-1], TokenInfo(positions[:, :-1]), state)
     return subject(x[:, -1:], TokenInfo(positions[:, -1:]), state)[0]

@@ -62,7 +62,8 @@ def check_mixer(
     """
     if seq_len <= MOST_PADDING + 1:
         raise ValueError(f"seq_len={seq_len}: a document has {MOST_PADDING + 2} tokens or more, to be padded")
-    key = jax.random.key(0) if key is None else key
+    if key is None:
+        key = jax.random.key(0)
     subject = make_subject(eqx.filter_jit(make)(key=key))
     report = check_subject(_perturb(subject), embed, seq_len, implementations or {}, meshes)
     report.raise_failures()

@@ -111,7 +111,8 @@ def _check_packed(subject: Subject, texts: Texts, alone: np.ndarray) -> Iterator
     """Compare packed documents with documents alone, and find by gradient the tokens that each output depends on."""
     batch = texts.packed | {"weights": texts.draw_diagonal_weights(alone.shape[-1])}
     y, by_x, _ = jax.device_get(read_packed(subject, batch))
-    segments, influence = texts.segment_ids, np.abs(by_x).max(-1)
+    segments = texts.segment_ids
+    influence = np.abs(by_x).max(-1)
     own = np.pad(np.diagonal(segments), (0, texts.rows - texts.packed_len))[:, None]
     is_later = np.arange(texts.packed_len) > np.arange(texts.rows)[:, None]
 
@@ -157,7 +158,8 @@ def _check_states(subject: Subject, texts: Texts, alone: np.ndarray) -> Iterator
         ),
         "decode = read": ("outputs of one token at a time through a state, and of one pass", ones),
     }
-    is_real, expected = texts.prompt_positions >= 0, texts.pad(alone)
+    is_real = texts.prompt_positions >= 0
+    expected = texts.pad(alone)
     is_padded = (texts.padding > 0)[:, None]
     behind = []
     for name, (compared, pieces) in runs.items():
@@ -177,7 +179,8 @@ def _check_states(subject: Subject, texts: Texts, alone: np.ndarray) -> Iterator
 
 def run_pieces(extend: Callable, state: Any, texts: Texts, pieces: Sequence[int]) -> np.ndarray:
     """Feed the prompts to a state in pieces of these sizes; return all outputs."""
-    outputs, start = [], 0
+    outputs = []
+    start = 0
     for size in pieces:
         part = slice(start, start + size)
         y, state = extend(texts.prompt[:, part], texts.prompt_positions[:, part], state)
@@ -197,7 +200,10 @@ def _find_not_finite(y: np.ndarray) -> Difference:
 def _check_gradients(subject: Subject, results: _Gradients) -> Check:
     """Find parameters whose gradient is not finite, or exactly zero."""
     _, by_x, by_parameters = results
-    places = [] if np.isfinite(by_x).all() else ["the gradient of the input is not finite"]
+    if np.isfinite(by_x).all():
+        places = []
+    else:
+        places = ["the gradient of the input is not finite"]
     for name, gradient in zip(list_trainable_names(subject), jax.tree.leaves(by_parameters), strict=True):
         if not np.isfinite(gradient).all():
             places.append(f"the gradient of {name} is not finite")

@@ -71,7 +71,10 @@ class CheckReport:
     def _summarize(self) -> str:
         skipped = sum(check.difference is None for check in self.checks)
         made = len(self.checks) - skipped
-        outcome = f"fails {len(self.failures)} of {made} checks" if self.failures else f"passes {made} checks"
+        if self.failures:
+            outcome = f"fails {len(self.failures)} of {made} checks"
+        else:
+            outcome = f"passes {made} checks"
         return outcome + (f", {skipped} not made" if skipped else "")
 
     def raise_failures(self) -> None:
@@ -107,7 +110,8 @@ def join_flaws(places: Sequence[str]) -> Difference:
 def compare_tokens(actual: Any, expected: Any, mask: Any = None, *, of: str = "the output") -> Difference:
     """Compare arrays "batch seq features" where `mask` "batch seq" is True, relative to the largest number expected."""
     actual, expected = (np.asarray(x, np.float32) for x in (actual, expected))
-    mask = np.ones(expected.shape[:2], bool) if mask is None else mask
+    if mask is None:
+        mask = np.ones(expected.shape[:2], bool)
     if actual.shape != expected.shape:
         return flaw(f"{of} has the shape {list(actual.shape)}, not {list(expected.shape)}")
     if not mask.any():

@@ -125,7 +125,12 @@ def list_implementations(module: Any, given: Mapping[str, Sequence[Any]]) -> Ite
     operations = dict(find_operations(module))
     for name, field in options.items():
         is_literal = typing.get_origin(field.type) is typing.Literal
-        values = operations[name].names if name in operations else typing.get_args(field.type) if is_literal else ()
+        if name in operations:
+            values = operations[name].names
+        elif is_literal:
+            values = typing.get_args(field.type)
+        else:
+            values = ()
         for value in given.get(name, values):
             if value != getattr(module, name):
                 is_slow = name not in given and value == "pallas" and current_platform() == "cpu"

@@ -60,7 +60,8 @@ class Texts:
     @cached_property
     def packed(self) -> dict[str, np.ndarray]:
         """Packed rows `x` with `segment_ids` and `positions`, which restart at each document and at padding."""
-        x, place = 3 * self.draw(2, self.packed_len), np.arange(self.packed_len) - self.padding[:, None]
+        x = 3 * self.draw(2, self.packed_len)
+        place = np.arange(self.packed_len) - self.padding[:, None]
         x[self.segment_ids == 1] = self.first.reshape(-1, self.embed)
         x[self.segment_ids == 2] = self.second.reshape(-1, self.embed)
         positions = np.where(place < 0, place + self.padding[:, None], place % self.seq_len)

@@ -106,4 +106,6 @@ def scale_by_adam(
 
 def _correct_bias(decay: float, count: Int[Array, ""]) -> Float[Array, ""]:
     """Return 1 - decay^count, without the cancellation that costs four digits where `decay` is near 1."""
-    return -jnp.expm1(count * math.log(decay)) if decay > 0 else jnp.ones((), jnp.float32)
+    if decay > 0:
+        return -jnp.expm1(count * math.log(decay))
+    return jnp.ones((), jnp.float32)

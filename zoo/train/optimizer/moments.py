@@ -190,7 +190,9 @@ def make_dynamic_map(*, signed: bool) -> Float[np.ndarray, "256"]:
 
 def _unstacked_dims(leaf: Leaf, ndim: int) -> tuple[Dim, ...]:
     """Return the dims of a parameter of one layer; those of an array outside of modules are replicated."""
-    return (Dim("chunk"),) * ndim if leaf.unstacked_dims is None else leaf.unstacked_dims
+    if leaf.unstacked_dims is None:
+        return (Dim("chunk"),) * ndim
+    return leaf.unstacked_dims
 
 
 def _vmap(function: Callable, times: int) -> Callable:

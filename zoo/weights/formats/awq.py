@@ -81,7 +81,8 @@ class AWQFormat(AbstractQuantizedFormat):
         return np.arange(columns.start, columns.stop) // (self.group_size or parts["qweight"].shape[0])
 
     def list_file_parts(self, out: int, in_: int, scales: np.dtype) -> Mapping[str, tuple[tuple[int, ...], Any]]:
-        groups, words = count_groups(in_, self.group_size or in_), out // len(ORDER)
+        groups = count_groups(in_, self.group_size or in_)
+        words = out // len(ORDER)
         words_of = {"qweight": ((in_, words), np.int32), "qzeros": ((groups, words), np.int32)}
         return words_of | {"scales": ((groups, out), scales)}
 

@@ -74,7 +74,8 @@ class NF4Format(AbstractQuantizedFormat):
 
     def list_shapes(self, out: int, in_: int, parts: Parts) -> Mapping[str, Collection[tuple[int, ...]]]:
         state = _read_state(parts)
-        packed, blocks = count_groups(out * in_, 2), count_groups(out * in_, state["blocksize"])
+        packed = count_groups(out * in_, 2)
+        blocks = count_groups(out * in_, state["blocksize"])
         shapes = {"weight": [(packed, 1), (1, packed)], "weight.absmax": [(blocks,)], "weight.quant_map": [(16,)]}
         if "nested_blocksize" in state:
             shapes["weight.nested_absmax"] = [(count_groups(blocks, state["nested_blocksize"]),)]
@@ -105,7 +106,8 @@ class NF4Format(AbstractQuantizedFormat):
 
     def decode(self, name: str, parts: Parts, rows: np.ndarray, columns: slice) -> np.ndarray:
         """Decode blocks of any size, which may begin inside a row."""
-        state, in_ = _read_state(parts), self.find_shape(parts)[1]
+        state = _read_state(parts)
+        in_ = self.find_shape(parts)[1]
         codes = self.read_codes(parts, rows, columns)
         blocks = (rows[:, None] * in_ + np.arange(columns.start, columns.stop)) // state["blocksize"]
         constants = parts["weight.absmax"].read()[blocks]
@@ -248,7 +250,9 @@ class Int8Format(AbstractQuantizedFormat):
         return {"weight": ((out, in_), np.int8), "SCB": ((out,), scales)}
 
     def encode_part(self, suffix: str, read: Callable[[str], np.ndarray]) -> np.ndarray:
-        return read("codes").view(np.int8) if suffix == "weight" else read("scales")[:, 0]
+        if suffix == "weight":
+            return read("codes").view(np.int8)
+        return read("scales")[:, 0]
 
 
 def read_bitsandbytes(config: Mapping[str, Any]) -> NF4Format | Int8Format:
@@ -267,4 +271,6 @@ def read_bitsandbytes(config: Mapping[str, Any]) -> NF4Format | Int8Format:
         raise ConfigError("quantization_config: one of load_in_4bit and load_in_8bit should be true")
     left_out = read_names(config, "llm_int8_skip_modules")
     nested = config.get("bnb_4bit_use_double_quant", False)
-    return NF4Format(nested is True, left_out=left_out) if is_4bit else Int8Format(left_out=left_out)
+    if is_4bit:
+        return NF4Format(nested is True, left_out=left_out)
+    return Int8Format(left_out=left_out)

@@ -63,7 +63,8 @@ class PackQuantizedFormat(AbstractQuantizedFormat):
         return int(shape[0]), int(shape[1])
 
     def list_shapes(self, out: int, in_: int, parts: Parts) -> Mapping[str, Collection[tuple[int, ...]]]:
-        groups, per_word = count_groups(in_, self.group_size or max(in_, 1)), 32 // self.bits
+        groups = count_groups(in_, self.group_size or max(in_, 1))
+        per_word = 32 // self.bits
         return {
             "weight_packed": [(out, count_groups(in_, per_word))],
             "weight_scale": [(out, groups)],
@@ -72,7 +73,10 @@ class PackQuantizedFormat(AbstractQuantizedFormat):
         }
 
     def find_errors(self, name: str, parts: Parts) -> Iterator[str]:
-        shape = parts["weight_shape"].read() if parts["weight_shape"].shape == (2,) else np.ones(2)
+        if parts["weight_shape"].shape == (2,):
+            shape = parts["weight_shape"].read()
+        else:
+            shape = np.ones(2)
         if (shape <= 0).any():
             yield f"{name}.weight_shape is {shape.tolist()}"
             return
@@ -110,7 +114,8 @@ class PackQuantizedFormat(AbstractQuantizedFormat):
         """**Raises** `CheckpointError` for a group that there is not."""
         if not self.reordered:
             return np.arange(columns.start, columns.stop) // (self.group_size or self.find_shape(parts)[1])
-        groups, count = parts["weight_g_idx"].read()[columns], parts["weight_scale"].shape[1]
+        groups = parts["weight_g_idx"].read()[columns]
+        count = parts["weight_scale"].shape[1]
         if len(groups) and not 0 <= groups.min() <= groups.max() < count:
             raise CheckpointError(f"{name}.weight_g_idx has groups that are not among the {count}")
         return groups
@@ -150,7 +155,8 @@ def read_compressed_tensors(config: Mapping[str, Any]) -> FP8Format | PackQuanti
     sparsity = config.get("sparsity_config") or {}
     if not isinstance(sparsity, Mapping) or sparsity.get("format", "dense") != "dense":
         raise ConfigError(f"quantization_config: sparsity_config = {sparsity!r}, and the format 'dense' is read")
-    left_out, scheme = read_names(config, "ignore"), _find_scheme(config)
+    left_out = read_names(config, "ignore")
+    scheme = _find_scheme(config)
     if config.get("format") == "float-quantized":
         return FP8Format(_read_fp8_block(scheme), "weight_scale", left_out=left_out)
     if config.get("format") != "pack-quantized":
@@ -169,7 +175,10 @@ def read_compressed_tensors(config: Mapping[str, Any]) -> FP8Format | PackQuanti
 def _find_scheme(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the scheme of all weights. **Raises** `ConfigError` if there are several, or none."""
     groups = config.get("config_groups")
-    groups = [group for group in groups.values() if isinstance(group, Mapping)] if isinstance(groups, Mapping) else []
+    if isinstance(groups, Mapping):
+        groups = [group for group in groups.values() if isinstance(group, Mapping)]
+    else:
+        groups = []
     for group in groups:
         if (own := group.get("format")) not in (None, config.get("format")):
             raise ConfigError(

@@ -64,10 +64,15 @@ class FP8Format(AbstractQuantizedFormat):
         scales = parts[self.scale].read()
         if self.block == "tensor":
             return np.broadcast_to(scales.reshape(1, 1), (len(rows), 1))
-        return scales[rows] if self.block == "channel" else scales[rows // self.block[0]]
+        if self.block == "channel":
+            return scales[rows]
+        return scales[rows // self.block[0]]
 
     def read_groups(self, name: str, parts: Parts, columns: slice) -> np.ndarray:
-        size = parts["weight"].shape[1] if isinstance(self.block, str) else self.block[1]
+        if isinstance(self.block, str):
+            size = parts["weight"].shape[1]
+        else:
+            size = self.block[1]
         return np.arange(columns.start, columns.stop) // size
 
     def list_file_parts(self, out: int, in_: int, scales: np.dtype) -> Mapping[str, tuple[tuple[int, ...], Any]]:
@@ -80,7 +85,9 @@ class FP8Format(AbstractQuantizedFormat):
     def encode_part(self, suffix: str, read: Callable[[str], np.ndarray]) -> np.ndarray:
         if suffix == "weight":
             return read("codes").view(jnp.float8_e4m3fn)
-        return read("scales") if isinstance(self.block, str) else read("scales")[:: self.block[0]]
+        if isinstance(self.block, str):
+            return read("scales")
+        return read("scales")[:: self.block[0]]
 
 
 def read_fp8(config: Mapping[str, Any]) -> FP8Format:

@@ -56,7 +56,8 @@ class GPTQFormat(AbstractQuantizedFormat):
 
     @property
     def suffixes(self) -> Mapping[str, Collection[Any]]:
-        codes, scales = (np.int32,), (np.float16, jnp.bfloat16, np.float32)
+        codes = (np.int32,)
+        scales = (np.float16, jnp.bfloat16, np.float32)
         return {"qweight": codes, "qzeros": codes, "scales": scales, "g_idx": codes}
 
     def find_shape(self, parts: Parts) -> tuple[int, int]:
@@ -110,7 +111,8 @@ class GPTQFormat(AbstractQuantizedFormat):
     def read_groups(self, name: str, parts: Parts, columns: slice) -> np.ndarray:
         """**Raises** `CheckpointError` for a group that there is not, and without `desc_act` for another than the
         consecutive one."""
-        groups, in_ = parts["g_idx"].read()[columns], self.find_shape(parts)[1]
+        groups = parts["g_idx"].read()[columns]
+        in_ = self.find_shape(parts)[1]
         if len(groups) and not 0 <= groups.min() <= groups.max() < parts["scales"].shape[0]:
             raise CheckpointError(f"{name}.g_idx has groups that are not among the {parts['scales'].shape[0]}")
         expected = np.arange(columns.start, columns.stop) // (self.group_size or in_)
@@ -119,7 +121,8 @@ class GPTQFormat(AbstractQuantizedFormat):
         return groups
 
     def list_file_parts(self, out: int, in_: int, scales: np.dtype) -> Mapping[str, tuple[tuple[int, ...], Any]]:
-        shapes, per_word = self.list_shapes(out, in_, {}), 32 // self.bits
+        shapes = self.list_shapes(out, in_, {})
+        per_word = 32 // self.bits
         parts = {suffix: (next(iter(shape)), np.int32) for suffix, shape in shapes.items()}
         return parts | {"qweight": ((in_ // per_word, out), np.int32), "scales": (parts["scales"][0], scales)}
 
@@ -144,7 +147,8 @@ def read_gptq(config: Mapping[str, Any]) -> GPTQFormat:
         raise ConfigError("quantization_config: bits is missing, and 4 or 8 is read")
     is_v2 = "gptq_v2" in (config.get("checkpoint_format"), config.get("format"))
     left_out = read_names(config, "modules_to_not_convert")
-    group_size, reordered = read_group_size(config), config.get("desc_act", False)
+    group_size = read_group_size(config)
+    reordered = config.get("desc_act", False)
     return GPTQFormat(config["bits"], group_size, reordered, 0 if is_v2 else 1, left_out=left_out)
 
 

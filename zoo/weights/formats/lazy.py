@@ -85,7 +85,10 @@ def dequantize_lazily(
     found = find_quantized(tensors, quantized, location)
     plain = drop_parts(tensors, found, quantized)
     floating = [x for x in plain.values() if jnp.issubdtype(x.dtype, jnp.floating)]
-    dtype = max(floating, key=lambda x: math.prod(x.shape)).dtype if floating else np.dtype(jnp.bfloat16)
+    if floating:
+        dtype = max(floating, key=lambda x: math.prod(x.shape)).dtype
+    else:
+        dtype = np.dtype(jnp.bfloat16)
 
     def make(name: str, parts: Parts) -> LazyTensor:
         decode = lambda rows, columns: quantized.decode(name, parts, rows, columns)

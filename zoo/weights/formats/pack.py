@@ -47,7 +47,8 @@ def pack_model(
     """
     found = find_quantized(tensors, quantized, location)
     errors = [error for name, parts in sorted(found.items()) for error in quantized.find_packing_errors(name, parts)]
-    mappings, num_parts = invert_name_map(name_map), {}
+    mappings = invert_name_map(name_map)
+    num_parts = {}
 
     def pack(name: str, ranges: IndexRanges, module: Any) -> Any:
         if type(module) is not Linear:
@@ -126,7 +127,8 @@ def _view_packed(name: str, parts: Parts, quantized: AbstractQuantizedFormat, nu
     make = lambda field, dtype, columns, read: make_lazy_matrix(
         f"{name}.{field}", np.dtype(dtype), (out, columns), read, parts, keeps_dtype=True
     )
-    field, dtype = quantized.scale_field, quantized.read_scales(parts, np.arange(0)).dtype
+    field = quantized.scale_field
+    dtype = quantized.read_scales(parts, np.arange(0)).dtype
     views = {
         f"{name}.codes": make("codes", np.uint8, in_ // halves, read_codes),
         f"{name}.{field}": make(field, dtype, groups, read_scales),
@@ -174,7 +176,8 @@ def unpack_exported(
     assembles one. `side_tensors` of layers that are packed are among them."""
     if quantized is None:
         return specs, tensor
-    written, sources = {name: spec for name, spec in specs.items() if not _is_packed(name, specs)}, {}
+    written = {name: spec for name, spec in specs.items() if not _is_packed(name, specs)}
+    sources = {}
     stems = [name.removesuffix(".codes") for name in specs if name.endswith(".codes")]
     held = decode_side_tensors(side_tensors)
     names = (f"{stem}.{suffix}" for stem in stems for suffix in quantized.side_suffixes)
