@@ -43,12 +43,12 @@ def clamped_swiglu(
 def gaussian_top_k(
     x: Float[Array, "*dims features"], sparsity: float, *, mean: Callable = mean_last_dim
 ) -> Float[Array, "*dims features"]:
-    """Keep what is above a cutoff, and subtract it: max(x - mean(x) - quantile std(x), 0), in float32.
+    """Subtract a cutoff and set features below it to 0: max(x - mean(x) - quantile std(x), 0), in float32.
 
-    The quantile is that of the standard normal distribution at `sparsity`, between 0 and 1, so that of normally
-    distributed features about this fraction is 0, without sorting them. `mean` averages over the last dim and keeps it,
-    as for `zoo.ops.normalization.rms_norm`. Source: statistical top-k of the Spark Transformer (You et al., arXiv
-    2506.06644, section 3), as Gemma 3n has it.
+    The quantile is the standard normal distribution's at `sparsity`, between 0 and 1: about this fraction of normally
+    distributed features becomes 0, without sorting them. `mean` averages over the last dim and keeps it, as for
+    `zoo.ops.normalization.rms_norm`. Source: statistical top-k of the Spark Transformer (You et al., arXiv 2506.06644,
+    section 3), as Gemma 3n has it.
     """
     x_fp32 = x.astype(jnp.float32)
     centered = x_fp32 - mean(x_fp32)

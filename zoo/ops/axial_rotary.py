@@ -6,8 +6,8 @@ arXiv:2403.13298; DINOv3, arXiv:2508.10104):
     frequency_i = base ** (-4 i / dim)             i = 0 .. dim / 4 - 1
     angles      = 2 pi [row * frequency, column * frequency]
 
-Rows and columns are those of the patches' centers, from -1 at the top left of the image to 1 at the bottom right,
-whatever its size. A token at (0, 0), such as a class token, is not turned.
+Rows and columns are the coordinates of the patches' centers, from -1 at the top left of the image to 1 at the bottom
+right, whatever its size. A token at (0, 0), such as a class token, is not turned.
 """
 
 import dataclasses

@@ -12,7 +12,7 @@ def cross_entropy(
 
     Z = sum(exp(logits)) over the vocabulary. `z_loss` regularizes log Z toward zero, which keeps the logits from
     drifting (PaLM, arXiv 2204.02311, section 5, with 1e-4). A negative target is ignored: its cross-entropy is 0, as
-    PyTorch's with `ignore_index`. That of a target from vocab on is NaN.
+    PyTorch's with `ignore_index`. A target that is not below vocab has a cross-entropy of NaN.
     """
     logits = logits.astype(jnp.float32)
     log_z = jax.nn.logsumexp(logits, axis=-1)

@@ -22,11 +22,11 @@ def dropout(
 ) -> Float[Array, "batch seq features"]:
     """Apply dropout: zero each value with probability `rate`, and divide the others by 1 - rate.
 
-    Value (b, s, f) of the shard `x` has the global index (b, s + seq_offset, f + feature_offset); its mask depends on
-    `keys[b]` and that index alone. Offsets may be traced (an axis index) and odd. There is one key per row, so the
-    batch may be sharded in any way; a layer folds its index into the keys.
+    Value (b, s, f) of the shard `x` has the global index (b, s + seq_offset, f + feature_offset); its mask depends only
+    on `keys[b]` and that index. Offsets may be traced (an axis index) and odd. There is one key per row, so the batch
+    may be sharded in any way; a layer folds its index into the keys.
 
-    **Raises** `ValueError` for a rate outside [0, 1), and for keys that are not of threefry.
+    **Raises** `ValueError` for a rate outside [0, 1), and for keys that are not Threefry's.
 
     Source: Srivastava et al., Dropout, JMLR 15 (2014), section 4, in the form that scales in training. The bits are
     Threefry-2x32's (Salmon et al., Random123, SC 2011), a hash of a key and a counter.

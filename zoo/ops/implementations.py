@@ -1,8 +1,8 @@
-"""Implementations of an operation: which ones there are, which one a request gets, and why not another.
+"""Implementations of an operation: which exist, which one a request gets, and why the others are passed over.
 
-An operation that has several implementations, such as attention, lists them in one `Operation`. Each says of a request
-(shapes, dtypes, options, platform) what keeps it from computing it, its obstacle, and what makes another one the better
-choice, its drawback. `"auto"` takes the first implementation that has neither.
+An operation that has several implementations, such as attention, lists them in one `Operation`. For a request (shapes,
+dtypes, options, platform) each reports an obstacle, if it cannot compute the request, and a drawback, if another
+implementation is the better choice. `"auto"` takes the first one that has neither.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ AUTO = "auto"
 
 
 class ObstacleError(ValueError):
-    """An implementation was named that cannot compute a request."""
+    """Raised if the implementation that was named cannot compute a request."""
 
 
 def _find_nothing(request: Any) -> None:
@@ -46,9 +46,9 @@ class Choice:
     name: str
     is_chosen: bool
     reason: str | None
-    """Why `"auto"` does not choose it; None for the chosen one, and for those that come after it."""
+    """Why `"auto"` does not choose it; None for the chosen one and the ones after it."""
     is_possible: bool
-    """False if there is an obstacle, so that it cannot be chosen by name either."""
+    """False if there is an obstacle: then it cannot be chosen by name either."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +84,7 @@ class Operation(Generic[_Request]):
 
     def _select(self, name: str, request: _Request) -> Implementation[_Request]:
         self.check_name(name)
-        # An obstacle is looked for last: to find it may import a kernel's library.
+        # Obstacles come last, since looking for one may import a kernel's library.
         suited = (each for each in self.implementations if name in (AUTO, each.name))
         suited = (each for each in suited if name != AUTO or each.find_drawback(request) is None)
         if (first := next((each for each in suited if each.find_obstacle(request) is None), None)) is not None:
@@ -100,7 +100,7 @@ class Operation(Generic[_Request]):
         raise ObstacleError(f"{self.name}: {name!r} cannot compute this, because {obstacles[name]}. These can: {able}")
 
     def explain(self, request: _Request) -> tuple[Choice, ...]:
-        """Return what `"auto"` makes of each implementation for the request, in its order."""
+        """Return the verdict of `"auto"` on each implementation for the request, in its order."""
         try:
             chosen = self._select(AUTO, request).name
         except ValueError:

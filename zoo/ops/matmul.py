@@ -20,7 +20,7 @@ from .varying import align_varying
 
 _HALF_DTYPES = (jnp.bfloat16, jnp.float16)
 _FEW_ROWS = 64
-"""Rows up to which it pays to multiply a weight matrix by them, not them by it."""
+"""Up to this many rows, a product takes the weight matrix first and the rows second (`_has_few_rows`)."""
 
 
 def einsum_fp32_accum(
@@ -90,7 +90,7 @@ def add_matmul(
 ) -> Float[Array, "*rows out"]:
     """Compute y + W x as one operation with a custom VJP.
 
-    Rematerialization policies that save matrix products then save the sum alone, neither y nor W x.
+    Rematerialization policies that save matrix products then save only the sum, neither y nor W x.
     """
     flat = lambda z: z.reshape(-1, z.shape[-1])
     return _add_matmul_custom_vjp(*align_varying(flat(y), flat(x), weight)).reshape(y.shape)
@@ -152,8 +152,8 @@ def einsum_dot_general(
 
 
 def _has_few_rows(left: str, right: str, contracted: list[str], x: Array, y: Array) -> bool:
-    """Return whether a weight matrix should come first: at every call, XLA's CPU backend repacks the second operand of
-    a float32 product, so for the few rows of a decoding step that should be the rows."""
+    """Return whether a weight matrix should come first: XLA's CPU backend repacks the second operand of a float32
+    product at every call, so the few rows of a decoding step should come second."""
     if current_platform() != "cpu" or x.dtype in _HALF_DTYPES or not len(left) == len(right) == 2:
         return False
     if len(contracted) != 1:

@@ -22,7 +22,7 @@ stand_in_platform = jax.make_user_context(None)
 
 
 def current_platform() -> Platform:
-    """Return the platform that is compiled for: that of the mesh inside `zoo.spmd`, otherwise JAX's default backend."""
+    """Return the platform to compile for: the mesh's inside `zoo.spmd`, otherwise JAX's default backend."""
     return normalize_platform(target_platform.value or jax.default_backend())
 
 

@@ -35,8 +35,8 @@ def cubic_weights(size: int, new_size: int) -> Float[np.ndarray, "new old"]:
 def resize_bicubic(
     x: Float[Array, "height width features"], size: tuple[int, int]
 ) -> Float[Array, "new_height new_width features"]:
-    """Interpolate a grid of vectors to `size`, height and width, by `cubic_weights` along each; in float32, and the
-    result in the dtype of `x`. PyTorch's `interpolate(mode="bicubic", align_corners=False)`."""
+    """Interpolate a grid of vectors to `size` (height, width) by `cubic_weights` along each dim. Computed in float32,
+    with the result in the dtype of `x`; the same as PyTorch's `interpolate(mode="bicubic", align_corners=False)`."""
     rows, columns = (jnp.asarray(cubic_weights(*sizes), jnp.float32) for sizes in zip(x.shape, size, strict=False))
     resized = jnp.einsum("yh,hwf->ywf", rows, x.astype(jnp.float32), precision="highest")
     return jnp.einsum("xw,ywf->yxf", columns, resized, precision="highest").astype(x.dtype)

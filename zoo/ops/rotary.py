@@ -1,7 +1,7 @@
 """Rotary position embedding (RoPE), and its scaling methods for contexts longer than in training.
 
-RoPE (Su et al., arXiv 2104.09864, section 3.2.2) rotates pairs of features of queries and keys by an angle
-proportional to the position, so that their dot product depends on the distance alone:
+RoPE (Su et al., arXiv 2104.09864, section 3.2.2) rotates pairs of features of queries and keys by an angle proportional
+to the position, so that their dot product depends only on the distance:
 
     frequency_i = base ** (-2 i / dim)          i = 0 .. dim / 2 - 1, one for each pair
     angle_i     = position * frequency_i
@@ -160,7 +160,7 @@ class LongRopeScaling(RopeScaling):
     The magnitude is `attention_factor` if given, else sqrt(1 + ln(factor) / ln(original_length)), where `factor` is the
     ratio of the extended to the original length; 1 for a factor up to 1. All tokens of a call use the set for its
     length; `zoo.generate` reads all tokens again with the long set once there are more than `original_length`. Source:
-    Ding et al., arXiv 2402.13753, section 3; the magnitude is that of its code.
+    Ding et al., arXiv 2402.13753, section 3, and its code for the magnitude.
 
     **Raises** `ValueError`, when called, if a set does not have one factor per pair.
     """
@@ -192,8 +192,8 @@ class LongRopeScaling(RopeScaling):
 
 @dataclasses.dataclass(frozen=True)
 class ProportionalScaling(RopeScaling):
-    """Rotation of the first `pairs` of all pairs of a head, with the frequencies that they have if all are rotated,
-    divided by `factor`; the others have frequency 0 (proportional RoPE; Gemma 4, 2026)."""
+    """Rotation of the first `pairs` pairs of a head, with the frequencies that they would have if all were rotated,
+    divided by `factor`; the other pairs have frequency 0 (proportional RoPE; Gemma 4, 2026)."""
 
     pairs: int
     factor: _Number = 1
@@ -206,7 +206,8 @@ class ProportionalScaling(RopeScaling):
 @dataclasses.dataclass(frozen=True)
 class ReversedRotation(RopeScaling):
     """Rotation in the other direction, (a, b) -> (a cos + b sin, b cos - a sin), with the frequencies of `scaling`, or
-    those without any (Karpathy, "nanochat", 2025). The magnitude is 1: a norm follows, which undoes any other."""
+    unscaled ones without it (Karpathy, "nanochat", 2025). The magnitude is 1: a norm follows, which undoes any
+    other."""
 
     scaling: RopeScaling | None = None
 

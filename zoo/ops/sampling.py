@@ -1,8 +1,8 @@
 """Sampling the next token from logits: repetition penalty, temperature, top-k, top-p, min-p, and the draw.
 
 Pure functions of a batch of logits. In the order of this file they match the logits processors of transformers, except
-for ties, where the lower token id comes first here. Options may be traced, so neither
-setting nor changing one recompiles: each has a neutral value.
+for ties, where the lower token id comes first here. Options may be traced, so neither setting nor changing one
+recompiles: each has a neutral value.
 """
 
 import jax

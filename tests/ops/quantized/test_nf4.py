@@ -101,5 +101,5 @@ def test_quantize_nf4_of_a_non_finite_row_is_nan():
 
 
 def test_quantize_nf4_raises_for_partial_blocks():
-    with pytest.raises(ValueError, match="blocks of 64, and 96 numbers are no whole number of blocks: take int8"):
+    with pytest.raises(ValueError, match="blocks of 64, and 96 numbers are not a whole number of blocks: take int8"):
         quantize_nf4(jnp.zeros((2, 96)))

@@ -11,7 +11,7 @@ from .mask import AttentionMask
 
 
 class Marks(NamedTuple):
-    """Facts of tokens that the attention mask compares: positions, and segments if there are any."""
+    """The positions and segments of tokens, which the attention mask compares."""
 
     positions: Int[Array, "..."]
     segments: Int[Array, "..."] | None
@@ -54,10 +54,11 @@ def mask_blocks(causal: bool, window: int | None, queries: Marks, keys: Marks) -
 def find_ranges(
     causal: bool, window: int | None, queries: Marks, keys: Marks, *, of_keys: bool = False
 ) -> tuple[Int[Array, "batch blocks"], Int[Array, "batch blocks"]]:
-    """Return for each block of queries the first block of keys that it may see, and the one after the last; with
-    `of_keys` for each block of keys the queries that may see it. Where there is none: the number of blocks, and 0.
+    """Return for each block of queries the first block of keys that it may attend to, and the one after the last. With
+    `of_keys`, return for each block of keys the range of query blocks that may attend to it. An empty range is (number
+    of blocks, 0).
 
-    Blocks are compared by the ranges of their marks, for one of them with all others at a time: the memory is linear.
+    Blocks are compared by the bounds of their marks, one block with all others at a time: the memory is linear.
     """
     query_bounds, key_bounds = _bound(queries, queries.positions.min(-1)), _bound(keys, _find_lowest_unmasked(keys))
     outer, inner = (key_bounds, query_bounds) if of_keys else (query_bounds, key_bounds)

@@ -1,4 +1,4 @@
-"""Attention without the matrix of scores: block by block, with a running log-sum-exp and a backward pass of its own.
+"""Attention that never materializes the scores: block by block, with a running log-sum-exp and its own backward pass.
 
 FlashAttention-2 (Dao, arXiv:2307.08691, algorithms 1 and 2; the running maximum: Milakov and Gimelshein,
 arXiv:1805.02867). With s = soft_cap * tanh(scale * query . key / soft_cap), a block of queries visits blocks of keys
@@ -137,10 +137,11 @@ def blockwise_attention_gradients(
     soft_cap: float | None = None,
     block: int | None = None,
 ) -> tuple[Float[Array, "..."], Float[Array, "..."], Float[Array, "..."]]:
-    """Compute the gradients of queries, keys and values in float32, from that of the output, `lse` L and `total` D.
+    """Compute the gradients of queries, keys and values in float32, from the gradient of the output, `lse` L and
+    `total` D.
 
-    `key` and `value` may be a part of those that L and D are over, as in ring attention. The gradients of queries are
-    then those through this part, to be summed over the parts.
+    `key` and `value` may be a part of the keys and values that L and D are over, as in ring attention. The gradients of
+    queries are then the contributions of this part, to be summed over the parts.
     """
     options, marks = _plan(query, key, attention_mask, scale, soft_cap, block)
     return _differentiate(options, *align_varying(query, key, value, gradient, lse, total, marks))
@@ -234,7 +235,8 @@ def _map_heads(
 ) -> tuple[Array, ...]:
     """Map a function of ranges, marks and the blocks of one key head over [batch, kv_heads].
 
-    One after the other on a CPU, so that the products are those of matrices and the blocks stay in its caches.
+    Heads run one after the other on a CPU: the products are then plain matrix products, and the blocks stay in its
+    caches.
     """
     if current_platform() == "cpu":
         row = lambda x: lax.map(lambda head: function(x[0], x[1], *head), x[2])

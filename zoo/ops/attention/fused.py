@@ -30,7 +30,7 @@ def fused_attention(
     `implementation="cudnn"` selects that kernel; "xla" or None (the same in jax 0.10) is not fused. Causality and
     windows are passed as arguments, so that the kernel skips masked blocks; segments and positions as a boolean mask.
 
-    **Raises** `ValueError` for a soft cap, for sinks and for values whose width is not that of keys: not supported.
+    **Raises** `ValueError` for a soft cap, for sinks, and for values that are not as wide as keys: not supported.
     """
     if soft_cap is not None:
         raise ValueError("fused_attention: jax.nn.dot_product_attention has no soft_cap. Use grouped_query_attention.")
@@ -54,9 +54,9 @@ def fused_attention(
 def find_cudnn_obstacle(request: AttentionRequest) -> str | None:
     """Return why cuDNN's flash attention cannot compute a request, as JAX would refuse it, or None.
 
-    Sequence lengths, which cuDNN takes for padding to the right, are of no use for packed rows or for padding to the
-    left, and whether a mask is one of these is not known when the program is traced. Segments and positions are
-    therefore a boolean mask, which JAX adds to the scores.
+    cuDNN reads sequence lengths as padding to the right, which serves neither packed rows nor padding to the left; and
+    when the program is traced, it is not known whether a mask is one of these. Segments and positions therefore become
+    a boolean mask, which JAX adds to the scores.
     """
     if reason := refuse_other_platforms("gpu"):
         return reason

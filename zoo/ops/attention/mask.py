@@ -46,7 +46,7 @@ class AttentionMask:
 
     @property
     def is_structural(self) -> bool:
-        """Return True if the mask is the same for all rows and depends on causality and the window alone."""
+        """Return True if the mask depends only on causality and the window, and so is the same for all rows."""
         return self.query_positions is None and self.query_segments is None and self.selected is None
 
     def find_positions(

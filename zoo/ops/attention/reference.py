@@ -1,4 +1,4 @@
-"""Softmax attention by its definition, for all others to agree with."""
+"""Softmax attention by its definition, which all implementations are tested against."""
 
 import jax.numpy as jnp
 from jax import lax

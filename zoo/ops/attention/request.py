@@ -29,13 +29,13 @@ class AttentionRequest:
     soft_cap: float | None = None
     has_sinks: bool = False
     has_shared_segments: bool = False
-    """True if the segments of queries are those of keys, one array: each token then attends to itself."""
+    """True if queries and keys share one array of segments: each token then attends to itself."""
     has_one_dtype: bool = True
     """True if queries, keys and values have one dtype."""
 
     @property
     def is_structural(self) -> bool:
-        """True if the mask depends on causality and the window alone: it is known when the program is traced."""
+        """True if the mask depends only on causality and the window: it is known when the program is traced."""
         return not (self.has_segments or self.has_positions or self.has_selection)
 
     @classmethod

@@ -46,8 +46,8 @@ def attention_with_lse(
     soft_cap: float | None = None,
     implementation: str | Callable = AUTO,
 ) -> tuple[Float[Array, "batch query_seq heads value_dim"], Float[Array, "batch query_seq heads"]]:
-    """Compute attention to some of the keys, and the log-sum-exp of their scores, by which the outputs over several
-    such sets merge, by an implementation of `ATTENTION_WITH_LSE`.
+    """Compute attention to some of the keys, and the log-sum-exp of their scores, by an implementation of
+    `ATTENTION_WITH_LSE`. The log-sum-exps merge the outputs over several such sets of keys.
 
     **Raises** `ValueError` for any other name and for a function, whose log-sum-exp is not known.
     """
@@ -98,4 +98,4 @@ ATTENTION_WITH_LSE = Operation[AttentionRequest](
         Implementation("blockwise", blockwise_attention_with_lse, _find_blockwise_obstacle),
     ),
 )
-"""Those implementations that return the log-sum-exp too."""
+"""The implementations that also return the log-sum-exp."""

@@ -5,7 +5,7 @@ arXiv:2307.08691, for the recurrence) and keeps a log-sum-exp per query for a ba
 multi-query kernel takes the query heads of one key head, so that keys and values are read once for all of them.
 
 Its masks are known when the program is traced: causality and windows by position in the arrays. Segments are compared
-in the kernel. Positions, as of a KV cache, it does not take.
+in the kernel. It does not take positions, such as a KV cache has.
 """
 
 import functools
@@ -70,15 +70,15 @@ def find_splash_obstacle(request: AttentionRequest) -> str | None:
     if reason := refuse_other_platforms("tpu", "cpu"):
         return reason
     if request.has_positions:
-        return "tokens have positions, and its mask is one of places in the arrays"
+        return "tokens have positions, and its masks compare places in the arrays"
     if request.has_selection:
-        return "queries select their keys, and its mask is one of places in the arrays"
+        return "queries select their keys, and its masks compare places in the arrays"
     if request.has_segments and not request.has_shared_segments:
-        return "queries and keys have segments of their own"
+        return "queries and keys have separate segments"
     if request.query_seq != request.key_seq:
-        return f"{request.query_seq} queries and {request.key_seq} keys are no square"
+        return f"{request.query_seq} queries and {request.key_seq} keys are not a square"
     if request.query_seq % _LANES:
-        return f"{request.query_seq} tokens are no multiple of {_LANES}"
+        return f"{request.query_seq} tokens are not a multiple of {_LANES}"
     if request.dtype not in (jnp.float32, jnp.bfloat16):
         return f"it computes in float32 or bfloat16, not {jnp.dtype(request.dtype).name}"
     return None
@@ -158,8 +158,8 @@ def _run_unchecked(function: Callable, *args: Any) -> Any:
 
 
 _drop_varying = Primitive("drop_varying")
-"""The identity, of a type that names no varying axes: that of every result without the check. A primitive, since JAX
-evaluates the equations again, with the check, where it differentiates a scan over layers."""
+"""The identity, with a result type that names no varying axes, as every result has without the check. A primitive,
+since JAX evaluates the equations again, with the check, where it differentiates a scan over layers."""
 _drop_varying.def_impl(lambda x: x)
 _drop_varying.def_abstract_eval(lambda x: ShapedArray(x.shape, x.dtype, weak_type=x.weak_type))
 mlir.register_lowering(_drop_varying, lambda context, x: [x])

@@ -1,4 +1,4 @@
-"""Expert dispatch and combine, by gathers alone.
+"""Expert dispatch and combine, implemented with gathers only.
 
 Each token is assigned to `top` experts; every one of the tokens * top assignments becomes a row, and rows are sorted by
 expert. To combine, a token gathers its rows and adds them in the order in which its experts were selected. Both passes
@@ -90,7 +90,7 @@ def _combine_rows_fwd(rows: Array, weights: Array, assignments: Array, row_indic
 
 
 def _combine_rows_bwd(residuals: tuple, gradient: Array) -> tuple[Any, ...]:
-    """Return the cotangents: of a row its token's times its weight, of a weight the dot product of row and token."""
+    """Return the cotangents: of a row, its token's times its weight; of a weight, the dot product of row and token."""
     rows, weights, assignments, row_indices = residuals
     top = row_indices.shape[1]
     grad_rows = gradient[assignments // top] * weights.reshape(-1)[assignments][:, None]

@@ -1,6 +1,6 @@
 """Grouped matrix products of mixtures of experts: one weight matrix per group of rows.
 
-    y[r] = W[e] x[r]        for rows r of expert e, sorted: group_sizes[0] of expert 0, then those of expert 1
+    y[r] = W[e] x[r]        for rows r of expert e, sorted: group_sizes[0] rows of expert 0, then the rows of expert 1
 
 `grouped_matmul_reference` is the definition and multiplies every row by every matrix. `grouped_matmul_ragged` is
 `lax.ragged_dot_general`, a kernel on TPUs. On CPUs that is a loop over all experts (16 GFLOP/s where one product
@@ -56,8 +56,8 @@ class GroupedMatmulRequest:
 def grouped_matmul(
     x: Float[Array, "rows in"], weight: Float[Array, "experts out in"], group_sizes: Int[Array, "experts"]
 ) -> Float[Array, "rows out"]:
-    """Compute W[e] x for each row by an implementation of `GROUPED_MATMUL`, that of `grouped_matmul_implementation`: by
-    default ragged on TPUs and padded elsewhere. Rows beyond sum(group_sizes) give zeros.
+    """Compute W[e] x for each row by the implementation of `GROUPED_MATMUL` that `grouped_matmul_implementation` sets:
+    by default ragged on TPUs and padded elsewhere. Rows beyond sum(group_sizes) give zeros.
 
     Accumulates in float32; the result has the dtype of `x`. Padded, it is a custom VJP: forward-mode differentiation
     raises `TypeError`.
@@ -123,7 +123,7 @@ def _bucketed_matmul_fwd(x: Array, weight: Array, group_sizes: Array) -> tuple[A
 
 
 def _bucketed_matmul_bwd(residuals: tuple, gradient: Array) -> tuple[Any, ...]:
-    """Return the cotangents: of rows the grouped product with transposed matrices, of matrices sums over rows."""
+    """Return the cotangents: of rows, the grouped product with transposed matrices; of matrices, sums over rows."""
     x, weight, group_sizes = residuals
     gradient = gradient.astype(x.dtype)
     return _multiply_by_expert(gradient, weight, group_sizes, "io"), _sum_outer_products(gradient, x, group_sizes), None

@@ -29,8 +29,8 @@ def softmax_top_k(
     """Select the `top` largest of softmax(logits); with `renormalize`, divide them by their sum.
 
     Source: Shazeer et al., arXiv 1701.06538, section 2.1, as in Switch (arXiv 2101.03961), Qwen and OLMoE; renormalized
-    in Mixtral (arXiv 2401.04088, section 2.1), where it is the softmax over the selected. The score of a group is
-    that of its best expert (DeepSeek-V2).
+    in Mixtral (arXiv 2401.04088, section 2.1), where it is the softmax over the selected. The score of a group is its
+    best expert's score (DeepSeek-V2).
     """
     scores = jax.nn.softmax(logits.astype(jnp.float32), axis=-1)
     allowed = is_in_top_groups(scores, groups, kept_groups, experts_per_group_score=1)
@@ -41,7 +41,7 @@ def softmax_top_k(
 
 
 def top_k_softmax(logits: Float[Array, "*tokens choices"], top: int) -> _TopKResult:
-    """Select the `top` largest logits and apply the softmax to them alone.
+    """Select the `top` largest logits, and apply the softmax to these only.
 
     Source: Shazeer et al., arXiv 1701.06538, equations 3 and 5; so in Granite and GPT-OSS (arXiv 2508.10925,
     section 2.2).
@@ -51,13 +51,13 @@ def top_k_softmax(logits: Float[Array, "*tokens choices"], top: int) -> _TopKRes
 
 
 def sparse_mixer(logits: Float[Array, "*tokens choices"], jitter: float) -> _TopKResult:
-    """Select the two largest logits, each weighted by its own softmax: the first over the experts near it, the second
-    over those near it without the first. An expert with logit s is near one with m unless
+    """Select the two largest logits, each weighted by its own softmax: the first by the softmax over the experts near
+    it, the second over the experts near it except the first. An expert with logit s is near one with m unless
 
         (m - s) / max(|s|, m) > 2 jitter
 
     The two weights are not divided by their sum. Source: SparseMixer-v2 of GRIN (Liu et al., arXiv 2409.12136, section
-    2.1), as at inference: its training samples experts, and estimates the gradient of that.
+    2.1), as at inference: in training it samples experts, and estimates the gradient of the sampling.
     """
     logits = logits.astype(jnp.float32)
     rest, weights, selected = logits, [], []

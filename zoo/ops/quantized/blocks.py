@@ -1,4 +1,4 @@
-"""FP8 recipe with scales of blocks: tiles of inputs and gradients along the contracted dim, squares of weights."""
+"""FP8 recipe with one scale per block: tiles of inputs and gradients along the contracted dim, squares of weights."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -15,8 +15,8 @@ class BlockScaling(AbstractRecipe):
     """FP8 with one scale per 1 x 128 tile of inputs and gradients, along the contracted dim of each product, and one
     per 128 x 128 block of weights: DeepSeek-V3 (arXiv:2412.19437, section 3.3).
 
-    All operands are in E4M3: an outlier costs precision within its tile alone. Tiles of tokens, for dW, are within a
-    row of the batch. A last tile may be smaller.
+    All operands are in E4M3: an outlier costs precision only within its tile. Tiles of tokens, for dW, are within a row
+    of the batch. A last tile may be smaller.
     """
 
     size: int = 128
@@ -33,7 +33,7 @@ class BlockScaling(AbstractRecipe):
         return self.size
 
     def measure(self, x: Float[Array, "*dims"], axes: Sequence[str]) -> None:
-        """Return None: no scale is of a whole tensor."""
+        """Return None: no scale is for a whole tensor."""
 
     def quantize_input(self, x: Float[Array, "*rows in"], amax: Float[Array, "..."] | None, axis: int) -> ScaledTensor:
         return quantize_blocks(x, make_tile(x.ndim, axis, self.size), self._find_block_multiplier)
@@ -74,8 +74,8 @@ def find_block_amax(x: Float[Array, "*dims"], block: tuple[int, ...]) -> Float[A
 
 
 def quantize_blocks(x: Float[Array, "*dims"], block: tuple[int, ...], find: Callable) -> ScaledTensor:
-    """Quantize with a scale per block. `find` maps the maxima of blocks to multipliers, and to the scales that are
-    stored, whose dtype is theirs; a maximum that is not finite gives NaN."""
+    """Quantize with one scale per block. `find` maps the maxima of blocks to multipliers and to the stored scales, in
+    the dtype in which they are stored; a maximum that is not finite gives NaN."""
     largest = find_block_amax(x, block)
     multiplier, scales = find(largest)
     multiplier = jnp.where(jnp.isfinite(largest), multiplier, jnp.nan)

@@ -43,8 +43,8 @@ class ScaledTensor(eqx.Module):
 
 
 class StoredTensor(eqx.Module):
-    """A `ScaledTensor` as integers, for residuals of a gradient: `jax.checkpoint` applies `reduce_precision` to
-    residuals of floating point, for which the largest exponent of a format is infinity, and E4M3 ends at 240."""
+    """A `ScaledTensor` as integers, for residuals of a gradient. `jax.checkpoint` applies `reduce_precision` to
+    floating-point residuals, which takes the largest exponent of a format for infinity: E4M3 would end at 240."""
 
     integers: Any
     dtypes: tuple[Any, ...] = eqx.field(static=True)
@@ -71,7 +71,7 @@ def saturating_cast(x: Float[Array, "*dims"], dtype: Any) -> Float[Array, "*dims
     infinities and NaN stay as they are, in E4M3 both as NaN.
 
     GPUs convert to float8 in hardware. Elsewhere the codes are computed: without optimizations, XLA's conversion to
-    E2M1 on CPUs differs from that of ml_dtypes (jaxlib 0.10.2).
+    E2M1 on CPUs differs from ml_dtypes' (jaxlib 0.10.2).
     """
     info = jnp.finfo(dtype)
     mantissa_bits, bits, largest = int(info.nmant), int(info.bits), float(info.max)

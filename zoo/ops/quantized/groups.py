@@ -9,7 +9,7 @@ arXiv:2210.17323, section 3.3) and stores the group of each.
 bitsandbytes has signed bytes, W = scale code / 127 (LLM.int8, arXiv:2208.07339), and NF4, W = scale level(code), whose
 scales may be codes in turn (double quantization, arXiv:2305.14314, section 3):
 
-    scale[o, g] = offset + step[n // 256] table[constant[o, g]]        n the number of the group in memory order
+    scale[o, g] = offset + step[n // 256] table[constant[o, g]]        n: the number of the group in memory order
 """
 
 import functools
@@ -38,8 +38,8 @@ _MIDDLE: dict[CodeKind, int] = {"uint4": 8, "uint8": 128}
 def get_group_dequantizer(
     kind: CodeKind, group_size: int | None, *, has_zeros: bool, indexed: bool
 ) -> Callable[..., Float[Array, "*rows in"]]:
-    """Return the function `(codes, scales[, zeros][, index][, dtype]) -> W`. Equal arguments give the same function, by
-    which jit caches programs.
+    """Return the function `(codes, scales[, zeros][, index][, dtype]) -> W`. Equal arguments return the same function,
+    so that jit finds its compiled programs.
 
     - `group_size`: consecutive inputs in a group; None for one group of all.
     - `indexed`: take the group of each input from `index` (..., in).
@@ -64,7 +64,7 @@ def get_nested_dequantizer(*, indexed: bool) -> Callable[..., Float[Array, "*row
     """Return the function `(codes, constants, steps, first, table, offset[, index][, dtype]) -> W` of NF4 with double
     quantization, as bitsandbytes has it.
 
-    - `steps`: those of each row's groups, in order.
+    - `steps`: the steps of each row's groups, in order.
     - `first`: place of each row's first group among the 256 that share its step.
     - `index`: as in `get_group_dequantizer`, for groups of 64.
     """

@@ -71,7 +71,9 @@ def quantize_mxfp4(x: Float[Array, "*rows values"]) -> tuple[_Blocks, _Scales]:
     **Raises** `ValueError` if 32 does not divide the last dim.
     """
     if x.shape[-1] % BLOCK_SIZE:
-        raise ValueError(f"MXFP4 has blocks of {BLOCK_SIZE}, and {x.shape[-1]} numbers are no whole number of blocks")
+        raise ValueError(
+            f"MXFP4 has blocks of {BLOCK_SIZE}, and {x.shape[-1]} numbers are not a whole number of blocks"
+        )
     x = x.astype(jnp.float32).reshape(*x.shape[:-1], -1, BLOCK_SIZE)
     largest = jnp.abs(x).max(axis=-1)
     exponent_of = lambda magnitude: (lax.bitcast_convert_type(magnitude, jnp.uint32) >> 23).astype(jnp.int32)

@@ -33,7 +33,7 @@ class MXFP8(AbstractRecipe):
         return BLOCK_SIZE
 
     def measure(self, x: Float[Array, "*dims"], axes: Sequence[str]) -> None:
-        """Return None: no scale is of a whole tensor."""
+        """Return None: no scale is for a whole tensor."""
 
     def quantize_input(self, x: Float[Array, "*rows in"], amax: Float[Array, "..."] | None, axis: int) -> ScaledTensor:
         return quantize_blocks(x, make_tile(x.ndim, axis, BLOCK_SIZE), find_power_of_two)

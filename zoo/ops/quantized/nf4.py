@@ -82,7 +82,7 @@ def quantize_nf4(x: Float[Array, "*rows values"]) -> tuple[_Codes, _Constants, _
     """
     if x.shape[-1] % BLOCK_SIZE:
         raise ValueError(
-            f"NF4 has blocks of {BLOCK_SIZE}, and {x.shape[-1]} numbers are no whole number of blocks: take int8"
+            f"NF4 has blocks of {BLOCK_SIZE}, and {x.shape[-1]} numbers are not a whole number of blocks: take int8"
         )
     x = x.astype(jnp.float32).reshape(*x.shape[:-1], -1, BLOCK_SIZE)
     largest = jnp.abs(x).max(axis=-1)

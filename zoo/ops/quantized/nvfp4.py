@@ -24,11 +24,11 @@ class NVFP4(AbstractRecipe):
 
         x ~ q * s * t        t = max |x| / (6 * 448)        s = E4M3(max |block| / 6 / t)        q in E2M1
 
-    Inputs and gradients have blocks of 16 along the contracted dim, weights of 16 x 16, so that W and its transpose are
-    rounded alike. Gradients are rounded stochastically, which needs a key: `zoo.value_and_grad(...)(..., key=key)`, and
-    a loss that passes it on. Both operands of dW are transformed by a random Hadamard matrix of 16 tokens. The paper
-    keeps some layers, the last ones above all, in higher precision: choose `targets` so. Experts have no keys, and are
-    refused.
+    Inputs and gradients have blocks of 16 along the contracted dim. Weights have blocks of 16 x 16, so that W and its
+    transpose are rounded alike. Gradients are rounded stochastically, which needs a key: `zoo.value_and_grad(...)(...,
+    key=key)`, and a loss that passes it on. Both operands of dW are transformed by a random Hadamard matrix of 16
+    tokens. The paper keeps some layers, above all the last ones, in higher precision: choose `targets` accordingly.
+    Experts have no keys, and are refused.
     """
 
     stochastic: bool = True

@@ -28,7 +28,7 @@ _TILE_ELEMENTS = 1 << 22
 """Default maximal number of weights that are dequantized at a time: 16 MiB in float32."""
 
 _Dequantize = Callable[..., Float[Array, "out in"]]
-"""A module-level function: jit caches programs by its identity."""
+"""A module-level function, since jit caches programs by its identity."""
 _Arrays = tuple[Array, ...]
 
 
@@ -70,8 +70,7 @@ def grouped_packed_matmul(
 
     An expert's `shared` arrays follow its packed ones, as in `packed_matmul`. Rows beyond sum(group_sizes) give zeros.
 
-    **Raises** `ValueError` inside `grouped_matmul_implementation(name)`: there
-    is one implementation.
+    **Raises** `ValueError` inside `grouped_matmul_implementation(name)`, since there is only one implementation.
     """
     if (name := grouped_matmul_implementation.value) != AUTO:
         raise ValueError(

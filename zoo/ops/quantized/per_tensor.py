@@ -1,4 +1,4 @@
-"""FP8 recipes with one scale per tensor, from its maximum now or from those of the steps before."""
+"""FP8 recipes with one scale per tensor, from its current maximum or the maxima of earlier steps."""
 
 import dataclasses
 from typing import Any, ClassVar
@@ -41,10 +41,10 @@ class AbstractPerTensorScaling(AbstractRecipe):
 class CurrentScaling(AbstractPerTensorScaling):
     """FP8 with one scale per tensor, from its own maximum: Transformer Engine's `Float8CurrentScaling`.
 
-    The maximum is that of the global tensor: an all-reduce of one number per operand, where a mesh shards it.
+    The maximum is over the global tensor: an all-reduce of one number per operand, where a mesh shards it.
 
-    This is the default recipe. It has no state, so the step and its checkpoints are those of a model in higher
-    precision; no value saturates, whatever came before; experts and pipelines have it; and all three products run as
+    This is the default recipe. It has no state, so the step and its checkpoints are the same as for a model in higher
+    precision. No value saturates, whatever came before. Experts and pipelines support it, and all three products run as
     FP8 on Hopper. The price is a pass over each tensor before it is cast.
     """
 
@@ -53,11 +53,11 @@ class CurrentScaling(AbstractPerTensorScaling):
 
 @dataclasses.dataclass(frozen=True)
 class DelayedScaling(AbstractPerTensorScaling):
-    """FP8 with one scale per tensor, from the largest maximum of the steps before: Transformer Engine's
-    `DelayedScaling` (arXiv:2209.05433, section 4).
+    """FP8 with one scale per tensor, from the largest maximum of earlier steps: Transformer Engine's `DelayedScaling`
+    (arXiv:2209.05433, section 4).
 
-    Nothing is measured before a tensor is cast. What a step measures, `zoo.value_and_grad(..., observe=True)` returns,
-    and `zoo.precision.update_amax` adds to the histories of the model:
+    No maximum is computed before a tensor is cast. `zoo.value_and_grad(..., observe=True)` returns the maxima that a
+    step observes, and `zoo.precision.update_amax` adds them to the histories of the model:
 
         loss, gradients, seen = zoo.value_and_grad(loss_fn, mesh, observe=True)(model, batch)
         model = zoo.precision.update_amax(model, seen)
@@ -66,8 +66,8 @@ class DelayedScaling(AbstractPerTensorScaling):
     """
 
     history: int = 1024
-    """Steps whose largest maximum counts. Of 1, the scale follows from the most recent step alone, Transformer
-    Engine's `amax_compute_algo="most_recent"`."""
+    """Number of steps whose largest maximum sets the scale. With 1, the scale depends only on the most recent step,
+    Transformer Engine's `amax_compute_algo="most_recent"`."""
     margin: int = 0
     """Powers of two to leave above the maximum."""
 

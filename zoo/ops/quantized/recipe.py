@@ -28,7 +28,7 @@ class AbstractRecipe(abc.ABC):
 
     @property
     def history_length(self) -> int:
-        """Steps whose maxima are kept; 0 without delayed scaling."""
+        """Number of steps whose maxima are kept; 0 without delayed scaling."""
         return 0
 
     @property
@@ -37,12 +37,12 @@ class AbstractRecipe(abc.ABC):
         return False
 
     def measure(self, x: Float[Array, "*dims"], axes: Sequence[str]) -> Float[Array, ""] | None:
-        """Return the maximum that the scale of the whole tensor follows from, over devices along mesh `axes`; None
-        without such a scale."""
+        """Return the maximum that sets the scale of the whole tensor, over devices along mesh `axes`; None if there is
+        no such scale."""
         return find_amax(x, axes)
 
     def read_history(self, history: Float[Array, "history"]) -> Float[Array, ""]:
-        """Return the maximum that the scale follows from, with delayed scaling."""
+        """Return the maximum that sets the scale, with delayed scaling."""
         raise NotImplementedError(f"{type(self).__name__} has no history")
 
     @abc.abstractmethod

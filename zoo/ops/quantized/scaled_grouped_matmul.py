@@ -1,10 +1,10 @@
-"""Grouped matrix products of experts in FP8: each expert's rows and matrix have a scale of their own.
+"""Grouped matrix products of experts in FP8, with one scale for each expert's rows and one for its matrix.
 
     y[r] = Q(W[e]) Q(x[r])        for rows r of expert e, sorted
 
 As in Transformer Engine's `GroupedLinear`, a tensor is one expert's matrix, or the rows of one expert. FP8 values are
-exact in float32 and in TF32, so the product of decoded values by an implementation of the grouped matmul, scaled
-afterwards, is that of FP8 kernels up to the order of sums.
+exact in float32 and in TF32. So an implementation of the grouped matmul multiplies the decoded values and scales the
+product afterwards, which gives the result of FP8 kernels up to the order of sums.
 """
 
 from functools import partial
@@ -29,12 +29,12 @@ def scaled_grouped_matmul(
     *,
     axes: MeasuredAxes | None = None,
 ) -> Float[Array, "rows out"]:
-    """Compute W[e] x for each row, forward and backward in the formats of a recipe with scales of whole tensors. Rows
+    """Compute W[e] x for each row, forward and backward in the formats of a recipe with one scale per tensor. Rows
     beyond sum(sizes) give zeros.
 
     - `axes`: mesh axes that shard the rows, the matrices and the rows of the gradient; none by default.
 
-    **Raises** `NotImplementedError` for a recipe whose scales are of blocks or of steps before.
+    **Raises** `NotImplementedError` for a recipe with block scales or delayed scaling.
     """
     if not recipe.supports_experts:
         raise NotImplementedError(

@@ -4,11 +4,11 @@
     dx = Q(W)ᵀ Q(g)           weights and gradients, contracted over the features of y
     dW = Q(g) Q(x)ᵀ           gradients and inputs, contracted over tokens
 
-A recipe says what Q is for each operand and contracted dim. Sums are float32, rounded once to the dtype of x and W.
-The residuals are x as dW needs it, in the narrow format, and the weight itself: quantized again in the backward pass,
-so that a parameter that was all-gathered is never saved.
+A recipe defines Q for each operand and contracted dim. Sums are float32, rounded once to the dtype of x and W. The
+residuals are the weight itself and x as dW needs it, in the narrow format. The weight is quantized again in the
+backward pass, so an all-gathered parameter is never saved.
 
-FLOPs: 6 tokens in out. Bytes: those of the operands at one byte each, and of the float32 results.
+FLOPs: 6 tokens in out. Bytes: the operands at one byte per value, and the float32 results.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ from .fp8 import StoredTensor, find_amax, multiply_scaled
 from .recipe import AbstractRecipe
 
 _SECOND_DRAW = 2**31
-"""Offset of the token index in the random bits of the second rounding of a gradient, that for dW."""
+"""Offset of the token index in the random bits of a gradient's second rounding, for dW."""
 
 
 class AmaxArrays(NamedTuple):
@@ -76,8 +76,8 @@ def scaled_matmul(
     """Contract the last dim of `x` with dim 0 or 1 of the weight, in the formats of `recipe`, forward and backward.
 
     - `axes`: mesh axes that shard the tensors; none by default.
-    - `history`: maxima of the steps before, for delayed scaling. Its cotangent is no gradient: element 0 has the
-      maximum of this call, the others are 0.
+    - `history`: maxima of earlier steps, for delayed scaling. Its cotangent is not a gradient: element 0 is the maximum
+      of this call, the others are 0.
     - `noise`: keys of stochastic rounding.
 
     **Raises** `ValueError` in the backward pass for a recipe that rounds stochastically without `noise`.
@@ -113,7 +113,7 @@ def _scaled_matmul_fwd(
 
 
 def _scaled_matmul_bwd(options: _Options, residuals: tuple, gradient: Float[Array, "batch tokens n"]) -> tuple:
-    """Return the cotangents of x and the weight, and in place of those of the histories the maxima of this call."""
+    """Return the cotangents of x and the weight and, as the cotangents of the histories, the maxima of this call."""
     recipe, dim, axes, input_dtype = options
     stored, weight, weight_amax, input_seen, history, noise = residuals
     amax = recipe.measure(gradient, axes.gradient) if history is None else recipe.read_history(history.gradient)

@@ -5,12 +5,12 @@ A range of tokens takes any state S before it to
     S' = F S + O
 
 where factor F and offset O, the state after the range from an empty one, do not depend on S. A range followed by a
-later one is the map (F_2 F_1, F_2 O_1 + O_2). A shard computes its map, gets from the maps of earlier shards the state
-before its first token, and needs to communicate nothing else: a map is as large as a state and its factor, however many
-tokens there are.
+later one is the map (F_2 F_1, F_2 O_1 + O_2). A shard computes its map and derives the state before its first token
+from the maps of earlier shards. Nothing else is communicated: a map is as large as a state and its factor, whatever the
+number of tokens.
 
-A recurrence that takes an `IncomingState` as its `state` works where the sequence is sharded. What the state and the
-map are, only the recurrence knows: anything with the methods of `AffineMap`.
+A recurrence that takes an `IncomingState` as its `state` works on a sharded sequence. Only the recurrence knows the
+types of the state and the map: any class with the methods of `AffineMap` works.
 """
 
 from collections.abc import Callable

@@ -23,7 +23,7 @@ _MAX_PAIRWISE_SIZE = 4
 
 
 def find_segment_starts(segment_ids: SegmentIds) -> Bool[Array, "batch seq"]:
-    """Return True where a token's segment differs from that of the token before. The first continues the state."""
+    """Return True where a token's segment differs from the previous token's. The first token continues the state."""
     changed = segment_ids[:, 1:] != segment_ids[:, :-1]
     return jnp.concatenate([jnp.zeros_like(changed, shape=(len(segment_ids), 1)), changed], axis=1)
 
@@ -36,8 +36,8 @@ def is_in_first_segment(segment_ids: SegmentIds) -> Bool[Array, "batch seq"]:
 def sum_log_decays(
     log_decay: Float[Array, "batch seq *dims"], segment_ids: SegmentIds | None
 ) -> Float[Array, "batch seq *dims"]:
-    """Sum log decays from the first token to each, in float32: exp of it is what a token retains of the state before
-    the first. -inf in later segments."""
+    """Sum log decays from the first token to each, in float32; -inf in later segments. exp of the sum is the fraction
+    of the state before the first token that a token retains."""
     total = log_decay.astype(jnp.float32).cumsum(1)
     if segment_ids is None:
         return total
@@ -90,7 +90,8 @@ def _sum_over_tokens(
     """Sum the log decays that each row of `mask` selects, by a product with it.
 
     XLA computes a cumulative sum as a chain of windowed reductions, which a CPU runs in one thread. A product adds only
-    terms of one sign, so its error is relative to each sum itself; a difference of two longer sums would have theirs.
+    terms of one sign, so its error is relative to each sum itself; a difference of two longer sums would have the error
+    of those sums.
     """
     *lead, size, dim = log_decay.shape
     if dim == 1:
@@ -154,7 +155,7 @@ def exp_segsum(
     ones.
 
     Each of the size^2 sums is a product with a mask of its own, all of them one matrix product: 2 size^3 FLOPs per
-    chunk. exp of differences of the cumulative sum would have its rounding error, 1e-4 at 20 per step.
+    chunk. exp of differences of the cumulative sum would inherit the sum's rounding error, 1e-4 at 20 per step.
     """
     size = log_decay.shape[-1]
     causal = causal_mask(size)
@@ -165,7 +166,7 @@ def exp_segsum(
 
 
 def exclude_own_token(decay: Float[Array, "*lead size size"], *, exclusive: bool) -> Float[Array, "*lead size size"]:
-    """Reduce the decays between pairs j <= i to pairs j < i; those to a row without its own step if `exclusive`."""
+    """Reduce the decays between pairs j <= i to pairs j < i; if `exclusive`, to decays without the row's own step."""
     if exclusive:
         return jnp.pad(decay[..., :-1, :], [(0, 0)] * (decay.ndim - 2) + [(1, 0), (0, 0)])
     return jnp.where(causal_mask(decay.shape[-1], strict=True), decay, 0)

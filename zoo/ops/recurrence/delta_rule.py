@@ -8,9 +8,9 @@ Linear, arXiv:2510.26692, section 3), `gated_delta_product` one decay per head a
 (DeltaProduct, arXiv:2502.10297, section 4). Layers normalize keys to length one, with which beta in [0, 2] keeps the
 state bounded; here keys are used as they are.
 
-All return the outputs, in the dtype of the values, and the state after the last token, in float32. State, segments,
-costs and rounding are those of `zoo.ops.recurrence.generalized_delta`. Each has a `_reference`: the paper's equation,
-token by token.
+All return the outputs, in the dtype of the values, and the state after the last token, in float32. For state, segments,
+costs and rounding see `zoo.ops.recurrence.generalized_delta`. Each has a `_reference`: the paper's equation, token by
+token.
 """
 
 from collections.abc import Callable

@@ -21,9 +21,9 @@ on two cores of an EPYC (jax 0.10):
     lax.associative_scan                   1.4     -         32       -
     chunks of associative_scan             4.2     -         29       -
 
-and chunks of 16 to 128 within a fifth of these. Nothing is divided by a product of decays, and every factor is at most
-one: decays of any strength give zeros, not NaN. Rounding is that of the sum, 6e-8 of the largest term for each token
-that has not decayed.
+Chunks of 16 to 128 are within a fifth of these times. Nothing is divided by a product of decays, and every factor is at
+most one: decays of any strength give zeros, not NaN. Rounding is the error of a sum, 6e-8 of the largest term for each
+token that has not decayed.
 
 Where the sequence is sharded, a shard scans from zero and then adds exp(g_1 + ... + g_t) h_0, with h_0 the state that
 earlier shards leave: one scan, whatever the number of shards, and 3 FLOPs more.
@@ -58,7 +58,7 @@ def diagonal_scan(
     segment_ids: SegmentIds | None = None,
     implementation: str = "auto",
 ) -> tuple[Float[Array, "batch seq *features"], Float[Array, "batch *features"]]:
-    """Compute `recurrent_diagonal` by an implementation of `DIAGONAL_SCAN`, also of a shard of a sequence.
+    """Compute `recurrent_diagonal` by an implementation of `DIAGONAL_SCAN`; `state` may belong to a sharded sequence.
 
     **Raises** `ValueError` for an unknown implementation.
     """

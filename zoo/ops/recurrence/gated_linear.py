@@ -24,7 +24,7 @@ because recursive halving skips masked pairs, and 2 log2(C) K exponentials; for 
 Bytes: `recurrent_gated_linear` reads and writes the state, 8 K V, at every token; `chunked_gated_linear` 12 K V / C for
 the states between chunks, and 4 C for scores and their decays.
 
-Rounding: `chunked_gated_linear` has that of its products, 1e-7 of the largest terms in float32; decays add no more than
+Rounding: the products of `chunked_gated_linear` round by 1e-7 of the largest terms in float32; decays add no more than
 the rounding of their sum between two tokens. In half precision the scores, the decayed keys or values and the state at
 its read are rounded; states and decays are float32.
 """
@@ -73,8 +73,8 @@ def gated_linear(
 ) -> tuple[Values, MatrixState]:
     """Compute gated linear attention by an implementation of `GATED_LINEAR`.
 
-    **Raises** `ValueError` as `recurrent_gated_linear`, for an unknown implementation, and for one that cannot compute
-    this, with the reason.
+    **Raises** `ValueError` as `recurrent_gated_linear` does, for an unknown implementation, and for one that cannot
+    compute the call, with the reason.
     """
     request = RecurrenceRequest.from_heads(query, value, log_decay, has_bonus=bonus is not None, state=state)
     run = GATED_LINEAR.select(implementation, request).function
@@ -172,8 +172,8 @@ def _heads_per_group(query: Array, value: Array, log_decay: Array | None) -> int
         )
     if heads != groups and log_decay is not None and log_decay.ndim == 4:
         raise ValueError(
-            f"gated_linear: {heads} heads of values share {groups} heads of keys, whose decays are vectors: such a "
-            "decay is that of one key head. Repeat queries and keys."
+            f"gated_linear: {heads} heads of values share {groups} heads of keys, whose decays are vectors: each key "
+            "head has its own decay. Repeat queries and keys."
         )
     return heads // groups
 
@@ -232,7 +232,7 @@ def _compute_chunk_maps(
 
 
 def _compose_chunk_maps(chunks: DiagonalAffineMap, zeros: MatrixState) -> tuple[DiagonalAffineMap, DiagonalAffineMap]:
-    """Return the map of all chunks, and those of the tokens before each chunk. `zeros` is an empty state."""
+    """Return the map of all chunks, and for each chunk the map of all tokens before it. `zeros` is an empty state."""
     identity = DiagonalAffineMap(vary(jnp.ones_like(chunks.factor[0]), varying(zeros)), zeros)
     return lax.scan(lambda earlier, chunk: (earlier.then(chunk), earlier), identity, chunks)
 

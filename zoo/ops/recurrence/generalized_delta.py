@@ -12,9 +12,9 @@ the decay and has separate keys and values in place of c; DeltaProduct (arXiv:25
 token: the first decays, and the query reads after the last.
 
 `recurrent_delta` is this, token by token: the reference, and the decode step. `chunked_delta` is for training. For a
-chunk of C rows let e_ij be the decay from the write of row j to the read of row i, f_i that from the start of the chunk
-to row i, h_j that from row j to its end, and S the state before it. The u of a chunk solve a triangular system (the WY
-representation: arXiv:2406.06484, section 3.2),
+chunk of C rows let e_ij be the decay from the write of row j to the read of row i, f_i the decay from the start of the
+chunk to row i, h_j the decay from row j to its end, and S the state before it. The u of a chunk solve a triangular
+system (the WY representation: arXiv:2406.06484, section 3.2),
 
     (I - L) U = c + P v + (a f) S                       L_ij = a_i e_ij b_j for j < i, P the same with k for b
     o  = scale [(q f) S + M U + N v]                    M_ij = q_i e_ij b_j for j <= i, N the same with k for b
@@ -32,10 +32,10 @@ sequence 4 K^2 + 2 K V (K / C + 1). Bytes: `recurrent_delta` reads and writes th
 One product per chunk in the scan would do, with its matrix (b h)ᵀ W computed before for all chunks; that takes more
 FLOPs, and was no faster on a CPU. `scripts/bench.py --parts recurrences` measures every case.
 
-Rounding: that of a triangular system, 6e-8 of the largest terms times the growth in the inverse; for keys in random
-directions that is the error of a sum, and for nearly parallel keys with beta near 2, where rows cancel alternately, up
-to C times more. Scalar decays add 6e-8 of their sum over a chunk. In half precision the operands of products are
-rounded, and with them every u; the inverse, the states and decays are float32.
+Rounding is the error of a triangular system, 6e-8 of the largest terms times the growth in the inverse. For keys in
+random directions this is the error of a sum; for nearly parallel keys with beta near 2, where rows cancel alternately,
+it is up to C times larger. Scalar decays add 6e-8 of their sum over a chunk. In half precision the operands of products
+are rounded, and with them every u; the inverse, the states and decays are float32.
 """
 
 from collections.abc import Callable
@@ -76,7 +76,7 @@ def recurrent_delta(
 ) -> tuple[Values, MatrixState]:
     """Scan over tokens in float32: returns the outputs and the state after the last token.
 
-    There are seq * `steps` rows, those of a token adjacent. `state` is the initial state, zero by default; every
+    There are seq * `steps` rows; the rows of a token are adjacent. `state` is the initial state, zero by default; every
     segment but the first resets it.
 
     **Raises** `ValueError` if rows are not seq * steps, if keys come without values or the reverse, and if there is

@@ -84,7 +84,7 @@ class DeltaOperands(NamedTuple):
 
     @property
     def dtype(self) -> Any:
-        """The dtype of the values, which is that of the output."""
+        """The dtype of the values and of the output."""
         if self.value is not None:
             return self.value.dtype
         return (self.write if self.write_value is None else self.write_value).dtype
@@ -233,8 +233,8 @@ def _scan_chunks_fwd(state: Array, chunks: _ChunkTransition) -> tuple[tuple, tup
 
 
 def _scan_chunks_bwd(residuals: tuple, gradients: tuple) -> tuple[Array, _ChunkTransition]:
-    """Return the cotangents. With D that of the state after a chunk, the cotangent of its u is dU' = b h D + dU, and
-    that of the state before it f_C D + Wᵀ dU'."""
+    """Return the cotangents. With D the cotangent of the state after a chunk, the cotangent of its u is dU' = b h D +
+    dU, and the cotangent of the state before it f_C D + Wᵀ dU'."""
     chunks, boundary_states, updates = residuals
     grad_last, grad_boundaries, grad_updates = gradients
 
@@ -270,8 +270,8 @@ def scan_chunks_of_shard(
     """Compute `scan_chunks` from the state that `find_state` returns for the map of all chunks. `zeros` is an empty
     state.
 
-    Scans once, over the identity matrix and the empty state, concatenated: which gives all results as maps of the state
-    before the chunks. To apply these takes products, batched over chunks and rounded as those in the scan.
+    Scans once, over the identity matrix and the empty state, concatenated: this gives all results as maps of the state
+    before the chunks. Products apply these maps, batched over chunks and rounded like the products in the scan.
     """
     width = chunks.read.shape[-1]
     identity = jnp.broadcast_to(jnp.eye(width, dtype=jnp.float32), (*zeros.shape[:2], width, width))

@@ -3,8 +3,8 @@
     h_t = exp(g_t) h_{t-1} + x_t,    o_t = h_t
 
 (Qin et al., arXiv:2311.04823, section 3.2: exp(g) is the forget gate, above a lower bound that grows with depth, and x
-the input times 1 - exp(g), both computed by the layer; HGRN2 is not elementwise.) FLOPs, bytes and rounding are those
-of `zoo.ops.recurrence.diagonal_scan`.
+the input times 1 - exp(g), both computed by the layer; HGRN2 is not elementwise.) For FLOPs, bytes and rounding see
+`zoo.ops.recurrence.diagonal_scan`.
 """
 
 from jaxtyping import Array, Float

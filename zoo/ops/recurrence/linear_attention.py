@@ -7,8 +7,8 @@
     simple_gla           one per head and token                       Yang et al., arXiv:2312.06635, appendix C
     gla                  one per key channel and token                the same, equation 3
 
-Outputs are scaled by key_dim ** -0.5 by default. Lengths, states, segments, costs and rounding are those of
-`zoo.ops.recurrence.gated_linear`; each returns the outputs and the state after the last token.
+Outputs are scaled by key_dim ** -0.5 by default. For lengths, states, segments, costs and rounding see
+`zoo.ops.recurrence.gated_linear`; each function returns the outputs and the state after the last token.
 """
 
 from typing import Any
@@ -106,7 +106,7 @@ def lightning_attention(
 ) -> tuple[Values, MatrixState]:
     """Compute lightning attention: S_t = exp(-slope_h) S_{t-1} + k_t v_tᵀ; o_t = scale q_tᵀ S_t.
 
-    Retention with ALiBi's slopes, see `lightning_slopes`. The paper's blockwise algorithm is "chunked".
+    This is retention with ALiBi's slopes, see `lightning_slopes`. The paper's blockwise algorithm is "chunked".
     """
     options = {"state": state, "segment_ids": segment_ids, "implementation": implementation}
     return retention(query, key, value, log_decay=-slopes, scale=scale, **options)

@@ -20,8 +20,8 @@ a single row, where `lax.scan` over tokens was slower than these loops, too. `sc
 measures the time, which is linear in seq.
 
 There are seq sequential steps for any chunk size: running all chunks in parallel, as in `diagonal_scan`, would compute
-every exponential twice. Every factor is at most one, whatever dt A. Rounding is that of float32 sums over the tokens
-that have not decayed and over state or channels.
+every exponential twice. Every factor is at most one, whatever dt A. Rounding is the error of float32 sums over the
+tokens that have not decayed and over state or channels.
 
 Where the sequence is sharded, a shard scans from zero and then adds C_t . exp(A (dt_1 + ... + dt_t)) h_0, with h_0 the
 state that earlier shards leave: 4 state FLOPs more, one exponential each, of which no step waits for another. The

@@ -57,18 +57,18 @@ def mlstm(
         o_t = C_tᵀ q_t / (max(|n_t · q_t|, exp(-m_t)) + 1e-6),  with q key_dim ** -0.5 times the query
 
     C, n and m start at zero, in every segment. Given m (`stabilizer`), C and n are one state of `gated_linear`, with n
-    the column for a value of 1; see there for costs and rounding. The output is that of the unstabilized sums C exp(m)
-    and n exp(m), up to the 1e-6.
+    the column for a value of 1; see there for costs and rounding. The output is the same as with the unstabilized sums
+    C exp(m) and n exp(m), up to the 1e-6.
 
-    For an `IncomingState`, the products of queries and that state are added to those of the tokens alone: 2 key_dim
-    value_dim FLOPs more per token and head.
+    For an `IncomingState`, the products of queries with it are added to the products over the shard's own tokens: 2
+    key_dim value_dim FLOPs more per token and head.
     """
     forget, gate = jax.nn.log_sigmoid(forget_gate.astype(jnp.float32)), input_gate.astype(jnp.float32)
     log_input = gate
     if segment_ids is not None:
         # m starts at 0, which decays once before the first token.
         log_input = jnp.where(find_segment_starts(segment_ids)[..., None], jnp.maximum(gate, forget), gate)
-    incoming, initial_sums, initial_maximum = None, None, None  # without an initial m, m is that of these tokens alone
+    incoming, initial_sums, initial_maximum = None, None, None  # without an initial m, m is only over these tokens
     if callable(state):
         incoming = state
     elif state is None:

@@ -3,11 +3,11 @@
     log a_t = -8 sigmoid(r_t) softplus(a_param)
     h_t = a_t h_{t-1} + sqrt(1 - a_t^2) sigmoid(i_t) x_t,    o_t = h_t
 
-(De et al., arXiv:2402.19427, section 2.4.) The root preserves the variance of h, so it is 1 where there is no
-h_{t-1}: at the first token of a sequence, and of every segment. Its argument is computed as -expm1(2 log a), because
-1 - a^2 cancels for a near 1, and bounded from below, because the gradient of the root is infinite at 0.
+(De et al., arXiv:2402.19427, section 2.4.) The root preserves the variance of h, so it is 1 without an h_{t-1}: at the
+first token of a sequence, and of every segment. Its argument is computed as -expm1(2 log a), because 1 - a^2 cancels
+for a near 1, and bounded from below, because the gradient of the root is infinite at 0.
 
-FLOPs and bytes per token and channel are those of `zoo.ops.recurrence.diagonal_scan`, and 20 and 12 more for the gates.
+FLOPs and bytes per token and channel: as `zoo.ops.recurrence.diagonal_scan`, and 20 and 12 more for the gates.
 Rounding: an error of 1e-7 in a grows T-fold over T tokens that have not decayed; hence everything is float32.
 """
 
@@ -40,8 +40,9 @@ def rg_lru(
     """Compute the RG-LRU of `x`, with recurrence gate `r` and input gate `i` before their sigmoids.
 
     Returns the outputs in the dtype of `x`, and the last h in float32. `state` is the initial state, zero by default;
-    every segment but the first resets it. `is_first` is True for the tokens that have no earlier ones, which are not
-    scaled by the root, as those that start a segment; by default, the first of each row unless there is a `state`.
+    every segment but the first resets it. `is_first` is True for tokens without earlier tokens; like the first token of
+    a segment, they are not scaled by the root. By default, it is True for the first token of each row unless there is a
+    `state`.
 
     **Raises** `ValueError` for an `IncomingState` without `is_first`.
     """

@@ -56,7 +56,7 @@ def rwkv4(
     """Compute WKV: the weighted averages, in the dtype of `v`, and the last state. The decay is exp(-exp(w)) per token.
 
     `state` is the initial state, empty by default; every segment but the first resets it. `token_mask` is False for
-    padding, which leaves the state unchanged and has meaningless outputs. Gradients are those of n / d, with the
+    padding, which leaves the state unchanged and has meaningless outputs. Gradients are taken of n / d, with the
     maximum constant.
 
     **Raises** `ValueError` for an unknown implementation, and for "recurrent" with an `IncomingState`.

@@ -21,7 +21,7 @@ def rwkv6(
 ) -> tuple[Values, MatrixState]:
     """Compute RWKV-6's recurrence: o_t = q_tᵀ (S_{t-1} + diag(u) k_t v_tᵀ); S_t = diag(exp(g_t)) S_{t-1} + k_t v_tᵀ.
 
-    The current token gets the bonus u instead of a decay. Outputs are not scaled. Costs and rounding are those of
+    The current token gets the bonus u instead of a decay. Outputs are not scaled. For costs and rounding see
     `zoo.ops.recurrence.gated_linear`. Source: Peng et al., Eagle and Finch, arXiv:2404.05892, equations 18 and 19,
     where queries are called receptance.
     """

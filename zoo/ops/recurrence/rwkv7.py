@@ -31,7 +31,7 @@ def rwkv7(
     o_t = q_t · S_t.
 
     `read` reads the state before the decay; outputs are not scaled. Returns the outputs, in the dtype of `value`, and
-    the state after the last token, in float32. State, segments and implementations are those of
+    the state after the last token, in float32. For state, segments and implementations see
     `zoo.ops.recurrence.generalized_delta`.
     """
     request = RecurrenceRequest.from_heads(query, value, log_decay, state=state)

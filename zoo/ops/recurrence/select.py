@@ -28,7 +28,7 @@ class RecurrenceRequest:
     steps: int = 1
     """Writes per token: more than one in DeltaProduct."""
     has_incoming_state: bool = False
-    """The state is an `IncomingState`: the tokens are those of a shard of a sequence."""
+    """True if the state is an `IncomingState`: the tokens are a shard of a sequence."""
 
     @classmethod
     def from_heads(
@@ -58,15 +58,15 @@ class RecurrenceRequest:
 
     @classmethod
     def from_channels(cls, x: Array, state: Any = None) -> "RecurrenceRequest":
-        """Describe a recurrence of channels by themselves, of arrays [batch, seq, channels]."""
+        """Describe an elementwise recurrence, of arrays [batch, seq, channels]."""
         return cls(batch=x.shape[0], seq=x.shape[1], dtype=x.dtype, has_incoming_state=callable(state))
 
 
 def make_recurrence(
     name: str, recurrent: Callable, chunked: Callable, *others: Implementation[RecurrenceRequest]
 ) -> Operation[RecurrenceRequest]:
-    """Make the table of a recurrence. `"auto"` takes "chunked", and for a single token "recurrent"; what `others` lack
-    of a drawback, it tries first."""
+    """Make the table of implementations of a recurrence. `"auto"` tries `others` in order, skipping any with a
+    drawback, then takes "chunked" ("recurrent" for a single token)."""
     return Operation(
         name,
         (
@@ -86,7 +86,7 @@ def find_sharding_obstacle(request: RecurrenceRequest) -> str | None:
 
 
 def _find_chunked_drawback(request: RecurrenceRequest) -> str | None:
-    return "a single token is no chunk" if request.seq == 1 else None
+    return "a single token is not a chunk" if request.seq == 1 else None
 
 
 def _find_recurrent_drawback(request: RecurrenceRequest) -> str | None:

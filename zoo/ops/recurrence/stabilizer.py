@@ -96,7 +96,7 @@ class StabilizedState(NamedTuple):
 
     maximum: Float[Array, "batch *features"]
     sums: Any
-    """Arrays whose leading dims are those of `maximum`."""
+    """Arrays with the dims of `maximum` in front."""
 
 
 class StabilizedMap(NamedTuple):
@@ -107,7 +107,7 @@ class StabilizedMap(NamedTuple):
     maximum: Float[Array, "batch *features"]
     sums: Any
 
-    initial_maximum = NO_HISTORY  # that of an empty state
+    initial_maximum = NO_HISTORY  # the maximum of an empty state
 
     @property
     def offset(self) -> StabilizedState:

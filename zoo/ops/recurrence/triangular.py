@@ -8,9 +8,9 @@ in log2(size) levels of batched products, and refined once by Newton's step, T +
 two products with T:  dY = Tᵀ dX,  dL = dY Xᵀ.
 
 `lax.linalg.triangular_solve` is slower: on a CPU it solves systems sequentially, 128 systems of 64 rows with 192 right
-sides in 11 ms instead of 8 (two cores of an EPYC that had other work too, jax 0.10). Errors are similar: for rows
--1.99 k_i · k_j of keys within 3 degrees, so that the inverse alternates and everything cancels, 2e-6 of the largest
-value of X there, and here 1e-6, or 1e-5 without the refinement.
+sides in 11 ms instead of 8 (two cores of an EPYC that had other work too, jax 0.10). Errors are similar: for rows -1.99
+k_i · k_j of keys within 3 degrees, where the inverse alternates and everything cancels, its error is 2e-6 of the
+largest value of X. Here it is 1e-6, or 1e-5 without the refinement.
 """
 
 import jax

@@ -103,9 +103,9 @@ def backward_kernel(
     *,
     scale: float,
 ) -> None:
-    """Compute the cotangents of a chunk; that of the state stays in `grad_first_ref`, from the last chunk to the first.
+    """Compute the cotangents of a chunk; the state's stays in `grad_first_ref`, from the last chunk to the first.
 
-    The cotangent of an exponent is that of its decay times the decay, so products with decayed factors give it.
+    The cotangent of an exponent is its decay's cotangent times the decay, so products with decayed factors give it.
     """
 
     @pl.when(pl.program_id(2) == 0)
@@ -167,11 +167,11 @@ def backward_kernel(
 def invert_unit_lower(lower: Pairs, *, refine: bool) -> Pairs:
     """Compute (I - lower)^-1 in float32 for a strictly lower triangle whose size is a power of two.
 
-    Blocks on the diagonal are inverted together, and double at each level: with T the inverses of those of `block`
-    rows, and M the blocks of `lower` left of every second one, the next are T + T M T. That is the assembly of
+    Blocks on the diagonal are inverted together, and double at each level. With T the inverses of the blocks of `block`
+    rows, and M the blocks of `lower` left of every second one, the next inverses are T + T M T. This is the assembly of
     `zoo.ops.recurrence.triangular` with products of full size, and like it forms nothing larger than the inverse. The
-    product of I + lower^(2^i), of as many factors, does: for keys in one direction and beta 2, powers of 1e27 that
-    cancel to entries of 2. `refine` adds a step of Newton, T + T (I - (I - lower) T).
+    product of the factors I + lower^(2^i), which takes as many products, does: for keys in one direction and beta 2,
+    powers of 1e27 that cancel to entries of 2. `refine` adds a Newton step, T + T (I - (I - lower) T).
     """
     size = len(lower)
     row, column = (lax.broadcasted_iota(jnp.int32, lower.shape, dim) for dim in (0, 1))

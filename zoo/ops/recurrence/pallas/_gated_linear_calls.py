@@ -155,7 +155,7 @@ class _Grid:
     def run(self, kernel: Callable, in_specs: Any, operands: Any, out_specs: Any, outputs: Any, *, passes: int) -> Any:
         """Run a kernel over the grid; `outputs` have the shapes and dtypes of its results.
 
-        Its FLOPs are about `passes` times those of the forward pass.
+        It computes about `passes` times the FLOPs of the forward pass.
         """
         size, levels = self.size, self.size.bit_length() - 1 if self.per_channel else 1
         per_token = 2 * size * (levels * self.key_dim + self.value_dim) + 4 * self.key_dim * self.value_dim

@@ -1,8 +1,8 @@
 """Kernels of `pallas_gated_linear`: one chunk of one head, forward and backward, in the notation of `gated_linear`.
 
-With one decay per head the backward pass is written out: each product's cotangents are two products, and each decay's
-cotangent times the decay, E, goes to `pull_back_decays`. With one per key channel it is the pullback of the forward
-pass, which JAX derives inside the kernel.
+With one decay per head the backward pass is written out. The cotangents of each product are two products, and the
+cotangent of each decay times the decay, E, goes to `pull_back_decays`. With one decay per key channel it is the
+pullback of the forward pass, which JAX derives inside the kernel.
 """
 
 from functools import partial
@@ -68,8 +68,8 @@ def backward_kernel(
 ) -> None:
     """Compute the cotangents of a chunk's operands.
 
-    That of the state stays in its block from the last chunk to the first, that of the bonus too, and those of queries
-    and keys are summed over the heads of the block.
+    The cotangents of the state and of the bonus stay in their blocks from the last chunk to the first; the cotangents
+    of queries and keys are summed over the heads of the block.
     """
     step, head = pl.program_id(2), pl.program_id(3)
 
@@ -177,9 +177,9 @@ def _compute_channel_scores(
     end. With a bonus a row reads before its own step's decay, and the bonus weights its own key.
 
     As in `chunks.decayed_product`, a pair of tokens meets in the two halves of a block of 2, 4, ... tokens, and its
-    decay is one from the middle to the row times one from the column to the middle. Each level is one product of all
-    rows and columns, of which a mask keeps the blocks. The sums from the start of a half to a token, and from it to the
-    end, double from level to level; none is subtracted.
+    decay is the decay from the middle to the row times the decay from the column to the middle. Each level is one
+    product of all rows and columns, of which a mask keeps the blocks. The sums from the start of a half to a token, and
+    from it to the end, double from level to level; none is subtracted.
     """
     size, dtype = len(log_decay), query.dtype
     row, column = (lax.broadcasted_iota(jnp.int32, (size, size), dim) for dim in (0, 1))

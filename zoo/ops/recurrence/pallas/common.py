@@ -103,8 +103,8 @@ def _select_diagonal(x: Row | Column) -> Pairs:
 def compute_decays(log_decay: Row, count: Row) -> ScalarDecays:
     """Compute the decays of a chunk from its log decays and the counts of segments that start in it up to each token.
 
-    Each exponent is a sum over the tokens in between alone, not a difference of two longer sums: they are products of
-    log decays with zeros and ones.
+    Each exponent is a sum over only the tokens in between, not a difference of two longer sums: the exponents are
+    products of log decays with zeros and ones.
     """
     size = log_decay.size
     until, before = compare_tokens(size), compare_tokens(size, strict=True)
@@ -122,9 +122,9 @@ def compute_decays(log_decay: Row, count: Row) -> ScalarDecays:
 
 
 def pull_back_decays(exponents: ScalarDecays) -> Row:
-    """Compute the cotangent of the log decays from those of the exponents of `compute_decays`.
+    """Compute the cotangent of the log decays from the cotangents of the exponents in `compute_decays`.
 
-    The latter are the decays times their cotangents. A log decay is part of all exponents of ranges that it lies in,
+    `exponents` holds decays times their cotangents. A log decay is part of the exponents of all ranges that contain it,
     so no sums are subtracted from one another: dg_t = sum of pairs_ij for j < t <= i + ...
     """
     size = exponents.pairs.shape[0]

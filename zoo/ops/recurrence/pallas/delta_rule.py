@@ -16,14 +16,14 @@ decays: arXiv:2406.06484, section 3.2)
 
 Each exponent is a sum over the tokens in between, never a difference of cumulative sums (`common.compute_decays`), and
 T is assembled from blocks, as in `zoo.ops.recurrence.triangular`. `chunked_delta` applies T to keys and values of all
-chunks, before it knows their states; here the state is known, and T is applied to the errors v - f K S alone.
+chunks before it knows their states; here the state is known, and T is applied only to the errors v - f K S.
 
-The grid is (batch, heads, chunks). The chunks of a head run in order, and the state stays in VMEM, in the block of
-the last state. The forward pass saves for the backward the state before each chunk, in float32, and T, in
-the dtype of the operands; all else is recomputed from the operands. The backward pass runs from the last chunk to the
-first with the cotangent of the state in place of the state. With dU = (D * Q Kᵀ)ᵀ do + h K dS' and dY = Tᵀ dU, the
-cotangents are products of those with U, K, Q and S: dL = dY Uᵀ, dv = beta dY, and so on; those of the decays are sums
-of E_ij = dL/dD_ij D_ij over all j < t <= i, without differences.
+The grid is (batch, heads, chunks). The chunks of a head run in order, and the state stays in VMEM, in the block of the
+last state. For the backward pass, the forward pass saves the state before each chunk, in float32, and T, in the dtype
+of the operands; all else is recomputed from the operands. The backward pass runs from the last chunk to the first, with
+the cotangent of the state in place of the state. With dU = (D * Q Kᵀ)ᵀ do + h K dS' and dY = Tᵀ dU, the other
+cotangents are products of do, dS', dU and dY with U, K, Q and S: dL = dY Uᵀ, dv = beta dY, and so on. The cotangents of
+the log decays are sums of E_ij = dL/dD_ij D_ij over all j < t <= i, without differences.
 
 T is computed once, and not in the backward pass again, because it is most of the work: 2 log2(C) products in float32,
 each in turn. In bfloat16 all other products take bfloat16 operands and accumulate in float32, and states, decays,
@@ -35,7 +35,7 @@ backward 12 C K + 10 C V + 14 K V. Bytes in HBM per token and head, with operand
 and 4 K V / C + w C of residuals if it is differentiated; backward these, and w (4 K + 3 V). There the last dim of an
 array is padded to 128, and operands are first transposed to [batch, heads, seq, dim], which moves 4 w (K + V) more.
 
-Decays per key channel (Kimi Delta Attention) are refused: their triangles are no products of K Kᵀ with decays. Several
+Decays per key channel (Kimi Delta Attention) are refused: their triangles are not products of K Kᵀ with decays. Several
 steps per token (DeltaProduct) are rows of their own whose queries are zero.
 """
 
@@ -78,7 +78,7 @@ def find_delta_rule_obstacle(request: RecurrenceRequest, chunk_size: int = _CHUN
 def _bound_vmem(request: RecurrenceRequest, size: int) -> int:
     """Bound the VMEM that the backward kernel takes: two buffers per block, and its temporaries.
 
-    Kernels for v5e that this bounds by 14.5 MiB compiled, and of those of 17 MiB and more, the ones in float32 did not.
+    Kernels for v5e bounded by 14.5 MiB compiled; of the kernels bounded by 17 MiB or more, the float32 ones did not.
     """
     lanes = lambda dim: -(-dim // 128) * 128
     key, value = lanes(request.key_dim), lanes(request.value_dim)

@@ -15,12 +15,12 @@ with D_ij = exp(g_{j+1} + ... + g_i) for j <= i, f_i = exp(g_1 + ... + g_i) and 
 the product over channels, and the scores come from log2(C) products (`_gated_linear_kernels._compute_channel_scores`).
 Each exponent is a sum over the tokens in between, never a difference of cumulative sums.
 
-The grid is (batch, head blocks, chunks, heads of a block). A head block is as many of the heads that share queries and
-keys (`groups`) as have their states in 1 MiB: queries and keys are loaded once for all of them, and the cotangents of
-these are summed over them before they are written. A core runs the chunks of a head block in order, and the states
-stay in its memory, in the block of the last states. The forward pass saves for the backward the state before each
-chunk, in float32; all else is recomputed from the operands. The backward pass runs from the last chunk to the first
-with the cotangents of the states in place of the states:
+The grid is (batch, head blocks, chunks, heads of a block). A head block holds as many of the heads that share queries
+and keys (`groups`) as fit their states into 1 MiB: queries and keys are loaded once for all of them, and the cotangents
+of queries and keys are summed over them before they are written. A core runs the chunks of a head block in order, and
+the states stay in its memory, in the block of the last states. For the backward pass, the forward pass saves the state
+before each chunk, in float32; all else is recomputed from the operands. The backward pass runs from the last chunk to
+the first, with the cotangents of the states in place of the states:
 
     dQ = ((dO Vᵀ) * D) K + f dO Sᵀ           dV = (D * Q Kᵀ)ᵀ dO + h K dS'
     dK = ((dO Vᵀ) * D)ᵀ Q + h V dS'ᵀ         dS = f_C dS' + (f Q)ᵀ dO
@@ -74,7 +74,8 @@ class GatedOperands(NamedTuple):
     bonus: Any
     """[heads, 1, key_dim], or None."""
     state: Any
-    """[batch, heads, key_dim, value_dim], before the first chunk. The backward kernel has that before the chunk."""
+    """[batch, heads, key_dim, value_dim], before the first chunk. The backward kernel has the state before each
+    chunk."""
 
 
 def find_gated_linear_obstacle(request: RecurrenceRequest, chunk_size: int = _CHUNK_SIZE) -> str | None:
@@ -99,7 +100,7 @@ def find_gated_linear_obstacle(request: RecurrenceRequest, chunk_size: int = _CH
 def _count_bytes(request: RecurrenceRequest, size: int) -> int:
     """Bound the memory of a core that the backward kernel takes: two buffers per block, and its temporaries.
 
-    Kernels for v5e that this bounds by up to 15.9 MiB compiled; it bounds others that took 19 to 25 MiB by 22 to 27.
+    Kernels for v5e bounded by up to 15.9 MiB compiled; kernels bounded by 22 to 27 MiB took 19 to 25.
     """
     lanes = lambda dim: -(-dim // 128) * 128
     key, value, width = lanes(request.key_dim), lanes(request.value_dim), jnp.dtype(request.dtype).itemsize
