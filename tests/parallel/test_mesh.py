@@ -49,7 +49,7 @@ def test_spec_drops_outer_axes_that_do_not_divide_a_vocabulary():
     assert specs == [P(("pipe", "tensor")), P(("tensor",)), P()]
     shapes = eqx.filter_eval_shape(lambda: [zoo.layers.Embedding(size, 32, key=KEY) for size in (98, 100)])
     assert replicated_dims(shapes, mesh) == [
-        "0.weight: 98 vocab do not share out over pipe x tensor=4 and are sharded over tensor alone; "
+        "0.weight: 98 vocab do not share out over pipe x tensor=4 and are sharded only over tensor; "
         "100 would be sharded over all."
     ]
     assert replicated_dims(shapes, make_any_mesh(tensor=2)) == []

@@ -63,7 +63,7 @@ def test_trainable_omits_buffers_and_cast_keeps_full_precision():
         ),
         (lambda: Pair(jnp.ones((8, 3), int), None), r"Pair.weight is int32\[8, 3\]"),
         (lambda: Pair(jnp.ones((8, 3, 2)), None), r"Pair.weight holds an array of 3 dims"),
-        (lambda: pair(out=6), r"Pair.weight: 6 elements are no whole number of heads, 4 elements each"),
+        (lambda: pair(out=6), r"Pair.weight: 6 elements are not a whole number of heads, 4 elements each"),
     ],
 )
 def test_module_raises_on_an_array_of_another_shape_or_dtype(make, message):

@@ -1,4 +1,4 @@
-"""Batches: the dims of their arrays, the rows that each process reads, and the global arrays made of them."""
+"""Batches: the dims of their arrays, the rows that each process reads, and the global arrays made from these rows."""
 
 import dataclasses
 import functools
@@ -23,7 +23,7 @@ def name_batch_dims(name: str) -> tuple[str, ...]:
     """Return the leading dims of a batch array that is in no module, by its path in the tree.
 
     They are `batch seq` for the arrays of a token batch (`tokens`, `targets`, `weights`, `segment_ids`, `positions`)
-    and for an array without a name: an argument of its own or an element of a tuple. Any other name has rows alone.
+    and for an array without a name: an argument by itself or an element of a tuple. Any other name has only rows.
     """
     names = {part for part in name.split(".") if part and not part.isdigit()}
     if not names or names.intersection(BATCH_KEYS):
@@ -39,26 +39,26 @@ def find_batch_axis(leaf: Leaf, x: Any) -> int | None:
 
 
 def place_batch(batch: PyTree, mesh: Mesh, *, vocab: int | None = None) -> PyTree:
-    """Shard a batch over the mesh: its rows over the axes of `batch`, its tokens over those of `seq`.
+    """Shard a batch over the mesh: its rows over the axes of `batch`, its tokens over the axes of `seq`.
 
     - `tokens`, `targets`, `weights`, `segment_ids` and `positions` of a mapping are `batch seq`, and so is an array
       without a name: `batch` itself or an element of a tuple.
-    - An array of any other name has rows alone: `images` are never sharded along a second dim.
-    - A `zoo.parallel.Module` says its own dims: `logits: Float[Array, "batch seq vocab"]`.
+    - An array of any other name has only rows: `images` are never sharded along a second dim.
+    - A `zoo.parallel.Module` declares its own dims: `logits: Float[Array, "batch seq vocab"]`.
 
     The same dims hold wherever a batch is passed, in `zoo.value_and_grad` and `zoo.spmd`.
 
     With several processes each passes the rows that `zoo.parallel.reader(mesh)` assigns to it, over the full sequence;
     the result is the global array. Processes that share an index pass the same rows, which is checked for the first
-    batch on a mesh. `jax.ShapeDtypeStruct`s are those of the global arrays, and get their shardings.
+    batch on a mesh. A `jax.ShapeDtypeStruct` has the shape of the global array, and gets its sharding.
 
     - `vocab`: size of the vocabulary. If given, `tokens` and `targets` of the batch are checked against it, on the
       host: inside a program an id outside the vocabulary can only give a loss of NaN.
 
-    **Raises** `ValueError` for a number of rows or tokens that the mesh does not divide, for different rows in
-    processes that share them, and for tokens outside of `vocab` or targets beyond it; negative targets are ignored by
-    the loss. Of NumPy arrays also for integers that do not fit into 32 bits, and for `segment_ids` in which an id comes
-    again after another. `TypeError` for a list under one of these names.
+    **Raises** `ValueError` if the mesh does not divide the number of rows or tokens, if processes that share rows pass
+    different ones, and for tokens outside of `vocab` or targets beyond it; the loss ignores negative targets. For NumPy
+    arrays also for integers that do not fit into 32 bits, and for `segment_ids` in which an id comes again after
+    another. **Raises** `TypeError` for a list under one of these names.
     """
     if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(batch)):
         shardings = mesh.shardings(batch, name_batch_dims)
@@ -137,8 +137,8 @@ def _group_processes(held: Mapping[int, frozenset[int]], mesh: Mesh) -> dict[int
 
 
 def _check_shared_rows(batch: PyTree, mesh: Mesh, readers: Mapping[int, tuple[int, int]]) -> None:
-    """**Raises** `ValueError`, in every process, if processes that share rows pass different ones: they were read by
-    the number of the process and not by `reader`."""
+    """**Raises** `ValueError`, in every process, if processes that share rows pass different ones, as when they read by
+    process number instead of by `reader`."""
     is_shared = len({index for index, _ in readers.values()}) < len(readers)
     if not is_shared or len(readers) < jax.process_count():
         return

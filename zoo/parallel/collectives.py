@@ -37,7 +37,7 @@ def sharded_axes(x: Array, dim: str) -> tuple[str, ...]:
 def reduce(x: Array, *, over: str, into: str | None = None, by: Callable = lax.psum) -> Array:
     """All-reduce partial results over the axes that shard a contracted dim; the identity if it is not sharded.
 
-    - `into`: dim of array axis 1. Over those of the axes that shard it, the sums are reduce-scattered: each device
+    - `into`: dim of array axis 1. Over the axes that also shard this dim, the sums are reduce-scattered: each device
       receives its shard of the dim.
     - `by`: without `into` also `lax.pmax` or `lax.pmin`, which have no gradient.
 

@@ -96,8 +96,8 @@ def make_gradient_shards(parameters: PyTree, mesh: Mesh) -> PyTree:
     """Return NaNs with the shape of the gradient's shard for each parameter whose gradient is sharded otherwise than
     itself (ZeRO-2), and the other parameters as they are. The loss is differentiated with respect to the result.
 
-    `gather` reads no values of these arrays. A loss that computes with the leaves of a model itself would lose the
-    gradient of that, silently if they were zeros.
+    `gather` reads no values of these arrays. A loss that computes with the leaves of a model itself gets NaN; with
+    zeros it would silently lose their gradient.
     """
 
     def make(leaf, x):
@@ -115,7 +115,7 @@ def make_gradient_shards(parameters: PyTree, mesh: Mesh) -> PyTree:
 
 def attach_gradient_shards(model: PyTree, gradient_shards: PyTree, mesh: Mesh) -> PyTree:
     """Return `model` with the result of `make_gradient_shards` in place of its trainable parameters: `gather` then
-    returns the parameters, and their gradients are those of the shards."""
+    returns the parameters, and their gradients are the gradients of the shards."""
 
     def attach(leaf, x, shard):
         if shard is None:

@@ -1,4 +1,4 @@
-"""Devices of a topology that is not here, for which XLA's TPU and CUDA compilers compile all the same.
+"""Devices of a topology that this machine does not have, for which XLA's TPU and CUDA compilers compile all the same.
 
     mesh = zoo.make_mesh(fsdp=4, tensor=2, devices=zoo.parallel.imagined("v5e:2x4"))
 
@@ -45,7 +45,7 @@ _TPU_ENVIRONMENT = {
 
 
 def imagined(topology: str) -> list[Any]:
-    """Return the devices of a topology that is not here, to pass to `zoo.make_mesh(devices=...)`.
+    """Return the devices of a topology that this machine does not have, to pass to `zoo.make_mesh(devices=...)`.
 
     - `"v5e:2x4"`, `"v6e:4x4"`, `"v5p:4x4x4"`, `"tpu7x:2x2x1"`: TPU chips in a grid or torus. `"v5p:4x4x4*2"` are two
       slices. A tpu7x has two devices per chip.
@@ -53,8 +53,8 @@ def imagined(topology: str) -> list[Any]:
 
     libtpu reads a few environment variables when it is first loaded: they are set for that moment and then put back.
 
-    **Raises** `MissingExtraError` without the compiler: `aot-tpu` or `aot-cuda`; `ValueError` for a topology that is
-    unknown; `RuntimeError` if JAX has refused to load the CUDA compiler for want of CUDA's other libraries, which it
+    **Raises** `MissingExtraError` without the compiler: `aot-tpu` or `aot-cuda`; `ValueError` for an unknown topology;
+    `RuntimeError` if JAX has refused to load the CUDA compiler because CUDA's other libraries are missing, which it
     does unless `JAX_PLATFORMS=cpu` is set.
     """
     found = parse_topology(topology)
@@ -62,7 +62,9 @@ def imagined(topology: str) -> list[Any]:
     if found.is_tpu:
         return _make_tpus(f"{found.kind}:{sizes}", found.slices)
     if found.kind not in _GPU_TARGETS:
-        raise ValueError(f"XLA's description of {found.kind} is not here to compile for, only that of h100: {topology}")
+        raise ValueError(
+            f"XLA's description of {found.kind} is missing here, and programs compile only for h100: {topology}"
+        )
     return _make_gpus(_GPU_TARGETS[found.kind], f"1x{sizes}")
 
 

@@ -32,8 +32,8 @@ CONTEXT_FORMS = ("ring", "heads", "gathered")
 are all-gathered."""
 
 EXPERT_FORMS = ("auto", "gathered", "boxes", "ragged")
-"""Ways of tokens to experts on other devices: tokens are all-gathered, or exchanged in boxes of fixed size, or without
-padding; "auto" is that of the first two which sends fewer bytes."""
+"""Ways to move tokens to experts on other devices: all-gather the tokens, or exchange them in boxes of fixed size or
+without padding. "auto" takes whichever of the first two sends fewer bytes."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,16 +43,17 @@ class Layout:
     - `compute`: sharding during compute. `heads` over `tensor` is Megatron tensor parallelism (arXiv:1909.08053).
     - `parameters`: additional sharding of parameters at rest. `gather` all-gathers them just before use: ZeRO-3
       (arXiv:1910.02054, section 5.3).
-    - `gradients`: additional sharding of gradients in the backward pass, and of their sums over micro-batches: those of
-      a block are reduce-scattered as soon as they are complete (ZeRO-2). The same as `parameters` unless given.
+    - `gradients`: additional sharding of gradients in the backward pass, and of their sums over micro-batches: the
+      gradients of a block are reduce-scattered as soon as they are complete (ZeRO-2). The same as `parameters` unless
+      given.
     - `optimizer`: additional sharding of optimizer state, and of the gradients that `zoo.value_and_grad` returns; the
       same as `gradients` unless given.
     - `context`: form of attention where `seq` is sharded, one of `CONTEXT_FORMS`: `zoo.layers.context_attention`.
-    - `expert`: way of tokens to their experts where those are sharded, one of `EXPERT_FORMS`:
+    - `expert`: way to move tokens to their experts where the experts are sharded, one of `EXPERT_FORMS`:
       `zoo.layers.moe.exchange`. Experts with a capacity take an all-to-all of their slots.
 
-    - `rounds`: parts of the layers that each stage of a pipeline has, so that a micro-batch goes around so many times:
-      the interleaved schedule. `zoo.place` deals the layers out.
+    - `rounds`: number of parts of the layers that each stage of a pipeline has. A micro-batch goes around as many
+      times: the interleaved schedule. `zoo.place` deals the layers out.
 
     `Layout()` is the default table; `Layout().with_dims(sensors=("tensor",))` adds a dim.
 
@@ -62,7 +63,7 @@ class Layout:
     other axes than `context`.
     """
 
-    # Tables have no part in the hash, which is asked for a hundred thousand times in one trace; == compares them.
+    # Excluded from the hash, which one trace computes a hundred thousand times; == compares the tables.
     compute: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=_COMPUTE.copy, hash=False)
     parameters: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=_PARAMETERS.copy, hash=False)
     optimizer: Mapping[str, tuple[str, ...]] | None = dataclasses.field(default=None, hash=False)
@@ -137,8 +138,8 @@ ZERO1 = Layout(parameters={}, optimizer=_PARAMETERS)
 """ZeRO stage 1 (arXiv:1910.02054, section 5): optimizer state sharded over `fsdp`, parameters and sums of gradients
 replicated. Each gradient is reduce-scattered once a step."""
 ZERO2 = Layout(parameters={}, gradients=_PARAMETERS)
-"""ZeRO stage 2: gradients and their sums over micro-batches sharded too. Those of a block are reduce-scattered in the
-backward pass of every micro-batch."""
+"""ZeRO stage 2: gradients and their sums over micro-batches sharded too. The gradients of a block are reduce-scattered
+in the backward pass of every micro-batch."""
 ZERO3 = Layout()
 """ZeRO stage 3, which is FSDP and the default: parameters sharded as well, and all-gathered block by block."""
 SEQUENCE = Layout().with_dims(tokens=("context", "tensor"))

@@ -1,8 +1,8 @@
 """A loss, cut where it calls the stack of a pipeline into a front, stages and a tail.
 
-The loss is one of one device. Run with a stack that raises, it gives what enters the stages: its *front*. Run with a
-stack that returns what it is given, it gives the rest: its *tail*. Both are the same on all stages, which share the
-vocabulary out between them.
+The loss is the loss of one device. Run with a stack that raises, it gives the input of the stages: this is its *front*.
+Run with a stack that returns its argument, it gives the rest: this is its *tail*. All stages run the same front and
+tail, and share the vocabulary out between them.
 """
 
 import contextlib
@@ -17,19 +17,19 @@ from jaxtyping import Array, PyTree
 from .pipeline import Stage, cutting, take_rows
 
 Loss = Callable[[PyTree, PyTree, Any], tuple[Array, tuple[Array, PyTree]]]
-"""A function `(parameters, rows, round) -> total, (count, aux)`, of parameters with one round of the stages, or with
-all rounds if that is None."""
+"""A function `(parameters, rows, round) -> total, (count, aux)`. The parameters have one round of the stages, or all
+rounds if `round` is None."""
 
 
 @dataclasses.dataclass(frozen=True)
 class LossParts:
-    """The parts into which the stack cuts a loss, each of one micro-batch."""
+    """The parts into which the stack cuts a loss, each for one micro-batch."""
 
     loss: Loss
     microbatches: PyTree
 
     def run_front(self, parameters: PyTree, microbatch: Any) -> PyTree:
-        """Return what enters the stages."""
+        """Return the input of the first stage."""
         return self._enter(parameters, microbatch, None)[1]
 
     def run_stage(self, parameters: PyTree, stream: PyTree, microbatch: Any, round_number: Any) -> PyTree:
@@ -38,7 +38,7 @@ class LossParts:
         return stage(stream, rows, jnp.asarray(round_number))
 
     def run_tail(self, parameters: PyTree, stream: PyTree, microbatch: Any) -> tuple[Array, tuple[Array, PyTree]]:
-        """Return the loss of what has left the stages."""
+        """Return the loss, given the output of the last stage."""
         calls: list[None] = []
 
         def leave(stage: Stage, entering: Any, rows: Any) -> Any:
@@ -70,14 +70,14 @@ class LossParts:
 
 
 class _Entered(BaseException):
-    """The stages, as the loss calls them, what enters them, and the rows that they read. No `except Exception` of a
+    """Carries the stages, as the loss calls them, their input, and the rows that they read. No `except Exception` in a
     loss catches it."""
 
 
 @contextlib.contextmanager
 def _cut(cut: Callable) -> Iterator[None]:
-    """Let the stack call `cut` in place of its stages. **Raises** `NotImplementedError` if that happens inside of a
-    transformation, out of which its arguments cannot be taken."""
+    """Let the stack call `cut` in place of its stages. **Raises** `NotImplementedError` if this happens inside a
+    transformation, from which its arguments cannot be taken out."""
     state = get_opaque_trace_state()
 
     def check_and_cut(*args: Any) -> Any:

@@ -83,7 +83,7 @@ class Mesh:
     def count_shards(self, dim: str) -> int:
         """Return the number of shards of `dim` during compute; 1 if it is replicated.
 
-        Inside `zoo.spmd`, `zoo.parallel.num_shards` counts those of an array.
+        Inside `zoo.spmd`, `zoo.parallel.num_shards` counts the shards of an array.
         """
         return self._multiply(self.axes(dim))
 
@@ -102,8 +102,8 @@ class Mesh:
         """Return the PartitionSpec at rest of an array with these dims and this shape.
 
         A mesh axis shards at most one dim of an array, the first that names it. If the axes do not divide a vocabulary,
-        outer ones are left out until the others do. **Raises** `ValueError` for an unknown dim, and if the axes do not
-        divide another count, with the sizes that would work.
+        outer axes are left out until the remaining ones do. **Raises** `ValueError` for an unknown dim, and if the axes
+        do not divide another count, with the sizes that would work.
         """
         at_rest = dict(self.find_gather_dims(dims))
         used: set[str] = set()
@@ -120,8 +120,8 @@ class Mesh:
     def _choose_axes(
         self, dim: Dim, count: int, axes: tuple[str, ...], at_rest: tuple[str, ...], name: str
     ) -> tuple[str, ...]:
-        """Return the axes that shard `count` elements at rest: `axes` and `at_rest`, unless the dim may do without some
-        of `axes`. Those at rest are always kept: `gather` reads them off the layout, and cannot know the whole count.
+        """Return the axes that shard `count` elements at rest: `axes` and `at_rest`, except axes that the dim may drop.
+        The axes at rest are always kept: `gather` reads them off the layout, and cannot know the whole count.
         """
         candidates = [axes]
         if dim.name in _REPLICATED_IF_UNEVEN:
@@ -278,7 +278,7 @@ def format_device_count(count: int) -> str:
 
 
 def _suggest_devices(asked: int, available: int) -> str:
-    """Say what gives a mesh the devices that it asks for, or asks for those that are there."""
+    """Suggest how to give a mesh the devices that it asks for, or how to ask for the available ones."""
     multiply = f"Let the sizes multiply to {available}"
     if asked < available:
         return f"{multiply}, or call make_mesh(devices=jax.devices()[:{asked}])."
@@ -323,7 +323,7 @@ def replicated_dims(tree: PyTree, mesh: Mesh) -> list[str]:
                 shards = mesh._multiply(axes)
                 kept = [axis for axis in axes if axis in chosen]
                 if kept:
-                    result = f"sharded over {' x '.join(kept)} alone"
+                    result = f"sharded only over {' x '.join(kept)}"
                 else:
                     result = "replicated"
                 lines[dim.name] = (

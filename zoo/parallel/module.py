@@ -61,7 +61,7 @@ def observed(**options: Any) -> Any:
     """Declare a field of statistics of a step: maxima, 0 or more, which `value_and_grad(..., observe=True)` returns.
 
     An op with a custom VJP returns them as the cotangent of this array, such as the largest gradient that it has seen,
-    which exists in the backward pass alone. A module with such a field calls the op once. `trainable` omits the field,
+    which exists only in the backward pass. A module with such a field calls the op once. `trainable` omits the field,
     and `cast` leaves it as it is.
     """
     return eqx.field(metadata={TRAINABLE: False, _OBSERVED: True}, **options)
@@ -112,7 +112,7 @@ def replace_option(module: _Module, name: str, value: Any) -> _Module:
 
 def wrapped() -> Any:
     """Declare a field that holds the module wrapped by this one. Parameters of the wrapped module keep their names;
-    those of the wrapper's other fields are prefixed with its `adapter_name`."""
+    parameters in other fields of the wrapper are prefixed with its `adapter_name`."""
     return eqx.field(metadata={WRAPPED: True})
 
 
@@ -157,8 +157,8 @@ class Module(eqx.Module):
                 for dim, size in zip(dims, x.shape, strict=True):
                     if size % dim.unit:
                         raise TypeError(
-                            f"{type(self).__name__}.{field.name}: {size} elements are no whole number of {dim.name}, "
-                            f"{dim.unit} elements each."
+                            f"{type(self).__name__}.{field.name}: {size} elements are not a whole number of "
+                            f"{dim.name}, {dim.unit} elements each."
                         )
 
 
@@ -236,7 +236,7 @@ def _resolve_state_dims(
 def _read_dim_names(annotation: Any) -> tuple[str, ...] | None:
     """Return the dim names of a jaxtyping annotation, sizes as strings; None if they are variadic."""
     if not isinstance(annotation.dims, tuple):
-        return None  # "..." alone
+        return None  # only "..."
     names = [getattr(dim, "name", None) or getattr(dim, "size", None) for dim in annotation.dims]
     fixed = all(names) and "*" not in annotation.dim_str
     return tuple(map(str, names)) if fixed else None
@@ -249,7 +249,7 @@ def _resolve_dim(module: Module, name: str) -> Dim:
 
 
 def _resolve_stacked_dims(module: Module, name: str) -> Sequence[Dim]:
-    """Return the leading dims of a `stacked` field: one, or those of a tuple in the field of that name."""
+    """Return the leading dims of a `stacked` field: one dim, or the dims of a tuple in the field of that name."""
     dims = getattr(module, name, None)
     return dims if isinstance(dims, tuple) else [_resolve_dim(module, name)]
 
@@ -269,7 +269,7 @@ class Leaf:
     frozen: bool = False
     """True if the tree has adapter parameters and this array is not one of them."""
     observed: bool = False
-    """True for a statistic, whose gradient is the maximum of what was seen."""
+    """True for a statistic, whose gradient is the maximum of the values seen."""
     no_weight_decay: bool = False
     in_optimizer_state: bool = False
     """True below a named tuple, as optax's states are: an optimizer may keep an array of another shape in the place of

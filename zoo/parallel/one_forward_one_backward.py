@@ -1,8 +1,8 @@
 """The schedule 1F1B: the parts of a loss run by a timetable, one forward and one backward pass in each tick.
 
 PipeDream-flush (Narayanan et al., arXiv:2006.09503), and its interleaved form (arXiv:2104.04473). The backward pass of
-a micro-batch begins in the tick in which its forward pass ends, so that what a stage keeps depends on the number of
-stages, and not on that of micro-batches.
+a micro-batch begins in the tick in which its forward pass ends, so the memory of a stage depends on the number of
+stages, not on the number of micro-batches.
 """
 
 import dataclasses
@@ -33,14 +33,14 @@ class _Result(NamedTuple):
 
 
 class _Carry(NamedTuple):
-    """What a device carries from tick to tick."""
+    """State that a device carries from tick to tick."""
 
     arrived: PyTree
     """Output of the stage before, in the last tick."""
     returned: PyTree
     """Gradient from the stage after, in the last tick."""
     kept: PyTree
-    """Slots of what the stage keeps of a micro-batch until its backward pass."""
+    """Slots for the inputs or residuals of a micro-batch, which the stage keeps until its backward pass."""
     result: _Result
 
 
@@ -61,7 +61,7 @@ def run_timetable(
     the parameters, summed in float32.
 
     - `microbatches`: rows, with a leading dim of micro-batches.
-    - `keep`: what a stage holds of a micro-batch between its two passes: "inputs", from which the backward pass
+    - `keep`: state of a micro-batch that a stage keeps between its two passes: "inputs", from which the backward pass
       recomputes the rest, or "residuals".
 
     **Raises** `ValueError` if the loss does not call the stack; `NotImplementedError` if it calls the stack twice or
@@ -74,7 +74,7 @@ def run_timetable(
         )
     parts = LossParts(loss, microbatches)
     one_round = select_round(parameters, 0)
-    # What a stage carries varies over the axes of what a stage returns.
+    # The carry of a stage varies over the same axes as the output of a stage.
     front = vary(parts.run_front(parameters, 0), ("pipe",))
     entered = vary_as_returned(lambda stream: parts.run_stage(one_round, stream, 0, 0), front)
     keeper = (_KeepResiduals if keep == "residuals" else _KeepInputs)(parts, one_round, entered)
@@ -82,7 +82,7 @@ def run_timetable(
 
 
 class _KeepInputs:
-    """Keeps what enters a stage. Its backward pass runs the stage again."""
+    """Keeps the input of a stage. Its backward pass runs the stage again."""
 
     def __init__(self, parts: LossParts, parameters: PyTree, entered: PyTree):
         self.parts = parts
@@ -96,8 +96,8 @@ class _KeepInputs:
 
 
 class _KeepResiduals:
-    """Keeps the residuals of a stage, as `remat` of the layers chooses them. Those that depend on parameters alone,
-    which are the parameters and what the loss has cast them to, are kept once and not for every micro-batch."""
+    """Keeps the residuals of a stage, as `remat` of the layers chooses them. Residuals that depend only on parameters,
+    namely the parameters and the casts of them in the loss, are kept once and not for every micro-batch."""
 
     def __init__(self, parts: LossParts, parameters: PyTree, entered: PyTree):
         self.parts = parts
@@ -129,7 +129,7 @@ class _KeepResiduals:
 
 
 def _find_constant_results(jaxpr: Any) -> list[bool]:
-    """Return for each result of a jaxpr whether no argument has any influence on it."""
+    """Return for each result of a jaxpr whether it depends on no argument."""
     changing = set(jaxpr.invars)
     for equation in jaxpr.eqns:
         if any(isinstance(x, Var) and x in changing for x in equation.invars):
@@ -176,7 +176,7 @@ class _Pipeline:
         microbatch, number, slot = now.forward[stage]
         enter = lambda: self.parts.run_front(self.parameters, now.enters)
         entering = self._run_in(now.enters, enter)
-        # An idle stage computes, too, on real rows where there are any: nothing of it is kept.
+        # An idle stage computes, too, on real rows where possible: its results are discarded.
         x = select((stage == 0) & (number <= 0), entering, carry.arrived)
         number = jnp.maximum(number, 0)
         output, kept = self.keeper.run_forward(select_round(self.parameters, number), x, microbatch, number)
@@ -208,8 +208,8 @@ class _Pipeline:
         return carry._replace(returned=send_to_previous(gradient, table.stages, table.rounds), result=result)
 
     def _differentiate_tail(self, output: PyTree, microbatch: Int[Array, ""]) -> tuple[_Result, PyTree]:
-        """Return the loss of a micro-batch, given what stages return, its gradients, and the gradient of what left the
-        last stage; zeros for none."""
+        """Return the loss of a micro-batch, given the outputs of the stages, its gradients, and the gradient of the
+        last stage's output; zeros for none."""
         stream = broadcast_from(output, self.table.stages - 1)
         run = lambda parameters, stream: self.parts.run_tail(parameters, stream, microbatch)
         result, gradients = jax.value_and_grad(run, (0, 1), has_aux=True)(self.parameters, stream)
@@ -218,7 +218,7 @@ class _Pipeline:
         return select(microbatch >= 0, results, _make_zeros(results))
 
     def _differentiate_front(self, gradient: PyTree, microbatch: Int[Array, ""]) -> PyTree:
-        """Return the gradients of parameters, given that of what entered the first stage."""
+        """Return the gradients of parameters, given the gradient of the first stage's input."""
         gradient = broadcast_from(gradient, 0)
 
         def run(parameters):
@@ -229,7 +229,7 @@ class _Pipeline:
 
     def _run_in(self, now: Int[Array, ""], run: Callable[[], PyTree]) -> PyTree:
         """Return `run()`, or zeros in a tick whose entry of the timetable is -1, by a branch that all devices take.
-        With one round nearly every tick has an entry: then `run` gives zeros itself, and there is no branch."""
+        With one round nearly every tick has an entry: then `run` gives zeros itself, without a branch."""
         if self.table.rounds == 1:
             return run()
         zeros = _make_zeros_of(run)
@@ -242,7 +242,7 @@ def _number_first() -> Int[Array, ""]:
 
 
 def _make_zeros_of(function: Callable[[], PyTree]) -> PyTree:
-    """Return zeros of the shapes, dtypes and varying axes of what a function returns, which is not computed."""
+    """Return zeros with the shapes, dtypes and varying axes of a function's result, without computing it."""
     axes: list[frozenset[str]] = []
 
     def call():

@@ -21,7 +21,7 @@ from .collectives import current_mesh, scan, vary
 _Tree = TypeVar("_Tree")
 Stage = Callable[[PyTree, PyTree, Int[Array, ""]], PyTree]
 """A function `(stream, rows, round) -> stream` of the layers on this device. `stream` and `rows` are trees of arrays
-whose first dim is rows: what the stages hand on, and what each of them reads of a micro-batch."""
+whose first dim is rows: the activations that stages hand on, and the batch arrays that every stage reads."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +40,7 @@ active_pipelining = jax.make_user_context(Pipelining())
 cutting: contextvars.ContextVar[Callable[[Stage, Any, Any], Any] | None] = contextvars.ContextVar(
     "cutting", default=None
 )
-"""Function that `run_stages` calls instead of running stages, while a loss is cut into its parts."""
+"""Function that `run_stages` calls instead of running stages, while a loss is cut into parts."""
 
 
 def is_pipelined(dim: str) -> bool:
@@ -73,7 +73,7 @@ def run_stages(stage: Stage, stream: _Tree, rows: PyTree) -> _Tree:
         step = stage
     else:
         step = jax.checkpoint(stage, prevent_cse=False)
-    # Cast before the loop: its gradient is one all-reduce over `pipe` of what has entered, for all micro-batches.
+    # Cast before the loop: its gradient is one all-reduce over `pipe` of the input, for all micro-batches.
     entering = vary(split_rows(stream, count), ("pipe",))
     rows = split_rows(rows, count)
     ends = last + forward_step(np.arange(count), rounds - 1, stages, rounds)
@@ -84,7 +84,7 @@ def run_stages(stage: Stage, stream: _Tree, rows: PyTree) -> _Tree:
         number, entering = xs
         microbatch, round_number = find_microbatch(number - index, stages, rounds)
         is_idle = (microbatch < 0) | (microbatch >= count)
-        # An idle stage computes, too. On real rows, whose gradient is finite and times zero.
+        # An idle stage computes, too, but on real rows: their gradient is finite, and multiplied by zero.
         x = select((index == 0) & (round_number == 0) | is_idle, entering, arrived)
         y = step(x, take_rows(rows, microbatch), jnp.where(is_idle, 0, round_number))
         return send_to_next(y, stages, rounds), y
@@ -96,10 +96,10 @@ def run_stages(stage: Stage, stream: _Tree, rows: PyTree) -> _Tree:
 
 
 def forward_step(microbatch: Any, round_number: Any, stages: int, rounds: int) -> Any:
-    """Return the tick in which the first stage runs a micro-batch in a round. Stage s does s ticks later.
+    """Return the tick in which the first stage runs a micro-batch in a round. Stage s runs it s ticks later.
 
-    Micro-batches go around in groups of as many as there are stages: the last of a group enters just before the first
-    comes back (Narayanan et al., arXiv:2104.04473, section 2.2).
+    Micro-batches go around in groups of one for each stage: the last of a group enters just before the first comes back
+    (Narayanan et al., arXiv:2104.04473, section 2.2).
     """
     return microbatch // stages * stages * rounds + round_number * stages + microbatch % stages
 
@@ -122,18 +122,18 @@ def take_rows(microbatches: _Tree, i: int | Int[Array, ""]) -> _Tree:
 
 
 def select(predicate: Array, first: _Tree, second: _Tree) -> _Tree:
-    """Return the arrays of `first` where the scalar `predicate` is True, else those of `second`."""
+    """Return the arrays of `first` where the scalar `predicate` is True, else the arrays of `second`."""
     return jax.tree.map(partial(jnp.where, predicate), first, second)
 
 
 def send_to_next(tree: _Tree, stages: int, rounds: int = 1) -> _Tree:
-    """Send arrays to the next stage; in rounds, those of the last to the first, which else receives zeros."""
+    """Send arrays to the next stage. With rounds, the last stage sends to the first; without, the first gets zeros."""
     pairs = [(i, (i + 1) % stages) for i in range(stages if rounds > 1 else stages - 1)]
     return jax.tree.map(lambda x: lax.ppermute(x, "pipe", pairs), tree)
 
 
 def send_to_previous(tree: _Tree, stages: int, rounds: int = 1) -> _Tree:
-    """Send arrays to the stage before; in rounds, those of the first to the last, which else receives zeros."""
+    """Send arrays to the stage before. With rounds, the first stage sends to the last; without, the last gets zeros."""
     pairs = [((i + 1) % stages, i) for i in range(stages if rounds > 1 else stages - 1)]
     return jax.tree.map(lambda x: lax.ppermute(x, "pipe", pairs), tree)
 

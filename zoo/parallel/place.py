@@ -24,12 +24,13 @@ _logger = logging.getLogger("zoo")
 def place(tree: PyTree, mesh: Mesh) -> PyTree:
     """Shard every array of `tree` over the mesh: arrays in modules by their annotations; all others are replicated.
 
-    Inside `jit` it is a sharding constraint. An array that already has its sharding is not copied: donating either one
-    of the two deletes both. A `jax.ShapeDtypeStruct` gets its sharding, from which `zoo.inspect.compiled` compiles.
+    Inside `jit` it is a sharding constraint. An array that already has its sharding is not copied: donating the
+    argument or the result deletes both. A `jax.ShapeDtypeStruct` gets its sharding, from which `zoo.inspect.compiled`
+    compiles.
 
     Optimizer state goes to `mesh.optimizer`. Arrays of another shape than their parameter, as optax.adafactor and sm3
-    keep them, are replicated unless their dims fit; place such a state again in each step, or the second one compiles
-    again.
+    keep them, are replicated unless their dims fit. Place such a state again in each step; otherwise the second step
+    compiles again.
 
     **Raises** `ValueError` for an unknown dim or a size that the mesh does not divide, before any transfer; for an
     array if the devices are `imagined`; and for layers in rounds with an optimizer state of other shapes.
@@ -84,7 +85,7 @@ def refuse_imagined(mesh: Mesh) -> None:
 def init(make: Callable[[Key[Array, ""]], PyTree], key: Key[Array, ""], mesh: Mesh) -> PyTree:
     """Initialize `make(key)` sharded: every device computes its own shards, and no array is ever unsharded in memory.
 
-    The values are those of `make(key)` on one device. **Raises** as `place` does, before anything is computed.
+    The values are the same as from `make(key)` on one device. **Raises** as `place` does, before anything is computed.
     """
     refuse_imagined(mesh)
     key = wrap_key(key)

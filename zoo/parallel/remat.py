@@ -1,4 +1,4 @@
-"""Rematerialization (activation checkpointing): what the backward pass of a layer saves, and what it computes again.
+"""Rematerialization (activation checkpointing): what the backward pass of a layer saves, and what it recomputes.
 
 Chen et al., "Training Deep Nets with Sublinear Memory Cost" (arXiv:1604.06174).
 """
@@ -18,8 +18,8 @@ RematPolicy = Literal["none", "elementwise", "dots", "full"]
 
 RESIDUAL_NAMES = ("query", "key", "value", "attention", "mlp_hidden", "mixer_output", "ffn_output")
 """Names of activations that layers tag with `jax.ad_checkpoint.checkpoint_name`: queries, keys and values as attention
-multiplies them; its output before the last projection; the input of an MLP's last projection; what a mixer and a
-feed-forward layer add to the residual stream."""
+multiplies them; its output before the last projection; the input of an MLP's last projection; the updates that a mixer
+and a feed-forward layer add to the residual stream."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +29,7 @@ class SaveNames:
         model = train.rematerialize(model, zoo.parallel.SaveNames(("attention",), offload=("mlp_hidden",)))
 
     - `names`: saved in the memory of the device.
-    - `offload`: saved in the memory of the host, and copied back for the backward pass. GPUs and TPUs alone.
+    - `offload`: saved in the memory of the host, and copied back for the backward pass. Only on GPUs and TPUs.
 
     **Raises** `ValueError` for a name that is not one of `RESIDUAL_NAMES`, or is in both.
     """
@@ -77,7 +77,7 @@ def rematerialize(function: Callable, remat: Remat, *, prevent_cse: bool = False
     choose = _choose_names(remat) if isinstance(remat, SaveNames) else _POLICIES[remat]
 
     def policy(primitive, *avals, **params):
-        equations = [(primitive, avals, params)]  # a custom VJP is one equation: look at those inside it too
+        equations = [(primitive, avals, params)]  # a custom VJP is one equation: look at the equations inside it too
         inside = getattr(params.get("call_jaxpr"), "eqns", ())
         equations += [(eqn.primitive, [x.aval for x in eqn.invars], eqn.params) for eqn in inside]
         names = {primitive.name for primitive, _, _ in equations}
@@ -93,7 +93,7 @@ def rematerialize(function: Callable, remat: Remat, *, prevent_cse: bool = False
 
 
 def check_remat(remat: Remat) -> Remat:
-    """Return `remat`. **Raises** `ValueError` for another policy than there are."""
+    """Return `remat`. **Raises** `ValueError` for an unknown policy."""
     if not isinstance(remat, SaveNames) and remat not in _POLICIES:
         raise ValueError(f"remat is one of {', '.join(get_args(RematPolicy))}, or SaveNames(...), not {remat!r}")
     return remat
@@ -121,7 +121,7 @@ def _choose_names(remat: SaveNames) -> Callable[..., Any]:
 def rematerializes(remat: Remat) -> bool:
     """Return True if `rematerialize` recomputes anything: by `remat`, or because parameters are sharded at rest.
 
-    **Raises** `ValueError` for another policy.
+    **Raises** `ValueError` for an unknown policy.
     """
     check_remat(remat)
     mesh = current_mesh()

@@ -24,12 +24,13 @@ _Function = TypeVar("_Function", bound=Callable)
 
 
 class AbstractLayers(Module):
-    """Stacked layers, of one leading dim, or of two in rounds. Splitting what is split returns it, and so merging."""
+    """Stacked layers with one leading dim, or with two in rounds. Splitting split layers returns them as they are, and
+    so does merging merged ones."""
 
     @property
     @abc.abstractmethod
     def rounds(self) -> int:
-        """Rounds of the arrays; 1 for layers of one leading dim, and where there are no arrays."""
+        """Rounds of the arrays; 1 for layers with one leading dim, or without arrays."""
 
     @abc.abstractmethod
     def split_rounds(self, rounds: int) -> "AbstractLayers":
@@ -56,8 +57,8 @@ def merge_rounds(tree: _Tree) -> _Tree:
 
 
 def in_one_round(function: _Function) -> _Function:
-    """Decorate a function `(model, ...) -> model` of stacked layers: it gets the model with one leading dim of its
-    layers, and the layers of the model that it returns are dealt out in as many rounds as before."""
+    """Decorate a function `(model, ...) -> model` of stacked layers: it receives the model with one leading dim of its
+    layers, and the layers of its result are dealt out in as many rounds as before."""
 
     @functools.wraps(function)
     def run(model: Any, *args: Any, **options: Any) -> Any:
@@ -77,8 +78,8 @@ def count_rounds(tree: PyTree) -> int:
 
 def reshape_layers(x: Any, shape: tuple[int, ...]) -> Any:
     """Reshape an array, of JAX or NumPy, or a `jax.ShapeDtypeStruct`, from `layers ...` to `rounds layers ...` or back,
-    whichever `shape` is. The dim `layers` stays sharded as it is: one array at a time is all-gathered over `pipe`, and
-    over no other axis."""
+    as `shape` says. The sharding of `layers` stays: one array at a time is all-gathered over `pipe`, and over no other
+    axis."""
     if isinstance(x, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(shape, x.dtype, sharding=_reshape_sharding(x.sharding, x.ndim, shape))
     if isinstance(x, Tracer | np.ndarray) or not isinstance(x.sharding, NamedSharding):

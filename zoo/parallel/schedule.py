@@ -96,8 +96,8 @@ class Timetable:
     An entry is (micro-batch, round, slot), or -1 three times where a stage has no work. In `slot` the stage stores the
     chunk's input from the forward pass until the backward pass has read it.
 
-    What a stage sends in a tick its neighbor takes in the next tick, never later. Where the last stage ends the last
-    round of a micro-batch, its loss and the first backward pass are in the same tick ("gpipe": after all forwards).
+    A stage always takes its neighbor's output in the tick after it was sent. A micro-batch's loss and first backward
+    pass are in the tick in which the last stage ends its last round ("gpipe": after all forwards).
     """
 
     name: str

@@ -1,6 +1,6 @@
 """A shard of a sequence and the shards before it: shifts, halos and prefixes over the mesh axes that shard `seq`.
 
-`axes` are those of `sharded_axes(x, "seq")`, outermost first: the device with index i along them holds the i-th shard.
+`axes` come from `sharded_axes(x, "seq")`, outermost first: the device with index i along them holds the i-th shard.
 All communication is by `ppermute` from earlier shards to later ones, and its gradient by the reverse permutations.
 """
 
@@ -42,8 +42,8 @@ def halo(
 def exclusive_prefix(value: _Tree, then: Callable[[_Tree, _Tree], _Tree], axes: tuple[str, ...]) -> _Tree:
     """Combine the values of all earlier shards by an associative `then(earlier, later)`; zeros on the first.
 
-    Recursive doubling (Hillis & Steele, 1986): of n shards each receives 1 + ceil(log2(n - 1)) values, the last of
-    which only as far as the result depends on it: a permutation whose result is unused is not compiled.
+    Recursive doubling (Hillis & Steele, 1986): of n shards each receives 1 + ceil(log2(n - 1)) values. The last of them
+    is received only as far as the result depends on it: a permutation whose result is unused is not compiled.
     """
     index = lax.axis_index(axes)
     count = lax.axis_size(axes)
@@ -51,7 +51,7 @@ def exclusive_prefix(value: _Tree, then: Callable[[_Tree, _Tree], _Tree], axes: 
     value = shift_right(value, axes)
     while distance < count - 1:
         combined = then(shift_right(value, axes, distance), value)
-        # The first shard has no value, so that those up to `distance` have nothing to combine theirs with.
+        # The first shard has no value, so the shards up to `distance` have nothing to combine theirs with.
         value = jax.tree.map(lambda new, old: jnp.where(index > distance, new, old), combined, value)  # noqa: B023
         distance *= 2
     return value

@@ -21,7 +21,7 @@ from .collectives import check_token_count, current_mesh, varying
 
 
 def find_token_axes() -> tuple[str, ...]:
-    """Return the mesh axes that shard the tokens of hidden states, and not those of mixers: () unless the layout is
+    """Return the mesh axes that shard the tokens of hidden states but not the tokens of mixers: () unless the layout is
     `SEQUENCE`."""
     mesh = current_mesh()
     if mesh is None:
@@ -32,8 +32,8 @@ def find_token_axes() -> tuple[str, ...]:
 def run_on_all_tokens(
     sublayer: Callable[..., tuple[Array, Any]], x: Float[Array, "batch tokens embed"], *args: Any
 ) -> tuple[Float[Array, "batch tokens embed"], Any]:
-    """Return `sublayer(x, *args)`, an output and something else, for a mixer or feed-forward layer: all-gather the
-    tokens before it, and keep this device's tokens of its output."""
+    """Return `sublayer(x, *args)`, the output and an extra result of a mixer or feed-forward layer. All-gathers the
+    tokens before the call, and keeps this device's tokens of the output."""
     y, other = sublayer(gather_tokens(x), *args)
     return match_tokens(y, x), other
 
@@ -45,8 +45,8 @@ def gather_tokens(x: Float[Array, "batch tokens embed"]) -> Float[Array, "batch 
 
 
 def replicate_tokens(x: Float[Array, "batch tokens embed"]) -> Float[Array, "batch seq embed"]:
-    """All-gather the tokens of hidden states, typed as equal on all devices: what a head reads, whose contractions
-    all-reduce the gradient."""
+    """All-gather the tokens of hidden states, typed as equal on all devices, for a head, whose contractions all-reduce
+    the gradient."""
     axes = find_token_axes()
     return lax.all_gather(x, axes, axis=1, tiled=True, to="invarying") if axes else x
 
@@ -63,8 +63,8 @@ def shard_tokens(x: Shaped[Array, "..."], axis: int = 1) -> Shaped[Array, "..."]
 
 
 def match_tokens(x: Shaped[Array, "batch _ *rest"], like: Shaped[Array, "batch tokens *dims"]) -> Shaped[Array, "..."]:
-    """Slice this device's tokens out of `x`, unless it has only as many as `like`. A sublayer whose last contraction
-    needs no sum gives all tokens, and so does the low-rank update of an adapter."""
+    """Slice this device's tokens out of `x`, unless `x` already has as few tokens as `like`. A sublayer whose last
+    contraction needs no sum returns all tokens, and so does the low-rank update of an adapter."""
     return x if x.ndim < 3 or x.shape[1] == like.shape[1] else shard_tokens(x)
 
 

@@ -30,7 +30,7 @@ class Topology:
 
     @property
     def domain(self) -> int:
-        """Number of devices that are joined by fast links: those of a slice, or of a host."""
+        """Number of devices that fast links join: the devices of a slice, or of a host."""
         return self.devices // self.slices if self.is_tpu else self.sizes[1]
 
     def __str__(self) -> str:
