@@ -336,7 +336,7 @@ def test_checkpoint_of_sizes_alone_is_read_with_a_warning(tmp_path, caplog):
     with Checkpoints(tmp_path) as checkpoints:
         assert checkpoints.restore(state).step == 2
     assert [record.message for record in caplog.records] == [
-        f"{tmp_path}/2: of an earlier version, without digests; verified by size alone"
+        f"{tmp_path}/2: of an earlier version, without digests; only sizes were verified"
     ]
     for name in ("about/metadata", "state/_METADATA"):
         path = tmp_path / "2" / name

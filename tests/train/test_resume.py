@@ -115,10 +115,10 @@ def test_resume_takes_the_flags_of_one_of_several_runs(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"heads": "many"}', "config.json: heads='many' is no value of --heads: give --heads on the command line"),
-        ('{"rate": 1.0, "kind": "c"}', "kind='c' is no value of --kind"),
-        ('{"stabilized": "yes"}', "stabilized='yes' is no value of --stabilized"),
-        ('{"heads": {"a": 1}}', "is no value of --heads"),
+        ('{"heads": "many"}', "config.json: heads='many' is not a value of --heads: give --heads on the command line"),
+        ('{"rate": 1.0, "kind": "c"}', "kind='c' is not a value of --kind"),
+        ('{"stabilized": "yes"}', "stabilized='yes' is not a value of --stabilized"),
+        ('{"heads": {"a": 1}}', "is not a value of --heads"),
         ('{"heads": 3', "config.json: damaged ("),
         ("[1]", "config.json: damaged (list instead of an object): delete it and give all flags"),
     ],

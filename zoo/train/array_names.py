@@ -1,4 +1,4 @@
-"""Names, dtypes and shapes of a state's arrays: what a checkpoint stores beside them, and compares."""
+"""Names, dtypes and shapes of a state's arrays, which a checkpoint stores next to the arrays and `restore` compares."""
 
 from collections.abc import Mapping
 from pathlib import PurePath

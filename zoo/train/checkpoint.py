@@ -5,8 +5,8 @@
     step, (model, opt_state), data, config = checkpoints.restore((model, opt_state))
 
 Only this module uses Orbax. Its `CheckpointManager` writes a checkpoint in the background, gives it its name once it is
-complete, and then deletes superfluous ones. Which checkpoints are whole is decided in `checkpoint_folder`: Orbax keeps
-no digests, and its own errors at a damaged file name no way out.
+complete, and then deletes superfluous ones. `checkpoint_folder` decides which checkpoints are whole: Orbax keeps no
+digests, and its errors at a damaged file do not say what to do.
 """
 
 import concurrent.futures
@@ -40,7 +40,8 @@ _MIN_SLICE_BYTES = 4 * 2**20
 
 
 class UnwrittenCheckpointError(OSError):
-    """A checkpoint could not be written, for want of room or another fault of the disk. Earlier ones are intact."""
+    """Raised if a checkpoint cannot be written, because the disk has no room or another fault. Earlier ones are
+    intact."""
 
 
 class RestoredCheckpoint(NamedTuple):
@@ -55,10 +56,10 @@ class RestoredCheckpoint(NamedTuple):
 class Checkpoints:
     """Manager of a run's checkpoints, one folder per step below `directory`, a path or a URL, `gs://bucket/run`.
 
-    Keeps the newest `keep_last` and the `keep_best` with the lowest metric, those of earlier processes included. Only
-    arrays, of JAX and NumPy, are saved; static fields come from the tree passed to `restore`. Layers are saved in one
-    round, whatever the `rounds` of the mesh, and restored in those of that tree. With several processes, every process
-    makes every call, and the first one decides which checkpoints are whole.
+    Keeps the newest `keep_last` and the `keep_best` with the lowest metric, including checkpoints of earlier processes.
+    Only arrays, of JAX and NumPy, are saved; static fields come from the tree passed to `restore`. Layers are saved in
+    one round, whatever the `rounds` of the mesh, and restored in the rounds of that tree. With several processes, every
+    process makes every call, and the first one decides which checkpoints are whole.
 
     `frozen` is a tree that training reads but does not change, such as the base model of an adapter. Checkpoints hold
     only a fingerprint of it (`zoo.train.fingerprint`), which `restore` compares.
@@ -90,7 +91,7 @@ class Checkpoints:
         - `data`: the state of the data iterator, JSON; `config`: stored with it.
         - `metric`: lower is better.
 
-        Deletes an earlier checkpoint of this step first, and once this one is on disk those of later steps.
+        Deletes an earlier checkpoint of this step first, and once this one is on disk the checkpoints of later steps.
         **Raises** `UnwrittenCheckpointError`, before anything is deleted, if the disk has no room for the arrays, and
         `ValueError` for arrays that cannot be saved: donated ones, and NumPy's of strings, dates or objects.
         """
@@ -136,7 +137,7 @@ class Checkpoints:
             _orbax_log.removeFilter(_has_no_traceback)
 
     def restorable_steps(self) -> list[int]:
-        """List the steps whose files have their names and sizes, oldest first; `latest_step` verifies digests, too.
+        """List the steps whose files have the right names and sizes, oldest first; `latest_step` verifies digests, too.
 
         Warns once about each damaged one, with the reason.
         """
@@ -144,7 +145,7 @@ class Checkpoints:
         return run_on_first(self.folder.list_whole_steps)
 
     def latest_step(self) -> int | None:
-        """Return the newest step all of whose files have their digests, or None if there is no checkpoint at all.
+        """Return the newest step whose files all match their digests, or None if there is no checkpoint at all.
 
         Warns about the damaged ones that it passes over. **Raises** `FileNotFoundError` if all are damaged.
         """
@@ -152,9 +153,9 @@ class Checkpoints:
         return run_on_first(self.folder.find_newest)
 
     def verify(self, step: int) -> int:
-        """Return `step` if all files of its checkpoint have their digests.
+        """Return `step` if all files of its checkpoint match their digests.
 
-        **Raises** `FileNotFoundError`, with the steps that there are, if it is absent or damaged.
+        **Raises** `FileNotFoundError`, with the available steps, if it is absent or damaged.
         """
         self.wait()
         return run_on_first(lambda: self.folder.require_whole(step))
@@ -215,7 +216,7 @@ class Checkpoints:
         return ocp.CheckpointManager(self.directory, options=options, item_handlers=handlers)
 
     def _finish_files(self) -> None:
-        """Add to a complete checkpoint, before Orbax makes it count. Called in the first process only."""
+        """Add the manifest to a complete checkpoint, before Orbax makes it count. Called in the first process only."""
         self.folder.finish(self._saving.step, self._saving.metric)
 
     def _finish_save(self, manager: Any) -> None:
@@ -259,7 +260,7 @@ class Checkpoints:
             try:
                 return read(found)
             except _UnreadableError as error:
-                # With the right digests it is not damaged: the next one would fail in the same way.
+                # Its digests match, so it is not damaged: the next one would fail in the same way.
                 if self.folder.has_digests(found):
                     raise error.__cause__ or error from None
                 self.folder.mark_unreadable(found, str(error))
@@ -304,7 +305,7 @@ class Checkpoints:
             # The handler itself reads this folder only: not Orbax's notes next to it, which the manifest does not list.
             arrays = ocp.PyTreeCheckpointHandler().restore(epath.Path(path / "state"), args=read)
             if describe_arrays(arrays) != describe_arrays(targets):  # keys without their metadata are integers
-                raise ValueError("their dtypes or shapes are not those that were saved")
+                raise ValueError("their dtypes or shapes differ from what was saved")
             return arrays
         except (jax.errors.JaxRuntimeError, MemoryError):
             raise
@@ -323,7 +324,7 @@ class _Save(NamedTuple):
 class _LastAndBest(NamedTuple):
     """Orbax's `PreservationPolicy`: keep the last and the best checkpoints up to the one that is being saved.
 
-    The best are those with the lowest metric; of equal ones, the later.
+    The best have the lowest metric; of equal ones, the later.
     """
 
     folder: CheckpointFolder
@@ -366,7 +367,7 @@ class _StepNames(NamedTuple):
 
 
 def _make_state_handler(ocp: Any) -> Any:
-    """Return a handler that lets the copies of a replicated array write a slice each only if the slices are large.
+    """Return a handler that splits the writing of a replicated array among its copies only if the slices are large.
 
     Each slice of each shape is a program to compile: with Orbax's default, which has no least size, the first save of
     30 small arrays on 8 CPU devices takes 17 s, and with this one 0.2 s.
@@ -406,12 +407,12 @@ def _to_shape(x: Any) -> Any:
 
 
 def _has_no_traceback(record: logging.LogRecord) -> bool:
-    """Drop what Orbax's threads log when a save fails, hundreds of lines, since `wait` raises the error."""
+    """Drop the hundreds of lines that Orbax's threads log when a save fails, since `wait` raises the error."""
     return not record.exc_info
 
 
 class _UnreadableError(Exception):
-    """A checkpoint whose files have their sizes cannot be read."""
+    """Raised if a checkpoint whose files have the right sizes cannot be read."""
 
 
 def diff_configs(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:

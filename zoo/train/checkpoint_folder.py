@@ -21,7 +21,7 @@ from .progress import format_si
 _log = logging.getLogger("zoo")
 
 TRASH = "deleted"
-"""Folder to which checkpoints are moved before they are deleted: half of one would be taken for a damaged one."""
+"""Folder to which checkpoints are moved before they are deleted: a half-deleted one would look damaged."""
 _UNFINISHED_SUFFIX = ".orbax-checkpoint-tmp"
 _COMMIT_FILE = "commit_success.txt"  # Orbax's
 _METRIC_FILE = "metric.json"  # in a store, which has no manifest
@@ -46,12 +46,12 @@ class CheckpointFolder:
         return sorted(int(folder.name) for folder in self._list_folders() if self._is_finished(folder))
 
     def list_whole_steps(self) -> list[int]:
-        """List the steps whose files have their names and sizes, oldest first."""
+        """List the steps whose files have the right names and sizes, oldest first."""
         self._warn_of_unfinished()
         return [step for step in self.list_steps() if not self._find_damage(step)]
 
     def find_newest(self) -> int | None:
-        """Return the newest step all of whose files have their digests; None if there is no checkpoint at all.
+        """Return the newest step whose files all match their digests; None if there is no checkpoint at all.
 
         **Raises** `FileNotFoundError` if all are damaged.
         """
@@ -70,9 +70,9 @@ class CheckpointFolder:
         return None
 
     def require_whole(self, step: int) -> int:
-        """Return `step` if all files of its checkpoint have their digests.
+        """Return `step` if all files of its checkpoint match their digests.
 
-        **Raises** `FileNotFoundError`, with the steps that there are, if it is absent or damaged.
+        **Raises** `FileNotFoundError`, with the available steps, if it is absent or damaged.
         """
         steps = self.list_steps()
         damage = self._find_damage(step, by_digest=True) if step in steps else None
@@ -111,7 +111,7 @@ class CheckpointFolder:
         return not self.in_store and bool(read_manifest(self.path / str(step)).digests)
 
     def make_room(self, step: int, size: int) -> str | None:
-        """Delete the checkpoint that a save of `step` replaces, and what earlier saves left unfinished.
+        """Delete the checkpoint that a save of `step` replaces, and the unfinished files of earlier saves.
 
         Returns the reason if the disk has no room for `size` bytes; the checkpoint is not deleted then.
         """
@@ -138,7 +138,7 @@ class CheckpointFolder:
         return f"its arrays take {format_si(size)}B, and {format_si(free)}B are free; {newest}"
 
     def delete_unfinished(self) -> None:
-        """Delete what interrupted saves and deletions left."""
+        """Delete the remains of interrupted saves and deletions."""
         self.empty_trash()
         for folder in self._list_unfinished():
             self._delete(folder)
@@ -187,7 +187,7 @@ class CheckpointFolder:
             self._verified.add(step)
             if not self.has_digests(step):
                 self._warn_once(
-                    f"{self.location}/{step}: of an earlier version, without digests; verified by size alone"
+                    f"{self.location}/{step}: of an earlier version, without digests; only sizes were verified"
                 )
         return damage
 
@@ -215,7 +215,7 @@ class CheckpointFolder:
 
 
 def parse_url(url: str) -> Any:
-    """Return the path, of `etils.epath`, to which a URL of `gs://` or `file://` leads.
+    """Return the `etils.epath` path of a `gs://` or `file://` URL.
 
     **Raises** `ValueError` for another scheme, and `ImportError` without the package that reads the store.
     """

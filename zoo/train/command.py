@@ -37,9 +37,9 @@ def run_cli(
     takes the flags of its `config.json`, unless they are given. Connects the processes of a cluster, if there is one
     (`zoo.parallel.initialize`). Compiled programs are kept for the next start, except with `--no-compile-cache`. Bad
     input ends the program with one line on standard error and status 2: every error that this library, or the recipe
-    itself, raises on purpose. Other errors keep their traceback. Ctrl-C outside of a run's loop ends it with one line
-    and status 130. One of several processes that fails ends without waiting for the others. A run that SIGTERM stopped
-    ends with status 143, so that a scheduler starts it again.
+    itself, raises on purpose. Other errors keep their traceback. Ctrl-C outside of a run's loop ends the program with
+    one line and status 130. If one of several processes fails, it ends without waiting for the others. A run that
+    SIGTERM stopped ends with status 143, so that a scheduler starts it again.
     """
     presets = presets or {}
     words = list(sys.argv[1:] if arguments is None else arguments)
@@ -88,7 +88,7 @@ def run_cli(
 
 
 def _end_after(error: BaseException, main: Callable[..., Any], program: str) -> NoReturn:
-    """Print what ended the program, and end it. Re-raises an error of one process that was not raised on purpose."""
+    """Print the error that ended the program, and end it. Re-raises an error of one process not raised on purpose."""
     is_alone = count_processes() == 1
     text = describe_backend_error(error) or (str(error) if _is_user_error(error, main) else None)
     if isinstance(error, BrokenPipeError) and is_output_closed():
@@ -138,7 +138,7 @@ def _replace_defaults(main: Callable[..., Any], defaults: Mapping[str, Any]) -> 
 def _parse_flags(
     main: Callable[..., Any], signature: inspect.Signature, program: str, description: str, words: Sequence[str]
 ) -> dict[str, Any]:
-    """Return the arguments of `main` that the words ask for, without calling it."""
+    """Return the arguments of `main` that the words specify, without calling it."""
     import tyro
 
     @functools.wraps(main)
@@ -154,7 +154,7 @@ def _parse_flags(
 
 
 def _make_resume_spec(type_info: Any) -> Any:
-    """Return tyro's specification of `bool | int`: the flag alone is True, the flag with a number that number."""
+    """Return tyro's specification of `bool | int`: the flag by itself is True, the flag with a number that number."""
     import tyro
 
     if type_info.type != bool | int:

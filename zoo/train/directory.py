@@ -30,8 +30,8 @@ _LOG_SUFFIXES = (".log", ".out", ".err")  # a scheduler's, which opens them befo
 class DirectoryLock:
     """Lock of a run's directory, which one `Run` at a time may hold, until it ends or its process dies.
 
-    A lock by `flock` on the file `run.lock`, which says who holds it. The kernel releases it with the process: a file
-    left by a dead one locks nothing. Where there is no `flock`, warns, and locks nothing.
+    The lock is `flock` on the file `run.lock`, which names its holder. The kernel releases it with the process: a file
+    left by a dead process locks nothing. On systems without `flock`, warns and locks nothing.
     """
 
     def __init__(self, directory: Path):
@@ -100,8 +100,8 @@ def claim_directory(lock: DirectoryLock, *, resume: bool | int = False, checkpoi
 
     - `checkpoints`: their folder or URL, by default `checkpoints` in the directory.
 
-    **Raises** `OSError` if that is impossible; `FileExistsError` if there are other things in it, or, unless `resume`,
-    checkpoints; `FileNotFoundError` if there are checkpoints, and none of the step that `resume` names;
+    **Raises** `OSError` if that is impossible; `FileExistsError` if the directory holds other things, or, unless
+    `resume`, checkpoints; `FileNotFoundError` if it holds checkpoints, but not of the step that `resume` names;
     `BlockingIOError` if another run is in it; `ValueError` for a run to resume whose checkpoints are at a URL that is
     not given.
     """
@@ -133,8 +133,8 @@ def claim_directory(lock: DirectoryLock, *, resume: bool | int = False, checkpoi
 def check_directory(directory: Path, *, resume: bool | int = False, checkpoints: Path | str | None = None) -> None:
     """Raise the errors of `claim_directory`, and leave nothing behind.
 
-    Makes no directory, so that several processes may check a new one at the same time: what is written into is the
-    nearest one that exists.
+    Makes no directory, so that several processes may check a new one at the same time: the write is tried in the
+    nearest existing directory above it.
     """
     if os.path.isdir(directory):
         lock = DirectoryLock(directory)
@@ -151,7 +151,7 @@ def _require_url(directory: Path) -> None:
     try:
         config = read_json(directory / "config.json")
     except (OSError, ValueError):
-        return  # none, or damaged, which is said where its flags are read
+        return  # none, or damaged, which is reported where its flags are read
     url = config.get("checkpoint_url") if isinstance(config, Mapping) else None
     if url is not None:
         raise ValueError(f"{directory} keeps its checkpoints at a URL: resume it with --checkpoint-url {url}")
@@ -174,7 +174,7 @@ def _check_writable(directory: Path) -> None:
 
 
 def _is_ignored(path: Path) -> bool:
-    # A configuration by itself may be that of a run, but an exported model has one, too.
+    # A config.json by itself may belong to a run, but an exported model has one, too.
     return path.suffix in _LOG_SUFFIXES or path.name.startswith(".") or path.name in ("config.json", _LOCK_FILE)
 
 

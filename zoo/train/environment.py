@@ -65,8 +65,8 @@ DETERMINISTIC_FLAG = "xla_gpu_deterministic_ops"
 
 
 def require_deterministic_kernels() -> None:
-    """Let XLA take deterministic kernels alone on GPUs, without autotuning, which measures: equal programs then give
-    the same bits in every run. Adds a flag to `XLA_FLAGS`; call it before the first computation.
+    """Let XLA take only deterministic kernels on GPUs, without autotuning, which depends on measured times: equal
+    programs then give the same bits in every run. Adds a flag to `XLA_FLAGS`; call it before the first computation.
 
     **Raises** `RuntimeError` if JAX has run a computation already, since it reads the flags once, and `ValueError` if
     `XLA_FLAGS` say the opposite.

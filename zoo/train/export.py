@@ -15,7 +15,7 @@ def export(model: Decoder, corpus: Corpus, directory: Path, *, seq_len: int) -> 
     """Write `model` as a Hugging Face directory, as `zoo.save` does, with the tokens of `corpus` in `tokenizer.json`.
 
     The configuration of a model made from scratch says that texts begin and end with the separator, and that it was
-    trained on `seq` tokens; that of a model that was read stays what it was, unless `seq` is more than it knew.
+    trained on `seq` tokens. The configuration of a loaded model stays as it was, unless `seq` is more than it had.
     """
     separator = corpus.tokenizer.separator
     more = {"bos_token_id": separator, "eos_token_id": separator, "max_position_embeddings": seq_len}
@@ -33,7 +33,7 @@ def export(model: Decoder, corpus: Corpus, directory: Path, *, seq_len: int) -> 
 
 
 def export_result(model: Decoder, corpus: Corpus, directory: Path, *, seq_len: int, weights: str | None) -> None:
-    """Export the model of a finished run, and print where to; for a model that no family holds, where its weights are.
+    """Export the model of a finished run and print its path; if no family holds the model, print where its weights are.
 
     - `weights`: path or URL of the run's newest checkpoint, None without one.
 

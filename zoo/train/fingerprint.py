@@ -48,14 +48,14 @@ def fingerprint_arrays(tree: PyTree) -> dict[str, str]:
 
 
 def _merge_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape of layers in rounds as they are stored."""
+    """Return the stored shape of layers in rounds."""
     return shape[0] * shape[1], *shape[2:]
 
 
 def require_same_fingerprints(
     saved: Mapping[str, str], current: Mapping[str, str], origin: object, max_lines: int = 8
 ) -> None:
-    """**Raises** `ValueError`, with the first names that differ, unless the frozen parameters are those of the save."""
+    """**Raises** `ValueError`, with the first names that differ, unless the frozen parameters are the same as saved."""
     names = [*current, *(name for name in saved if name not in current)]
     lines = [
         f"  {name}: {_describe_difference(saved.get(name), current.get(name))}"
@@ -76,7 +76,7 @@ def require_same_fingerprints(
 
 
 def _describe_difference(saved: str | None, current: str | None) -> str:
-    """Say whether two hashes differ in dtype and shape, or in values."""
+    """Return in words whether two hashes differ in dtype and shape, or in values."""
     kinds = ["absent" if entry is None else entry.partition("]")[0] + "]" for entry in (saved, current)]
     if kinds[0] == kinds[1]:
         return "the numbers differ"
@@ -85,7 +85,7 @@ def _describe_difference(saved: str | None, current: str | None) -> str:
 
 @partial(jax.jit, static_argnums=1)
 def hash_array(x: Shaped[Array, "..."], in_rounds: bool = False) -> list[UInt32[Array, ""]]:
-    """Hash an array; one of dims `rounds layers ...` as that of dims `layers ...`."""
+    """Hash an array. An array of dims `rounds layers ...` has the same hash as with dims `layers ...`."""
     return [_hash_words(_bitcast_to_words(x), start, in_rounds) for start in _HASH_SEEDS]
 
 

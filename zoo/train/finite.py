@@ -13,7 +13,7 @@ from .array_names import flatten_with_names
 
 
 def find_nonfinite_metrics(records: Iterable[Mapping[str, Any]], *, max_skipped: int = 0) -> str | None:
-    """Name the step and the metrics of the first record with one that is NaN or infinite; None without one.
+    """Return the step and the metrics of the first record with a NaN or infinity, in words; None without one.
 
     An array counts if no entry is finite: in a sweep, other runs go on when one diverges. A record of a skipped step
     (`zoo.train.count_skips`) may hold any, until more than `max_skipped` in a row were skipped.
@@ -32,8 +32,8 @@ def find_nonfinite_metrics(records: Iterable[Mapping[str, Any]], *, max_skipped:
 def find_nan_arrays(state: PyTree, *, step: int) -> str | None:
     """Name the arrays of `state` after `step` that hold NaN, found by a reduction on the devices; None without one.
 
-    If all arrays have the same leading dim they are the stacked runs of a sweep, in which NaN counts once every run has
-    one.
+    If all arrays have the same leading dim, they are the stacked runs of a sweep: NaN is reported only once every run
+    has one.
     """
     arrays = {name: x for name, x in flatten_with_names(state).items() if eqx.is_array(x)}
     stacked = len({x.shape[:1] for x in arrays.values()}) == 1 and all(x.ndim for x in arrays.values())
@@ -50,7 +50,7 @@ def find_nan_arrays(state: PyTree, *, step: int) -> str | None:
 
 
 def describe_retry(steps: Sequence[int]) -> str:
-    """Say how to go on after a run became NaN, from the checkpoints of `steps`."""
+    """Suggest how to go on after a run became NaN, from the checkpoints of `steps`."""
     if not steps:
         return "the run stopped and saved nothing: start again with another learning rate"
     if steps[1:]:

@@ -8,7 +8,7 @@ from zoo.models.parameter_paths import list_parameter_paths
 
 
 def measure_updates(params: PyTree, updates: PyTree) -> dict[str, Float[Array, ""]]:
-    """Return the ratio of the norm of the updates to that of the parameters, for each group of them, as metrics to log:
+    """Return the ratio of the norms of updates and parameters, for each group of parameters, as metrics to log:
     `update_ratio_attention`, `update_ratio_gated_mlp`, `update_ratio_embedding`, and so on.
 
         updates, opt_state = optimizer.update(grads, opt_state, zoo.trainable(model))

@@ -27,16 +27,17 @@ def dynamic_loss_scale(
         loss, grads = zoo.value_and_grad(loss_fn, mesh)(model, batch, loss_scale=scale)
         updates, opt_state = optimizer.update(grads, opt_state, zoo.trainable(model))
 
-    float16 has no values below 6e-8 and none above 65,504. The backward pass of the loss times a scale keeps small
-    gradients above the first; `value_and_grad` divides by it in float32. A gradient that is not finite has overflown:
-    the step is skipped as by `skip_nonfinite`, and the scale halved. After `growth_interval` steps without, it doubles.
-    Scales are powers of two, which round nothing, between `minimum` and `maximum`.
+    float16 has no values below 6e-8 and none above 65,504. Multiplying the loss by a scale keeps small gradients of the
+    backward pass above the first bound; `value_and_grad` divides by the scale in float32. If a gradient is not finite,
+    it has overflowed: the step is skipped as by `skip_nonfinite`, and the scale is halved. After `growth_interval`
+    steps without an overflow, the scale doubles. Scales are powers of two, which round nothing, between `minimum` and
+    `maximum`.
 
-    The losses of this library are sums over tokens, and the mean is taken in float32. So a gradient is larger in the
-    backward pass than that of a mean by the number of tokens on a device, and the scale settles so many times lower; it
-    may be below 1.
+    The losses of this library are sums over tokens, and the mean is taken in float32. So a gradient in the backward
+    pass is larger than the gradient of a mean by a factor of the number of tokens on a device, and the scale settles
+    lower by the same factor; it may be below 1.
 
-    **Raises** `ValueError` for bounds that are no powers of two or do not hold `initial`, and an interval below 1.
+    **Raises** `ValueError` for bounds that are not powers of two or do not hold `initial`, and an interval below 1.
     """
     bounds = {"minimum": minimum, "initial": initial, "maximum": maximum}
     if any(not x > 0 or math.frexp(x)[0] != 0.5 for x in bounds.values()):
@@ -63,6 +64,6 @@ def dynamic_loss_scale(
 
 
 def loss_scale(opt_state: PyTree) -> Float[Array, ""] | None:
-    """Return the loss scale in the state of an optimizer, for `value_and_grad(...)(..., loss_scale=)`; None if it has
-    none."""
+    """Return the loss scale in the state of an optimizer, for `value_and_grad(...)(..., loss_scale=)`; None if the
+    state does not have one."""
     return next((state.scale for state in find_states(opt_state, LossScaleState)), None)

@@ -2,7 +2,7 @@
 
     {"files": {"state/d/1f2e": {"bytes": 13000, "sha256": "9c56..."}, ...}, "metric": 2.31, "sha256": "47a0..."}
 
-The last entry is the digest of the others, so the list checks itself. Earlier versions wrote `{name: bytes}` alone.
+The last entry is the digest of the others, so the list checks itself. Earlier versions wrote only `{name: bytes}`.
 """
 
 import concurrent.futures
@@ -59,7 +59,7 @@ def read_manifest(folder: Path) -> Manifest:
 def find_damage(folder: Path, *, by_digest: bool = True) -> str | None:
     """Compare the files of a checkpoint with its manifest; return the first difference in words, or None.
 
-    Without `by_digest`, by name and size alone, which reads no file.
+    Without `by_digest`, compares only names and sizes, and reads no file.
     """
     try:
         manifest = read_manifest(folder)

@@ -32,9 +32,9 @@ Record = dict[str, Any]
 class Metrics:
     """Append `{"step": 10, "loss": 2.5, ...}` to `path` and forward it to the `trackers`.
 
-    Values stay on the device until the step after a multiple of `fetch_every`, then are fetched in one transfer, except
-    those of this newest step, which the device may still be computing: logging does not block. NaN and infinity are
-    written as the strings "nan", "inf" and "-inf". With several processes, only the first one writes.
+    Values stay on the device until the step after a multiple of `fetch_every`. They are then fetched in one transfer,
+    except the values of this newest step, which the device may still be computing: logging does not block. NaN and
+    infinity are written as the strings "nan", "inf" and "-inf". With several processes, only the first one writes.
     """
 
     def __init__(self, path: Path, *, fetch_every: int = 10, trackers: Sequence[Tracker] = ()):
@@ -55,7 +55,8 @@ class Metrics:
         return self._fetch(keep=0)
 
     def close(self) -> None:
-        """Flush and close the trackers. **Raises** `OSError` if the disk had no room for some records to the end."""
+        """Flush and close the trackers. **Raises** `OSError` if some records could not be written because the disk is
+        full."""
         self.flush()
         if jax.process_index() == 0:
             for tracker in self._trackers:
@@ -87,7 +88,8 @@ class Metrics:
 
 
 class RecordFile:
-    """Append records to a file of JSON lines. Those for which the disk has no room wait in memory for the next call."""
+    """Append records to a file of JSON lines. If the disk has no room for some, they wait in memory for the next
+    call."""
 
     def __init__(self, path: Path):
         self.path = Path(path)
@@ -133,10 +135,10 @@ def append_records(path: Path, records: Iterable[Record]) -> None:
 
 
 def read_metrics(path: Path) -> list[Record]:
-    """Read the metrics of a run: one record per step, in order, those of the same step merged.
+    """Read the metrics of a run: one record per step, in order, with records of the same step merged.
 
-    Drops an incomplete last line, left by a killed process. The file need not exist. **Raises** `ValueError`, with its
-    number, for a line that is damaged.
+    Drops an incomplete last line, left by a killed process. The file need not exist. **Raises** `ValueError`, with the
+    line's number, for a damaged line.
     """
     records: dict[int, Record] = {}
     for number, record in _parse_lines(path):
@@ -149,7 +151,7 @@ def read_metrics(path: Path) -> list[Record]:
 def truncate_after(path: Path, step: int) -> None:
     """Drop the records of `path` after `step`, which a resumed run writes again.
 
-    Damaged lines are dropped with a warning; the file as it was is kept beside, as `metrics.jsonl.damaged`.
+    Damaged lines are dropped with a warning; the original file is kept next to it, as `metrics.jsonl.damaged`.
     """
     if not path.exists():
         return
@@ -165,7 +167,7 @@ def truncate_after(path: Path, step: int) -> None:
 
 
 def _parse_lines(path: Path) -> Iterator[tuple[int, Record | str]]:
-    """Yield number and record of each complete line, or the reason why it is none."""
+    """Yield number and record of each complete line, or the reason why the line is not a record."""
     if not path.exists():
         return
     with path.open("rb") as file:

@@ -20,14 +20,14 @@ _Model = TypeVar("_Model")
 
 @dataclass(frozen=True)
 class MeshOptions:
-    """Sharding, memory and precision of a training step: flags that change its result by rounding alone."""
+    """Sharding, memory and precision of a training step: these flags change its result only by rounding."""
 
     fsdp: int = 1
     """Devices over which each copy of the parameters is sharded."""
     tensor: int = 1
     """Devices over which heads, MLPs and the vocabulary are sharded. All devices that remain shard the batch."""
     zero_stage: Literal[1, 2, 3] = 3
-    """With fsdp, 3 shards parameters, gradients and optimizer state; 2 the latter two; 1 the optimizer state alone."""
+    """With fsdp, 3 shards parameters, gradients and optimizer state; 2 the latter two; 1 only the optimizer state."""
     sequence_parallel: bool = False
     """With tensor, shard hidden states between sublayers along their tokens, to save memory."""
     context: int = 1
@@ -39,10 +39,11 @@ class MeshOptions:
     pipe: int = 1
     """Stages of a pipeline: devices over which layers are sharded, and through which micro-batches pass."""
     schedule: Literal["gpipe", "1f1b"] = "gpipe"
-    """With pipe, gpipe runs all micro-batches forwards and then backwards, for any loss; 1f1b each backwards as soon as
-    it can, so that memory does not grow with their number."""
+    """With pipe, gpipe runs all micro-batches forward and then backward, for any loss; 1f1b runs each backward as soon
+    as it can, so that memory does not grow with the number of micro-batches."""
     rounds: int = 1
-    """With pipe, parts of the layers on each device: more rounds, interleaved, leave them less idle and send more."""
+    """With pipe, parts of the layers on each device: more rounds, interleaved, leave devices less idle and send
+    more."""
     microbatches: int = 1
     """Sequential micro-batches over which gradients are accumulated, to save memory; with pipe several per stage."""
     remat: RematPolicy = "elementwise"
@@ -58,15 +59,15 @@ class MeshOptions:
     """Implementation of the matrix products of mixtures of experts."""
 
     def apply(self, model: _Model) -> _Model:
-        """Return `model` with `remat` and these implementations. **Raises** `ValueError` for an implementation of what
-        no layer of the model computes."""
+        """Return `model` with `remat` and these implementations. **Raises** `ValueError` for an implementation of an
+        operation that no layer of the model computes."""
         names = {name: getattr(self, name) for name in ("attention", "recurrence", "grouped_matmul")}
         named = {name: value for name, value in names.items() if value != "auto"}
         return set_implementations(rematerialize(model, self.remat), **named)
 
     def wrap_optimizer(self, optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
-        """Return `optimizer`, for float16 with a dynamic loss scale, which `train.loss_scale(opt_state)` reads for the
-        gradient and `train.count_skips(opt_state)` for the log."""
+        """Return `optimizer`, for float16 with a dynamic loss scale: `train.loss_scale(opt_state)` reads the scale for
+        the gradient, and `train.count_skips(opt_state)` the counts for the log."""
         return dynamic_loss_scale(optimizer) if self.dtype == "float16" else optimizer
 
     @property
@@ -133,8 +134,8 @@ _LEFT_OUT = ("resume", "profile", "no_compile_cache", "deterministic", "checkpoi
 def flatten_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return `config` with the fields of option groups in place of the groups, by the names of their flags.
 
-    `resume`, `profile`, `no_compile_cache`, `deterministic` and `checkpoint_url` are left out: they are no properties
-    of a run, and both halves of a resumed one agree.
+    `resume`, `profile`, `no_compile_cache`, `deterministic` and `checkpoint_url` are omitted, so a resumed run has the
+    same config.
     """
     flat: dict[str, Any] = {}
     for name, value in config.items():

@@ -1,4 +1,4 @@
-"""Decisions that several processes share: the first process makes them, for one filesystem serves all."""
+"""Decisions that several processes share. The first process makes them, since one filesystem serves all."""
 
 import builtins
 import json
@@ -10,10 +10,10 @@ import numpy as np
 
 
 def run_on_first(function: Callable[[], Any]) -> Any:
-    """Call `function` in the first process alone; return its result, which is JSON, in every process.
+    """Call `function` only in the first process; return its result, which is JSON, in every process.
 
-    A collective: all processes call it. **Raises** in every process what `function` raises in the first; in the others,
-    an exception of a class that is not Python's own becomes one of its nearest base class that is.
+    A collective: all processes call it. An exception of `function` in the first process is raised in every process. In
+    the others, an exception class that is not Python's own becomes its nearest base class that is.
     """
     if jax.process_count() == 1:
         return function()
@@ -21,7 +21,7 @@ def run_on_first(function: Callable[[], Any]) -> Any:
     if jax.process_index() == 0:
         try:
             text = json.dumps(function())
-        except BaseException as error:  # the others wait for this process's word, whatever happened to it
+        except BaseException as error:  # whatever happens, the others wait for the result of this process
             bases = [kind.__name__ for kind in type(error).__mro__ if kind.__module__ == "builtins"]
             failure = [bases, str(error)]
             raised = error
@@ -34,7 +34,7 @@ def run_on_first(function: Callable[[], Any]) -> Any:
 
 
 def _make_exception(kinds: list[str], text: str) -> BaseException:
-    """Return an exception of the first class that takes one text: not every one does, as `UnicodeDecodeError`."""
+    """Return an exception of the first class that takes one text: not every class does, e.g. `UnicodeDecodeError`."""
     for kind in kinds:
         try:
             return getattr(builtins, kind)(text)

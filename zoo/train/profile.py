@@ -21,7 +21,7 @@ class Profile:
                     ...
             profile.close()
 
-    A shorter run has a shorter trace. `print_line` receives the path of the trace, or why there is none.
+    A shorter run has a shorter trace. `print_line` receives the path of the trace, or the reason why there is none.
     """
 
     def __init__(self, directory: Path, print_line: Callable[[str], None]):

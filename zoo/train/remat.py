@@ -49,12 +49,12 @@ def fit_remat(
         model = train.fit_remat(model, loss_fn, batch, mesh, budget=20e9)
 
     - `batch`: arrays, or shapes, of one micro-batch: the rows that are between forward and backward pass at a time.
-    - `budget`: bytes for what the forward pass keeps for the backward pass (`count_residual_bytes`). Parameters,
-      gradients, optimizer state and the temporaries of one layer come on top.
-    - `policies`: from the least recomputation to the most, those by name unless given.
+    - `budget`: bytes for the residuals that the forward pass keeps for the backward pass (`count_residual_bytes`).
+      Parameters, gradients, optimizer state and the temporaries of one layer come on top.
+    - `policies`: from the least recomputation to the most. Default: the policies that have a name.
 
-    The model and the batch may be of `jax.ShapeDtypeStruct`s. Nothing is compiled: each policy is traced. The bytes of
-    those tried are logged. **Raises** `ValueError` if none fits, with the bytes of each.
+    The model and the batch may consist of `jax.ShapeDtypeStruct`s. Nothing is compiled: each policy is traced, and its
+    bytes are logged. **Raises** `ValueError` if no policy fits, with the bytes of each.
     """
     sizes: dict[str, int] = {}
     for remat in policies:
@@ -76,7 +76,7 @@ def count_residual_bytes(model: Any, loss_fn: Callable, batch: PyTree, mesh: Mes
     """Count the bytes per device that the forward pass of `loss_fn(model, batch)` keeps for the backward pass, without
     parameters and the batch. It traces the gradient, and computes nothing.
 
-    XLA may keep less, where it computes a cheap residual again, or where several are one.
+    XLA may keep less, where it recomputes a cheap residual, or where several residuals are one array.
     """
     sizes: list[int] = []
 

@@ -1,4 +1,4 @@
-"""The results of a finished run: what it says on the terminal, and `results.json`."""
+"""The results of a finished run: its last lines on the terminal, and `results.json`."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path

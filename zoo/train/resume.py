@@ -1,4 +1,4 @@
-"""Flags of a resumed run: those of its folder's `config.json`, unless the command line gives them."""
+"""Flags of a resumed run: taken from its folder's `config.json`, unless the command line gives them."""
 
 import contextlib
 import io
@@ -17,20 +17,21 @@ from zoo.parallel.mesh import AXES, format_device_count
 from .metrics import read_metrics
 from .options import MeshOptions, flatten_config
 
-_NOT_TAKEN = ("out", "checkpoint_url", "resume", "profile")  # a folder may have moved; the others are of no run
+_NOT_TAKEN = ("out", "checkpoint_url", "resume", "profile")  # a folder may have moved; the others describe a start
 
 Parse = Callable[[Sequence[str]], dict[str, Any]]
-"""Parser of a recipe's command line: the words to the arguments of `main`. It exits for words that are no flags."""
+"""Parser of a recipe's command line, from the words to the arguments of `main`. It exits for words that are not
+flags."""
 
 
 def parse_resumed(parse: Parse, words: Sequence[str], out: Path, defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Parse `words` with the flags of the run in `out` as defaults, and print those that are taken from there.
+    """Parse `words` with the flags of the run in `out` as defaults, and print the flags that are taken from there.
 
-    - `defaults`: of all flags, by name. Entries of the configuration that are no flags are left to `Run.restore`,
+    - `defaults`: of all flags, by name. Entries of the configuration that are not flags are left to `Run.restore`,
       which compares configurations.
 
-    Without a configuration in `out`, parses `words` alone. **Raises** `ValueError` for a configuration that is damaged,
-    and for a value that its flag does not accept.
+    Without a configuration in `out`, parses only `words`. **Raises** `ValueError` for a damaged configuration, and for
+    a value that its flag does not accept.
     """
     path = find_config(out)
     if path is None:
@@ -41,7 +42,7 @@ def parse_resumed(parse: Parse, words: Sequence[str], out: Path, defaults: Mappi
     if flags is None:
         name = next((name for name in saved if _try_parse(parse, [*saved[name], *words]) is None), next(iter(saved)))
         flag = _flag_name(name)
-        raise ValueError(f"{path}: {name}={config[name]!r} is no value of {flag}: give {flag} on the command line")
+        raise ValueError(f"{path}: {name}={config[name]!r} is not a value of {flag}: give {flag} on the command line")
     given = flatten_config(parse(words))
     resumed = flatten_config(flags)
     if taken := [flag for name, flag in saved.items() if resumed[name] != given[name]]:
@@ -50,11 +51,11 @@ def parse_resumed(parse: Parse, words: Sequence[str], out: Path, defaults: Mappi
 
 
 def check_resumed_mesh(given: MeshOptions, resumed: MeshOptions, config: Path | None) -> None:
-    """Check that the mesh of the earlier start has the devices that are there.
+    """Check that the mesh of the earlier start fits the devices of this one.
 
     - `given`: with the flags of the command line; `resumed`: with the flags of the folder's `config` too.
 
-    **Raises** `ValueError` with the flags that make it one of these devices.
+    **Raises** `ValueError` with the flags that make it fit these devices.
     """
     count = jax.device_count()
     sizes = {axis: getattr(resumed, axis) for axis in AXES if axis != "data"}
@@ -70,7 +71,7 @@ def check_resumed_mesh(given: MeshOptions, resumed: MeshOptions, config: Path | 
 
 
 def read_learning_rate(path: Path) -> float | None:
-    """Return the learning rate that the metrics at `path` end with, if they have one."""
+    """Return the last learning rate in the metrics at `path`, if they have one."""
     rates = [record["learning_rate"] for record in read_metrics(path) if "learning_rate" in record]
     return float(rates[-1]) if rates else None
 
@@ -111,7 +112,7 @@ def _flag_name(name: str) -> str:
 
 
 def _try_parse(parse: Parse, words: Sequence[str]) -> dict[str, Any] | None:
-    """Parse silently; None for words that are no flags."""
+    """Parse silently; return None for words that are not flags."""
     with contextlib.redirect_stderr(io.StringIO()), contextlib.suppress(SystemExit):
         return parse(words)
     return None

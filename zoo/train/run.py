@@ -11,7 +11,7 @@
                 run.save((model, opt_state), batches)
     tools.report_run(run, "A Transformer from scratch", model, mesh, corpus)
 
-The loop is the caller's. Every object here can be used alone: `Metrics`, `Checkpoints`, `Interrupt`, `Throughput`.
+The loop is the caller's. Every object here can be used by itself: `Metrics`, `Checkpoints`, `Interrupt`, `Throughput`.
 """
 
 import contextlib
@@ -53,18 +53,19 @@ class Run:
     """One run in one directory: `config.json`, `env.json`, `metrics.jsonl`, `timing.jsonl`, `checkpoints/`.
 
     `step` counts the steps that are done, including the one in the loop's body. Metrics are fetched, and signals shared
-    between processes, every `fetch_every` steps. Checkpoints kept are the newest `keep_last`, and the `keep_best` with
-    the lowest `best_metric` among those in whose step it was logged. `frozen` is a tree that the run reads but neither
-    trains nor saves, a base model under adapters or a teacher: each checkpoint keeps a fingerprint of it, without the
+    between processes, every `fetch_every` steps. The newest `keep_last` checkpoints are kept, and the `keep_best` with
+    the lowest `best_metric` among the steps that logged it. `frozen` is a tree that the run reads but neither trains
+    nor saves, such as a base model under adapters or a teacher: each checkpoint keeps a fingerprint of it, without the
     adapters' own parameters.
 
-    - `options`: the run's flags, or its directory alone.
-    - `config`: what `config.json` holds. Option groups are flattened; `main`'s `locals()` will do.
+    - `options`: the run's flags, or only its directory.
+    - `config`: the contents of `config.json`. Option groups are flattened; `main`'s `locals()` will do.
 
     A run stops with `FloatingPointError` at the first metrics that are not finite, and saves no state that holds NaN.
-    Metrics of a step that the optimizer skipped may hold any (`zoo.train.count_skips`): it stops once more than
-    `max_skipped` steps in a row were skipped. `spikes` looks for loss spikes, which `spike` tells and `rewind` leaves.
-    If the disk has no room for a checkpoint, it warns and goes on, until the last one.
+    Metrics of a step that the optimizer skipped may hold any numbers (`zoo.train.count_skips`): the run stops only once
+    more than `max_skipped` steps in a row were skipped. `spikes` looks for loss spikes: `spike` is the step of one, and
+    `rewind` goes back to before it. If the disk has no room for a checkpoint, the run warns and goes on; for the last
+    checkpoint it raises.
 
     **Raises** `OSError`, before anything is written, if the directory cannot hold a run (`FileExistsError` if it holds
     something else, or checkpoints and `resume` is not set), if another run is in it (`BlockingIOError`), or if all
@@ -142,12 +143,12 @@ class Run:
 
     def restore(self, like: PyTree, batches: BatchIterator | None = None) -> PyTree:
         """Return the state of the newest whole checkpoint, or of the one that `resume` names, and move `batches` to its
-        position; `like` itself without one.
+        position. Without a checkpoint, return `like` itself.
 
         `like` is the initial state, already placed. Metrics of later steps are truncated: the run writes them again.
-        The digest of the text of `batches`, if they have one, goes into the configuration, as `text_digest`.
-        **Raises** `ValueError` if the checkpoint is of another model, or was trained on another one than `frozen`, or
-        on another text; the directory stays as it is.
+        The digest of the text of `batches`, if they have one, goes into the configuration, as `text_digest`. **Raises**
+        `ValueError` if the checkpoint is of another model, or was trained on other `frozen` parameters or another text;
+        the directory stays as it is.
         """
         digest = getattr(batches, "digest", None)
         if digest is not None:
@@ -183,8 +184,8 @@ class Run:
         return state
 
     def rewind(self, like: PyTree) -> PyTree:
-        """Return the state of the newest whole checkpoint before the step `spike`, and go on after that step, with rows
-        that the run has not read yet: those since are skipped (Chowdhery et al., arXiv:2204.02311, section 5.1).
+        """Return the state of the newest whole checkpoint before the step `spike`, and go on after that step. The run
+        skips the rows read since, and takes new ones (Chowdhery et al., arXiv:2204.02311, section 5.1).
 
         `like` is the present state, which is returned if there is no such checkpoint. Metrics of the steps since are
         truncated, and the next checkpoint deletes later ones. **Raises** `RuntimeError` without a spike.
@@ -314,7 +315,7 @@ class Run:
     def export(self, model: Any, corpus: Corpus, *, seq_len: int) -> None:
         """Export `model` and the corpus's tokenizer to `export/`, for contexts of `seq_len` tokens, and say so.
 
-        Of a model that no family of checkpoints holds, a line says so, and where its weights are.
+        For a model that no family of checkpoints holds, prints a line that says so, and where its weights are.
         """
         if self.stopped:
             return
@@ -329,7 +330,7 @@ class Run:
 
     @contextlib.contextmanager
     def _name_interruption(self, doing: str) -> Iterator[None]:
-        """Let Ctrl-C say what it stopped, and where the model is."""
+        """Let the message of Ctrl-C say what it interrupted, and where the model is."""
         try:
             yield
         except KeyboardInterrupt:

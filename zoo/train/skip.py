@@ -1,4 +1,4 @@
-"""Optimizers that skip steps: of gradients that are not finite, and of spikes of the loss."""
+"""Optimizers that skip steps: steps with gradients that are not finite, and steps with a spike of the loss."""
 
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -10,17 +10,17 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 
 
 class SkipState(NamedTuple):
-    """State of an optimizer that skips steps: that of the optimizer inside, and counters."""
+    """State of an optimizer that skips steps: the inner optimizer's state, and counters."""
 
     inner: Any
     skipped: Int[Array, ""]
     """Steps skipped so far."""
     in_a_row: Int[Array, ""]
-    """Steps skipped since the last one that was not."""
+    """Steps skipped in a row, up to the newest step."""
 
 
 class SpikeState(NamedTuple):
-    """Running mean and variance of the loss, of which each step counts 1 / `window`."""
+    """Running mean and variance of the loss, to which each step contributes 1 / `window`."""
 
     mean: Float[Array, ""]
     variance: Float[Array, ""]
@@ -41,8 +41,8 @@ def skip_nonfinite(optimizer: optax.GradientTransformation) -> optax.GradientTra
 
         optimizer = train.skip_nonfinite(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule)))
 
-    It is the outermost transformation. One decision holds for all devices, as the gradient is that of all. A `Run` goes
-    on after a skipped step whose metrics have `count_skips`, and stops after several in a row.
+    It is the outermost transformation. The decision is the same on all devices, since the gradient is the sum over all
+    of them. A `Run` goes on after a skipped step whose metrics have `count_skips`, and stops after several in a row.
     """
     optimizer = optax.with_extra_args_support(optimizer)
 
@@ -62,8 +62,9 @@ def skip_spikes(
     """Skip the rows of a loss spike: a step whose loss is more than `sigmas` standard deviations above its running
     mean. `optimizer.update(grads, opt_state, params, value=loss)` passes the loss, or another measure of the step.
 
-    Mean and variance are exponential averages over about `window` steps; none is skipped in the first `window`. A spike
-    enters them cut to the threshold, so that a loss that stays at a higher level is accepted after some steps.
+    Mean and variance are exponential averages over about `window` steps; no step is skipped in the first `window`. A
+    spike enters them clipped to the threshold, so that a loss that stays at a higher level is accepted after some
+    steps.
     Chowdhery et al. (arXiv:2204.02311, section 5.1) skip the rows around a spike, and go back to an earlier checkpoint,
     as `Run.rewind` does.
 
@@ -100,7 +101,7 @@ def skip_spikes(
         rate = 1 / jnp.minimum(steps + 1, window)  # the plain average, until there are `window` steps
         difference = cut - mean
         counted = SpikeState(mean + rate * difference, (1 - rate) * (variance + rate * difference**2), steps + 1)
-        # A loss of NaN or infinity would stay in the averages for ever, and every later one would count as a spike.
+        # A loss of NaN or infinity would stay in the averages forever, and every later one would count as a spike.
         is_counted = jnp.isfinite(value)
         statistics = jax.tree.map(lambda new, old: jnp.where(is_counted, new, old), counted, state.statistics)
         return new_updates, SpikeSkipState(skips, statistics)
@@ -111,7 +112,8 @@ def skip_spikes(
 def update_unless(
     is_skipped: Bool[Array, ""], run: Callable[[], tuple[PyTree, Any]], state: SkipState
 ) -> tuple[PyTree, SkipState]:
-    """Return the updates and the state of `run()`, or updates that change nothing and `state`; count which."""
+    """Return the updates and the state of `run()`, or updates that change nothing and `state`; count the steps
+    skipped."""
     shapes, _ = jax.eval_shape(run)
     # x + -0.0 is x for every x, bit for bit; -0.0 + 0.0 is 0.0.
     skip = lambda: (jax.tree.map(lambda x: jnp.full(x.shape, -0.0, x.dtype), shapes), state.inner)
@@ -151,7 +153,7 @@ class LossScaleState(NamedTuple):
 
 
 def find_states(opt_state: PyTree, kind: type) -> Iterator[Any]:
-    """Yield the states of one kind in the state of an optimizer, those inside others too."""
+    """Yield the states of one kind in the state of an optimizer, including states inside others."""
     is_kind = lambda x: isinstance(x, kind)
     for state in jax.tree.leaves(opt_state, is_leaf=is_kind):
         if is_kind(state):

@@ -16,9 +16,10 @@ class SpikeDetector:
                 if run.spike is not None:
                     model, opt_state = run.rewind((model, opt_state))
 
-    Mean and variance are exponential averages over about `window` steps; none is a spike in the first `window`. A value
-    that is not finite is no spike, as the run stops, or its optimizer skips the step. `zoo.train.skip_spikes` decides
-    on the device, before the update; a detector sees a spike when the metrics are fetched, some steps later.
+    Mean and variance are exponential averages over about `window` steps; no value is a spike in the first `window`. A
+    value that is not finite is not a spike, since the run stops, or its optimizer skips the step.
+    `zoo.train.skip_spikes` decides on the device, before the update; a detector sees a spike when the metrics are
+    fetched, some steps later.
     """
 
     def __init__(self, metric: str = "loss", *, sigmas: float | int = 6.0, window: int = 100):

@@ -71,7 +71,8 @@ def sweep_step(
     factor, as in optax. All runs see the same batch. `models` and `opt_states` are donated.
     The metrics are "losses" and "gradient_norm", before clipping, of each run.
 
-    - `loss_fn`: returns a sum and a count, as for `zoo.value_and_grad`; losses and gradients are of their quotient.
+    - `loss_fn`: returns a sum and a count, as for `zoo.value_and_grad`; losses and gradients are computed from their
+      quotient.
     """
 
     def step_run(

@@ -49,7 +49,7 @@ def adamw(
         optimizer = train.adamw(schedule, b2=0.95, mask=train.decay_mask, **moments)
         opt_state = zoo.place(optimizer.init(zoo.trainable(model)), mesh.optimizer)
 
-    With float32 moments and parameters it computes what `optax.adamw` does. `seed` is that of stochastic rounding. On a
+    With float32 moments and parameters it computes the same as `optax.adamw`. `seed` is for stochastic rounding. On a
     mesh, place the new state again in each step: nothing else says how scales and means are sharded.
     """
     return optax.chain(
@@ -74,7 +74,7 @@ def scale_by_adam(
 
     - `first`, `second`: storage formats of m and v between steps.
 
-    The state has the key of stochastic rounding, so that a resumed run rounds as an unbroken one.
+    The state has the key of stochastic rounding, so a resumed run rounds like an uninterrupted one.
     """
 
     def init(params: PyTree) -> AdamState:

@@ -24,12 +24,12 @@ def apply_updates(model: _Model, updates: PyTree, *, key: Key[Array, ""] | None 
 
     A bfloat16 has 8 significant bits: rounded to nearest, an update below 1/512 of its parameter is lost. Rounded
     stochastically it arrives on average (Zamirai et al., arXiv:2010.06192, section 3). Updates should be float32, as
-    those of `zoo.train.adamw`: optax keeps them in the dtype of the parameters. With such updates, `eqx.apply_updates`
-    turns bfloat16 parameters into float32 ones.
+    `zoo.train.adamw` returns them: optax keeps updates in the dtype of the parameters. With float32 updates,
+    `eqx.apply_updates` turns bfloat16 parameters into float32 ones.
 
-    The random bits of a parameter depend on `key`, its path and the index in the global array alone, so that it is
-    rounded the same on any mesh. **Raises** `ValueError` for float16 parameters, which have too many significant bits:
-    keep those in float32, with a loss scale.
+    The random bits of a parameter depend only on `key`, its path and the index in the global array, so it is rounded
+    the same on any mesh. **Raises** `ValueError` for float16 parameters, which have too many significant bits: keep
+    such parameters in float32, with a loss scale.
     """
     parameters, rest = eqx.partition(model, jax.tree.map(lambda u: u is not None, updates, is_leaf=lambda u: u is None))
 

@@ -8,15 +8,15 @@ from jaxtyping import PyTree
 from zoo.parallel import Leaf, map_leaves
 
 _NOT_FEATURES = ("vocab", "classes", "positions", "token_types", "distances", "conv")
-"""Dims that are not a space of hidden features: rows of embeddings, outputs of heads, taps of depthwise filters."""
+"""Dims that are not hidden features: rows of embeddings, outputs of heads, taps of depthwise filters."""
 
 
 def matrix_mask(params: PyTree) -> PyTree:
     """Return True for every matrix that maps hidden features to hidden features: the parameters of Muon or Shampoo.
 
-    Layers and experts that are stacked are matrices of their own. Embeddings, heads of a vocabulary or of classes, and
-    convolutions are excluded: Muon leaves them to Adam (Jordan, kellerjordan.github.io/posts/muon), with biases, norm
-    scales and fields declared `zoo.parallel.no_weight_decay()`. As optax takes it:
+    Each layer and each expert of a stack counts as a separate matrix. Embeddings, heads of a vocabulary or of classes,
+    and convolutions are excluded: Muon leaves them to Adam (Jordan, kellerjordan.github.io/posts/muon), with biases,
+    norm scales and fields declared `zoo.parallel.no_weight_decay()`. As optax takes it:
 
         def number_dims(params):
             number = lambda is_matrix: optax.contrib.MuonDimensionNumbers(-1, -2) if is_matrix else None
@@ -32,7 +32,7 @@ def decay_mask(params: PyTree) -> PyTree:
     mask=train.decay_mask)`.
 
     Biases, norm scales, decay rates (Mamba's A_log), vectors of a head (RWKV's bonus) and register tokens are excluded:
-    what has fewer than two dims in one layer, and what is declared `zoo.parallel.no_weight_decay()`.
+    arrays with fewer than two dims in one layer, and arrays declared `zoo.parallel.no_weight_decay()`.
     """
     return map_leaves(_decays, params)
 

@@ -37,7 +37,8 @@ class AbstractMoment(abc.ABC):
         """Return the moment in float32."""
 
     def read(self, leaf: Leaf, fresh: Float[Array, "..."], stored: Any) -> Float[Array, "..."]:
-        """Return what the update of this step is computed from: the moment before it is stored, or what was stored."""
+        """Return the moment that this step's update is computed from: `fresh`, before it is stored, or the stored
+        one."""
         return fresh
 
 
@@ -86,9 +87,9 @@ class BlockwiseMoment(AbstractMoment):
     """About one byte per parameter: each block of values is divided by its largest magnitude and rounded to the nearest
     of 256 values, which lie ever closer towards zero (Dettmers et al., arXiv:2110.02861, sections 2 and 3).
 
-    Blocks are of the global array, so that they do not depend on the mesh, and run along the last dim that is not
-    `embed`: so the scales are sharded with `embed` (ZeRO). A dim that is no whole number of blocks ends with a shorter
-    one. As in the paper, the update is computed before the moment is rounded.
+    Blocks divide the global array, so they do not depend on the mesh. They run along the last dim that is not `embed`,
+    so the scales are sharded with `embed` (ZeRO). A dim that is not a whole number of blocks ends with a shorter one.
+    As in the paper, the update is computed before the moment is rounded.
     Parameters with fewer than `min_size` values per layer stay in float32.
     """
 
@@ -152,9 +153,9 @@ class FactoredMoment(AbstractMoment):
     """The second moment of a matrix as rows x columns / mean, of its row and column means: Adafactor's approximation
     (Shazeer & Stern, arXiv:1804.04235, section 3), exact for a matrix of rank one.
 
-    Each layer and each expert is a matrix of its own; what is no matrix stays in float32. It is for second moments:
-    `optax.scale_by_factored_rms` computes the same for a tree of plain matrices, and takes a stacked dim for one of the
-    matrix where it is the larger.
+    Each layer and each expert is a matrix of its own; arrays that are not matrices stay in float32. It is for second
+    moments: `optax.scale_by_factored_rms` computes the same for a tree of plain matrices, but mistakes a stacked dim
+    for a dim of the matrix if it is larger.
     """
 
     def encode(self, leaf: Leaf, x: Float[Array, "..."], key: Key[Array, ""]) -> Any:
@@ -189,7 +190,7 @@ def make_dynamic_map(*, signed: bool) -> Float[np.ndarray, "256"]:
 
 
 def _unstacked_dims(leaf: Leaf, ndim: int) -> tuple[Dim, ...]:
-    """Return the dims of a parameter of one layer; those of an array outside of modules are replicated."""
+    """Return the dims of a parameter of one layer; the dims of an array outside of modules are replicated."""
     if leaf.unstacked_dims is None:
         return (Dim("chunk"),) * ndim
     return leaf.unstacked_dims
