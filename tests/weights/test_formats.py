@@ -38,7 +38,7 @@ def test_mxfp4_and_no_quantization_are_left_to_the_family():
         (compressed("float-quantized", **FLOATS, strategy="channel", symmetric=False), "symmetric = False, and True"),
         (compressed("pack-quantized", **INTEGERS | {"num_bits": 2}), "num_bits = 2, and 4 or 8 is read"),
         (compressed("pack-quantized", **INTEGERS) | {"config_groups": {}}, "config_groups should have one scheme"),
-        (compressed("pack-quantized", **INTEGERS) | {"ignore": ["re:("]}, "'re:\\(' is no regular expression"),
+        (compressed("pack-quantized", **INTEGERS) | {"ignore": ["re:("]}, "'re:\\(' is not a regular expression"),
         (
             compressed("pack-quantized", **INTEGERS) | {"sparsity_config": {"format": "sparse-bitmask"}},
             "sparsity_config = .*, and the format 'dense' is read",

@@ -161,7 +161,7 @@ def test_save_refuses_a_source_of_another_model(make, plain, tmp_path):
     source = wrap(plain, tmp_path / "in")
     model, alone = zoo.load(source), zoo.load(plain)
     refusal = lambda model, source: catch_error(lambda: zoo.save(model, tmp_path / "out", source=source))
-    assert "holds a language model alone" in refusal(model, plain)
+    assert "holds only a language model" in refusal(model, plain)
     assert "is multimodal" in refusal(alone, source)
     assert "there is no directory" in refusal(model, tmp_path / "nowhere")
     zoo.save(make("llama", {**LLAMA, "intermediate_size": 16}), tmp_path / "wide")

@@ -78,8 +78,8 @@ def test_modules_with_weights_are_not_saved_without_them(tmp_path, caplog):
         ("{", "cannot be read"),
         ("{}", "a list of modules"),
         ('[{"type": 1, "path": ""}]', "a list of modules"),
-        ('[{"type": "a", "path": "../b"}]', "'../b' is no folder in this directory"),
-        ('[{"type": "a", "path": ".."}]', "'..' is no folder in this directory"),
+        ('[{"type": "a", "path": "../b"}]', "'../b' is not a folder in this directory"),
+        ('[{"type": "a", "path": ".."}]', "'..' is not a folder in this directory"),
     ],
 )
 def test_damaged_modules_are_refused(tmp_path, text, message):

@@ -74,7 +74,7 @@ _WRAPPERS = {
     r"^_forward_module\.": "Lightning Fabric wraps the model: pass model.module",
     r"^module\.": "DistributedDataParallel, or DataParallel, wraps the model: pass model.module",
 }
-"""What a name of a tensor says of the module around the model, and what to pass instead."""
+"""What the name of a tensor says about the wrapper around the model, and what to pass instead."""
 
 
 def _refuse_wrapped(kind: str, names: Iterable[str]) -> None:
@@ -88,8 +88,8 @@ def _refuse_wrapped(kind: str, names: Iterable[str]) -> None:
 def _with_memory_names(family: Family, names: Collection[str]) -> Family:
     """Return the family with the name map of modules in memory.
 
-    Since version 5 of transformers a module has all experts in one tensor, and layers of ViT have other names; before,
-    both were as in files.
+    Since version 5 of transformers a module in memory has all experts in one tensor, and layers of ViT have other
+    names. Before, both were as in files.
     """
     is_as_in_files = any(mark in name for name in names for mark in (".experts.0.", ".attention.attention."))
     if family.memory_names is None or is_as_in_files:

@@ -74,7 +74,7 @@ class LeftAside:
 
     def or_else(self, assemble: Callable[[str], np.ndarray]) -> Callable[[str], np.ndarray]:
         """Return a function that reads a tensor that was left aside, and assembles any other. Pages of the file are
-        dropped once the next one is asked for, so that one tensor is in memory at a time."""
+        dropped when the next tensor is read, so that one tensor is in memory at a time."""
         before: list[LazyTensor] = []
 
         def read(name: str) -> np.ndarray:
@@ -89,10 +89,10 @@ class LeftAside:
 
 
 def open_left_aside(source: str | Path, origin: Origin) -> LeftAside:
-    """Find the tensors in the directory `source` that a model of this origin left aside. Reads headers only.
+    """Find the tensors in the directory `source` that loading a model of this origin left aside. Reads headers only.
 
-    They are to be written as they are stored. Quantized ones are decoded if the model was: its config says no more how
-    to read them.
+    The tensors are written as they are stored, but quantized ones are decoded if the model was: its config no longer
+    says how to read them.
 
     **Raises** `CheckpointError` for a directory of another family, wrapped otherwise, or quantized otherwise.
     """
@@ -106,10 +106,10 @@ def open_left_aside(source: str | Path, origin: Origin) -> LeftAside:
         plain, quantized = split_quantization(text)
         known = read_config(family, plain, ignore=plain.keys() - written.keys() - family.defaults.keys())
     except ConfigError as error:
-        raise CheckpointError(f"source: {path / CONFIG_NAME} is no config of a {family.name}: {error}") from None
+        raise CheckpointError(f"source: {path / CONFIG_NAME} is not a config of a {family.name}: {error}") from None
     if (wrapping is None) != (origin.wrapping is None):
         if wrapping is None:
-            is_what = "holds a language model alone"
+            is_what = "holds only a language model"
         else:
             is_what = "is multimodal"
         raise CheckpointError(f"source: {path} {is_what}, and the model's checkpoint is the other way round")
@@ -122,8 +122,8 @@ def open_left_aside(source: str | Path, origin: Origin) -> LeftAside:
 
 
 def check_source(source: str | Path, specs: _TensorSpecs, aside: LeftAside) -> None:
-    """**Raises** `CheckpointError` if the model writes one of the tensors that were left aside itself, or shares none
-    with the source, or one of another shape: the source is another model's."""
+    """**Raises** `CheckpointError` if `source` belongs to another model: if the model itself writes one of the tensors
+    left aside, or shares no tensor with the source, or one of another shape."""
     stored = open_tensors(resolve_directory(source))
     if taken := sorted(specs.keys() & aside.tensors.keys()):
         raise CheckpointError(f"source: {source} has {taken[0]} beside its model, and this model has it itself")

@@ -51,13 +51,13 @@ def load(
     - `ignore`: config keys to disregard; `save` omits them too.
     - `packed`: keep the matrices of a quantized checkpoint as they are stored, frozen, and dequantize them tile by tile
       inside the matmul (`zoo.layers.GroupQuantizedLinear`, `NestedNF4Linear`, `MXFP4Linear`); `save` writes them back
-      byte for byte. FP8, GPTQ, AWQ, compressed-tensors, bitsandbytes and MXFP4. Default: dequantize them, in float32
-      and then rounded to `dtype`, by default that of the other tensors. The model is then like any other: `save` writes
-      plain tensors and a config without quantization. Activations are not quantized. Formats: `zoo.weights.formats`.
+      byte for byte. FP8, GPTQ, AWQ, compressed-tensors, bitsandbytes and MXFP4. Default: dequantize them in float32 and
+      round to `dtype`, by default the dtype of the other tensors. The model is then like any other: `save` writes plain
+      tensors and a config without quantization. Activations are not quantized. Formats: `zoo.weights.formats`.
 
     A multimodal directory (Gemma 3 and 4, Mistral 3, Llama 4, Qwen3.5: `zoo.models.hf.wrappers`) is read as its
-    language model. Tensors that this does not use, and modules of multi-token prediction, are left aside, which one
-    line in the log says; `save(source=)` writes them back.
+    language model. Tensors that the language model does not use, and modules of multi-token prediction, are left aside,
+    with one line in the log; `save(source=)` writes them back.
 
     Tensors are read one at a time, straight into the arrays: peak memory is the model and about one tensor. The model
     remembers its family and config, for `save`. The config's dropout is not carried over: a recipe turns it on.
@@ -65,7 +65,8 @@ def load(
     **Raises** `CheckpointError`, before anything is allocated, for a missing directory; weights that are pickled,
     damaged, or not packed despite `packed`; an unknown family or quantization; a config key that would change the
     result and is not supported; missing or unexpected tensors, or a wrong shape or dtype; and, while reading, for
-    numbers that are not finite. `TypeError` for an unknown `dtype`, `ValueError` for one that is not floating point.
+    numbers that are not finite. **Raises** `TypeError` for an unknown `dtype`, `ValueError` for one that is not
+    floating point.
     """
     dtype = None if dtype is None else parse_dtype(dtype)
     return read_parameters(open_checkpoint(directory, family, ignore, packed), mesh, dtype)
@@ -140,10 +141,10 @@ def _is_equal_tensor(first: LazyTensor, second: LazyTensor) -> bool:
 def _resolve_dtype(
     sources: _Sources, tensors: Mapping[str, LazyTensor], location: str, dtype: Any, is_trainable: bool
 ) -> np.dtype:
-    """Return an array's dtype: the one asked for, or as stored. A buffer is never narrower than in the file.
+    """Return an array's dtype: as requested, or as stored. A buffer is never narrower than in the file.
 
     **Raises** `CheckpointError` for tensors that are not floating point, and if layers that are stacked in one array
-    are stored in several dtypes and none was asked for.
+    are stored in several dtypes and no dtype was requested.
     """
     stored = {tensors[name].dtype: name for name, _ in sources.values()}
     if any(tensors[name].keeps_dtype for name, _ in sources.values()):
@@ -237,12 +238,12 @@ def _empty_aligned(shape: Iterable[int], dtype: Any) -> np.ndarray:
 def _write_checked(
     buffer: np.ndarray, index: tuple[int, ...], read: Callable[[], np.ndarray], name: str, *, copy: bool
 ) -> None:
-    """Write the numbers that `read` returns to `buffer[index]`. They are read in here, so that no caller holds those of
-    one matrix while the next is decoded.
+    """Write the numbers that `read` returns to `buffer[index]`. `read` is called in here, so no caller holds the
+    numbers of one matrix while the next is decoded.
 
     **Raises** `CheckpointError` if they are not finite or overflow.
     """
-    numbers = np.asarray(read())  # a scalar that is indexed is no array
+    numbers = np.asarray(read())  # indexing a scalar does not give an array
     if copy:
         with np.errstate(over="ignore"):
             buffer[index] = numbers

@@ -92,8 +92,8 @@ def find_mapping(
 
 
 def strip_base_prefix_if_absent(name_map: NameMap, names: set[str]) -> NameMap | None:
-    """Return the name map without the base model's prefix (`model.`) if no tensor has it, as in files of a model
-    without its head; None if some do."""
+    """Return the name map without the base model's prefix (`model.`) if no tensor has the prefix, as in files of a
+    model without its head; None if some tensors do."""
     prefix = next(iter(name_map)).partition(".")[0] + "."
     if not names or any(name.startswith(prefix) for name in names):
         return None

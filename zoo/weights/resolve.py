@@ -82,11 +82,11 @@ def open_checkpoint(
 
 
 def find_family(config: Mapping[str, Any], path: Path) -> Family:
-    """Return the family that the config's `model_type` names, or is an alias of; of a multimodal checkpoint, that of
-    its language model.
+    """Return the family that the config's `model_type` names, by its name or an alias. For a multimodal checkpoint,
+    return the family of its language model.
 
-    **Raises** `CheckpointError` for an unknown `model_type`, with the reason why it is not read, or the nearest one
-    that is.
+    **Raises** `CheckpointError` for an unknown `model_type`, with the reason why it is not read, or the nearest known
+    one.
     """
     try:
         text = read_text_config(config)

@@ -43,9 +43,9 @@ _MAX_ERROR_LENGTH = 1600
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be read or written: says what is wrong, where, and what would help.
+    """Raised if a checkpoint cannot be read or written. The message says what is wrong, where, and what would help.
 
-    A damaged file may hold names and values of any length and with any characters: the message stays short and
+    A damaged file may hold names and values of any length and with any characters; the message stays short and
     printable.
     """
 
@@ -57,7 +57,7 @@ class CheckpointError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class LazyTensor:
-    """One tensor of a checkpoint, read when asked for."""
+    """One tensor of a checkpoint, read on demand."""
 
     dtype: np.dtype
     shape: tuple[int, ...]
@@ -66,7 +66,7 @@ class LazyTensor:
     release: Callable[[], None] = lambda: None
     """Drop the pages that were read from the file; they can be read again."""
     zero_copy: bool = False
-    """True if a model may keep this very buffer instead of a copy."""
+    """True if a model may keep this buffer itself instead of a copy."""
     views: Callable[[TensorMapping, Sequence[Shape], int], Sequence[Any]] | None = None
     """A replacement of `TensorMapping.views` for data that is decoded only when a view is indexed."""
     keeps_dtype: bool = False
@@ -108,7 +108,7 @@ def open_tensors(directory: Path) -> dict[str, LazyTensor]:
 
 
 def find_stray_index(directory: Path) -> str:
-    """Return what to say of a `model.safetensors` next to an index of other files; "" without both."""
+    """Return a message about a `model.safetensors` next to an index of other files; "" unless there are both."""
     whole = directory / SAFE_WEIGHTS_NAME
     index = directory / SAFE_WEIGHTS_INDEX_NAME
     if not (os.path.exists(whole) and os.path.exists(index)):
@@ -201,7 +201,8 @@ def open_safetensors(path: Path) -> dict[str, LazyTensor]:
 def read_json(path: Path, *, limit: int = _MAX_CONFIG_BYTES) -> dict[str, Any]:
     """Return the JSON object in a file of at most `limit` bytes.
 
-    **Raises** `CheckpointError` for a file that is missing, damaged, too large or no regular file, and for no object.
+    **Raises** `CheckpointError` for a file that is missing, damaged, too large or not a regular file, and for JSON that
+    is not an object.
     """
     try:
         content = read_limited(path, limit)

@@ -37,7 +37,7 @@ _WEIGHT_FILE_PATTERN = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.
 
 
 class NoFamilyError(CheckpointError):
-    """A model that no family computes. Its weights are sound: only a directory for other tools cannot be written."""
+    """Raised for a model that no family computes. Its weights are sound, but cannot be written for other tools."""
 
     def __init__(self, part: str, reasons: Sequence[str]):
         advice = (
@@ -46,7 +46,7 @@ class NoFamilyError(CheckpointError):
         )
         super().__init__("\n  ".join(["no checkpoint could be read as this model:", *reasons, advice]))
         self.part = part
-        """Class of a part that comes from outside this library; else "this model", with a reason."""
+        """Class of a part that is not from this library; else "this model", with a reason."""
 
 
 def save(
@@ -63,9 +63,9 @@ def save(
     - `model`: a model, or a tree of its structure: gradients are saved under their parameters' names.
     - `family`: the family to save as. Default: for a loaded model the family it was loaded from; for a model made from
       scratch the first family that computes the same.
-    - `source`: the directory that the model was loaded from. What `load` left aside there is written back, bit for bit:
-      vision towers, projectors, modules of multi-token prediction. Default: they are missing, which one line in the log
-      says.
+    - `source`: the directory that the model was loaded from. The tensors that `load` left aside there are written back,
+      bit for bit: vision towers, projectors, modules of multi-token prediction. Default: they are missing, with one
+      line in the log.
     - `config`: keys to add or change in config.json that do not affect the computation: `{"eos_token_id": 2}`.
     - `shard_bytes`: a larger checkpoint is saved in shards with an index.
 
@@ -76,11 +76,11 @@ def save(
     that are not finite are written unchanged, and refused by `load`.
 
     The language model of a multimodal checkpoint is written back into it, under the names and in the config that it
-    came with; with `family`, it is written alone, as that family.
+    came with; with `family`, only the language model is written, as that family.
 
-    **Raises** `NoFamilyError` if no family computes what the model does, with the first differences; `CheckpointError`
-    if the parts of a fused tensor have several dtypes, for a `source` of another model, and for
-    the name of a file.
+    **Raises** `NoFamilyError` if no family computes the same as the model, with the first differences;
+    `CheckpointError` if the parts of a fused tensor have several dtypes, for a `source` of another model, and for the
+    name of a file.
     """
     _require_directory(Path(directory))
     _refuse_adapters(model)
@@ -100,7 +100,7 @@ def save(
 
 
 def _require_directory(directory: Path) -> None:
-    """**Raises** `CheckpointError` for the name of a weight file, and for a file that is there."""
+    """**Raises** `CheckpointError` for the name of a weight file, and for an existing file."""
     names_weights = directory.suffix == ".safetensors"
     if names_weights or directory.is_file():
         raise CheckpointError(
@@ -110,7 +110,7 @@ def _require_directory(directory: Path) -> None:
 
 
 def _take_master_weights(model: PyTree) -> PyTree:
-    """Return a model that is trained in FP8 with plain linear layers of the same parameters."""
+    """Return a model that is trained in FP8 with plain linear layers of the same parameters in place of FP8 ones."""
     is_fp8 = lambda node: isinstance(node, FP8Linear)
     return jax.tree.map(lambda node: node.to_linear() if is_fp8(node) else node, model, is_leaf=is_fp8)
 
@@ -121,7 +121,7 @@ def _refuse_adapters(model: PyTree) -> None:
     if name := next(names, None):
         raise CheckpointError(
             f"the model has adapters, {name} among them: zoo.adapters.merge(model) adds them to the weights, which "
-            "zoo.save then writes, and zoo.adapters.save(model, directory) writes them alone, in PEFT's format"
+            "zoo.save then writes, and zoo.adapters.save(model, directory) writes only them, in PEFT's format"
         )
 
 
@@ -136,7 +136,7 @@ def resolve_origin(model: Any, requested: str | Family | None, overrides: dict[s
     if origin is not None and family in (None, origin.family):
         wrapping = origin.wrapping if family is None else None
         given = json.loads(origin.config)
-        if origin.wrapping is not None and wrapping is None:  # the language model alone
+        if origin.wrapping is not None and wrapping is None:  # only the language model
             given |= {"architectures": [origin.family.architecture], "model_type": origin.family.name}
         config = drop_quantization_if_plain(model, {**given, **overrides}, origin.packed)
         reason = _find_config_mismatch(model, origin.family, config)

@@ -29,7 +29,7 @@ def read_sentence_files(directory: Path) -> tuple[tuple[str, str], ...]:
             raise ValueError("a list of modules, each with a type and a path, was expected")
         folders = [module["path"] for module in modules if module["path"]]
         if outside := [path for path in folders if path in (".", "..") or path != Path(path).name or "\\" in path]:
-            raise ValueError(f"the path {outside[0]!r} is no folder in this directory")
+            raise ValueError(f"the path {outside[0]!r} is not a folder in this directory")
     except (ValueError, OSError) as error:
         raise CheckpointError(f"{directory / MODULES_FILE} cannot be read: {error}") from None
     files = [MODULES_FILE, *_COMPANION_FILES, *(f"{folder}/config.json" for folder in folders)]
@@ -37,13 +37,13 @@ def read_sentence_files(directory: Path) -> tuple[tuple[str, str], ...]:
 
 
 def list_saved_files(origin: Origin) -> Mapping[str, str]:
-    """Return paths and texts of the files to save with a model: none, with a warning, where its modules have weights
-    that were not loaded, since a directory that lists them would be incomplete."""
+    """Return paths and texts of the files to save with a model. If its modules have weights that were not loaded, warns
+    and returns none, since a directory that lists these modules would be incomplete."""
     try:
         if origin.sentence_files:
             find_pooling(origin)
     except ValueError as error:
-        _log.warning("%s is not saved, so that the directory is that of the model alone: %s", MODULES_FILE, error)
+        _log.warning("%s is not saved, so the directory holds only the model: %s", MODULES_FILE, error)
         return {}
     return dict(origin.sentence_files)
 
@@ -53,7 +53,7 @@ def _is_module(module: object) -> bool:
 
 
 def _read_json_text(path: Path) -> str:
-    """**Raises** `CheckpointError` for a file that is no JSON object or list."""
+    """**Raises** `CheckpointError` for a file that is not a JSON object or list."""
     try:
         content = read_limited(path, _MAX_BYTES)
         if not isinstance(parse_json(content), dict | list):

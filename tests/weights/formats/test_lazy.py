@@ -125,7 +125,7 @@ DAMAGE = {
         replace(f"{QUERY}.qweight", lambda x: x[:, :-8]),
         rf"{QUERY}.qzeros is \[2, 4\], and \[2, 3\] was expected",
     ),
-    "a vector": ("gptq", replace(f"{QUERY}.qweight", np.ravel), f"{QUERY} has .* which are no parts of a matrix"),
+    "a vector": ("gptq", replace(f"{QUERY}.qweight", np.ravel), f"{QUERY} has .* which are not parts of a matrix"),
     "no JSON": ("nf4", replace(STATE, lambda x: x[:-3]), f"{QUERY}.weight.quant_state.* is damaged"),
     "no nested constants": (
         "nf4",

@@ -172,7 +172,7 @@ REFUSED = {
         lambda tensors, config: config["quantization_config"].update(bnb_4bit_use_double_quant=False),
         r"has blocksize and nested_blocksize \(64, 256\), and \(64, None\) were expected",
     ),
-    "other levels": ("nf4 in rows", fill(f"{QUERY}.weight.quant_map", 1), "quant_map is not that of NF4"),
+    "other levels": ("nf4 in rows", fill(f"{QUERY}.weight.quant_map", 1), "quant_map is not the codebook of NF4"),
     "no scales": ("fp8 blocks", pop(f"{QUERY}.weight_scale_inv"), "lacks its .*weight_scale_inv"),
     "one plain layer": ("awq", make_plain, f"{QUERY} is plain, and stacked in one array with others"),
     "not a number": ("fp8 rows", fill(f"{QUERY}.weight", np.nan), f"{QUERY}.weight has a number that is not finite"),

@@ -35,10 +35,10 @@ _COVERED = (
 
 
 def split_quantization(config: Mapping[str, Any]) -> tuple[dict[str, Any], AbstractQuantizedFormat | None]:
-    """Return a config without its `quantization_config`, and the format that this describes; None for MXFP4, whose key
-    is left to the family, and for no quantization.
+    """Return a config without its `quantization_config`, and the format that the key describes. The format is None for
+    MXFP4, whose key is left to the family, and without quantization.
 
-    **Raises** `ConfigError` for a format that is not covered, with those that are.
+    **Raises** `ConfigError` for a format that is not covered, with the formats that are.
     """
     value = config.get(QUANTIZATION_KEY)
     if not isinstance(value, Mapping) or (method := value.get("quant_method")) == "mxfp4":

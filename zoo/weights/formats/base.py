@@ -1,4 +1,4 @@
-"""Base class of quantized file formats: which tensors stand for a matrix, and the numbers that they stand for.
+"""Base class of quantized file formats: the tensors that store a matrix, and how to decode them.
 
 Every format of scaled groups is the same formula over differently stored codes:
 
@@ -44,12 +44,12 @@ class AbstractQuantizedFormat(abc.ABC):
         """Tensors of a matrix NAME: the end of each name, `NAME.qweight`, and its dtypes."""
 
     optional_suffixes: ClassVar[Mapping[str, Collection[Any]]] = {}
-    """Tensors that a matrix may have besides."""
+    """Tensors that a matrix may have in addition."""
 
     @property
     def side_suffixes(self) -> tuple[str, ...]:
-        """Small tensors of a matrix that are written back from `Origin.side_tensors`: those that its numbers do not
-        depend on, such as scales of activations, and those that a packed layer holds in another shape."""
+        """Small tensors of a matrix that are written back from `Origin.side_tensors`: tensors that its numbers do not
+        depend on, such as scales of activations, and tensors that a packed layer holds in another shape."""
         return ()
 
     def is_quantized_weight(self, tensor: LazyTensor) -> bool:
@@ -70,7 +70,7 @@ class AbstractQuantizedFormat(abc.ABC):
             out, in_ = self.find_shape(parts)
         except (ValueError, IndexError):
             listed = ", ".join(f"{suffix} {list(part.shape)}" for suffix, part in parts.items())
-            yield f"{name} has {listed}, which are no parts of a matrix"
+            yield f"{name} has {listed}, which are not parts of a matrix"
             return
         for suffix, shapes in self.list_shapes(out, in_, parts).items():
             if suffix in parts and parts[suffix].shape not in shapes:
@@ -81,8 +81,8 @@ class AbstractQuantizedFormat(abc.ABC):
                 )
 
     def is_left_out(self, module: str) -> bool:
-        """Return True for a module that the config declares not to be quantized, by its name, the first or the last
-        words of it, or a pattern `re:...`."""
+        """Return True for a module that the config declares not to be quantized: by its name, by the first or last
+        words of its name, or by a pattern `re:...`."""
         return any(
             re.match(entry[3:], module) is not None
             if entry.startswith("re:")
@@ -124,7 +124,7 @@ class AbstractQuantizedFormat(abc.ABC):
         """Return the scales "rows groups" as stored."""
 
     def read_zeros(self, name: str, parts: Parts, rows: np.ndarray) -> np.ndarray | int:
-        """Return the zero points "rows groups", or the one of all."""
+        """Return the zero points "rows groups", or the one zero point of all groups."""
         return 0
 
     @abc.abstractmethod
@@ -154,8 +154,8 @@ class AbstractQuantizedFormat(abc.ABC):
 
     @abc.abstractmethod
     def list_file_parts(self, out: int, in_: int, scales: np.dtype) -> Mapping[str, tuple[tuple[int, ...], Any]]:
-        """Return shape and dtype of each tensor of a matrix, whose scales are stored in the dtype `scales`, but for
-        side tensors."""
+        """Return shape and dtype of each tensor of a matrix, except side tensors. Scales are stored in the dtype
+        `scales`."""
 
     @abc.abstractmethod
     def encode_part(self, suffix: str, read: Callable[[str], np.ndarray]) -> np.ndarray:
@@ -163,7 +163,7 @@ class AbstractQuantizedFormat(abc.ABC):
         by their fields."""
 
     def decode(self, name: str, parts: Parts, rows: np.ndarray, columns: slice) -> np.ndarray:
-        """Return `W[rows, columns]` in float32. `columns` has both ends, and no step."""
+        """Return `W[rows, columns]` in float32. `columns` has both ends, and has no step."""
         groups = self.read_groups(name, parts, columns)
         codes = self.read_codes(parts, rows, columns).astype(np.float32)
         zeros = self.read_zeros(name, parts, rows)
@@ -185,8 +185,8 @@ def read_in_chunks(
 
 
 def unpack_words(words: np.ndarray, index: np.ndarray, bits: int, order: Iterable[int] = ()) -> np.ndarray:
-    """Return the numbers `index` of those that int32 words hold along the last dim, 32 / bits each. The number at bits
-    `bits p` of a word is number `order[p]` of it; by default p."""
+    """Return the numbers at `index` among the numbers that int32 words hold along the last dim, 32 / bits each. The
+    number at bits `bits p` of a word is its number `order[p]`; by default p."""
     per_word = 32 // bits
     positions = np.argsort([*order] or range(per_word)).astype(np.uint32)
     shifts = np.uint32(bits) * positions[index % per_word]
@@ -237,8 +237,8 @@ def check_options(config: Mapping[str, Any], required: Mapping[str, Collection[A
 
 
 def read_names(config: Mapping[str, Any], *keys: str) -> tuple[str, ...]:
-    """Return the module names under the first of `keys` that is given. **Raises** `ConfigError` for no list of names,
-    and for a pattern that is none."""
+    """Return the module names under the first of `keys` that is given. **Raises** `ConfigError` unless it is a list of
+    names, and for an invalid pattern."""
     for key in keys:
         if error := optional(list_of(WORD)).find_error(names := config.get(key)):
             raise ConfigError(f"quantization_config: {key} = {names!r} {error}")
@@ -253,4 +253,4 @@ def _check_pattern(name: str) -> None:
     try:
         re.compile(name[3:] if name.startswith("re:") else "")
     except re.error as error:
-        raise ConfigError(f"quantization_config: {name!r} is no regular expression: {error}") from None
+        raise ConfigError(f"quantization_config: {name!r} is not a regular expression: {error}") from None

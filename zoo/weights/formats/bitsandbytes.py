@@ -36,8 +36,8 @@ _STATE = "weight.quant_state.bitsandbytes__nf4"
 
 @dataclasses.dataclass(frozen=True)
 class NF4Format(AbstractQuantizedFormat):
-    """NF4 of bitsandbytes. `nested`: double quantization, as the config says, which only packed layers ask; files are
-    decoded by what each matrix says."""
+    """NF4 of bitsandbytes. `nested` says whether the config has double quantization. Only packed layers ask for it;
+    otherwise files are decoded by the quant_state of each matrix."""
 
     name: ClassVar[str] = "bitsandbytes NF4"
     optional_suffixes: ClassVar[Mapping[str, Collection[Any]]] = {
@@ -128,7 +128,7 @@ class NF4Format(AbstractQuantizedFormat):
         if parts["weight"].shape[1:] != (1,):
             yield f"{name}.weight is {list(parts['weight'].shape)}, and one column was expected"
         if not np.array_equal(parts["weight.quant_map"].read(), CODEBOOK):
-            yield f"{name}.weight.quant_map is not that of NF4"
+            yield f"{name}.weight.quant_map is not the codebook of NF4"
 
     def read_scales(self, parts: Parts, rows: np.ndarray) -> np.ndarray:
         return parts["weight.absmax"].read().reshape(self.find_shape(parts)[0], -1)[rows]
@@ -184,7 +184,7 @@ class NF4Format(AbstractQuantizedFormat):
 
 
 def _read_state(parts: Parts) -> dict[str, Any]:
-    """Return the quant_state. **Raises** `ValueError` for text that is no JSON, or lacks keys."""
+    """Return the quant_state. **Raises** `ValueError` for text that is not JSON, or lacks keys."""
     state = json.loads(bytes(parts[_STATE].read()))
     sizes = ["blocksize", *(["nested_blocksize"] if isinstance(state, dict) and "nested_blocksize" in state else [])]
     is_count = lambda value: type(value) is int and 0 < value < 2**48
@@ -229,7 +229,7 @@ class Int8Format(AbstractQuantizedFormat):
         return {"SCB": [(out,)], "weight_format": [()]}
 
     def find_errors(self, name: str, parts: Parts) -> Iterator[str]:
-        """Yield also an error for codes in another order than rows."""
+        """Yield also an error for codes in another order than row by row."""
         yield from super().find_errors(name, parts)
         if "weight_format" in parts and parts["weight_format"].shape == () and parts["weight_format"].read() != 0:
             yield f"{name}.weight_format is {parts['weight_format'].read()}, and rows in order (0) are read"

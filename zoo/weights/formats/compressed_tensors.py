@@ -6,8 +6,8 @@ Float-quantized matrices are `weight` in float8_e4m3fn and `weight_scale`, per b
     W[o, i] = weight_scale[o, g] (q[o, i] - z[o, g])        g = i // group_size, or weight_g_idx[i]
 
 - `weight_packed` (out, in bits / 32), int32: q[o, i] at bits `bits (i mod 32 / bits)`; the last word may be filled up.
-- `weight_zero_point` (out bits / 32, groups), int32, packed along the outputs; symmetric matrices have none, and
-  z = 2^(bits - 1), since signed numbers are stored with that added.
+- `weight_zero_point` (out bits / 32, groups), int32, packed along the outputs; symmetric matrices have none, and z =
+  2^(bits - 1), since signed numbers are stored with this offset added.
 - `weight_shape`: (out, in).
 """
 
@@ -59,7 +59,7 @@ class PackQuantizedFormat(AbstractQuantizedFormat):
     def find_shape(self, parts: Parts) -> tuple[int, int]:
         shape = parts["weight_shape"].read()
         if shape.shape != (2,):
-            raise ValueError("weight_shape is no pair")
+            raise ValueError("weight_shape is not a pair")
         return int(shape[0]), int(shape[1])
 
     def list_shapes(self, out: int, in_: int, parts: Parts) -> Mapping[str, Collection[tuple[int, ...]]]:
@@ -111,7 +111,7 @@ class PackQuantizedFormat(AbstractQuantizedFormat):
         return unpack_words(parts["weight_zero_point"].read().T, rows, self.bits).T
 
     def read_groups(self, name: str, parts: Parts, columns: slice) -> np.ndarray:
-        """**Raises** `CheckpointError` for a group that there is not."""
+        """**Raises** `CheckpointError` for a group that does not exist."""
         if not self.reordered:
             return np.arange(columns.start, columns.stop) // (self.group_size or self.find_shape(parts)[1])
         groups = parts["weight_g_idx"].read()[columns]

@@ -2,7 +2,7 @@
 
     W[o, i] = scale[o // block_rows, i // block_columns] weight[o, i]
 
-Blocks of 128 x 128 are those of DeepSeek-V3 (arXiv:2412.19437, section 3.3.2); the last ones may be smaller.
+Blocks of 128 x 128 are DeepSeek-V3's (arXiv:2412.19437, section 3.3.2); the last ones may be smaller.
 `weight_scale_inv` is the factor itself, in spite of its name.
 """
 
@@ -110,7 +110,7 @@ def read_fp8(config: Mapping[str, Any]) -> FP8Format:
 
 
 def read_block(value: Any, key: str) -> tuple[int, int]:
-    """Return (rows, columns) of a block. **Raises** `ConfigError` for anything but two counts."""
+    """Return (rows, columns) of a block. **Raises** `ConfigError` unless the value is two counts."""
     if not isinstance(value, list | tuple) or len(value) != 2 or not all(map(integer(minimum=1).fits, value)):
         raise ConfigError(f"quantization_config: {key} = {value!r} should be two whole numbers above 0")
     return value[0], value[1]

@@ -38,20 +38,20 @@ IGNORED_KEYS = (
     *("use_exllama", "disable_exllama", "exllama_config", "quantizer", "mse", "version", "modules_to_not_convert"),
     *("checkpoint_format", "format", "parallel_packing", "offload_to_disk", "offload_to_disk_path", "hyb_act"),
 )
-"""Keys of the quantizers, AWQ's among them, that say how the numbers were found."""
+"""Keys of the quantizers, including AWQ's, that say how the numbers were found."""
 
 
 @dataclasses.dataclass(frozen=True)
 class GPTQFormat(AbstractQuantizedFormat):
-    """GPTQ with `bits` 4 or 8. `group_size` is None for one group of all inputs; `zero_offset` is what zero points are
-    stored less."""
+    """GPTQ with `bits` 4 or 8. `group_size` is None for one group of all inputs; zero points are stored less
+    `zero_offset`."""
 
     name: ClassVar[str] = "GPTQ"
 
     bits: int
     group_size: int | None
     reordered: bool
-    """True if `g_idx` may be any; else groups are consecutive inputs."""
+    """True if `g_idx` may hold any groups; otherwise groups are consecutive inputs."""
     zero_offset: int = 1
 
     @property
@@ -71,7 +71,10 @@ class GPTQFormat(AbstractQuantizedFormat):
     def find_errors(self, name: str, parts: Parts) -> Iterator[str]:
         yield from super().find_errors(name, parts)
         if parts["qweight"].shape[-1:] and parts["qweight"].shape[-1] % (32 // self.bits):
-            yield f"{name} has {parts['qweight'].shape[-1]} outputs, no multiple of the {32 // self.bits} in an int32"
+            yield (
+                f"{name} has {parts['qweight'].shape[-1]} outputs, not a multiple of the {32 // self.bits} numbers "
+                "in an int32"
+            )
 
     @property
     def kind(self) -> CodeKind:
@@ -109,8 +112,8 @@ class GPTQFormat(AbstractQuantizedFormat):
         return zeros + np.uint8(self.zero_offset)
 
     def read_groups(self, name: str, parts: Parts, columns: slice) -> np.ndarray:
-        """**Raises** `CheckpointError` for a group that there is not, and without `desc_act` for another than the
-        consecutive one."""
+        """**Raises** `CheckpointError` for a group that does not exist, and without `desc_act` for groups that are not
+        consecutive inputs."""
         groups = parts["g_idx"].read()[columns]
         in_ = self.find_shape(parts)[1]
         if len(groups) and not 0 <= groups.min() <= groups.max() < parts["scales"].shape[0]:
@@ -153,7 +156,7 @@ def read_gptq(config: Mapping[str, Any]) -> GPTQFormat:
 
 
 def read_group_size(config: Mapping[str, Any], default: int = 128) -> int | None:
-    """Return `group_size`; None for -1, which means one group. **Raises** `ConfigError` for no count."""
+    """Return `group_size`; None for -1, which means one group. **Raises** `ConfigError` for any other non-count."""
     if (size := config.get("group_size", default)) == -1:
         return None
     if not integer(minimum=1).fits(size):

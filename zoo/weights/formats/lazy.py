@@ -1,4 +1,4 @@
-"""Tensors of quantized files that are decoded when they are read: each slice alone, from its own bytes."""
+"""Tensors of quantized files that are decoded when they are read: each slice by itself, from its own bytes."""
 
 import dataclasses
 import math
@@ -51,7 +51,7 @@ def find_quantized(
 
 def _find_odd_scales(found: Mapping[str, Parts]) -> Iterator[str]:
     """Yield a message for each floating-point part of another dtype than most parts of that name. One program wrote
-    them all, and float16 read as bfloat16 is other numbers, without a sign of it."""
+    them all, and float16 bits read as bfloat16 silently give other numbers."""
     for suffix in dict.fromkeys(suffix for parts in found.values() for suffix in parts):
         dtypes = {name: parts[suffix].dtype for name, parts in found.items() if suffix in parts}
         usual, count = Counter(dtypes.values()).most_common(1)[0]
@@ -63,7 +63,7 @@ def _find_odd_scales(found: Mapping[str, Parts]) -> Iterator[str]:
 
 
 def _describe_missing(name: str, parts: Parts, missing: Sequence[str], tensors: Mapping[str, LazyTensor]) -> list[str]:
-    """Return messages for a matrix that has some of its parts."""
+    """Return messages for a matrix that lacks some of its parts."""
     present = next(iter(parts))
     described = (
         f"{name}.{suffix} is {tensors[f'{name}.{suffix}'].dtype}, beside its {name}.{present}"
@@ -101,7 +101,7 @@ def dequantize_lazily(
 def drop_parts(
     tensors: Mapping[str, LazyTensor], found: Mapping[str, Parts], quantized: AbstractQuantizedFormat
 ) -> dict[str, LazyTensor]:
-    """Return the tensors that are no part of a quantized matrix."""
+    """Return the tensors that do not belong to a quantized matrix."""
     ends = (*quantized.side_suffixes, *quantized.optional_suffixes)
     dropped = {f"{name}.{suffix}" for name, parts in found.items() for suffix in (*parts, *ends)}
     return {name: x for name, x in tensors.items() if name not in dropped}
@@ -134,7 +134,7 @@ class _MatrixView:
     """A part of a matrix that is read when it is indexed."""
 
     rows: np.ndarray
-    """The matrix's rows that are those of the part, in order."""
+    """The rows of the matrix that the part consists of, in order."""
     read_part: _ReadPart
 
     def reshape(self, shape: Shape) -> "_MatrixView":

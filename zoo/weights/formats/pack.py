@@ -1,7 +1,7 @@
 """Models that hold the matrices of a quantized file packed: `GroupQuantizedLinear` in place of `Linear`.
 
 The arrays of such a layer are tensors `NAME.codes`, `NAME.scales` and `NAME.zeros` with the outputs in front, so that
-the rows of fused matrices are split, and sharded, like those of any matrix; and vectors that belong to the whole
+the rows of fused matrices are split, and sharded, like the rows of any matrix; and vectors that belong to the whole
 matrix, such as `NAME.group_index`. They are read lazily from the tensors of the file, and written back to them.
 """
 
@@ -77,7 +77,7 @@ def pack_model(
 
     packed = map_modules(pack, model, is_linear_site)
     unused = sorted(found.keys() - num_parts.keys())
-    errors += [f"{name} is no linear layer that could be packed" for name in unused if not errors]
+    errors += [f"{name} is not a linear layer that could be packed" for name in unused if not errors]
     if errors:
         listed = "; ".join([*dict.fromkeys(errors)][:8])
         raise CheckpointError(f"{location} cannot be held packed: {listed}. Without packed=True it is decoded")
@@ -142,7 +142,7 @@ def _view_packed(name: str, parts: Parts, quantized: AbstractQuantizedFormat, nu
 
 
 def _repeat_vector(vector: LazyTensor, num_layers: int) -> LazyTensor:
-    """Return a tensor of which each of several layers reads all of a vector."""
+    """Return a tensor from which each of several layers reads the whole vector."""
     if num_layers == 1:
         return vector
     views = lambda mapping, shapes, num_stacked_dims: [vector.read()] * num_layers
@@ -158,7 +158,7 @@ def list_packed(model: Any) -> tuple[str, ...]:
 
 
 def pack_like(built: _Model, model: Any, quantized: AbstractQuantizedFormat) -> _Model:
-    """Return a model in shapes with the layers packed that are packed in `model`."""
+    """Return a model in shapes with the same layers packed as in `model`."""
     packed = {site.identity for site in find_linears(model) if isinstance(site.module, AbstractGroupLinear)}
     pack = lambda name, ranges, module: (
         _pack_linear(module, quantized) if (name, ranges) in packed and type(module) is Linear else module
@@ -172,8 +172,8 @@ def unpack_exported(
     quantized: AbstractQuantizedFormat | None,
     side_tensors: str,
 ) -> tuple[_TensorSpecs, Callable[[str], np.ndarray]]:
-    """Return the tensors of the file in place of those of packed layers: their shapes and dtypes, and a function that
-    assembles one. `side_tensors` of layers that are packed are among them."""
+    """Return the tensors of the file in place of the tensors of packed layers: their shapes and dtypes, and a function
+    that assembles one. `side_tensors` of layers that are packed are among them."""
     if quantized is None:
         return specs, tensor
     written = {name: spec for name, spec in specs.items() if not _is_packed(name, specs)}
@@ -218,10 +218,10 @@ def _is_packed(name: str, specs: Mapping[str, Any]) -> bool:
 
 
 def drop_quantization_if_plain(model: Any, config: Mapping[str, Any], packed: Sequence[str]) -> dict[str, Any]:
-    """Return the config to save a model with that was loaded with the layers `packed` packed: without its
-    `quantization_config` if none of them is any more.
+    """Return the config to save a model with whose layers `packed` were loaded packed: without its
+    `quantization_config` if none of them is packed any more.
 
-    **Raises** `CheckpointError` if some are.
+    **Raises** `CheckpointError` if only some still are.
     """
     now = list_packed(model)
     if not packed or set(now) >= set(packed):
