@@ -195,7 +195,7 @@ def test_compiled_takes_plain_and_jitted_functions():
         def __call__(self, x):
             return x + 1
 
-    with pytest.raises(TypeError, match=r"Odd is not one jitted function: pass that of eqx.filter_jit or jax.jit"):
+    with pytest.raises(TypeError, match=r"Odd is not one jitted function: pass the result of eqx.filter_jit"):
         compiled(Odd(), x)
 
 

@@ -67,7 +67,7 @@ def sum_collectives(
         else:
             group_size = 1
         moved = sum(sizes) * group_size
-        if kind == "all-reduce":  # that of a TPU may read bfloat16 and sum in float32
+        if kind == "all-reduce":  # a TPU's may read bfloat16 and sum in float32
             moved = max(moved, count_shape_bytes(instruction.shape))
         key = kind, axes, "" if axes is not None else _format_groups(instruction)
         total = sums.setdefault(key, [0, 0, 0, 0])
@@ -80,9 +80,9 @@ def sum_collectives(
 def _find_collectives(module: HloModule, executions: Iterable[Execution]) -> Iterator[Execution]:
     """Yield the collectives among `executions`, each marked as asynchronous or not.
 
-    The compiler of GPUs splits each into a `-start` and a `-done`, and marks those that it waits for as synchronous.
-    That of TPUs cuts an asynchronous one into pieces, fused with the instructions that run beside it: `async-...`
-    fusions in one computation that hold a collective of the same channel.
+    The compiler for GPUs splits each into a `-start` and a `-done`, and marks the ones that it waits for as
+    synchronous. The compiler for TPUs cuts an asynchronous collective into pieces, fused with the instructions that run
+    at the same time: `async-...` fusions in one computation that hold a collective of the same channel.
     """
     seen: set[tuple] = set()
     for execution in executions:
@@ -146,7 +146,7 @@ def _parse_device_ids(text: str, devices: int) -> np.ndarray:
 
 
 def _group_device_ids(ids: np.ndarray, sizes: dict[str, int], axes: Sequence[str]) -> np.ndarray:
-    """Return one row per group: reshape to sub-axes, move those of a group last."""
+    """Return one row per group: reshape to sub-axes, and move the sub-axes of a group last."""
     sub_axes = [_parse_axis(axis, sizes) for axis in axes]
     shape = []
     last = []
@@ -175,8 +175,8 @@ def _rows_to_groups(ids: np.ndarray) -> _DeviceGroups:
 def find_mesh_axes(
     groups: _DeviceGroups, mesh: jax.sharding.Mesh | None, *, permute: bool = False
 ) -> tuple[str, ...] | None:
-    """Return the mesh axes that have these groups; for a permutation, those along which its pairs differ. None if no
-    set of axes does: a group can be a part of an axis, or cut across several."""
+    """Return the mesh axes that have these groups; for a permutation, the axes along which its pairs differ. None if no
+    set of axes fits: a group can be a part of an axis, or cut across several."""
     if all(len(group) == 1 for group in groups):
         return ()
     if mesh is None or max(itertools.chain(*groups)) >= mesh.size:

@@ -2,9 +2,10 @@
 
     print(zoo.inspect.drift(model, batch, "bfloat16"))
 
-Each layer is compared twice. *Accumulated* errors are those of the whole forward and backward pass in low precision.
-*Local* errors are those of the layer alone, on the input of the float32 model, and, in the backward pass, on its
-cotangent: they tell which layer rounds, where accumulated ones only tell how much of it arrives.
+Each layer is compared twice. *Accumulated* errors are measured in a forward and backward pass that runs entirely in low
+precision. *Local* errors are measured with only this layer in low precision, on the input of the float32 model, and, in
+the backward pass, on its cotangent: they tell which layer rounds, where accumulated ones only tell how much of it
+arrives.
 """
 
 import dataclasses
@@ -40,11 +41,12 @@ class LayerDrift:
     output: float
     """Accumulated error of the output."""
     local_output: float
-    """Error of the layer alone."""
+    """Error of the output if only this layer runs in low precision."""
     gradient: float
     """Accumulated error of the gradient of the loss with respect to the layer's output."""
     local_gradient: float | None
-    """Error of the gradient that the layer alone computes for its input; None for the embedding, which has none."""
+    """Error of the gradient for the layer's input, from its own rounding only; None for the embedding, which has
+    none."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,14 +94,15 @@ def drift(
 ) -> Drift:
     """Compare a model in low precision with itself in float32, on one batch, layer by layer.
 
-    - `batch`: `tokens` and `targets`, as for `zoo.cross_entropy`; the loss is that.
+    - `batch`: `tokens` and `targets`, for the loss `zoo.cross_entropy`.
     - `low`: the low precision, or another model with the same layers, such as `model` with FP8 or quantized matrices,
       cast to its compute dtype; the dtype of its hidden states then is the unit.
     - `mesh`: one device by default.
     - `key`: PRNG key of stochastic rounding, and of dropout, the same in both.
 
     It compiles all layers three times, and keeps all hidden states in memory: a diagnosis for few rows, not a metric. A
-    router that chooses another expert for a rounded input makes a large error in its layer; it is none of rounding.
+    router that chooses another expert for a rounded input makes a large error in its layer, which is not a rounding
+    error.
 
     **Raises** `ValueError` for a precision that is not below float32; `NotImplementedError` where `pipe` shards the
     layers.

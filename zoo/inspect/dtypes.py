@@ -28,9 +28,9 @@ class DtypeGroup:
     kind: str
     """`product`, `sum`, `sum over devices` or `scatter-add`."""
     operands: str
-    """Dtypes of what is multiplied or added: `bfloat16 x bfloat16`."""
+    """Dtypes of the operands: `bfloat16 x bfloat16`."""
     result: str
-    """Dtype of the result, in which it is accumulated or, by matrix units, rounded to once."""
+    """Dtype of the result: sums accumulate in it; matrix units round to it once."""
     count: int
     """Operations in the program; each may run often."""
     flops: int
@@ -40,7 +40,7 @@ class DtypeGroup:
 
     @property
     def is_low_precision_sum(self) -> bool:
-        """True for sums in 16 bits or fewer, which lose what is below the last of their bits."""
+        """True for sums in 16 bits or fewer, which lose addends below the last of their bits."""
         dtype = jnp.dtype(self.result)
         return self.kind != "product" and jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
 
@@ -83,9 +83,9 @@ def audit_dtypes(step: Callable, *args: Any, **kwargs: Any) -> DtypeAudit:
 
         print(zoo.inspect.audit_dtypes(step, batch, model, opt_state))
 
-    It answers which products run in which precision, and whether sums are float32: those of norms, softmaxes, losses
-    and gradients over devices. Sums of a single value and of integers are left out. Not seen: what a kernel such as
-    Pallas or cuDNN does inside, and additions of two arrays, such as residuals and carries of loops.
+    It answers which products run in which precision, and whether sums are float32: sums of norms, softmaxes and losses,
+    and of gradients over devices. Sums of a single value and of integers are left out. Not seen: operations inside a
+    kernel of Pallas or cuDNN, and additions of two arrays, such as residuals and carries of loops.
 
     `step` and its arguments are as for `zoo.inspect.compiled`.
     """

@@ -16,7 +16,7 @@ class Execution:
     computation: Computation
     times: int
     asynchronous: bool = False
-    """True inside an `async-start`, whose instructions run beside those that follow it."""
+    """True inside an `async-start`, whose instructions run at the same time as the instructions that follow it."""
 
 
 def list_executions(module: HloModule) -> tuple[list[Execution], list[str]]:
@@ -55,8 +55,8 @@ def list_executions(module: HloModule) -> tuple[list[Execution], list[str]]:
 
 
 def find_trip_count(module: HloModule, loop: Instruction, computation: Computation) -> int | None:
-    """Return the number of iterations of a while loop that XLA has annotated, or that counts from one constant up to
-    another by a third, which the TPU's compiler does not annotate; None for any other."""
+    """Return the number of iterations of a while loop: from XLA's annotation, or for a loop that counts from one
+    constant to another by a third, which the TPU's compiler does not annotate. None for any other loop."""
     if known := _TRIP_COUNT.search(loop.attributes):
         return int(known[1])
     try:
@@ -99,7 +99,7 @@ def _get_constant(computation: Computation, name: str) -> int:
 def count_bytes_moved(module: HloModule, executions: list[Execution]) -> int:
     """Count the bytes of main memory that instructions read and write: an upper bound that assumes no cache hits.
 
-    A slice or an in-place update counts its own bytes, not those of the array that it slices or updates, also inside a
-    fusion. Otherwise a loop over stacked layers would count all layers at each iteration.
+    A slice or an in-place update counts its own bytes, not the bytes of the array that it slices or updates, also
+    inside a fusion. Otherwise a loop over stacked layers would count all layers at each iteration.
     """
     return sum(e.times * count_instruction_bytes(module, e.instruction, e.computation) for e in executions)

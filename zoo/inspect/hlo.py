@@ -194,7 +194,7 @@ def count_instruction_bytes(module: HloModule, instruction: Instruction, computa
 
 
 def _count_fusion_reads(fused: Computation, sizes: list[int]) -> int:
-    """Count the bytes that a fusion reads of its operands; `sizes` are those of the full operands."""
+    """Count the bytes of its operands that a fusion reads; `sizes` are the sizes of the full operands."""
     numbers = {i.name: int(i.operands[0]) for i in fused.values() if i.opcode == "parameter"}
     total = 0
     for name, number in numbers.items():

@@ -1,4 +1,4 @@
-"""Implementations that the layers of a model get on a platform, and why not others."""
+"""The implementations that the layers of a model get on a platform, and why the others are passed over."""
 
 import contextlib
 import dataclasses
@@ -29,16 +29,16 @@ class LayerImplementation:
     layer: str
     """Class of the layer; empty for the loss."""
     layers: tuple[int, ...]
-    """Numbers of the layers; empty for what is not part of a stack."""
+    """Numbers of the layers; empty for modules outside the stack."""
     chosen: str
     is_auto: bool
-    """False for an implementation that was named."""
+    """False if the implementation was named."""
     choices: tuple[Choice, ...]
     """Verdict of `"auto"` on each implementation."""
 
     @property
     def reasons(self) -> dict[str, str]:
-        """Why not each other implementation."""
+        """The reason why each other implementation was not chosen."""
         auto = next((choice.name for choice in self.choices if choice.is_chosen), None)
         reasons = {}
         for choice in self.choices:
@@ -105,22 +105,22 @@ def implementations(
     mesh: Mesh | None = None,
     decoding: bool = False,
 ) -> ModelImplementations:
-    """Return which implementation each layer of a model would get, and why not another.
+    """Return the implementation that each layer of a model would get, and the reasons against the others.
 
-    Traces a call in shapes: nothing is computed, and `model` may hold shapes (`eqx.filter_eval_shape`). Of layers of
-    equal structure one is traced.
+    Traces a call in shapes: nothing is computed, and `model` may hold shapes (`eqx.filter_eval_shape`). Of layers with
+    equal structure only one is traced.
 
     - `batch`, `seq_len`: rows, and tokens of each.
-    - `platform`: that is compiled for, by default the one of `mesh`, or JAX's default backend.
-    - `mesh`: sharding, with which the shapes are those of one device's shards. It may be of
-      `zoo.parallel.imagined` devices.
+    - `platform`: to compile for, by default the platform of `mesh`, or JAX's default backend.
+    - `mesh`: sharding; the shapes are then the shapes of one device's shards. It may consist of `zoo.parallel.imagined`
+      devices.
     - `decoding`: one token per row after a KV cache or state of `seq_len` tokens, instead of the loss of a batch.
 
     **Raises** `ValueError` as the model does for such a call: for an implementation that cannot compute it, with the
-    reason. `ValueError` for `platform` together with `mesh`.
+    reason. Also for `platform` together with `mesh`.
     """
     if platform is not None and mesh is not None:
-        raise ValueError(f"a mesh has a platform: pass it alone, or platform={platform!r} without a mesh")
+        raise ValueError(f"a mesh has a platform: pass only the mesh, or platform={platform!r} without a mesh")
     recorder = _Recorder()
 
     def call(model: Decoder, tokens: jax.Array) -> jax.Array:
@@ -147,7 +147,7 @@ def implementations(
 
 
 class _Recorder:
-    """The decisions that tracing makes, and the layers that it makes them for."""
+    """Records the decisions that tracing makes, and the layers that it makes them for."""
 
     def __init__(self):
         self.layers: tuple[int, ...] = ()

@@ -1,4 +1,4 @@
-"""Lower a jitted step, from arrays or from `jax.ShapeDtypeStruct`s, whose shardings say which devices it is for."""
+"""Lower a jitted step, from arrays or from `jax.ShapeDtypeStruct`s, whose shardings determine the devices."""
 
 import warnings
 from collections.abc import Callable, Sequence
@@ -21,19 +21,21 @@ def trace(
     step: Callable, args: tuple, kwargs: dict, leaves: Sequence[Any], platform: Platform | None = None
 ) -> tuple[Any, Any]:
     """Return the jaxpr of a call of a jitted step, and its only equation, the jitted function's. `leaves` are the
-    arrays and shapes of the arguments, whose devices may stand in for those of `platform`. **Raises** `TypeError` if
+    arrays and shapes of the arguments; their devices may stand in for devices of `platform`. **Raises** `TypeError` if
     there is another equation."""
     with target_platform(platform or _choose_platform(leaves)), stand_in_platform(platform):
         closed = eqx.filter_make_jaxpr(step)(*args, **kwargs)[0]
     calls = [equation for equation in closed.jaxpr.eqns if "donated_invars" in equation.params]
     if len(calls) != 1:
-        raise TypeError(f"{get_step_name(step)} is not one jitted function: pass that of eqx.filter_jit or jax.jit")
+        raise TypeError(
+            f"{get_step_name(step)} is not one jitted function: pass the result of eqx.filter_jit or jax.jit"
+        )
     return closed, calls[0]
 
 
 def lower(step: Any, closed: Any, call: Any, args: tuple, kwargs: dict, leaves: Sequence[Any]) -> Any:
-    """Lower a step. `closed` and `call` are those of `trace`: from shapes the traced call is lowered, since the `lower`
-    of `eqx.filter_jit` takes shapes for constants."""
+    """Lower a step. `closed` and `call` come from `trace`. From shapes the traced call is lowered, since the `lower` of
+    `eqx.filter_jit` takes shapes for constants."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Some donated buffers were not usable")  # the report has them
         if not has_shapes(leaves):
@@ -56,7 +58,7 @@ def lower(step: Any, closed: Any, call: Any, args: tuple, kwargs: dict, leaves: 
 @jax.tree_util.register_pytree_with_keys_class
 class _NamedResults:
     """Results of a traced call, with the paths that they have in the result of its function. JAX writes the paths into
-    the program, so that with them the compilation cache takes it for that of the call itself."""
+    the program. With them, the compilation cache finds the same program as for the call itself."""
 
     def __init__(self, arrays: Sequence[Any], paths: Sequence[str]):
         self.arrays = arrays
@@ -76,7 +78,8 @@ class _Path(str):
 
 
 def compile_lowered(stage: Any, leaves: Sequence[Any]) -> Any:
-    """Compile a lowered step. For GPUs that are not here nothing can be timed: autotuning is switched off."""
+    """Compile a lowered step. For GPUs that this machine does not have, autotuning is off, since nothing can be
+    timed."""
     devices = _find_devices(leaves)
     cannot_time = bool(devices) and devices[0].platform == "gpu" and is_imagined(devices[0])
     if cannot_time:
@@ -95,7 +98,7 @@ def find_platform(mesh: Mesh | None, leaves: Sequence[Any]) -> Platform:
 
 
 def _find_devices(leaves: Sequence[Any]) -> list[Any]:
-    """Return the devices of the first shape that has a sharding, otherwise of the first array: beside shapes for other
+    """Return the devices of the first shape that has a sharding, otherwise of the first array: next to shapes for other
     devices there may be a key on this machine."""
     first = sorted(leaves, key=lambda x: not isinstance(x, jax.ShapeDtypeStruct))
     shardings = [x.sharding for x in first if isinstance(getattr(x, "sharding", None), jax.sharding.Sharding)]
@@ -103,7 +106,7 @@ def _find_devices(leaves: Sequence[Any]) -> list[Any]:
 
 
 def _choose_platform(leaves: Sequence[Any]) -> str | None:
-    """Return the platform to trace for: that of the shapes' devices. Arrays leave it as a call would find it, so that
-    the call finds what was compiled for them."""
+    """Return the platform to trace for: the platform of the shapes' devices. For arrays it is the same as in a call, so
+    that a call finds the program that was compiled for them."""
     devices = _find_devices(leaves) if has_shapes(leaves) else []
     return normalize_platform(devices[0].platform) if devices else target_platform.value

@@ -77,8 +77,9 @@ def _count_equation_flops(equation: Any) -> Flops:
 
 
 def iterate_equations(jaxpr: Any, times: int = 1) -> Iterator[tuple[Any, int]]:
-    """Yield the equations of a jaxpr and its inner jaxprs that have none of their own, with how often each runs over
-    all devices: those of a scan as often as its length, of a `while` loop once, of a conditional all branches."""
+    """Yield the equations of a jaxpr and of its inner jaxprs, except equations that have inner jaxprs, each with how
+    often it runs over all devices. Equations of a scan run as often as its length, of a `while` loop once; of a
+    conditional all branches are yielded."""
     for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         inner = list(find_subjaxprs(equation.params))
         repeats = equation.params["length"] if equation.primitive.name == "scan" else 1
@@ -110,7 +111,7 @@ def _count_devices(options: Any) -> int:
 
 
 def find_subjaxprs(options: Any) -> Iterator[Any]:
-    """Yield the jaxprs that an equation calls: those of jit, remat and custom VJPs."""
+    """Yield the jaxprs that an equation calls, such as the jaxprs of jit, remat and custom VJPs."""
     for value in options.values():
         for jaxpr in value if isinstance(value, tuple | list) else (value,):
             if hasattr(getattr(jaxpr, "jaxpr", jaxpr), "eqns"):
@@ -124,7 +125,7 @@ def _count_dot_flops(equation: Any) -> int:
 
 
 def _count_ragged_dot_flops(equation: Any) -> int:
-    """Count each row times the matrix of its group; masked or padded products of a backend do not count."""
+    """Count each row times the matrix of its group, without the masked or padded products of a backend."""
     left, right = (x.aval for x in equation.invars[:2])
     numbers = equation.params["ragged_dot_dimension_numbers"]
     (_, contracted), (_, batch) = numbers.dot_dimension_numbers

@@ -1,6 +1,6 @@
-"""FLOPs of the matrix products of a compiled program, counted in its HLO: those that a device computes.
+"""FLOPs of the matrix products of a compiled program on one device, counted in its HLO.
 
-They differ from those of the jaxpr (`zoo.inspect.count_flops`) by what XLA leaves out, or computes again.
+They differ from the FLOPs of the jaxpr (`zoo.inspect.count_flops`) by the products that XLA drops or recomputes.
 """
 
 import math
@@ -16,8 +16,8 @@ _LIBRARY_CALL = re.compile(r"custom_call_target=\"[^\"]*(gemm|matmul|dot|conv|fm
 def count_compiled_flops(module: HloModule, executions: Sequence[Execution]) -> int | None:
     """Count the FLOPs of all products that a device executes, 2 m n k each.
 
-    None if one of them is a convolution, as all are on TPUs, or a kernel of a library, whose HLO does not say what it
-    computes. A loop without a known trip count counts once.
+    None if one of them is a convolution, as all are on TPUs, or a library kernel, since the HLO does not say what such
+    a kernel computes. A loop without a known trip count counts once.
     """
     total = 0
     for execution in executions:
@@ -32,7 +32,7 @@ def count_compiled_flops(module: HloModule, executions: Sequence[Execution]) -> 
 def _iterate_fused(
     module: HloModule, instruction: Instruction, computation: Computation
 ) -> Iterator[tuple[Instruction, Computation]]:
-    """Yield an instruction; of a fusion, those inside it."""
+    """Yield an instruction; for a fusion, the instructions inside it."""
     if instruction.opcode != "fusion":
         yield instruction, computation
         return

@@ -25,7 +25,7 @@ _CACHE_HIT_EVENT = "/jax/compilation_cache/cache_hits"
 
 
 class DonationError(ValueError):
-    """Donated buffers that no output reuses."""
+    """Raised for donated buffers that no output reuses."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,8 +53,8 @@ class MemoryStats:
     temporaries: int
     code: int
     peak: int | None
-    """Peak memory reported by XLA, which on a CPU omits temporaries, and on a TPU includes its on-chip memory, where
-    other parts may live that no field above counts; None if the backend does not report it."""
+    """Peak memory reported by XLA. On a CPU it omits temporaries. On a TPU it includes on-chip memory, where other
+    parts may live that no field above counts. None if the backend does not report it."""
 
     @property
     def total(self) -> int:
@@ -85,13 +85,13 @@ class CompiledProgram:
     """Mesh axes of size above 1, and their sizes."""
     devices: int
     platform: str
-    """The platform that it was compiled for: cpu, gpu or tpu."""
+    """The platform that the step was compiled for: cpu, gpu or tpu."""
     seconds: CompileTimes
     flops: Flops
     """FLOPs of matrix products and convolutions in the jaxpr, summed over all devices."""
     compiled_flops: int | None
-    """FLOPs of the matrix products in the optimized HLO, of one device: without what XLA leaves out, and with what it
-    computes again. None if some are convolutions, as all are on TPUs, or calls of a library."""
+    """FLOPs of the matrix products in the optimized HLO, on one device: without products that XLA drops, and with the
+    products that it recomputes. None if some are convolutions, as all are on TPUs, or library calls."""
     bytes_moved: int
     """Main memory traffic per device, in bytes: an upper bound that assumes no cache hits."""
     endless: tuple[str, ...]
@@ -145,8 +145,9 @@ def compiled(step: Callable, *args: Any, **kwargs: Any) -> CompiledProgram:
         batch = zoo.place_batch({"tokens": tokens, "targets": tokens}, mesh)
         print(zoo.inspect.compiled(step, batch, model, opt_state))
 
-    FLOPs are counted in the jaxpr, and like everything else in the optimized HLO, if that says what its products are.
-    XLA's `cost_analysis()` is not used: it counts a loop's body once, and the layers of a model are a loop.
+    FLOPs are counted in the jaxpr and, if the optimized HLO says what its products are, there too; everything else is
+    counted in the HLO. XLA's `cost_analysis()` is not used: it counts a loop's body once, and the layers of a model are
+    a loop.
 
     **Raises** `TypeError` for an object that has a `lower` but is not jitted.
     """
@@ -259,8 +260,8 @@ def _check_donations(
 ) -> Iterator[Donation]:
     """Yield the donated arguments of a jitted call, checked against the input-output aliasing of the program.
 
-    The program has no parameters for unused arguments; those have no sharding. Constants that JAX turned into
-    parameters come before all others.
+    The program has no parameters for unused arguments, and such arguments have no sharding. Constants that JAX turned
+    into parameters come before all others.
     """
     is_used = [layout.sharding is not None for layout in jax.tree.leaves(executable.input_formats)]
     number = hlo.count_parameters(module) - sum(is_used)

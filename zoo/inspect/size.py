@@ -15,7 +15,7 @@ class ModelSize:
     """Result of `measure_size`."""
 
     num_parameters: int
-    """Number of parameters; a quantized matrix counts those of the decoded matrix."""
+    """Number of parameters; a quantized matrix counts the elements of the decoded matrix."""
     bytes: int
     """Bytes of all arrays, counted once for all devices that hold a copy."""
 
