@@ -37,7 +37,7 @@ TYRO_OPTIONS = (tyro.conf.FlagCreatePairsOff, tyro.conf.DisallowNone, tyro.conf.
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run a command. `arguments` defaults to those of the process.
+    """Run a command. `arguments` defaults to the arguments of the process.
 
     Bad input exits with status 2 and one line on standard error: any error that this library raises deliberately, and
     any error of the file system. Other errors keep their traceback. Ctrl-C prints one line and exits with status 130.

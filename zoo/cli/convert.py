@@ -86,8 +86,8 @@ def _check_output_directory(source: Path, out: Path, overwrite: bool) -> None:
 
 
 def _list_extra_files(source: Path, written: Collection[str]) -> tuple[list[Path], list[str]]:
-    """Return the files to copy, and the names of those to skip with the reason. Leaves out hidden files, and those that
-    were `written`."""
+    """Return the files to copy, and the names of the files to skip, with the reason. Omits hidden files and the
+    `written` ones."""
     weights = {file.name for file in list_weight_files(source)} | {CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, *written}
     copied = []
     skipped = []

@@ -160,7 +160,7 @@ def pad_left(prompts: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
 
 
 class _TokenPrinter:
-    """Print tokens as they are generated, and in the end tokens per second, without the first two, which compile."""
+    """Prints tokens as they are generated, and at the end tokens per second, without the first two, which compile."""
 
     def __init__(self, text: Tokenizer | None, prompts: Sequence[Sequence[int]]):
         decode = text.decode if text else _format_token_ids

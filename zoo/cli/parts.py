@@ -79,11 +79,11 @@ class Summary:
     """Layers per pattern and repeats of the pattern, for each scanned segment."""
     cache: dict[str, Any] | None
     """Bytes of the KV cache or recurrent state per token and per row, and for the config's maximum length. None for a
-    model without one."""
+    model without either."""
     mesh: Mesh | None
     rows: tuple[ParameterSummary, ...]
     implementations: ModelImplementations | None = None
-    """Implementations that the layers get on a platform; None if none is asked for, and for a model without a loss."""
+    """Implementations that the layers get on a platform; None without a platform, and for a model without a loss."""
 
     @property
     def count(self) -> int:
@@ -147,7 +147,7 @@ def _summarize_shapes(
     mesh: Mesh | None,
     platform: Platform | None,
 ) -> Summary:
-    """Summarize a model in shapes. `dtypes` are those of each array, as stored or as initialized."""
+    """Summarize a model in shapes. `dtypes` are the dtypes of each array, as stored or as initialized."""
     stored_model = set_dtypes(model, [array_dtypes[0] for array_dtypes in dtypes])
     return Summary(
         family=family.name,

@@ -14,10 +14,10 @@ from zoo.models import Decoder
 from zoo.parallel import Mesh, Module, leaves
 
 _MIN_LENGTH = 128
-"""Minimum cache length that is chosen, so that short texts share a program."""
+"""Minimum cache length unless `length` is given, so that short texts share a program."""
 _MAX_PIECE = 256
-"""Maximum number of tokens of a piece of the prompt. Longer pieces would cost short prompts with a long cache more
-padding, shorter ones would read the weights more often than matrix products need."""
+"""Maximum number of tokens in a piece of the prompt. Longer pieces would cost short prompts with a long cache more
+padding; shorter ones would read the weights more often than matrix products need."""
 
 
 def choose_cache_length(model: Decoder, prompt: int, new: int, length: int | None) -> int:
@@ -74,9 +74,9 @@ def _round_up(size: int) -> int:
 
 
 class Prompt(Module):
-    """A prompt padded to its bucket. The last token of each row is apart: decoding begins with it.
+    """A prompt padded to its bucket. The last token of each row is kept apart: decoding begins with it.
 
-    Every device has the whole prompt, some integers. Its pieces are what is sharded.
+    Every device has the whole prompt, which is only a few integers. Only its pieces are sharded.
     """
 
     tokens: Int[Array, "batch prompt"]

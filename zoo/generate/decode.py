@@ -74,14 +74,14 @@ def complete(
 
 
 def prefill(fixed: tuple[Decoder, SamplingOptions, Key[Array, ""]], prompt: Prompt, length: int) -> DecodeState:
-    """Run the prompt but for its last token through the model, piece by piece; return the state before decoding."""
+    """Run the prompt except its last token through the model, piece by piece; return the state before decoding."""
     model, options, key = fixed
     state = _start(options, key, prompt, length)
     return dataclasses.replace(state, states=_read_prompt(model, prompt, length, _find_rope_length(state)))
 
 
 def refill(model: Decoder, prompt: Prompt, state: DecodeState, length: int) -> DecodeState:
-    """Compute the states again, from the prompt and all new tokens but for the latest as one text."""
+    """Recompute the states from the prompt and all new tokens except the latest, as one text."""
     count = state.longest + state.step
     tokens = jnp.concatenate([prompt.tokens, prompt.last[:, None], jnp.maximum(state.tokens, 0)], axis=1)
     new_positions = prompt.last_position[:, None] + jnp.arange(1 + length)
@@ -114,7 +114,7 @@ def _start(options: SamplingOptions, key: Key[Array, ""], prompt: Prompt, length
 
 
 def _read_prompt(model: Decoder, prompt: Prompt, length: int, rope_length: Int[Array, ""]) -> LayerStates:
-    """Return the states after a prompt but for its last token.
+    """Return the states after a prompt without its last token.
 
     Where the mesh shards the sequence, each device computes a share of a piece.
     """
@@ -145,8 +145,8 @@ def _find_rope_length(state: DecodeState) -> Int[Array, ""]:
 
 
 def _next_switch(state: DecodeState, switch: int) -> Int[Array, ""]:
-    """Return the number of new tokens with which the longest row has more than `switch` tokens for the first time; the
-    largest integer if it has them already, or RoPE has a length of its own."""
+    """Return the number of new tokens at which the longest row first has more than `switch` tokens. It is the largest
+    integer if the row has more already, or if the length for RoPE is given."""
     step = switch + 1 - state.longest
     return jnp.where((step > state.step) & (state.rope_length == 0), step, jnp.iinfo(jnp.int32).max)
 
@@ -167,8 +167,8 @@ def decode_until(fixed: tuple[Decoder, SamplingOptions], state: DecodeState, unt
 
 
 def _append_token(state: DecodeState, logits: Float[Array, "batch vocab"], options: SamplingOptions) -> DecodeState:
-    """Sample a token per row and append it to the state. `logits` may be sharded over the vocabulary. A row of logits
-    that are not finite ends without a token."""
+    """Sample a token per row and append it to the state. `logits` may be sharded over the vocabulary. A row whose
+    logits are not finite ends without a token."""
     newest = jnp.where(state.done, -1, _sample_token(state, logits.astype(jnp.float32), options))
     done = (newest < 0) | options.is_stop[newest]
     seen = state.seen | (jnp.arange(state.seen.shape[1]) == newest[:, None])

@@ -68,8 +68,8 @@ def check_sampling_options(
     penalty: _Number | None,
     has_key: bool,
 ) -> None:
-    """**Raises** `TypeError` for a `max_new_tokens` or `top_k` that is no integer, and `ValueError`, naming the option,
-    for the first one that is out of its range."""
+    """**Raises** `TypeError` for a `max_new_tokens` or `top_k` that is not an integer, and `ValueError` for the first
+    option that is out of its range, by name."""
     for name, x in (("max_new_tokens", max_new_tokens), ("top_k", top_k)):
         if x is not None and (isinstance(x, bool) or not isinstance(x, Integral)):
             raise TypeError(f"{name} is an integer, not {x!r}")

@@ -41,7 +41,7 @@ class Dataset(Protocol):
 class BatchIterator(Protocol):
     """An infinite iterator over batches whose position is a JSON-serializable `state`.
 
-    If it has a `digest` of its data, a run saves it, and is not resumed with another one.
+    If it has a `digest` of its data, a run saves it, and does not resume with other data.
     """
 
     state: Any
@@ -129,8 +129,8 @@ class CorpusSplit:
 
         - `seq_len`: tokens per window; `batch_size`: windows per batch, over all processes.
         - `with_segments`: add `segment_ids` and `positions`.
-        - `process`: (index, count) of the rows to read: `zoo.parallel.reader(mesh)`. By default each process has rows
-          of its own, which a mesh whose `tensor`, `context` or `pipe` spans processes refuses.
+        - `process`: (index, count) of the rows to read: `zoo.parallel.reader(mesh)`. By default each process reads
+          different rows, which a mesh whose `tensor`, `context` or `pipe` spans processes refuses.
 
         **Raises** `ValueError` if the text is shorter than a window, or the number of processes does not divide
         `batch_size`.
@@ -166,7 +166,7 @@ class CorpusSplit:
         if not len(windows):
             raise ValueError(f"the {self.name} text is empty: take more text")
         num_batches = math.ceil(len(windows) / batch_size)
-        # Spread, because the first windows alone would come from one or two files.
+        # Spread, because the first windows would come from only one or two files.
         indices = np.arange(min(limit or num_batches, num_batches) * batch_size)
         if limit is not None and limit < num_batches:
             indices = indices * len(windows) // len(indices)
@@ -195,7 +195,7 @@ class ShuffledBatches(Iterator):
         bytes_per_token: float = 1.0,
         digest: str | None = None,
     ):
-        """`digest`, if given, identifies the data: a run that was saved with it is not resumed on other data."""
+        """- `digest`: identifies the data, if given: a run that was saved with it is not resumed on other data."""
         self._process, self._rows = _assign_rows(batch_size, process)
         self.batch_size = batch_size
         self.bytes_per_token = bytes_per_token

@@ -43,7 +43,7 @@ _HOW_TO_GIVE_TEXTS = "texts themselves go in a mapping, {'name': text}"
 class Corpus:
     """A tokenized text with a training and a validation split.
 
-    - `xz_bits_per_byte`: the size of the validation text under `xz -9e`, a baseline to show beside a model's loss.
+    - `xz_bits_per_byte`: the size of the validation text under `xz -9e`, a baseline to show next to a model's loss.
     - `num_texts`: files or texts that were read; `num_binary`: files skipped for a NUL or for not being UTF-8.
     - `directory`: the cached tokens. Its name is a hash of everything they depend on.
     - `digest`: a hash of the tokens of both splits. A run keeps it, and is not resumed on another text.
@@ -145,7 +145,7 @@ class _Document:
     digest: bytes
 
     def read(self) -> bytes:
-        """**Raises** `ValueError` if the file is no longer what it was when it was found."""
+        """**Raises** `ValueError` if the file has changed since it was found."""
         if isinstance(self.source, bytes):
             return self.source[self.start : self.stop]
         with open_regular(self.source) as file:
@@ -187,7 +187,8 @@ def _read_sources(source: Sequence[str | Path] | Mapping[str, str]) -> tuple[lis
 
 
 def _require_path(source: Any) -> None:
-    """**Raises** `TypeError` for what is not a path, `FileNotFoundError` for a path of nothing, which may be a text."""
+    """**Raises** `TypeError` for a source that is not a path, `FileNotFoundError` for a missing path, which may be a
+    text."""
     if not isinstance(source, str | Path):
         raise TypeError(f"a path was expected to read text from, not {type(source).__name__}; {_HOW_TO_GIVE_TEXTS}")
     try:
@@ -229,7 +230,7 @@ def _read_documents(named_sources: Sequence[tuple[str, Path | bytes]], origin: s
 
 
 def _read_content(source: Path | bytes) -> bytes:
-    """**Raises** `ValueError` for a pipe or a device, and for a file that cannot be opened, like a link to nothing."""
+    """**Raises** `ValueError` for a pipe or a device, and for a file that cannot be opened, such as a broken link."""
     if isinstance(source, bytes):
         return source
     try:
@@ -265,7 +266,7 @@ def _cut_passages(name: str, source: Path | bytes) -> Iterable[_Document]:
 
 
 def _split_by_hash(documents: Sequence[_Document]) -> tuple[list[_Document], list[_Document]]:
-    """Split into training and validation documents, each by its own hash alone."""
+    """Split into training and validation documents, each document only by its own hash."""
     if len(documents) < 2:
         raise ValueError(
             f"{documents[0].name}: a single passage of {documents[0].stop} bytes, which cannot be split for training "

@@ -1,6 +1,6 @@
 """Synthetic tasks that tell sequence mixers apart: associative recall, needle retrieval, word problems of groups.
 
-A row is a function of seed and index alone. Datasets with different seeds serve as training and test set.
+A row is a function only of seed and index. Datasets with different seeds serve as training and test set.
 """
 
 import itertools
@@ -86,8 +86,8 @@ class NeedleRetrieval:
     targets are the values, and `weights` is 1 at queries and 0 elsewhere.
 
     A row is one document, or with `min_seq_len` a packed row of documents of equal length: `seq_len` divided by a power
-    of two that changes from row to row. What is learned soon in short documents carries over to long ones, which alone
-    teach nothing for very long: almost all that attention reads at first is filler.
+    of two that changes from row to row. A model learns from short documents soon, and carries it over to long ones.
+    From only long documents it learns nothing for very long: almost all that attention reads at first is filler.
     """
 
     def __init__(
@@ -152,7 +152,7 @@ class NeedleRetrieval:
         targets = np.zeros(length, np.int32)
         keys = 2 * quarter + random.choice(quarter, pairs, replace=False)
         values = 3 * quarter + random.choice(self.vocab - 3 * quarter, pairs, replace=False)
-        # Distinct places for pairs of width one, moved apart: pairs of width two that never overlap.
+        # Distinct places for pairs of width one, moved apart: the pairs, of width two, never overlap.
         places = np.sort(random.choice(haystack - pairs, pairs, replace=False)) + np.arange(pairs)
         tokens[places], tokens[places + 1] = keys, values
         asked = random.integers(0, pairs, self.num_queries)

@@ -1,4 +1,4 @@
-"""The cache of a corpus's tokens: complete and on the disk before it takes its name, verified whenever it is opened."""
+"""The cache of a corpus's tokens. It gets its name once it is complete and on disk, and is verified when opened."""
 
 import contextlib
 import hashlib
@@ -21,8 +21,8 @@ _ABOUT_FILE = "about.json"
 def open_cache(directory: Path, write: Callable[[Path], dict[str, Any]]) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the metadata of a cached directory, and the digest of each of its files.
 
-    `write(directory)` writes the files and returns the metadata. It is called if there is no cache, and with one line
-    logged if the one that is there does not have the sizes and digests that it was written with.
+    `write(directory)` writes the files and returns the metadata. It is called if the cache is missing. A damaged cache,
+    with other sizes or digests than were written, is rebuilt with a warning.
     """
     if directory.exists():
         try:
@@ -34,7 +34,7 @@ def open_cache(directory: Path, write: Callable[[Path], dict[str, Any]]) -> tupl
 
 
 def _read_verified(directory: Path) -> tuple[dict[str, Any], dict[str, str]]:
-    """**Raises** `ValueError` with the first fault that is found."""
+    """**Raises** `ValueError` with the first fault."""
     try:
         about = read_json(directory / _ABOUT_FILE)
         files = about["files"]
@@ -55,7 +55,7 @@ def _read_verified(directory: Path) -> tuple[dict[str, Any], dict[str, str]]:
         if size != entry["bytes"]:
             raise ValueError(f"{name} has {size:,} bytes instead of {entry['bytes']:,}")
         if digest != entry["digest"]:
-            raise ValueError(f"the digest of {name} is not that of what was written")
+            raise ValueError(f"the digest of {name} differs from the digest that was written")
     return metadata, {name: entry["digest"] for name, entry in files.items()}
 
 
@@ -80,14 +80,15 @@ def _write_atomically(directory: Path, write: Callable[[Path], dict[str, Any]]) 
 
 
 def _rename(part: Path, directory: Path) -> None:
-    """Give `part` its name. A damaged directory of that name gives way; a whole one, of another process, stays."""
+    """Rename `part` to `directory`. A damaged directory of that name is replaced; a whole one, of another process,
+    stays."""
     try:
         part.rename(directory)
     except OSError:
         with contextlib.suppress(ValueError):
             _read_verified(directory)
             return
-        # Whoever has mapped its files keeps them: only their names go.
+        # Processes that have mapped its files keep them: only their names go.
         damaged = Path(tempfile.mkdtemp(prefix=".part-", dir=directory.parent))
         with contextlib.suppress(FileNotFoundError):
             directory.rename(damaged / directory.name)
@@ -96,7 +97,7 @@ def _rename(part: Path, directory: Path) -> None:
 
 
 def _sync(path: Path) -> None:
-    """Wait until a file or a directory is on the disk. Systems that cannot sync directories are left alone."""
+    """Wait until a file or a directory is on the disk. Does nothing for a directory on systems that cannot sync one."""
     is_directory = path.is_dir()
     with contextlib.suppress(OSError) if is_directory else contextlib.nullcontext():
         descriptor = os.open(path, os.O_RDONLY)

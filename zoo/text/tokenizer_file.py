@@ -16,7 +16,8 @@ PROBE = 'Hello, world! 1 + 1 = 2;\n\tnaïve λ ✓ "x"'
 
 
 class TokenizerError(ValueError):
-    """A tokenizer that cannot be read or does not fit its model. The message names the file and the fault."""
+    """Raised for a tokenizer that cannot be read or does not fit its model. The message names the file and the
+    fault."""
 
 
 @contextlib.contextmanager
@@ -43,7 +44,7 @@ def load_tokenizer(path: Path) -> tuple[Any, dict[str, Any], str]:
 
     Padding and truncation, which a file may ask for, are off.
 
-    **Raises** `ImportError` if the package `tokenizers` is not installed, `FileNotFoundError` if there is no file, and
+    **Raises** `ImportError` if the package `tokenizers` is not installed, `FileNotFoundError` for a missing file, and
     `TokenizerError` for a file that the package refuses, or reads as another tokenizer than the file describes.
     """
     with name_faults(path, "cannot be read"):
@@ -65,8 +66,8 @@ def load_tokenizer(path: Path) -> tuple[Any, dict[str, Any], str]:
 
 
 def _check_ids(ids: Mapping[str, int], added_tokens: list[dict[str, Any]]) -> None:
-    """Check what `tokenizers` reads without a word. **Raises** `ValueError` for an id of two tokens, and for an added
-    token that is read with another id than the file says."""
+    """Check mistakes that `tokenizers` accepts silently. **Raises** `ValueError` for two tokens with one id, and for an
+    added token that gets another id than the file gives it."""
     owners: dict[int, str] = {}
     for word, index in ids.items():
         if owners.setdefault(index, word) != word:

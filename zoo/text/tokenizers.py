@@ -25,7 +25,7 @@ from .tokenizer_file import PROBE, TOKENIZER_FILE, TokenizerError, load_tokenize
 
 SEPARATOR = 0
 MAX_VOCAB = 2**24
-"""Bound of vocabularies that are read, sixteen times the largest in use. Arrays of a vocabulary's length are made."""
+"""Bound of vocabularies that are read, sixteen times the largest in use, since arrays of this length are made."""
 _TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 _TOKENIZER_FILE_PATTERNS = (
     "tokenizer*",
@@ -144,7 +144,7 @@ class FileTokenizer:
         self.cache_key = f"{vocab} {separator} {digest}"
 
     def _find_prefix(self) -> tuple[int, ...]:
-        """Find the special tokens before a text by encoding one. Those after a text (EOS) are not used."""
+        """Find the special tokens before a text by encoding one. Special tokens after a text (EOS) are not used."""
         with_special = self._tokenizer.encode("a").ids
         plain = self._tokenizer.encode("a", add_special_tokens=False).ids
         starts = [i for i in range(len(with_special)) if plain and with_special[i : i + len(plain)] == plain]
@@ -265,8 +265,8 @@ def read_tokenizer(directory: Path) -> Tokenizer:
 
     The separator is `bos_token_id` or, if that is not set, `eos_token_id`.
 
-    **Raises** `FileNotFoundError` if a file is missing, and `TokenizerError`, a `ValueError`, if one is damaged, if the
-    two do not match, or if the tokens of a text would lose bytes of it.
+    **Raises** `FileNotFoundError` if a file is missing, and `TokenizerError`, a `ValueError`, if a file is damaged, if
+    the two do not match, or if tokenizing a text would lose bytes of it.
     """
     path = directory / TOKENIZER_FILE
     config = directory / "config.json"
