@@ -1,4 +1,4 @@
-"""Tools that look at models and runs: plan, draw, compare, check, report. What trains or loads a model imports none.
+"""Tools that look at models and runs: plan, draw, compare, check, report. Training and loading import none of them.
 
 from zoo import tools
 tools.report_run(run, "A Transformer from scratch", model, mesh, corpus)

@@ -152,5 +152,5 @@ def test_describe_takes_a_loss_of_your_own():
     assert in_float32 / 2 <= gathered.bytes < 0.55 * in_float32, "norms stay in float32"
     with pytest.raises(ValueError, match="belong together"):
         describe_layout(model, mesh, loss_fn=loss_fn)
-    with pytest.raises(TypeError, match="Linear is no Decoder, Encoder or ImageEncoder"):
+    with pytest.raises(TypeError, match="Linear is not a Decoder, Encoder or ImageEncoder"):
         describe_layout(zoo.layers.Linear(4, 4, key=jax.random.key(0)), mesh)

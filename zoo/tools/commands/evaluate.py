@@ -125,7 +125,7 @@ def _list_files(folder: Path) -> Iterator[Path]:
 
 @dataclasses.dataclass(frozen=True)
 class _ScoredWindow:
-    """A window of tokens. Those before `first` are context and not scored."""
+    """A window of tokens. Tokens before `first` are context and not scored."""
 
     tokens: Int[np.ndarray, "tokens"]
     first: int
@@ -234,7 +234,7 @@ def _format_results(results: dict[str, Any]) -> str:
 
 
 class _EvaluationProgress:
-    """Progress bar on standard error, if that is a terminal."""
+    """Progress bar on standard error, if it is a terminal."""
 
     def __init__(self, total: int):
         self._progress: Any = None

@@ -32,8 +32,8 @@ def parity(
     """Compare a checkpoint with PyTorch, layer by layer, and name the first layer that is wrong.
 
     Compares with stored results, or, if there are none, runs transformers (needs torch and transformers). Errors are
-    max |difference| / max |expected|; for gradients, norm of the difference / norm. The column `alone` is a layer run
-    on PyTorch's own input to it. Exits with status 1 if a comparison is out of tolerance.
+    max |difference| / max |expected|; for gradients, norm of the difference / norm. The column `alone` shows the error
+    of each layer by itself, on PyTorch's own input to it. Exits with status 1 if a comparison is out of tolerance.
 
     Args:
         directory: Checkpoint directory.

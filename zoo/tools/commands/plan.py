@@ -46,19 +46,19 @@ def plan(
 ) -> None:
     """Plan a training run: memory, collectives and time of a step, before there is hardware.
 
-    The step is that of the recipes, with AdamW and float32 parameters. It is traced in shapes, which takes seconds for
-    any model on any number of devices; --compile then gives it to the compiler of the devices, which need not be here.
-    The peak is an estimate, within 30% in 48 of 50 compiled steps.
+    The step is the recipes' training step, with AdamW and float32 parameters. It is traced in shapes, which takes
+    seconds for any model on any number of devices; --compile then compiles it for the devices, which this machine need
+    not have. The peak is an estimate, within 30% in 48 of 50 compiled steps.
 
-    Without a flag for a mesh axis, a mesh is suggested: the first that fits of data, fsdp, and either with tensor.
+    Without a flag for a mesh axis, a mesh is suggested: the first that fits among data, fsdp, and either with tensor.
 
-    Exits with status 1 if the step needs more memory than a device has, and says what takes it.
+    Exits with status 1 if the step needs more memory than a device has, and names the largest parts.
 
     Args:
         preset: Model of a published size; `zoo presets` lists them.
         on: Devices: v5e:16x16, v5p:4x4x4, v5p:4x4x4*2 for two slices, v6e:16x16, tpu7x:4x4x4; h100:64x8 for hosts x
             GPUs, and a100, h200 and b200 likewise.
-        data: Data parallelism: number of devices that shard the batch. -1 for all that are left, of one axis.
+        data: Data parallelism: number of devices that shard the batch. -1 for all remaining devices, on one axis only.
         fsdp: Fully sharded data parallelism: number of devices that shard the parameters and the batch.
         expert: Expert parallelism: devices that share the experts of mixtures out, and the rows.
         context: Context parallelism: number of devices that shard the tokens of a sequence.

@@ -1,4 +1,5 @@
-"""Attach the traced moves of a step to the parts of a drawing: by name scopes, those of parameters by their sizes."""
+"""Attach the traced moves of a step to the parts of a drawing: by name scopes, and moves of parameters by their
+sizes."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -7,7 +8,7 @@ from .parts import DrawnParameter, Group, Move, Section
 from .traced_moves import TracedMove
 
 _LONGEST_SUBJECT = 28
-"""Characters of joined names, beyond which their number stands for them."""
+"""Maximum length of joined names in characters; beyond it, their number stands for them."""
 _Key = tuple[str, tuple[str, ...], str, bool, bool]
 """Collective, axes, phase, whether single numbers move, and whether a part of the section has a name."""
 
@@ -15,8 +16,8 @@ _Key = tuple[str, tuple[str, ...], str, bool, bool]
 def attach_moves(groups: Sequence[Group], moves: Sequence[TracedMove]) -> tuple[list[Group], list[Move]]:
     """Return the groups with their moves, and the moves that follow the backward pass.
 
-    A group per kind of layer has the number of its kind as label, in order. Nothing is lost: the counts and bytes of
-    all moves together are those of the trace.
+    Group i of the layers has the label i. Nothing is lost: the counts and bytes of all moves equal the totals of the
+    trace.
     """
     of_groups = [_Collector() for _ in groups]
     of_sections: list[dict[str, _Collector]] = [{s.name: _Collector() for s in group.sections} for group in groups]
@@ -25,7 +26,7 @@ def attach_moves(groups: Sequence[Group], moves: Sequence[TracedMove]) -> tuple[
     last = len(groups) - 1
     for move in _add_up(moves):
         word = move.modules[0] if move.modules else ""
-        # What no pass of differentiation has touched was taken out of the loop over a pipeline's ticks.
+        # Moves that no pass of differentiation has touched were taken out of the loop over a pipeline's ticks.
         in_stack = word == "stack" or (move.in_model and not move.differentiated)
         if not move.in_model:
             if not move.differentiated:
@@ -74,7 +75,8 @@ def _add_up(moves: Sequence[TracedMove]) -> list[TracedMove]:
 def _share_out(
     move: TracedMove, groups: Sequence[Group], numbers: Sequence[int], collectors: Sequence["_Collector"]
 ) -> None:
-    """Attach a move of parameters, whose call has no name, to those of its size: of `numbers`, by their layers."""
+    """Attach a move of parameters, whose call has no name, to the parameters of its size: of `numbers`, by their
+    layers."""
     candidates = [
         (number, parameter, max(len(groups[number].layers), 1))
         for number in numbers
@@ -132,7 +134,7 @@ class _Collector:
 
 
 def _join_subjects(subjects: Sequence[str]) -> str:
-    """Join names of matrices, in the order of the layer; of many, their number."""
+    """Join names of matrices, in the order of the layer; if there are many, return their number."""
     names = [name for name in dict.fromkeys(subjects) if name]
     joined = ", ".join(names)
     return joined if len(joined) <= _LONGEST_SUBJECT else f"{len(names)} parameters"

@@ -36,7 +36,7 @@ def describe_layout(
 ) -> Drawing:
     """Describe a model on a mesh, and its training step, which is traced in shapes: nothing is computed.
 
-    The arguments are those of `draw_layout`, which draws the result. **Raises** as it does.
+    The arguments are the same as for `draw_layout`, which draws the result. **Raises** as it does.
     """
     shapes = merge_rounds(jax.tree.map(_to_shape, model))
     kinds = _find_kinds(shapes)
@@ -60,7 +60,7 @@ def _to_shape(x: Any) -> Any:
 
 @dataclasses.dataclass
 class _LayerKinds:
-    """Kinds of layers: those whose parameters have the same names, dims and shapes."""
+    """Kinds of layers. Layers of one kind have parameters with the same names, dims and shapes."""
 
     keys: list[Any] = dataclasses.field(default_factory=list)
     layers: list[list[int]] = dataclasses.field(default_factory=list)
@@ -84,7 +84,7 @@ class _LayerKinds:
 
 
 def _make_key(block: AbstractBlock) -> Any:
-    """Return what layers of one kind have in common."""
+    """Return a key that is equal for layers of one kind."""
     one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype) if is_array_or_shape(x) else x, block)
     arrays = zip(list_parameter_paths(one), jax.tree.leaves(eqx.filter(one, is_array_or_shape)), strict=True)
     return type(block), tuple((path.name, path.dims, x.shape, str(x.dtype)) for path, x in arrays)
@@ -104,7 +104,7 @@ def _find_kinds(model: PyTree) -> _LayerKinds:
 
 
 def _make_groups(model: PyTree, kinds: _LayerKinds, mesh: Mesh) -> list[Group]:
-    """Return what comes before the layers, one group per kind of layer, and what comes after them."""
+    """Return a group for the parts before the layers, one per kind of layer, and one for the parts after them."""
     arrays = jax.tree.leaves(eqx.filter(model, is_array_or_shape))
     before: list[DrawnParameter] = []
     after: list[DrawnParameter] = []
@@ -144,8 +144,8 @@ def _split_sections(parameters: Sequence[DrawnParameter]) -> tuple[Section, ...]
 
 
 def _sort_sections(groups: Sequence[Group], calls: Sequence[tuple[int | None, str]]) -> list[Group]:
-    """Return the groups with their sections in the order of the calls, where all of them are called by name: a norm
-    comes before its attention, after it, or on both sides."""
+    """Return the groups with their sections in the order of the calls, if all sections are called by name: a norm comes
+    before its attention, after it, or on both sides."""
     labels = iter(range(len(groups)))
     sorted_groups = []
     for group in groups:

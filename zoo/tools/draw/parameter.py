@@ -101,7 +101,7 @@ class ParameterPicture:
 
     @property
     def _label(self) -> str:
-        """The name within the section, without "weight": `query`, `query.bias`, `experts.gate`; "" of a norm."""
+        """The name within the section, without "weight": `query`, `query.bias`, `experts.gate`; "" for a norm."""
         return ".".join(word for word in shorten_name(self.parameter.name).split(".") if word != self.section)
 
     @property
@@ -153,7 +153,7 @@ class ParameterPicture:
         return [*parts, "</g>"]
 
     def _draw_pieces(self, left: Number, top: Number) -> list[str]:
-        """Draw the shards: the one that device 0 stores, those that it gathers, and the others."""
+        """Draw the shards: the one that device 0 stores, the ones that it gathers, and the others."""
         columns = _list_shards(self._cuts_across)
         rows = _list_shards(self._cuts_down)
         if len(columns) * len(rows) > _MOST_PIECES:

@@ -12,12 +12,12 @@ class DrawnParameter:
     name: str
     """`layers.*.attention.query.weight`, as `zoo.models.list_parameter_paths` has it."""
     dims: tuple[str, ...]
-    """Names of the dims, without that of the layers."""
+    """Names of the dims, except the dim of the layers."""
     shape: tuple[int, ...]
     sharded_axes: tuple[tuple[str, ...], ...]
     """Mesh axes that shard each dim at rest, outermost first."""
     gathered_axes: tuple[tuple[str, ...], ...]
-    """Those of them over which it is all-gathered before use."""
+    """The axes among these over which it is all-gathered before use."""
     gradient_axes: tuple[str, ...]
     """Mesh axes over which its gradient is reduce-scattered in the backward pass."""
     size_in_use: int
@@ -27,7 +27,7 @@ class DrawnParameter:
     """Bytes of all layers, over all devices but each shard once."""
     bytes_per_device: int
     trainable: bool = True
-    """False of buffers, and of what adapters freeze."""
+    """False for buffers, and for parameters that adapters freeze."""
 
     def count_shards(self, axis_sizes: Mapping[str, int]) -> int:
         """Return the number of shards of one layer's array."""
@@ -44,7 +44,7 @@ class Move:
     subject: str
     """The matrices whose results move, or the parameters: `query, key, value`; `9 parameters`."""
     phase: str
-    """"forward", "backward", or "update" for what follows the backward pass."""
+    """"forward", "backward", or "update" for moves after the backward pass."""
     count: int
     """Executions on a device in a step."""
     bytes: int
@@ -72,7 +72,7 @@ class Group:
     """Mesh axes that deal the layers out, as stages of a pipeline."""
     sections: tuple[Section, ...]
     moves: tuple[Move, ...] = ()
-    """Moves of parameters before their use, and of their gradients; for stages also those from one to the next."""
+    """Moves of parameters before their use, and of their gradients; for stages also moves from one to the next."""
 
     @property
     def parameters(self) -> tuple[DrawnParameter, ...]:
@@ -94,7 +94,7 @@ class AxisUse:
     count: int
     """Collectives along it in a step, on one device."""
     bytes: int
-    """Bytes per device in a step of these."""
+    """Bytes of these collectives per device in a step."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,7 +109,7 @@ class Drawing:
     moves: tuple[Move, ...]
     """Moves once a step, after the backward pass, and between the layers and the loss."""
     batch: str
-    """The batch whose moves are counted, in words."""
+    """The batch for which the moves are counted, in words."""
 
     @property
     def num_devices(self) -> int:

@@ -1,4 +1,4 @@
-"""SVG of a drawing: devices, a card per kind of layer with its parameters in pieces, and arrows for what moves."""
+"""SVG of a drawing: devices, a card per kind of layer with its parameters in pieces, and arrows for moves."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
@@ -31,10 +31,10 @@ def draw_layout(
         model = eqx.filter_eval_shape(make, jax.random.key(0))
         Path("layout.svg").write_text(zoo.tools.draw.draw_layout(model, mesh))
 
-    Nothing is computed: the model may hold shapes, and the mesh devices that are not there. Shards follow from the
-    layout. What moves is read off the program: the loss and its gradient are traced.
+    Nothing is computed: the model may hold shapes, and the mesh devices that this machine does not have. Shards follow
+    from the layout. Moves are read off the program: the loss and its gradient are traced.
 
-    - `loss_fn`, `batch`: those of `zoo.value_and_grad`; the batch may hold shapes. By default the loss of a language
+    - `loss_fn`, `batch`: as for `zoo.value_and_grad`; the batch may hold shapes. By default the loss of a language
       model or an encoder, on one row per device and micro-batch, of `seq_len` tokens.
     - `width`: of the drawing, for which 400 is narrow.
 

@@ -38,7 +38,7 @@ _COLLECTIVES = {
 _LABEL = "drawn-layer-"
 _WRAPPER = re.compile(r"^(\w+)\((.*)\)$")
 _CALLS = frozenset("jit pjit shard_map rematted_computation checkpoint remat custom_vjp_call while body logits".split())
-"""Scopes that are no modules: calls of JAX, and of the loss around the head."""
+"""Scopes that are not modules: calls of JAX, and of the loss around the head."""
 
 
 class TracedMove(NamedTuple):
@@ -53,9 +53,9 @@ class TracedMove(NamedTuple):
     """Names of the modules from the layer, or the model, down to the caller: `("attention", "out")`."""
     backward: bool
     in_model: bool
-    """False for what belongs to the loss or to sums over the finished gradients."""
+    """False for moves of the loss, or of sums over the finished gradients."""
     differentiated: bool
-    """False for what follows the backward pass."""
+    """False for moves after the backward pass."""
     size: int
     """Elements of the larger of operand and result."""
     bytes: int
@@ -101,9 +101,9 @@ def trace_step(
     device nothing is traced.
 
     - `model`: in shapes, with its layers in one round.
-    - `label_block`: the number of the kind of layer that a stacked block belongs to.
-    - `loss_fn`, `batch`: those of `zoo.value_and_grad`. Without them one that the model is made for, on one row per
-      device and micro-batch, of `seq_len` tokens or as many as the model has positions for.
+    - `label_block`: returns the number of the kind of layer that a stacked block belongs to.
+    - `loss_fn`, `batch`: as for `zoo.value_and_grad`. Default: a loss that the model is made for, on one row per device
+      and micro-batch, of `seq_len` tokens or as many as the model has positions for.
 
     **Raises** as `zoo.value_and_grad` does for a mesh on which the model does not train; `TypeError` for a model of an
     unknown kind without `loss_fn` and `batch`.
@@ -124,7 +124,7 @@ def trace_step(
     moves = [_read_move(*each) for each in found if each[0].primitive.name in _COLLECTIVES]
     moves = [move._replace(axes=tuple(axis for axis in move.axes if mesh.shape[axis] > 1)) for move in moves]
     forward = [place for _, place, _ in found if place.modules and place.transforms and not place.backward]
-    # The last operation of each: first ones, as of constants, may have been moved out of the loop over layers.
+    # The last operation of each: the first ones, such as constants, may have been moved out of the loop over layers.
     last = {(place.layer, place.modules[0]): index for index, place in enumerate(forward)}
     return TracedStep([move for move in moves if move.axes], sorted(last, key=lambda call: last[call]))
 
@@ -141,12 +141,12 @@ def _label_stack(stack: Any, label_block: Callable[[AbstractBlock], int]) -> Any
 
 
 def _choose_loss(model: Any) -> Callable:
-    """Return a loss that uses all that a model computes."""
+    """Return a loss that uses all outputs of a model."""
     if isinstance(model, Decoder) or (isinstance(model, Encoder) and isinstance(model.head, MaskedLMHead)):
         return lambda model, batch: cross_entropy(model, batch)
     if not isinstance(model, Encoder | ImageEncoder):
         raise TypeError(
-            f"{type(model).__name__} is no Decoder, Encoder or ImageEncoder, so that its loss is unknown: pass loss_fn "
+            f"{type(model).__name__} is not a Decoder, Encoder or ImageEncoder, so its loss is unknown: pass loss_fn "
             "and batch, as to zoo.value_and_grad"
         )
 
@@ -177,7 +177,8 @@ def choose_seq_len(model: Any, mesh: Mesh, seq_len: int) -> int:
 
 
 def find_image_shape(model: ImageEncoder) -> tuple[int, int, int]:
-    """Return channels, height and width of the images that a model was made for, 16 x 16 patches if for any."""
+    """Return channels, height and width of the images that a model was made for; 16 x 16 patches if any size will
+    do."""
     patches = model.embedding.patches
     positions = model.embedding.positions
     grid = (16, 16) if positions is None else positions.grid
@@ -210,7 +211,7 @@ def _split_scopes(name_stack: str) -> tuple[str, ...]:
 
 
 class _Place(NamedTuple):
-    """Where an equation is: see the fields of `TracedMove` by these names."""
+    """Place of an equation: see the fields of `TracedMove` by these names."""
 
     layer: int | None
     modules: tuple[str, ...]

@@ -20,7 +20,7 @@ class Activations(NamedTuple):
     """Activations of a forward pass, layer by layer."""
 
     hidden_states: list[Array]
-    """As transformers counts them: the last is after the final norm, except that of an image encoder."""
+    """As transformers counts them: the last is after the final norm, except in an image encoder."""
     layers_alone: dict[int, Array]
     """Output of each layer whose input was given, by the number of its hidden state."""
     outputs: dict[str, Array]
@@ -30,10 +30,11 @@ class Activations(NamedTuple):
 
 
 def join_streams(model: Any, expected: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Return expectations with the hidden states of parallel residual streams (`zoo.models.altup`) as ours are.
+    """Return expectations with the hidden states of parallel residual streams (`zoo.models.altup`) in our form.
 
-    In transformers they are "streams batch seq embed", and the last of them, too, is ahead of the final norm. Here
-    streams are side by side, "batch seq features", and the last is after that norm. Others are returned as they are.
+    In transformers they are "streams batch seq embed", and the last of them, too, is before the final norm. Here
+    streams are side by side, "batch seq features", and the last is after that norm. Other expectations are returned as
+    they are.
     """
     names = [name for name, x in expected.items() if "hidden_states." in name and x.ndim == 4]
     join = lambda x: np.moveaxis(x, 0, 2).reshape(*x.shape[1:3], -1)
@@ -44,7 +45,7 @@ def join_streams(model: Any, expected: Mapping[str, np.ndarray]) -> dict[str, np
 
 
 def run_decoder(model: Decoder, blocks: Sequence[Any], tokens: Array, inputs: Mapping[int, np.ndarray]) -> Activations:
-    """Run a decoder on tokens, and each layer alone on its input of `inputs`, by the number of the hidden state."""
+    """Run a decoder on tokens, and each layer by itself on its input in `inputs`, by the number of the hidden state."""
     skip_embedding = model.hidden_states_skip_embedding
     hidden = _embed(model, tokens)
     alone = {}
@@ -72,8 +73,8 @@ def run_decoder(model: Decoder, blocks: Sequence[Any], tokens: Array, inputs: Ma
 def run_image_encoder(
     model: ImageEncoder, blocks: Sequence[Any], images: Array, inputs: Mapping[int, np.ndarray]
 ) -> Activations:
-    """Run a vision Transformer on images, and each layer alone on its input of `inputs`, by the number of the hidden
-    state."""
+    """Run a vision Transformer on images, and each layer by itself on its input in `inputs`, by the number of the
+    hidden state."""
     hidden, info = _embed_images(model, images)
     states = [hidden.x]
     alone = {}
@@ -98,14 +99,14 @@ class TextInputs(NamedTuple):
     token_types: Array | None
 
     def zero_padding(self, x: Any) -> Any:
-        """Set the features of padding, "batch seq features", to 0: no model promises what they are."""
+        """Set the features of padding, "batch seq features", to 0, since models do not define them."""
         return x if self.mask is None or x.ndim < 3 else x * self.mask[..., None]
 
 
 def run_encoder(
     model: Encoder, blocks: Sequence[Any], texts: TextInputs, inputs: Mapping[int, np.ndarray]
 ) -> Activations:
-    """Run an encoder on texts, and each layer alone on its input of `inputs`, by the number of the hidden state.
+    """Run an encoder on texts, and each layer by itself on its input in `inputs`, by the number of the hidden state.
     Features of padding are 0."""
     hidden, info = _embed_texts(model, texts)
     outputs = [hidden.x]

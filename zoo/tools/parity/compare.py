@@ -1,7 +1,7 @@
 """Compare a model with PyTorch, layer by layer, to find the layer that a port got wrong.
 
-Each layer is compared twice: in the forward pass from the tokens, where errors accumulate, and alone, on PyTorch's own
-input to it. The second comparison singles out the wrong layer from those after it.
+Each layer is compared twice: in the forward pass from the tokens, where errors accumulate, and by itself, on PyTorch's
+own input to it. The second comparison tells the wrong layer from the layers after it.
 """
 
 import dataclasses
@@ -46,7 +46,7 @@ class Comparison:
     """`relative_error` of activations; of gradients, norm of the difference / norm."""
     tolerance: float
     own: float | None = None
-    """Error of the layer alone, on PyTorch's input to it."""
+    """Error of the layer by itself, on PyTorch's input to it."""
     bfloat16: float | None = None
     """Our error in bfloat16, against PyTorch in float32."""
     theirs: float | None = None
@@ -69,7 +69,7 @@ class ParityReport:
 
     @property
     def first_failure(self) -> Comparison | None:
-        """The first layer that is wrong alone, or else the first comparison out of tolerance."""
+        """The first layer that is wrong by itself, or else the first comparison out of tolerance."""
         alone = [line for line in self.comparisons if line.own is not None and not line.own <= line.tolerance]
         return next(iter([*alone, *(line for line in self.comparisons if not line.passed)]), None)
 
@@ -90,11 +90,11 @@ def compare(
       `router_logits.N` (of the N-th layer that has a router, "tokens experts") and `grad.NAME`; of PyTorch in bfloat16,
       `bfloat16.logits` and `bfloat16.hidden_states.N`.
     - `gradient_norms`: norms of the loss's gradient, by the checkpoint's names. An MXFP4 matrix is named by its blocks,
-      and the gradient of any quantized matrix is that of the dequantized one.
+      and the gradient of any quantized matrix is taken with respect to the dequantized one.
     - `packed`: as for `load`. Matrices that stay packed have no gradient, and none is compared.
 
-    The loss is the mean next-token cross-entropy; of an encoder of texts, that of every token itself; of images, that
-    over `labels`, or `feature_loss` without labels.
+    The loss is the mean next-token cross-entropy; for an encoder of texts, the cross-entropy of every token itself; for
+    images, the cross-entropy over `labels`, or `feature_loss` without labels.
 
     **Raises** `CheckpointError` as `load` does, and for expectations without the inputs of the model.
     """
@@ -129,10 +129,10 @@ def _compare_activations(
     expected: Mapping[str, np.ndarray],
     tolerance: float,
 ) -> Iterator[Comparison]:
-    """Compare hidden states, outputs and router logits, and each layer alone on PyTorch's input to it."""
+    """Compare hidden states, outputs and router logits, and each layer by itself on PyTorch's input to it."""
     blocks = _unstack_blocks(model)
     model_inputs = kind.read(expected)
-    if isinstance(model_inputs, TextInputs):  # what transformers computes at padding is no result
+    if isinstance(model_inputs, TextInputs):  # transformers' features of padding are not a result
         no_padding = lambda name, x: np.asarray(model_inputs.zero_padding(x)) if _has_tokens(name) else x
         expected = {name: no_padding(name, x) for name, x in expected.items()}
     inputs = {

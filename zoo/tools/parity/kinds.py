@@ -93,7 +93,8 @@ def _make_text_loss(expected: Mapping[str, np.ndarray]) -> LossAndBatch:
 
 
 def text_loss(model: Encoder, batch: Mapping[str, Array], *, key: Any = None) -> tuple[Array, Array]:
-    """Return `classification_loss`, of a masked LM the cross-entropy of `labels`: of texts with padding and types."""
+    """Return `classification_loss`, or for a masked LM the cross-entropy of `labels`, for texts with padding and
+    types."""
     if not isinstance(model.head, MaskedLMHead):
         return classification_loss(model, batch, key=key)
     inputs = {name: batch[name] for name in ("mask", "token_types") if name in batch}
@@ -103,7 +104,7 @@ def text_loss(model: Encoder, batch: Mapping[str, Array], *, key: Any = None) ->
 
 
 def text_feature_loss(model: Encoder, batch: Mapping[str, Array], *, key: Any = None) -> tuple[Array, Array]:
-    """Return the loss of `feature_loss`, of texts, with features of padding as 0."""
+    """Return `feature_loss` for texts, with features of padding as 0."""
     inputs = {name: batch[name] for name in ("mask", "token_types") if name in batch}
     features: Any = model(batch["tokens"], key=key, **inputs)
     mask = batch.get("mask", jnp.ones(batch["tokens"].shape, bool))

@@ -21,8 +21,9 @@ class Chip:
     bandwidth: float
     """Bytes per second of HBM."""
     flops: Mapping[str, float]
-    """Dense FLOPs per second of products, by the dtype of their operands. JAX multiplies float32 in one bfloat16 pass
-    on TPUs and in TF32 on GPUs; `float32 highest` is what `jax.default_matmul_precision("highest")` asks for."""
+    """Dense FLOPs per second of products, by the dtype of their operands. By default JAX multiplies float32 in one
+    bfloat16 pass on TPUs and in TF32 on GPUs; `float32 highest` is the rate for
+    `jax.default_matmul_precision("highest")`."""
     link: float
     """Bytes per second that a device sends to others of its fast domain: the GPUs of a host by NVLink, or one dim of a
     slice's torus by ICI."""
@@ -31,7 +32,8 @@ class Chip:
     source: str
 
     def rate(self, dtype: str) -> float:
-        """Return FLOPs per second of products in `dtype`. **Raises** `KeyError` for one that is not on its sheet."""
+        """Return FLOPs per second of products in `dtype`. **Raises** `KeyError` for a dtype that is not on the data
+        sheet."""
         if dtype in self.flops:
             return self.flops[dtype]
         return self.flops[_SAME_RATE[dtype]]
@@ -68,7 +70,7 @@ def _make_gpu(
     network: float | int,
     source: str,
 ) -> Chip:
-    """`teraflops` are those of FP8, BF16, TF32 and FP32 without sparsity; `nvlink` is the sheet's GB/s in both
+    """`teraflops` are the rates of FP8, BF16, TF32 and FP32 without sparsity; `nvlink` is the sheet's GB/s in both
     directions, and `network` is in Gb/s."""
     rates: dict[str, float] = {}
     for dtype, rate in zip(("float8", "bfloat16", "float32", "float32 highest"), teraflops, strict=True):

@@ -1,6 +1,6 @@
 """Collectives that a compiler leaves out: equal ones, and sums that are added up afterwards.
 
-XLA gathers an array once that a program gathers twice, such as a tied embedding. Of `psum(a) + psum(b)` it makes
+XLA gathers an array once if a program gathers it twice, such as a tied embedding. It turns `psum(a) + psum(b)` into
 `psum(a + b)`: the gradients of an input that queries, keys and values share are added before they are summed.
 """
 
@@ -33,7 +33,7 @@ def _find_repeated_gathers(flat: FlatJaxpr) -> set[Any]:
 
 
 def _find_added_sums(flat: FlatJaxpr) -> set[Any]:
-    """Return, of sums whose results are added and not used otherwise, all but one."""
+    """Return all but one of the sums whose results are added and not used otherwise."""
     uses: dict[Any, int] = {}
     for x in (*(x for equation in flat.eqns for x in equation.operands), *flat.outvars):
         if not isinstance(x, Literal):
@@ -59,8 +59,8 @@ def _find_added_sums(flat: FlatJaxpr) -> set[Any]:
 
 
 def _name_values(flat: FlatJaxpr) -> dict[int, Any]:
-    """Return a name for the value of each variable, by its id: one for all that are equal, as XLA finds, which keeps
-    each once."""
+    """Return a name for the value of each variable, by its id. Equal values have one name, since XLA keeps each
+    once."""
     names: dict[int, Any] = {}
     for equation in flat.eqns:
         operands = tuple(str(x.val) if isinstance(x, Literal) else names.get(id(x), id(x)) for x in equation.invars)

@@ -1,4 +1,4 @@
-"""Compile a planned training step with the compiler of its devices, which need not be here."""
+"""Compile a planned training step with the compiler of its devices, which this machine need not have."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -19,8 +19,8 @@ def compile_training(
 ) -> CompiledProgram:
     """Compile the training step of `make_training_step` for a topology. It takes minutes, and a core.
 
-    **Raises** `MissingExtraError` without the compiler (`aot-tpu`, `aot-cuda`), and `ValueError` for a GPU that XLA has
-    no description of here.
+    **Raises** `MissingExtraError` without the compiler (`aot-tpu`, `aot-cuda`), and `ValueError` for a GPU whose
+    description for XLA is missing here.
     """
     named: dict[str, Any] = {"data": 1, **sizes}
     mesh = make_mesh(**named, devices=imagined(str(topology)), layout=layout)

@@ -17,7 +17,7 @@ _LEAST_SECONDS = 1e-6
 
 
 def format_plan(plan: "Plan", *, tokens: float | None = None) -> str:
-    """Format a `Plan` for `print`, and if asked the days that training on so many tokens takes."""
+    """Format a `Plan` for `print`, and, if `tokens` is given, the days that training on so many tokens takes."""
     return "\n".join(f"{label:<12}{text}".rstrip() for label, text in _iter_lines(plan, tokens))
 
 
@@ -97,7 +97,7 @@ def _format_tokens(plan: "Plan", tokens: float | None) -> str:
 
 
 def _join_range(ends: list[str]) -> str:
-    """Join both ends of a range, or name the one that is both."""
+    """Join both ends of a range, or name the end once if they are equal."""
     return " to ".join(dict.fromkeys(ends))
 
 

@@ -17,7 +17,7 @@ VIEWS = frozenset(
     copy copy_p drop_varying expand_dims name optimization_barrier pbroadcast pvary reshape squeeze stop_gradient
     """.split()
 )
-"""Primitives whose result is their operand, in other words."""
+"""Primitives whose result is their operand in another form."""
 
 ELEMENTWISE = frozenset(
     """
@@ -30,7 +30,7 @@ ELEMENTWISE = frozenset(
 
 
 class Value:
-    """A variable of an inlined call. A call that is made twice has two of each."""
+    """A variable of an inlined call. Two copies of a call have separate values."""
 
     __slots__ = ("aval",)
 
@@ -49,7 +49,7 @@ class Equation:
     scope: str
     """The modules and transformations that it was traced in."""
     has_effects: bool = False
-    """True if it does something beside computing its results, as a callback does."""
+    """True if it has an effect besides computing its results, such as a callback."""
 
     @property
     def name(self) -> str:
@@ -94,7 +94,7 @@ def _count_rows(outside: Sequence[Any], inside: Sequence[Any]) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class FlatJaxpr:
-    """A jaxpr with the equations of what it calls in place of the calls."""
+    """A jaxpr with its calls replaced by the equations of the jaxprs that they call."""
 
     invars: Sequence[Any]
     outvars: Sequence[Any]
@@ -102,7 +102,7 @@ class FlatJaxpr:
 
 
 def inline_calls(jaxpr: Any, scope: str = "", *, loops_of_one: bool = False) -> FlatJaxpr:
-    """Inline the calls of a jaxpr that was traced in a scope, and if asked loops of one iteration."""
+    """Inline the calls of a jaxpr that was traced in a scope, and, if `loops_of_one`, loops of one iteration."""
     inner = getattr(jaxpr, "jaxpr", jaxpr)
     equations = []
     names = _inline(inner, {}, equations, scope, is_called=False, loops_of_one=loops_of_one)
@@ -131,11 +131,11 @@ def _inline(
         if is_called:
             names.update((x, Value(x.aval)) for x in equation.outvars)
         outvars = [names.get(x, x) for x in equation.outvars]
-        if name == "optimization_barrier":  # each result is its own operand alone
+        if name == "optimization_barrier":  # each result depends only on its own operand
             pairs = zip(invars, outvars, strict=True)
             equations += [Equation(equation.primitive, [x], [y], equation.params, inside) for x, y in pairs]
             continue
-        # A collective has the effect of naming its axis, which is none.
+        # A collective has the effect of naming its axis, which does not count.
         effects = any(type(effect).__name__ != "NamedAxisEffect" for effect in equation.effects)
         equations.append(Equation(equation.primitive, invars, outvars, equation.params, inside, effects))
     return names

@@ -26,14 +26,14 @@ class Transfer:
 
 
 def time_transfer(collective: Collective, shape: Mapping[str, int], topology: Topology, chip: Chip) -> Transfer:
-    """Return what a collective takes at least: bytes sent in a ring over the bandwidth of the links.
+    """Return the minimum time of a collective: bytes sent in a ring over the bandwidth of the links.
 
-    Devices stand in the order of the mesh, so that inner axes lie on fast links. Of a group of n devices m are in each
-    host or slice, and of the bytes that a device sends cross the network
+    Devices stand in the order of the mesh, so inner axes lie on fast links. Of a group of n devices, m are in each host
+    or slice. Of the bytes that a device sends, these cross the network:
 
-    - to gather, scatter or sum, 1 / m: the others receive what those m devices have together, once;
+    - to gather, scatter or sum, 1 / m: the other devices receive the data of those m devices together, once;
     - in an all-to-all, (n - m) / (n - 1): each other device receives its own part;
-    - in a permutation, all of those at the border of a host, for which the rest wait.
+    - in a permutation, all bytes of the devices at the border of a host, for which the rest wait.
     """
     inside = count_inside(collective.axes or (), shape, topology.domain)
     size = math.prod(shape[axis] for axis in collective.axes or ())

@@ -1,7 +1,7 @@
-"""Find the values of a jaxpr that a compiled program computes: those that its results and effects depend on.
+"""Find the values of a jaxpr that a compiled program computes: the values that its results and effects depend on.
 
-XLA removes the rest, from the bodies of loops too. The jaxpr of a backward pass has some, such as sums of what it
-computes again.
+XLA removes the rest, from the bodies of loops too. The jaxpr of a backward pass has some, such as unused sums among its
+recomputed values.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ _BODIES = frozenset({"scan", "shard_map"})
 
 
 class NeededValues:
-    """Inlines jaxprs and finds what is needed of each, once."""
+    """Inlines jaxprs and finds the needed values of each, once."""
 
     def __init__(self) -> None:
         self._found: dict[tuple[int, tuple[bool, ...]], tuple[FlatJaxpr, set[Any], Any]] = {}
@@ -36,7 +36,7 @@ class NeededValues:
     def find_results(self, equation: Equation, needed: set[Any], jaxpr: Any) -> list[bool]:
         """Return which results of an equation's inner jaxpr are used.
 
-        The next iteration of a loop uses what it reads of the carry.
+        The next iteration of a loop uses the parts of the carry that it reads.
         """
         count = len(getattr(jaxpr, "jaxpr", jaxpr).outvars)
         if equation.name not in _BODIES | {"cond"} or equation.has_effects:

@@ -62,9 +62,9 @@ class Peak:
 
 
 def find_peak(jaxpr: Any, sizes: Sequence[int], *, in_place: bool = False) -> Peak:
-    """Return the arrays that one device has beside the arguments of a step when they take most.
+    """Return the arrays of one device, besides the arguments of a step, at the time when they take most memory.
 
-    - `jaxpr`: that of the jitted step, with shapes of whole arrays outside of `shard_map`.
+    - `jaxpr`: of the jitted step, with shapes of whole arrays outside of `shard_map`.
     - `sizes`: bytes per device of each of its inputs.
     - `in_place`: whether its results overwrite donated arguments.
     """
@@ -211,8 +211,8 @@ def _drop_literals(values: Iterable[Any]) -> set[Any]:
 
 
 def _find_shares(flat: FlatJaxpr, given: Mapping[Any, float]) -> dict[Any, float]:
-    """Return the part of each value that a device holds: of `shard_map` as the shapes within say, of a sharding
-    constraint as it says, of others as of the operands that are as large."""
+    """Return the part of each value that a device holds: from `shard_map` by the shapes within, from a sharding
+    constraint by its spec, otherwise the part of the operands that are as large."""
     shares = dict(given)
     for equation in flat.eqns:
         for number, x in enumerate(equation.outvars):

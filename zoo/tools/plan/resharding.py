@@ -1,4 +1,4 @@
-"""Gathers that XLA adds to a step outside of `shard_map`, where arrays are whole and constraints say how they lie.
+"""Gathers that XLA adds to a step outside of `shard_map`, where arrays are whole and constraints set their sharding.
 
 In ZeRO-1 and ZeRO-2 a device updates the part of the parameters whose moments it holds, and all gather the result.
 """
@@ -15,8 +15,8 @@ from .inlining import ELEMENTWISE, VIEWS, FlatJaxpr
 def iterate_gathers(flat: FlatJaxpr, specs: Mapping[Any, Any], shape: Mapping[str, int]) -> Iterator[tuple]:
     """Yield axes and bytes per device of each array that a constraint gathers.
 
-    `specs` has the partition specs of inputs, and `shape` the sizes of the mesh's axes. Results of elementwise
-    operations are sharded as their operands are together.
+    `specs` has the partition specs of inputs, and `shape` the sizes of the mesh's axes. The result of an elementwise
+    operation is sharded over the axes of all its operands.
     """
     axes = {x: _list_axes(specs.get(x), shape) for x in flat.invars}
     for equation in flat.eqns:

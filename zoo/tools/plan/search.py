@@ -32,7 +32,7 @@ class Candidate:
 
     @property
     def rank(self) -> tuple[bool, float]:
-        """Sorts what fits before what does not, and fast before slow: half-way between all and no overlap."""
+        """Sort key: meshes that fit first, then by the mean of the times with full and with no overlap."""
         return not self.plan.fits, self.plan.overlapped + self.plan.sequential
 
 
@@ -56,7 +56,7 @@ def plan_training(
 
 
 def make_stand_in_mesh(sizes: Mapping[str, int], topology: Topology, layout: Layout | None = None) -> Mesh:
-    """Return a mesh of one CPU device, as often as the topology has devices.
+    """Return a mesh in which one CPU device stands in for each device of the topology.
 
     **Raises** `ValueError` if the sizes do not multiply to the number of its devices.
     """
@@ -76,10 +76,10 @@ def search_meshes(
 ) -> list[Candidate]:
     """Return the plans on the most promising meshes of a topology, the best first.
 
-    Axes are powers of two, apart from what remains for `data` or `fsdp`. Parameters, gradients and moments must fit;
-    `tensor` stays within a host or 16 devices; rows, tokens and experts must divide. Of what is left the `limit` with
-    the least traffic by a rule of thumb are traced, which takes seconds each; `progress` is called with a line before
-    each. **Raises** `ValueError` if none can be built.
+    Axes are powers of two, except for the remaining devices along `data` or `fsdp`. Parameters, gradients and moments
+    must fit; `tensor` stays within a host or 16 devices; rows, tokens and experts must divide. Of the remaining meshes,
+    the `limit` with the least traffic by a rule of thumb are traced, which takes seconds each; `progress` is called
+    with a line before each. **Raises** `ValueError` if none can be built.
     """
     model = eqx.filter_eval_shape(lambda key: make_model(key=key), jax.random.key(0))
     layers = sum(1 for _ in model.stack.iter_blocks())
@@ -118,8 +118,8 @@ def suggest_mesh(
     """Return the plan on the first simple mesh that fits with a margin: all devices along `data`, all along `fsdp`,
     then either with `tensor` 2, 4 and so on.
 
-    Without one it returns the first that fits, and without that the best of `search_meshes`. **Raises** `ValueError` if
-    no mesh can be built.
+    If none fits with the margin, it returns the first that fits, and otherwise the best of `search_meshes`. **Raises**
+    `ValueError` if no mesh can be built.
     """
     model = eqx.filter_eval_shape(lambda key: make_model(key=key), jax.random.key(0))
     parameters = _count_parameters(model)
@@ -149,7 +149,7 @@ def _iterate_candidates(
     layout: Layout | None,
     progress: Callable[[str], object] | None,
 ) -> Iterator[Candidate | str]:
-    """Yield the plan on each mesh, or why it cannot be built."""
+    """Yield the plan on each mesh, or the reason why it cannot be built."""
     flops = None
     for number, sizes in enumerate(meshes, start=1):
         if progress is not None:
@@ -192,7 +192,7 @@ def _fits_at_rest(sizes: Mapping[str, int], topology: Topology, parameters: int)
 
 
 def _count_shards(sizes: Mapping[str, int]) -> int:
-    """Return over how many devices parameters are sharded at rest, experts included."""
+    """Return the number of devices over which parameters are sharded at rest, experts included."""
     return sizes["pipe"] * sizes["fsdp"] * sizes["expert"] * sizes["tensor"]
 
 

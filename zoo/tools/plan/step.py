@@ -1,4 +1,4 @@
-"""The plan of a step: memory, traffic and time on a topology, from its trace alone."""
+"""The plan of a step: memory, traffic and time on a topology, only from its trace."""
 
 import dataclasses
 import re
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from .training import TrainingOptions
 
 MARGIN = 0.3
-"""Error of the estimated peak that 48 of 50 compiled steps stay within (`tests/tools/plan/test_compiled.py`)."""
+"""Relative error of the estimated peak in 48 of 50 compiled steps, at most (`tests/tools/plan/test_compiled.py`)."""
 _SECONDS_PER_DAY = 86_400
 
 
 class BudgetError(ValueError):
-    """A step that needs more memory than a device has."""
+    """Raised for a step that needs more memory than a device has."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,12 +40,12 @@ class Plan:
 
     @property
     def memory(self) -> dict[str, int]:
-        """Bytes per device at the peak, which they sum to.
+        """Bytes per device at the peak, by kind; they sum to `peak`.
 
         Arguments of the step by name: `model` are `parameters`, `opt_state` is `optimizer state`, `states` are the
-        `cache` of a step that decodes. Of the rest, `logits` are arrays of the loss over the vocabulary, in chunks of
-        tokens: none, if the peak is in the backward pass of the layers. `gradients` are those that the step's
-        `shard_map` returns, and `activations` all others, of which the option `remat` decides.
+        `cache` of a step that decodes. Other arrays: `logits` are arrays of the loss over the vocabulary, in chunks of
+        tokens, and are 0 if the peak is in the backward pass of the layers; `gradients` are the gradients that the
+        step's `shard_map` returns; `activations` are all others, which depend on the option `remat`.
         """
         kinds: dict[str, int] = {}
         for name, size in self.program.arguments.items():
@@ -74,7 +74,7 @@ class Plan:
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Least seconds that a step takes on each resource: products, main memory, fast links and the network."""
+        """Minimum seconds that a step takes on each resource: products, main memory, fast links and the network."""
         work = self.program.work
         moved = work.product_bytes + 2 * sum(self.program.arguments.values())
         times = {"products": sum(count / self.chip.rate(dtype) for dtype, count in work.flops.items())}
@@ -85,12 +85,12 @@ class Plan:
 
     @property
     def overlapped(self) -> float:
-        """Seconds of a step if everything runs at once: a bound from below."""
+        """Seconds of a step if everything overlaps: a lower bound."""
         return max(self.seconds.values())
 
     @property
     def sequential(self) -> float:
-        """Seconds of a step if collectives hide behind nothing."""
+        """Seconds of a step if no collective overlaps with anything."""
         seconds = self.seconds
         return max(seconds["products"], seconds["memory"]) + seconds["links"] + seconds["network"]
 
@@ -120,7 +120,7 @@ class Plan:
         return self.model_flops / self.topology.devices / self.chip.rate("bfloat16") / seconds
 
     def require_fit(self) -> None:
-        """**Raises** `BudgetError`, with the largest arrays and what would make room, if a device has too little
+        """**Raises** `BudgetError`, with the largest arrays and ways to make room, if a device has too little
         memory."""
         if self.fits:
             return
@@ -196,7 +196,7 @@ _ADVICE = {
 
 
 def plan(step: Callable, *args: Any, on: str | Topology, model_flops: int | None = None) -> Plan:
-    """Plan a step on a topology: what it takes, and how long at least. Nothing is compiled, and no array is made.
+    """Estimate peak memory, communication and minimum time of a step on a topology, without compiling it.
 
         mesh = zoo.make_mesh(fsdp=16, tensor=4, devices=jax.devices("cpu")[:1] * 64)
         model = zoo.place(eqx.filter_eval_shape(make, jax.random.key(0)), mesh)
@@ -205,12 +205,12 @@ def plan(step: Callable, *args: Any, on: str | Topology, model_flops: int | None
 
     - `step`: a jitted function, such as the training step of a recipe.
     - `args`: its arguments, as `jax.ShapeDtypeStruct`s or arrays, placed on a mesh as large as the topology. One CPU
-      device, so many times, stands in for devices that are not here.
+      device, repeated, stands in for devices that this machine does not have.
     - `on`: the topology, as `zoo.parallel.imagined` names it: "v5p:4x4x4", "h100:8x8". No compiler for it is needed.
     - `model_flops`: FLOPs of the model per step, for `Plan.mfu`.
 
     Memory at rest is exact, and so are FLOPs and bytes of collectives inside `shard_map`. The peak is an estimate by
-    liveness analysis, within 30% in 48 of 50 compiled steps. Times are those of a roofline (Williams, Waterman &
+    liveness analysis, within 30% in 48 of 50 compiled steps. Times follow a roofline model (Williams, Waterman &
     Patterson, doi:10.1145/1498765.1498785).
 
     **Raises** `ValueError` for an unknown topology, and for one of another size than the mesh.

@@ -28,12 +28,12 @@ class TracedProgram:
     gradients: int
     """Bytes of the results of `shard_map`: of `zoo.value_and_grad`, the loss and the gradients."""
     live: Peak
-    """Estimate of the arrays beside the arguments when they take most (`zoo.tools.plan.peak`)."""
+    """Estimate of the arrays besides the arguments when they take most memory (`zoo.tools.plan.peak`)."""
     work: DeviceWork
 
     @property
     def temporaries(self) -> int:
-        """Bytes of arrays beside the arguments at the peak, gradients included."""
+        """Bytes of arrays besides the arguments at the peak, gradients included."""
         return self.live.bytes
 
     @property
@@ -47,11 +47,11 @@ def trace_program(step: Callable, *args: Any, platform: Platform | None = None) 
     size on a mesh of any size takes seconds.
 
     - `args`: arrays or `jax.ShapeDtypeStruct`s, with shardings over one mesh. Its devices may stand in for others: one
-      CPU device, as often as the mesh has places, will do.
+      CPU device, repeated for every place of the mesh, will do.
     - `platform`: the platform for which operations choose their implementations, if the devices stand in for it.
 
-    FLOPs are those of products in the jaxpr, and so of implementations without kernels: causal attention takes 5/8 of
-    all pairs of tokens.
+    FLOPs are counted for the products in the jaxpr, and so for implementations without kernels: causal attention takes
+    5/8 of all pairs of tokens.
     """
     if not hasattr(step, "lower"):
         step = eqx.filter_jit(step)
@@ -82,7 +82,7 @@ def _find_shape(leaves: list[Any]) -> dict[str, int]:
 
 
 def _count_shard_map_results(jaxpr: Any) -> int:
-    """Count the bytes per device of what the `shard_map`s of a step return."""
+    """Count the bytes per device of the results of a step's `shard_map`s."""
     total = 0
     for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         if equation.primitive.name == "shard_map":

@@ -1,4 +1,4 @@
-"""The training step that `zoo plan` costs: AdamW with clipping, as the recipes write it, in shapes."""
+"""The training step whose costs `zoo plan` estimates: AdamW with clipping, as the recipes write it, in shapes."""
 
 import dataclasses
 from collections.abc import Callable
@@ -19,7 +19,7 @@ ONE_FORWARD_ONE_BACKWARD = Schedule("1f1b")
 
 @dataclasses.dataclass(frozen=True)
 class TrainingOptions:
-    """Options of a training step that its cost depends on, beside the model and the mesh."""
+    """Options of a training step that its cost depends on, besides the model and the mesh."""
 
     rows: int
     """Rows of the global batch."""
@@ -75,8 +75,8 @@ def make_training_step(
 
 
 def count_model_flops(make_model: Callable[..., Any], options: TrainingOptions) -> int:
-    """Count the FLOPs of a step over all devices that the model itself takes: three times those of the forward pass of
-    all rows, on one device that recomputes nothing."""
+    """Count the FLOPs of a step over all devices that the model itself takes: three times the FLOPs of the forward pass
+    of all rows, on one device that recomputes nothing."""
     mesh = make_mesh(data=1, devices=jax.devices("cpu")[:1])
     model = place(eqx.filter_eval_shape(lambda key: make_model(key=key), jax.random.key(0)), mesh)
     tokens = jax.ShapeDtypeStruct((1, options.seq), jnp.int32)

@@ -1,8 +1,9 @@
 """Work of one device in a step, counted in its jaxpr: products by dtype, main memory traffic, collectives by axis.
 
-Inside `shard_map` shapes are those of one device, and every collective stands in the jaxpr, with its mesh axes. Outside
-of it XLA adds gathers of what a constraint replicates, which are counted, and the sums of a few numbers, as of a global
-norm, which are not. What XLA leaves out is left out (`zoo.tools.plan.needed`, `zoo.tools.plan.combining`).
+Inside `shard_map` shapes are local to one device, and every collective is in the jaxpr, with its mesh axes. Outside of
+it XLA adds two kinds: gathers of arrays that a constraint replicates, which are counted, and sums of a few numbers, as
+for a global norm, which are not. Operations that XLA removes do not count (`zoo.tools.plan.needed`,
+`zoo.tools.plan.combining`).
 """
 
 import dataclasses
@@ -38,10 +39,10 @@ class DeviceWork:
     """Work of one device in one step."""
 
     flops: dict[str, int]
-    """FLOPs of products, by the dtype of their operands; `float32 highest` where six bfloat16 passes or IEEE products
-    are asked for."""
+    """FLOPs of products, by the dtype of their operands; `float32 highest` if six bfloat16 passes or IEEE products are
+    requested."""
     product_bytes: int
-    """Bytes of the operands and results of all products: what main memory moves for them without any cache."""
+    """Bytes of the operands and results of all products: main memory traffic without any cache."""
     collectives: tuple[Collective, ...]
     """By kind and axes, largest first. `arrays` equals `count`, before XLA combines several."""
 
@@ -81,7 +82,7 @@ def count_work(jaxpr: Any, shape: Mapping[str, int], specs: Mapping[Any, Any] | 
 
 
 def count_aval_bytes(variable: Any) -> int:
-    """Return the bytes of a variable's array; 0 for what is none, as a key or a token."""
+    """Return the bytes of a variable's array; 0 if it is not an array, such as a key or a token."""
     aval = variable.aval
     try:
         return math.prod(aval.shape) * aval.dtype.itemsize

@@ -351,7 +351,7 @@ def draw_svg(chart: Chart, *, width: int) -> str:
 
 
 def dump_chart(chart: Chart) -> dict[str, Any]:
-    """Return a chart as JSON objects, for `load_chart`. Of a chart of your own its pictures are kept."""
+    """Return a chart as JSON objects, for `load_chart`. For a chart of your own, its pictures are kept."""
     if type(chart) not in _KINDS:
         chart = Picture.of(functools.partial(draw_svg, chart))
     return {"kind": type(chart).__name__, **to_jsonable(chart)}

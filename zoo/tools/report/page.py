@@ -388,8 +388,8 @@ def _format_configuration(config: Mapping[str, Any], defaults: Mapping[str, Any]
 
 
 def _escape(value: Any) -> str:
-    """Escape text for HTML. Control characters, which an untrained model samples, become their Unicode pictures, and
-    those that reverse the order of a line or hide in it their escapes."""
+    """Escape text for HTML. Control characters, which an untrained model samples, become their Unicode pictures;
+    bidirectional controls, which reverse a line or hide in it, become their escapes."""
     text = "".join(chr(0x2400 + ord(c)) if ord(c) < 32 and c not in "\n\t" else c for c in str(value))
     return html.escape(escape_controls(text.replace("\x7f", "\u2421"), keep="\n\t"))
 

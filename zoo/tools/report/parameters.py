@@ -47,9 +47,9 @@ def _describe_block(block: Any) -> str:
 def tabulate_parameters(model: PyTree, mesh: Mesh) -> list[ParameterRow]:
     """Return a row per array of `model`: name, shape, dims, the mesh axes that shard each dim, dtype and size.
 
-    Names are those of `zoo.models.list_parameter_paths`: `layers.*.attention.query.weight`. Where blocks of several
-    kinds share a name, their layer numbers follow. Layers in rounds have the shapes that they have in one. Accepts
-    abstract models (`eqx.filter_eval_shape`), since nothing is computed.
+    Names are as in `zoo.models.list_parameter_paths`: `layers.*.attention.query.weight`. Where blocks of several kinds
+    share a name, their layer numbers follow. Layers in rounds have the same shapes as in one round. Accepts abstract
+    models (`eqx.filter_eval_shape`), since nothing is computed.
     """
     to_shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
     arrays = merge_rounds(jax.tree.map(to_shape, eqx.filter(model, is_array_or_shape)))

@@ -1,4 +1,4 @@
-"""Checks of mixers and of ported families: what they promise, and what an author cannot see in a loss."""
+"""Checks of mixers and of ported families: promised properties, and faults that a loss does not show."""
 
 from .family import check_family
 from .mixer import check_mixer

@@ -46,11 +46,11 @@ def check_family(
 
     - `generate = read`: with a padded prompt, the greedy tokens of `zoo.generate` are the most likely ones of a full
       pass.
-    - `save = load`: tensors are written bit for bit as they were in the file, but for those that the family ignores,
+    - `save = load`: tensors are written bit for bit as they were in the file, except tensors that the family ignores,
       and read again as the same model.
     - `config`: the saved config.json has the same keys and values.
     - `PyTorch`: activations, loss and gradients agree with the results in `expected.safetensors`, if it is in the
-      directory, as `zoo parity` compares them; with `meta.json` beside it, the norms of all gradients too.
+      directory, as `zoo parity` compares them; with a `meta.json` next to it, the norms of all gradients too.
 
     Take a small checkpoint, such as one with random weights: everything is computed in float32, gradients too.
 
@@ -60,7 +60,7 @@ def check_family(
     """
     directory = Path(directory)
     model = load(directory, dtype=jnp.float32, family=family)
-    plain = dataclasses.replace(model, origin=None)  # the file it came from is no reason to compile again
+    plain = dataclasses.replace(model, origin=None)  # models from different files share compiled programs
     report = check_subject(DecoderSubject(plain), None, seq_len, {}, meshes)
     checks = [
         *report.checks,
@@ -75,7 +75,7 @@ def check_family(
 
 
 def _check_generation(model: Decoder) -> Iterator[Check]:
-    """Generate behind prompts of two lengths, and look at the logits of the full text: no token is more likely."""
+    """Generate after prompts of two lengths, and check in the logits of the full text that no token is more likely."""
     prompt = np.asarray(_PROMPT) % model.embedding.table_shape[0]
     mask = np.arange(prompt.shape[1]) >= np.asarray(_PADDING)[:, None]
     length = prompt.shape[1] + _NEW_TOKENS
@@ -143,7 +143,7 @@ def _check_parity(directory: Path, family: Family | None) -> Iterator[Check]:
     file = directory / _EXPECTED_FILE
     meta = directory / _META_FILE
     if not file.is_file():
-        cause = f"there is no {_EXPECTED_FILE} beside the weights; `zoo parity` computes one with transformers"
+        cause = f"there is no {_EXPECTED_FILE} next to the weights; `zoo parity` computes one with transformers"
         yield Check("PyTorch", "", cause=cause)
         return
     expected = {name: x for name, x in read_expectations(file).items() if not name.startswith("bfloat16.")}
@@ -152,5 +152,5 @@ def _check_parity(directory: Path, family: Family | None) -> Iterator[Check]:
     worst = report.first_failure or max(report.comparisons, key=lambda line: line.error / line.tolerance)
     error = max(worst.error, worst.own or 0.0)
     compared = f"{len(report.comparisons)} activations and gradients, and PyTorch's"
-    cause = "`zoo parity` shows every layer, and each alone on PyTorch's input to it."
+    cause = "`zoo parity` shows every layer, and each by itself on PyTorch's input to it."
     yield Check("PyTorch", compared, Difference(error, worst.name), worst.tolerance, cause)

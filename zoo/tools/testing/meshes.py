@@ -1,4 +1,4 @@
-"""A mesh changes nothing: loss, every gradient and decoding on a mesh equal those on one device."""
+"""Check that a mesh changes nothing: loss, every gradient and decoding on a mesh equal the results on one device."""
 
 import logging
 import math
@@ -25,7 +25,7 @@ _AXES = ("data", "fsdp", "tensor")
 
 
 def choose_meshes() -> list[Mesh]:
-    """Return a mesh with data, fsdp and tensor 2, as far as there are devices; none for a single device."""
+    """Return a mesh with data, fsdp and tensor of 2, as far as there are devices; none for a single device."""
     axes = _AXES[3 - int(math.log2(min(jax.device_count(), 8))) :]
     return [_make_mesh(dict.fromkeys(axes, 2))] if axes else []
 
@@ -80,7 +80,7 @@ def _compare_training(subject: Subject, texts: Texts, mesh: Mesh, compared: str)
 
 
 def _blame_axes(subject: Subject, texts: Texts, mesh: Mesh, checks: list[Check]) -> Iterator[Check]:
-    """Yield the checks of a mesh, or, if it has several axes, those of its axes alone that fail too."""
+    """Yield the checks of a mesh and, if it has several axes, the failed checks of each axis by itself."""
     sizes = {axis: size for axis, size in mesh.shape.items() if size > 1}
     found = []
     for axis, size in sizes.items() if len(sizes) > 1 else ():
@@ -89,8 +89,8 @@ def _blame_axes(subject: Subject, texts: Texts, mesh: Mesh, checks: list[Check])
 
 
 def _prefill_and_decode(subject: Subject, rows: Mapping[str, Any]) -> Any:
-    """Return the output of the last token: all before it as one piece, then itself. Every device that shares the
-    sequence has these tokens, and a share of the caches."""
+    """Return the output of the last token: all tokens before it are read as one piece, then the token itself. Every
+    device that shares the sequence has these tokens, and a share of the caches."""
     x = rows["x"]
     positions = rows["places"]
     state = subject.init_state(x.shape[0], x.shape[1])

@@ -1,4 +1,4 @@
-"""Check a sequence mixer, a block or a decoder: what its author promises, in one call."""
+"""Check a sequence mixer, a block or a decoder in one call."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -37,22 +37,25 @@ def check_mixer(
     - `rows separate`: no row depends on another one.
     - `padding`: padding changes no output, whatever finite numbers it holds, and its own outputs are finite. Without a
       state it is segment 0, left or right; with one it has negative positions, on the left.
-    - `packed = separate`: documents of a packed row have the outputs of each alone, and no gradient between them.
-    - `pieces = whole`, `decode = read`: through a state, in pieces or by one token, outputs are those of one pass.
-    - `gradients`: that of every trainable parameter is finite, and not 0 everywhere.
+    - `packed = separate`: documents of a packed row have the same outputs as by themselves, and no gradient between
+      them.
+    - `pieces = whole`, `decode = read`: through a state, in pieces or by one token, outputs equal the outputs of one
+      pass.
+    - `gradients`: the gradient of every trainable parameter is finite, and not 0 everywhere.
     - `dtype`: bfloat16 in, bfloat16 out; a call leaves shapes and dtypes of the state as they were.
     - `modes agree`: every implementation gives the same outputs and gradients.
-    - `mesh = one device`: loss, gradients and decoding on a mesh are those on one device.
+    - `mesh = one device`: loss, gradients and decoding on a mesh equal the results on one device.
 
     Arguments:
 
-    - `make`: called with `key=`, as `build_decoder` calls a factory of mixers. Small sizes do: compilation takes the
-      time. Parameters are checked after a small random change, since those initialized to 0 or 1 hide errors.
-    - `embed`: size of the hidden states. Default: that of a parameter's dim `embed`.
+    - `make`: called with `key=`, as `build_decoder` calls a factory of mixers. Small sizes will do: most of the time is
+      compilation. Parameters are checked after a small random change, since parameters initialized to 0 or 1 hide
+      errors.
+    - `embed`: size of the hidden states. Default: the size of a parameter's dim `embed`.
     - `seq_len`: tokens of a document. Choose more than a chunk or a window has, to check across their borders.
-    - `implementations`: further values of each `implementation_option()`, `{"scan": [recurrent_scan]}`. An option
-      of an operation, as of attention and recurrences, or of a `Literal` is checked with all its values without this;
-      those that cannot compute this here are listed with the reason.
+    - `implementations`: further values of each `implementation_option()`, `{"scan": [recurrent_scan]}`. An option of an
+      operation, such as attention or a recurrence, or of a `Literal` is checked with all its values by default; values
+      that cannot be computed here are listed with the reason.
     - `meshes`: default: data, fsdp and tensor of 2, as far as there are devices. With one device, meshes are not
       checked; the report and the log say so.
 
@@ -77,7 +80,7 @@ def check_subject(
     implementations: Mapping[str, Sequence[Any]],
     meshes: Sequence[Mesh] | None,
 ) -> CheckReport:
-    """Make all checks of a subject. They raise nothing for a property that does not hold."""
+    """Run all checks of a subject. A property that does not hold is a failed check, not an error."""
     meshes = choose_meshes() if meshes is None else list(meshes)
     size = find_embed_size(subject) if embed is None else embed
     texts = Texts(seq_len, size, count_row_shards(meshes), count_seq_shards(meshes))

@@ -1,7 +1,7 @@
 """Properties of a sequence model on one device: causality, padding, packing, states, implementations, gradients.
 
-Outputs of a document alone are the reference. Few programs are compiled: one reads documents, one reads packed rows
-with gradients, one extends a state for each size of a piece, and one for each further implementation.
+The reference is the outputs of each document by itself. Few programs are compiled: one reads documents, one reads
+packed rows with gradients, one extends a state for each size of a piece, and one for each further implementation.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -51,7 +51,7 @@ def compute_loss(subject: Subject, x: Any, batch: Any) -> tuple[Any, Any]:
 
 
 def _sum_weighted(y: Any, weights: Any) -> Any:
-    """Sum outputs times weights. Those of weight 0, as padding has, count nothing, also if they are not finite."""
+    """Sum outputs times weights. Outputs of weight 0, as of padding, do not count, even if they are not finite."""
     return (jnp.where(weights == 0, 0, y) * weights).sum()
 
 
@@ -76,9 +76,9 @@ def extend(subject: Subject, x: Any, positions: Any, state: Any) -> tuple[Any, A
 def check_properties(
     subject: Subject, texts: Texts, implementations: Sequence[tuple[str, Any, str]], reason: str
 ) -> Iterator[Check]:
-    """Yield the checks that one device is enough for. `reason`: why there are no implementations to compare.
+    """Yield the checks that need only one device. `reason`: why there are no implementations to compare.
 
-    What raises in reading documents or packed rows raises here, since nothing else can be checked then.
+    An error in reading documents or packed rows is raised, since nothing else can be checked then.
     """
     alone = np.asarray(read(subject, texts.first))
     batch = texts.packed | {"weights": texts.draw_weights(alone.shape[-1])}
@@ -99,7 +99,7 @@ def check_properties(
 
 
 def _check_rows(subject: Subject, texts: Texts, alone: np.ndarray) -> Iterator[Check]:
-    """Replace half of the rows: the others have the same outputs."""
+    """Replace half of the rows, and check that the other rows have the same outputs."""
     half = texts.rows // 2
     mixed = read(subject, np.concatenate([texts.first[:half], texts.second[half:]]))
     difference = compare_tokens(np.asarray(mixed)[:half], alone[:half])
@@ -108,7 +108,8 @@ def _check_rows(subject: Subject, texts: Texts, alone: np.ndarray) -> Iterator[C
 
 
 def _check_packed(subject: Subject, texts: Texts, alone: np.ndarray) -> Iterator[Check]:
-    """Compare packed documents with documents alone, and find by gradient the tokens that each output depends on."""
+    """Compare packed documents with the same documents by themselves, and find by gradient the tokens that each output
+    depends on."""
     batch = texts.packed | {"weights": texts.draw_diagonal_weights(alone.shape[-1])}
     y, by_x, _ = jax.device_get(read_packed(subject, batch))
     segments = texts.segment_ids
@@ -144,7 +145,7 @@ def _check_packed(subject: Subject, texts: Texts, alone: np.ndarray) -> Iterator
             compare_tokens(second, others, of="the second document's output"),
         ]
     )
-    yield Check("packed = separate", "outputs of packed documents, and of each alone", worst, cause=cause)
+    yield Check("packed = separate", "outputs of packed documents, and of each by itself", worst, cause=cause)
 
 
 def _check_states(subject: Subject, texts: Texts, alone: np.ndarray) -> Iterator[Check]:
@@ -190,7 +191,7 @@ def run_pieces(extend: Callable, state: Any, texts: Texts, pieces: Sequence[int]
 
 
 def _find_not_finite(y: np.ndarray) -> Difference:
-    """Return an infinite difference where an output, of padding too, is not a finite number."""
+    """Return an infinite difference where an output, including outputs of padding, is not a finite number."""
     rows, positions = np.nonzero(~np.isfinite(y).all(-1))
     if not len(rows):
         return Difference(0.0, "")

@@ -1,4 +1,4 @@
-"""Outcome of the checks of a mixer or a model: the largest difference of each property, and where it is."""
+"""Results of the checks of a mixer or a model: the largest difference of each property, and its place."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -92,7 +92,7 @@ def _describe_outcome(check: Check) -> tuple[str, str]:
 
 
 def flaw(place: str) -> Difference:
-    """Return an infinite difference: something that is wrong, and has no size."""
+    """Return an infinite difference, for a fault without a size."""
     return Difference(float("inf"), place)
 
 
@@ -123,8 +123,8 @@ def compare_tokens(actual: Any, expected: Any, mask: Any = None, *, of: str = "t
 
 
 def compare_gradients(names: Iterable[str], actual: Iterable[Any], expected: Iterable[Any]) -> Difference:
-    """Compare gradients, each relative to its largest number, or to 1e-3 of the largest of all: one that is zero in
-    theory, as that of a key's bias under softmax, is rounding."""
+    """Compare gradients, each relative to its largest number, or to 1e-3 of the largest of all: a gradient that is zero
+    in theory, such as the gradient of a key's bias under softmax, is only rounding."""
     expected = [np.asarray(x, np.float32) for x in expected]
     floor = 1e-3 * max((np.abs(x).max() for x in expected), default=0.0)
     differences = []

@@ -1,4 +1,4 @@
-"""Mixers, blocks and decoders behind one call: what the checks run."""
+"""Mixers, blocks and decoders behind one call, which the checks run."""
 
 import abc
 import dataclasses
@@ -83,7 +83,7 @@ class DecoderSubject(Subject):
 
 
 def make_subject(module: Any) -> Subject:
-    """Wrap a module. **Raises** `TypeError` for one that is no mixer, block or decoder."""
+    """Wrap a module. **Raises** `TypeError` for a module that is not a mixer, block or decoder."""
     if isinstance(module, AbstractMixer):
         return MixerSubject(module)
     if isinstance(module, AbstractBlock):
@@ -108,18 +108,18 @@ def list_trainable_names(subject: Subject) -> list[str]:
 
 
 def list_implementations(module: Any, given: Mapping[str, Sequence[Any]]) -> Iterator[tuple[str, Any, str]]:
-    """Yield option, value, and reason not to compare it or "", of the implementations other than the module's own:
-    those given, and by default every name of an option's operation, or value of its `Literal`.
+    """Yield option, value, and reason not to compare it or "", for the implementations other than the module's own: the
+    values given, and by default every name of an option's operation, or value of its `Literal`.
 
     Pallas kernels are compared by default only where they are compiled: in Pallas' interpreter on a CPU a check would
     take minutes.
 
-    **Raises** `ValueError` for a name that is no `implementation_option()` of the module.
+    **Raises** `ValueError` for a name that is not an `implementation_option()` of the module.
     """
     options = {field.name: field for field in dataclasses.fields(module) if IMPLEMENTATION_OPTION in field.metadata}
     if unknown := given.keys() - options.keys():
         raise ValueError(
-            f"implementations: {min(unknown)} is no option of {type(module).__name__}, which has "
+            f"implementations: {min(unknown)} is not an option of {type(module).__name__}, which has "
             f"{', '.join(options) or 'none'}"
         )
     operations = dict(find_operations(module))

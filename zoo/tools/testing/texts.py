@@ -1,4 +1,4 @@
-"""Random inputs of the checks: documents alone, packed with padding at both ends, and padded on the left for decoding.
+"""Random inputs of the checks: separate documents, packed ones with padding at both ends, and left-padded prompts.
 
 Drawn by NumPy, which compiles nothing. Padding holds larger numbers than the documents, so that a leak shows.
 """
@@ -78,14 +78,14 @@ class Texts:
         return (weights * (self.segment_ids > 0)[..., None]).astype(np.float32)
 
     def draw_diagonal_weights(self, features: int) -> np.ndarray:
-        """Draw weights of a loss to which row i contributes the output at token i only, so that the gradient with
-        respect to row i is that of this output: a Jacobian in one backward pass."""
+        """Draw weights of a loss to which row i contributes only the output at token i. The gradient with respect to
+        row i is then the gradient of this output: a Jacobian in one backward pass."""
         diagonal = np.eye(self.rows, self.packed_len)[..., None]
         return (self.draw_weights(features) * diagonal).astype(np.float32)
 
     @cached_property
     def prompt(self) -> np.ndarray:
-        """The first document behind the padding of each row, as long as without: what is fed to a cache."""
+        """The first document after the padding of each row, as long as without padding: the input of a cache."""
         x = 3 * self.draw(4, self.seq_len)
         for row, padding in enumerate(self.padding):
             x[row, padding:] = self.first[row, : self.seq_len - padding]
