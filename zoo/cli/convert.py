@@ -36,10 +36,10 @@ def convert(
 ) -> None:
     """Convert a checkpoint to another dtype or shard size.
 
-    Loads the model with zoo.load and saves it with zoo.save. What the model does not use, vision towers or modules of
-    multi-token prediction, is written as it is stored. Copies tokenizer, chat template, generation_config.json,
-    license and README.md. Skips pickled files, files of unknown kinds, and links that leave the directory, except into
-    the cache of the Hugging Face hub that it belongs to; lists them at the end.
+    Loads the model with zoo.load and saves it with zoo.save. Tensors that the model does not use, such as vision towers
+    or modules of multi-token prediction, are written as they are stored. Copies tokenizer, chat template,
+    generation_config.json, license and README.md. Skips pickled files, files of unknown kinds, and links that leave the
+    directory, except into the cache of the Hugging Face hub that it belongs to; lists skipped files at the end.
 
     Args:
         directory: Checkpoint directory with config.json and safetensors, in one file or in shards.

@@ -129,7 +129,7 @@ def _encode_prompt(text: Tokenizer | None, prompt: str, directory: Path) -> tupl
 
 
 def read_stop_tokens(directory: Path) -> list[int]:
-    """Return the checkpoint's eos_token_id, one or several; an empty list if there is none.
+    """Return the checkpoint's eos_token_id, one or several; an empty list if it has none.
 
     **Raises** `CheckpointError` for a value that is neither a token id nor a list of them.
     """

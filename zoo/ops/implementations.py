@@ -58,7 +58,7 @@ class Operation(Generic[_Request]):
     name: str
     implementations: tuple[Implementation[_Request], ...]
     kind: str = ""
-    """Name that several operations share, by which `zoo.set_implementations` sets them: "recurrence"."""
+    """Name that several operations share and `zoo.set_implementations` takes: "recurrence"."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -74,8 +74,8 @@ class Operation(Generic[_Request]):
         """Return the implementation of this name, the one that `"auto"` chooses for the request, or a function given
         instead of a name. Reports it to `observe_decisions`.
 
-        **Raises** `ValueError` for an unknown name; `ObstacleError`, which is one, for a name that cannot compute the
-        request, with the reason and the names of those that can.
+        **Raises** `ValueError` for an unknown name; `ObstacleError`, a `ValueError`, for an implementation that cannot
+        compute the request, with the reason and the names of the ones that can.
         """
         selected = self._select(name, request) if isinstance(name, str) else _wrap_function(name)
         if (observe := _observer.get()) is not None:

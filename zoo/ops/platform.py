@@ -1,7 +1,7 @@
-"""The platform that a program is compiled for, by which operations choose their implementations.
+"""The platform that a program is compiled for, which the choice of implementations depends on.
 
-It is not JAX's default backend: a program may be compiled for devices that are not here, or run on a mesh of CPU
-devices beside a GPU.
+It is not always JAX's default backend: a program may be compiled for devices that this machine does not have, or run on
+a mesh of CPU devices next to a GPU.
 """
 
 from typing import Literal, cast

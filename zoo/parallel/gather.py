@@ -146,7 +146,7 @@ def _map_parameters(function: Callable, tree: PyTree) -> PyTree:
 def _use_parameter(
     gather_dims: _GatherDims, scatter_dims: _GatherDims, dtypes: tuple[Any, Any], shard: Array, array: Array | None
 ) -> Array:
-    """Cast and all-gather `array`, or `shard` if there is none. The gradient of `shard` is reduce-scattered.
+    """Cast and all-gather `array`, or `shard` if `array` is None. The gradient of `shard` is reduce-scattered.
 
     - `dtypes`: of the result, and of the gradient.
     """

@@ -68,8 +68,8 @@ def value_and_grad(
     - `has_aux`: `loss_fn` returns `(total, count), aux`; every array of `aux` is summed likewise but not divided, and
       the result is `(loss, aux), gradients`.
     - `observe`: the result is `loss, gradients, observations`, for a model with `zoo.parallel.observed()` fields. The
-      observations are what the backward pass returned for these fields, maxima over devices and micro-batches, in a
-      model with None in place of every other array.
+      observations are the values that the backward pass returned for these fields, maxima over devices and
+      micro-batches, in a model with None in place of every other array.
     - `microbatches`: gradient accumulation: each device's rows are processed in this many micro-batches, sequentially.
       On a mesh with `pipe` they follow one another through the stages.
     - `schedule`: order of forward and backward passes in the stages of a pipeline, for meshes with `pipe`: GPipe, which
@@ -85,8 +85,8 @@ def value_and_grad(
 
     **Raises** `ValueError` if devices and micro-batches do not divide the rows, if `loss_fn` closes over an array (pass
     it in `rest`), if the loss still varies along an axis that does not shard tokens, and if the model has observed
-    fields without `observe`, as what they have seen would be lost; `NotImplementedError` for a
-    loss that 1F1B cannot cut, and for observed fields in a pipeline.
+    fields but `observe` is not set, since their statistics would be lost; `NotImplementedError` for a loss that 1F1B
+    cannot cut, and for observed fields in a pipeline.
     """
 
     def run(
@@ -207,8 +207,8 @@ class _LossAndGrad(ShardMapProgram):
             )
 
     def _make_timetable(self) -> Timetable | None:
-        """Return the timetable by which the micro-batches run; None if they are one after the other, or one pipeline
-        that JAX differentiates."""
+        """Return the timetable of the micro-batches; None if they run one after the other, or in one pipeline that JAX
+        differentiates."""
         if not self.with_grad or self._stages == 1 or self.schedule.name == "gpipe":
             return None
         sizes = {"stages": self._stages, "microbatches": self.microbatches, "rounds": self.mesh.layout.rounds}

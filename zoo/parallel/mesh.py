@@ -156,7 +156,7 @@ class Mesh:
         """Return a PartitionSpec for every array of `tree`.
 
         Arrays in modules have the dims of their annotations. For other arrays `name_dims(path)` names the leading dims;
-        further dims are replicated. `uneven_state` replicates what the axes do not divide in an optimizer state,
+        further dims are replicated. `uneven_state` replicates dims of an optimizer state that the axes do not divide,
         such as a placeholder of one element, instead of raising.
         """
 

@@ -378,7 +378,8 @@ def trainable(model: PyTree) -> PyTree:
     These are integers, booleans and fields declared `buffer()`; if the model has adapters, also every parameter that is
     not declared `adapter_parameter()`. Optimizers and tables of trainable parameters take the result.
 
-    **Raises** `ValueError` for a model whose adapters are merged and kept beside the weights: nothing would be trained.
+    **Raises** `ValueError` for a model whose adapters are merged but kept next to the weights: nothing would be
+    trained.
     """
 
     def select(leaf: Leaf, x: Any) -> Any:

@@ -1,7 +1,7 @@
 """Stacked layers in the rounds of an interleaved pipeline (Narayanan et al., arXiv:2104.04473, section 2.2).
 
 With `Layout(rounds=V)` a stage has V parts of the layers, not one. Arrays of stacked layers are then `rounds layers`
-instead of `layers`, of which the second is sharded over `pipe`: nothing is permuted, and checkpoints store `layers`.
+instead of `layers`, with `layers` sharded over `pipe`: nothing is permuted, and checkpoints store `layers`.
 """
 
 import abc

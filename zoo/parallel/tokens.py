@@ -5,8 +5,8 @@ are the norms, the dropout and the residuals of the backward pass. A sublayer is
 and its last contraction is a reduce-scatter, `reduce(y, over=..., into="tokens")`, instead of an all-reduce: the same
 bytes. In the backward pass the two change places.
 
-Inside a sublayer all devices along `tensor` have all tokens, and the types say that they differ (`gather_tokens`):
-gradients of what each of them computes are parts of a sum. With other layouts every function is the identity.
+Inside a sublayer all devices along `tensor` have all tokens, and the types say that they differ (`gather_tokens`): the
+gradients that each device computes are parts of a sum. With other layouts every function is the identity.
 """
 
 from collections.abc import Callable

@@ -30,7 +30,7 @@ from .batches import CorpusSplit
 from .token_cache import open_cache
 from .tokenizers import ByteTokenizer, FileTokenizer, Tokenizer, encode_utf8, train_bpe
 
-_CACHE_VERSION = 3  # raised whenever what is written changes
+_CACHE_VERSION = 3  # raised whenever the format of the cache changes
 _VALIDATION_FRACTION = 1 / 20
 _PASSAGE_BYTES = 32 * 2**10
 _MIN_FILES = 20

@@ -201,7 +201,7 @@ class FileTokenizer:
         return self.encode_with_lengths(text)[0]
 
     def encode_with_lengths(self, text: str) -> tuple[Int[np.ndarray, "tokens"], Int[np.ndarray, "tokens"]]:
-        encode_utf8(text)  # raises for what is not Unicode
+        encode_utf8(text)  # raises for text that is not Unicode
         codepoints = np.frombuffer(text.encode("utf-32-le"), np.uint32)
         utf8_lengths = 1 + (codepoints >= 0x80) + (codepoints >= 0x800) + (codepoints >= 0x10000)
         byte_offsets = np.concatenate([[0], np.cumsum(utf8_lengths)])

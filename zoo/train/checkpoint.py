@@ -233,7 +233,8 @@ class Checkpoints:
                 self.folder.empty_trash()
 
     def _raise_unwritten(self, error: BaseException) -> None:
-        """**Raises** `UnwrittenCheckpointError` if `error` is a fault of the disk, and deletes what was written."""
+        """**Raises** `UnwrittenCheckpointError` if `error` is a fault of the disk, and deletes the partial
+        checkpoint."""
         text = str(error)
         if not isinstance(error, OSError) and "OS error" not in text and "No space left" not in text:
             return

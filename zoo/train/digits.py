@@ -44,7 +44,7 @@ class LabeledImages:
 
     @property
     def digest(self) -> str:
-        """Hash of all images and labels, by which `Run.restore` tells whether the data are the same."""
+        """Hash of all images and labels; `Run.restore` compares it to tell whether the data are the same."""
         return hashlib.sha256(self.images.tobytes() + self.labels.tobytes()).hexdigest()[:16]
 
 

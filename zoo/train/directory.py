@@ -147,7 +147,8 @@ def check_directory(directory: Path, *, resume: bool | int = False, checkpoints:
 
 
 def _require_url(directory: Path) -> None:
-    """**Raises** `ValueError` if the run of `directory` keeps its checkpoints at a URL: it would start anew without."""
+    """**Raises** `ValueError` if the run of `directory` keeps its checkpoints at a URL, without which it would
+    restart."""
     try:
         config = read_json(directory / "config.json")
     except (OSError, ValueError):

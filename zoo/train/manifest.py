@@ -1,4 +1,4 @@
-"""List of a checkpoint's files, with sizes and SHA-256 digests, by which damage is found before anything is restored.
+"""List of a checkpoint's files, with sizes and SHA-256 digests, to find damage before anything is restored.
 
     {"files": {"state/d/1f2e": {"bytes": 13000, "sha256": "9c56..."}, ...}, "metric": 2.31, "sha256": "47a0..."}
 

@@ -96,7 +96,7 @@ class RecordFile:
         self._waiting: list[Record] = []
 
     def append(self, records: Iterable[Record]) -> None:
-        """Append `records`, after those that wait. Warns when the first ones have to."""
+        """Append `records`, after the records that wait. Warns when the first ones have to."""
         waited = bool(self._waiting)
         self._waiting += records
         try:

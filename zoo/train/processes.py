@@ -12,8 +12,8 @@ import numpy as np
 def run_on_first(function: Callable[[], Any]) -> Any:
     """Call `function` only in the first process; return its result, which is JSON, in every process.
 
-    A collective: all processes call it. An exception of `function` in the first process is raised in every process. In
-    the others, an exception class that is not Python's own becomes its nearest base class that is.
+    A collective: all processes call it. **Raises** the exception that `function` raises in the first process, in every
+    process. In the others, an exception whose class is not Python's own becomes its nearest base class that is.
     """
     if jax.process_count() == 1:
         return function()

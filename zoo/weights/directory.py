@@ -12,7 +12,7 @@ CONFIG_NAME = "config.json"
 def resolve_directory(directory: str | Path) -> Path:
     """Return the directory as a path.
 
-    **Raises** `CheckpointError` if there is none. For the name of a repository on the Hugging Face hub, the message
+    **Raises** `CheckpointError` if it does not exist. For the name of a repository on the Hugging Face hub, the message
     shows how to download it.
     """
     path = Path(directory)

@@ -27,7 +27,7 @@ _TensorSpecs = dict[str, tuple[tuple[int, ...], np.dtype]]
 def split_left_aside(
     tensors: Mapping[str, LazyTensor], family: Family, config: Config, wrapping: Wrapping | None
 ) -> tuple[dict[str, LazyTensor], dict[str, LazyTensor]]:
-    """Return the tensors of the language model, and those that are left aside."""
+    """Return the tensors of the language model, and the tensors that are left aside."""
     text = [name for name in tensors if is_text_tensor(name, family, wrapping)]
     aside = {name for name in text if any(re.search(pattern, name) for pattern in family.other_modules)}
     if family.find_ignored_tensors is not None:
@@ -63,7 +63,7 @@ def _find_prefix(name: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class LeftAside:
-    """Tensors to write beside the model that is saved."""
+    """Tensors to write next to the saved model's."""
 
     tensors: Mapping[str, LazyTensor]
     wrapping: Wrapping | None

@@ -49,7 +49,7 @@ class Checkpoint:
     tensor_plans: Mapping[str, TensorPlan]
     """The tensors that hold the model's parameters."""
     tensors: Mapping[str, LazyTensor]
-    """The tensors in the files, without those that are left aside."""
+    """The tensors in the files, except tensors that are left aside."""
     tied: tuple[str, str] | None
     """Tied weights that are stored twice: the names of the head and of the embedding it must equal. Else None."""
 
@@ -187,8 +187,8 @@ def resolve_checkpoint(
 
 
 def _check_tensor_count(model: LoadedModel, name_map: NameMap, available: int, location: str) -> None:
-    """**Raises** `CheckpointError` for a config of far more tensors than there are, say 10^9 experts: a list of those
-    that are missing would never end."""
+    """**Raises** `CheckpointError` for a config of far more tensors than the files have, say 10^9 experts: the list of
+    missing ones would never end."""
     mappings = invert_name_map(name_map)
     for path in list_parameter_paths(model):
         pattern, _, _ = find_mapping(path, mappings)

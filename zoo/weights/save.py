@@ -193,7 +193,7 @@ def _describe_config(model: Any, family: Family) -> dict[str, Any]:
 
 
 def _find_config_mismatch(model: Any, family: Family, config: Mapping[str, Any]) -> str | None:
-    """Return the first difference between a model and the one that a config describes; None if there is none."""
+    """Return the first difference between a model and the one that a config describes; None if they are equal."""
     try:
         config, quantized = split_quantization(config)
         read = read_config(family, config)

@@ -94,7 +94,7 @@ def test_check_mixer_with_one_device_says_what_is_missing(caplog, monkeypatch):
         (partial(check_mixer, Planted, seq_len=4), "a document has 5 tokens or more"),
         (
             partial(check_mixer, Planted, implementations={"kernel": [1]}),
-            "kernel is no option .* Planted, which has mode",
+            "kernel is not an option .* Planted, which has mode",
         ),
     ],
 )

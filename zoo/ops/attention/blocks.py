@@ -1,4 +1,4 @@
-"""Blocks of queries and keys, what the attention mask says of a pair of blocks, and which pairs need no visit."""
+"""Blocks of queries and keys: the attention mask of a pair of blocks, and the pairs that are skipped."""
 
 from typing import Any, NamedTuple
 
@@ -83,13 +83,13 @@ class _Bounds(NamedTuple):
 
 
 def _bound(marks: Marks, low: Int[Array, "batch blocks"]) -> _Bounds:
-    """Return the bounds of each block, of which the lowest positions are given."""
+    """Return the bounds of each block, given its lowest positions."""
     positions, segments = marks
     return _Bounds(low, positions.max(-1), None if segments is None else (segments.min(-1), segments.max(-1)))
 
 
 def _find_lowest_unmasked(keys: Marks) -> Int[Array, "batch blocks"]:
-    """Return the lowest position of the keys of each block, without those that are masked."""
+    """Return the lowest position of the keys of each block, except masked keys."""
     return jnp.where(keys.positions < 0, jnp.iinfo(keys.positions.dtype).max, keys.positions).min(-1)
 
 

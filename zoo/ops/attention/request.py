@@ -1,4 +1,4 @@
-"""Description of a call of attention, by which its implementation is chosen."""
+"""Description of a call of attention, which the choice of its implementation depends on."""
 
 import dataclasses
 from typing import Any
@@ -10,7 +10,7 @@ from .mask import AttentionMask
 
 @dataclasses.dataclass(frozen=True)
 class AttentionRequest:
-    """Platform-independent facts of a call, by which an implementation is chosen."""
+    """Platform-independent facts of a call, which the choice of an implementation depends on."""
 
     batch: int
     query_seq: int

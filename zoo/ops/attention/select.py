@@ -61,10 +61,11 @@ def attention_with_lse(
 
 
 def _find_grouped_drawback(request: AttentionRequest) -> str | None:
-    # On two cores of a CPU grouped attention is faster for 1,024 queries and keys (11 ms and 16, of two rows with 4
-    # heads of 64), as fast for 256 queries of 4,096 keys, and slower beyond, unless queries are few, as in decoding.
-    # With positions it multiplies the empty slots of a cache too: a prompt of 2,048 tokens took 1.6 times as long.
-    if stand_in_platform.value == "cpu":  # traced in shapes to count products, of which it has no loop
+    # On two cores of a CPU grouped attention is faster for 1,024 queries and keys (11 ms instead of 16, for two rows
+    # with 4 heads of 64), as fast for 256 queries of 4,096 keys, and slower beyond, unless there are few queries, as in
+    # decoding. With positions it multiplies the empty slots of a cache too: a prompt of 2,048 tokens took 1.6 times as
+    # long.
+    if stand_in_platform.value == "cpu":  # traced in shapes to count products: grouped attention has no loop
         return None
     pairs = 2**18 if request.has_positions and current_platform() == "cpu" else 2**20
     if request.query_seq < 128 or request.query_seq * request.key_seq <= pairs:

@@ -31,7 +31,7 @@ from .request import AttentionRequest
 _LANES = 128
 """Lanes of a TPU's vector registers: rows and columns of the smallest block."""
 _LARGEST_BLOCK = 512
-"""Queries and keys of a block: those that JAX's own benchmarks of the kernel take, as far as they divide the length."""
+"""Queries and keys of a block: as in JAX's own benchmarks of the kernel, as far as they divide the length."""
 
 
 def splash_attention(
@@ -90,7 +90,7 @@ def find_splash_drawback(request: AttentionRequest) -> str | None:
 
 
 class _Static(NamedTuple):
-    """What the kernel is made from."""
+    """The static arguments that the kernel is made from."""
 
     group: int
     seq: int

@@ -44,7 +44,7 @@ traced inside: of experts, their adapters and whatever else wraps them. It is pa
 
 @dataclasses.dataclass(frozen=True)
 class GroupedMatmulRequest:
-    """Facts of a call, by which an implementation is chosen."""
+    """Facts of a call, which the choice of an implementation depends on."""
 
     rows: int
     experts: int

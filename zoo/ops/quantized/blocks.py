@@ -22,7 +22,7 @@ class BlockScaling(AbstractRecipe):
     size: int = 128
     """Values per tile, and rows and columns of a block of weights."""
     power_of_two: bool = False
-    """Round scales up to powers of two, with which scaling is exact; DeepSeek-V3 does so for some activations."""
+    """Round scales up to powers of two, so that scaling is exact; DeepSeek-V3 does so for some activations."""
 
     def __post_init__(self):
         if self.size < 1:
@@ -66,7 +66,7 @@ def make_tile(ndim: int, axis: int, size: int) -> tuple[int, ...]:
 
 
 def find_block_amax(x: Float[Array, "*dims"], block: tuple[int, ...]) -> Float[Array, "*blocks"]:
-    """Return max |x| of each block, of which the last of a dim may be smaller."""
+    """Return max |x| of each block. The last block of a dim may be smaller."""
     padding = [(0, -length % size) for length, size in zip(x.shape, block, strict=True)]
     padded = jnp.pad(jnp.abs(x).astype(jnp.float32), padding)
     shape = [part for length, size in zip(padded.shape, block, strict=True) for part in (length // size, size)]

@@ -148,7 +148,7 @@ def multiply_scaled(left: str, right: str, out: str, x: ScaledTensor, y: ScaledT
 
 
 def _choose_operand_dtype(*operands: ScaledTensor) -> Any:
-    """Return the dtype that operands of a product are decoded to; None for those that are multiplied as they are."""
+    """Return the dtype that operands of a product are decoded to; None for operands that are multiplied as they are."""
     platform, scales = current_platform(), [x.block_scales for x in operands if x.block_scales is not None]
     if platform == "gpu" and not scales:
         return None

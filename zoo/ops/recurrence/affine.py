@@ -1,4 +1,4 @@
-"""Affine maps of recurrent states, by which the shards of a sequence find their initial states.
+"""Affine maps of recurrent states, from which the shards of a sequence compute their initial states.
 
 A range of tokens takes any state S before it to
 

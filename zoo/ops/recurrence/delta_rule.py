@@ -5,8 +5,8 @@
 `delta_rule` has no decay (DeltaNet: Schlag et al., arXiv:2102.11174, section 4.2; in parallel: arXiv:2406.06484),
 `gated_delta_rule` one decay per head (Gated DeltaNet, arXiv:2412.06464, section 3.1), `kda` one per key channel (Kimi
 Linear, arXiv:2510.26692, section 3), `gated_delta_product` one decay per head and several corrections per token
-(DeltaProduct, arXiv:2502.10297, section 4). Layers normalize keys to length one, with which beta in [0, 2] keeps the
-state bounded; here keys are used as they are.
+(DeltaProduct, arXiv:2502.10297, section 4). Layers normalize keys to length one, so that beta in [0, 2] keeps the state
+bounded; here keys are used as given.
 
 All return the outputs, in the dtype of the values, and the state after the last token, in float32. For state, segments,
 costs and rounding see `zoo.ops.recurrence.generalized_delta`. Each has a `_reference`: the paper's equation, token by

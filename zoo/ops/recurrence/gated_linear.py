@@ -172,8 +172,8 @@ def _heads_per_group(query: Array, value: Array, log_decay: Array | None) -> int
         )
     if heads != groups and log_decay is not None and log_decay.ndim == 4:
         raise ValueError(
-            f"gated_linear: {heads} heads of values share {groups} heads of keys, whose decays are vectors: each key "
-            "head has its own decay. Repeat queries and keys."
+            f"gated_linear: {heads} heads of values share {groups} heads of keys, whose decays are vectors: such a "
+            "decay belongs to one key head. Repeat queries and keys."
         )
     return heads // groups
 

@@ -24,8 +24,8 @@ every exponential twice. Every factor is at most one, whatever dt A. Rounding is
 tokens that have not decayed and over state or channels.
 
 Where the sequence is sharded, a shard scans from zero and then adds C_t . exp(A (dt_1 + ... + dt_t)) h_0, with h_0 the
-state that earlier shards leave: 4 state FLOPs more, one exponential each, of which no step waits for another. The
-gradient rematerializes them.
+state that earlier shards leave: 4 state FLOPs more, with one exponential each, and no sequential steps. The gradient
+rematerializes them.
 
 FLOPs per token and channel: 7 state, one exponential each; with the gradient 27 state, three exponentials each. Bytes:
 12, and state / 2 for boundary states.

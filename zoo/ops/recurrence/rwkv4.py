@@ -13,8 +13,8 @@ outputs in parallel. FLOPs per token and channel: 40, with five exponentials; by
 differences of keys and maxima come first, exact for neighboring floats, and only then the decay or bonus is added, so
 large keys cost little precision.
 
-Where the sequence is sharded, "chunked" scans from an empty state, and then adds what each token retains of the state
-that earlier shards leave.
+Where the sequence is sharded, "chunked" scans from an empty state, and then adds the part of the earlier shards' state
+that each token retains.
 """
 
 from typing import NamedTuple

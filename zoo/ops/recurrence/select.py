@@ -12,7 +12,7 @@ from ..implementations import Implementation, Operation
 
 @dataclasses.dataclass(frozen=True)
 class RecurrenceRequest:
-    """Facts of a call, by which an implementation is chosen."""
+    """Facts of a call, which the choice of an implementation depends on."""
 
     batch: int
     seq: int

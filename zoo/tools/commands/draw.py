@@ -43,7 +43,7 @@ def draw(
     around a ring, of gradients. The step is traced, not run: no accelerator is needed, and the mesh need not exist.
 
     Args:
-        directory: Checkpoint directory with config.json and safetensors, of which headers are read.
+        directory: Checkpoint directory with config.json and safetensors; only headers are read.
         preset: Name of a preset instead, in float32; `zoo presets` lists them.
         out: SVG file to write.
         data: Data parallelism: number of devices that shard the batch.

@@ -64,12 +64,12 @@ def plan(
         context: Context parallelism: number of devices that shard the tokens of a sequence.
         tensor: Tensor parallelism: number of devices that shard heads, MLP and vocabulary.
         pipe: Pipeline parallelism: number of devices that share the layers out, as stages, by 1F1B.
-        rows: Rows of the global batch; by default one per device that shards rows, and micro-batch. Of a suggested mesh
+        rows: Rows of the global batch. Default: one per micro-batch and device that shards rows; for a suggested mesh
             or a search, one per device.
         seq_len: Tokens per row.
         microbatches: Micro-batches that a step takes one after the other.
         dtype: Dtype of activations and products.
-        remat: What the backward pass computes again.
+        remat: What the backward pass recomputes.
         zero_stage: With fsdp, 1 shards the optimizer state, 2 gradients as well, 3 parameters too.
         sequence_parallel: Shard hidden states over tensor, too.
         tokens: Tokens of the training run, such as 1e12, to print its days.
@@ -142,7 +142,7 @@ def _format_flags(sizes: Mapping[str, int]) -> str:
 
 
 def _complete_sizes(sizes: dict[str, int], topology: Topology) -> dict[str, int]:
-    """Replace a size of -1 by what is left of the devices.
+    """Replace a size of -1 by the number of remaining devices.
 
     **Raises** `ValueError` for two of them, and for sizes that do not multiply to the number of devices.
     """
@@ -164,7 +164,7 @@ def _complete_sizes(sizes: dict[str, int], topology: Topology) -> dict[str, int]
 
 @contextmanager
 def _show_progress() -> Iterator[Callable[[str], object]]:
-    """Yield a function that says what is being planned, on standard error if that is a terminal."""
+    """Yield a function that prints what is being planned, on standard error if it is a terminal."""
     if not sys.stderr.isatty():
         yield lambda message: None
         return

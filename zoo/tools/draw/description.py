@@ -1,4 +1,4 @@
-"""Describe a model on a mesh: parameters with their shards by kind of layer, and what a training step moves."""
+"""Describe a model on a mesh: parameters with their shards by kind of layer, and the moves of a training step."""
 
 import dataclasses
 import math

@@ -9,7 +9,7 @@ from zoo.parallel import AXES
 from .elements import Number, estimate_width, format_number, rect, text
 
 _MOST_DRAWN = (8, 8, 4, 4, 4, 4)
-"""Devices drawn along an axis, innermost axis first; an axis of more goes on in dots."""
+"""Most devices drawn along an axis, innermost axis first; a longer axis continues in dots."""
 _GAPS = (2.0, 2.0, 8.0, 8.0, 16.0, 16.0)
 _LABEL = 18.0
 

@@ -34,7 +34,7 @@ class ParameterPicture:
 
     @property
     def is_number(self) -> bool:
-        """Return True for a single number, of which a dot and a name are drawn."""
+        """Return True for a single number, which is drawn as a dot and a name."""
         return not self.parameter.shape
 
     @property

@@ -85,7 +85,7 @@ class Group:
 
 @dataclasses.dataclass(frozen=True)
 class AxisUse:
-    """A mesh axis of more than one device, and what it does."""
+    """A mesh axis of more than one device, and its uses."""
 
     name: str
     size: int

@@ -38,7 +38,7 @@ def draw_layout(
       model or an encoder, on one row per device and micro-batch, of `seq_len` tokens.
     - `width`: of the drawing, for which 400 is narrow.
 
-    **Raises** `ValueError` for a size that the mesh does not divide, and what the loss raises on such a mesh;
+    **Raises** `ValueError` for a size that the mesh does not divide, and the loss's own errors on such a mesh;
     `TypeError` for a model of an unknown kind without `loss_fn` and `batch`.
     """
     options = {"loss_fn": loss_fn, "batch": batch, "seq_len": seq_len}

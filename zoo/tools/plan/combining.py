@@ -38,7 +38,7 @@ def _find_added_sums(flat: FlatJaxpr) -> set[Any]:
     for x in (*(x for equation in flat.eqns for x in equation.operands), *flat.outvars):
         if not isinstance(x, Literal):
             uses[x] = uses.get(x, 0) + 1
-    sums: dict[Any, tuple] = {}  # what each value is a sum over, if it is one and used once
+    sums: dict[Any, tuple] = {}  # of each value that is a sum: its primitive and parameters
     origin: dict[Any, Any] = {}
     left_out = set()
     for equation in flat.eqns:

@@ -112,7 +112,7 @@ def inline_calls(jaxpr: Any, scope: str = "", *, loops_of_one: bool = False) -> 
 def _inline(
     jaxpr: Any, names: dict[Any, Any], equations: list[Equation], scope: str, *, is_called: bool, loops_of_one: bool
 ) -> dict[Any, Any]:
-    """Append the equations of a jaxpr, and return what its variables are called in them."""
+    """Append the equations of a jaxpr, and return the names of its variables in them."""
     for equation in jaxpr.eqns:
         invars = [rename(x, names) for x in equation.invars]
         name = equation.primitive.name
@@ -142,7 +142,7 @@ def _inline(
 
 
 def _inline_iteration(scan: Any, invars: list[Any], equations: list[Equation], scope: str) -> dict[Any, Any]:
-    """Append the equations of a loop of one iteration, and return what its results are called in them."""
+    """Append the equations of a loop of one iteration, and return the names of its results in them."""
     parts = Scan.of(scan)
     body = parts.body
     carries = parts.carries
@@ -160,5 +160,5 @@ def _inline_iteration(scan: Any, invars: list[Any], equations: list[Equation], s
 
 
 def rename(x: Any, names: dict[Any, Any]) -> Any:
-    """Return what a variable is called in the equations of its caller."""
+    """Return the name of a variable in the equations of its caller."""
     return x if isinstance(x, Literal) else names.get(x, x)

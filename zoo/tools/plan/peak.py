@@ -89,7 +89,7 @@ class _Liveness:
         rows: Iterable[Any] = (),
         fuses_all: bool = False,
     ):
-        """Find what each value keeps in memory, and until when.
+        """Find the memory that each value keeps alive, and until when.
 
         - `shares`: the part of each input that a device holds, where shapes are of whole arrays.
         - `buffers`: inputs that may be overwritten, by the results `overwriting`.
@@ -165,7 +165,7 @@ class _Liveness:
         return {root for x in carry for root in self.roots[x] if self.roots[x] == {root} and root in ends}
 
     def _find_roots(self, buffers: set[Any], overwriting: set[Any], fuses_all: bool) -> dict[Any, frozenset]:
-        """Return for each value the arrays that it keeps in memory: itself, or those that it is computed from."""
+        """Return for each value the arrays that it keeps in memory: itself, or the arrays that it is computed from."""
         readers = defaultdict(list)
         for equation in self.flat.eqns:
             for x in set(equation.operands):
@@ -185,7 +185,7 @@ class _Liveness:
         return roots
 
     def _is_gathered(self, equation: Equation) -> bool:
-        """Return True where a device gets more of an array than it has."""
+        """Return True where a device receives more of an array than it holds."""
         if equation.name != "sharding_constraint":
             return False
         return self.shares[equation.outvars[0]] > self.shares.get(equation.invars[0], 1.0)

@@ -54,7 +54,7 @@ class DeviceWork:
 def count_work(jaxpr: Any, shape: Mapping[str, int], specs: Mapping[Any, Any] | None = None) -> DeviceWork:
     """Count the work of one device of a mesh of this shape, loop iterations included; a `while` loop counts once.
 
-    `specs` has the partition specs of the jaxpr's inputs, for what XLA gathers outside of `shard_map`.
+    `specs` has the partition specs of the jaxpr's inputs, for the gathers that XLA adds outside of `shard_map`.
     """
     flops: Counter[str] = Counter()
     sums: dict[tuple[str, tuple[str, ...]], list[int]] = {}
@@ -138,7 +138,7 @@ def _pair_bytes(equation: Equation, left_out: set[Any]) -> Iterator[tuple[int, i
 
 
 def _find_precision(equation: Any) -> str:
-    """Name the dtype of a product's wider operand, and the precision asked for."""
+    """Return the dtype of a product's wider operand, and the requested precision."""
     dtype = max((x.aval.dtype for x in equation.invars[:2]), key=lambda dtype: dtype.itemsize)
     precision = equation.params.get("precision")
     highest = precision is not None and any("HIGHEST" in str(p) for p in jax.tree.leaves(precision))

@@ -399,7 +399,7 @@ def _draw_curve(axes: Any, number: int, curve: Curve, x: np.ndarray, values: np.
 
 
 def _format_label(label: str) -> str:
-    """Return a label that matplotlib shows: it hides those that begin with an underscore."""
+    """Return a label that matplotlib shows: it hides labels that begin with an underscore."""
     return f"{_SHOWN_UNDERSCORE}{label}" if label.startswith("_") else label
 
 

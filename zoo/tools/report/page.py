@@ -206,7 +206,7 @@ class _Page:
         self.add(f"<header>{''.join(lines)}</header>")
 
     def add_curves(self, content: ReportContent, metrics: Mapping[str, Sequence[Record]]) -> None:
-        """Add the chart of the curves, then gradient norm and learning rate beside each other."""
+        """Add the chart of the curves, then gradient norm and learning rate side by side."""
         x_label = "tokens" if content.tokens_per_step else "steps"
         curves = _make_curves(metrics, content.curves, content.tokens_per_step)
         if curves:

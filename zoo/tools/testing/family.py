@@ -100,7 +100,7 @@ def _read_tokens(model: Decoder, tokens: Any, mask: Any) -> Any:
 
 
 def _check_files(directory: Path, family: Family | None) -> Iterator[Check]:
-    """Save the model as it is stored, and compare tensors, config and the model that is read again."""
+    """Save the model as it is stored, and compare tensors, config and the reloaded model."""
     config = read_json(directory / CONFIG_NAME)
     read = partial(load, family=family, packed="quantization_config" in config)
     model = read(directory)

@@ -35,7 +35,7 @@ from .fp8 import SCALE_DTYPES, FP8Format, read_block
 from .gptq import read_group_size
 
 _REORDERED = ("group", "dynamic")
-"""Values of `actorder` with which the group of each input is stored; two words for one order."""
+"""Values of `actorder` for which the group of each input is stored; two words for one order."""
 
 
 @dataclasses.dataclass(frozen=True)

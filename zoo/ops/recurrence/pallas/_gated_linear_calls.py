@@ -37,7 +37,8 @@ def _apply_kernels_fwd(scale: float, share: int, operands: GatedOperands) -> tup
 def _apply_kernels_bwd(
     scale: float, share: int, operands: GatedOperands, gradients: tuple[Array, Array]
 ) -> tuple[GatedOperands]:
-    """Run the backward kernel, chunks in reverse, and sum over what a kernel does not: head blocks and rows."""
+    """Run the backward kernel, chunks in reverse, and do the sums that the kernel does not: over head blocks and
+    rows."""
     operands, (grad_output, grad_last) = align_varying(operands, gradients)
     grid = _Grid(operands, share, is_reversed=True)
     query, bonus = operands.query, operands.bonus
@@ -145,7 +146,8 @@ class _Grid:
         return self.rows(x) if self.per_channel else self.chunk(x)
 
     def head(self, x: Any) -> pl.BlockSpec:
-        """Return the block of a head's matrix in an array [batch, heads, rows, columns]: head blocks are of one."""
+        """Return the block of a head's matrix in an array [batch, heads, rows, columns], for head blocks of one
+        head."""
         return pl.BlockSpec((None, None, *x.shape[2:]), lambda b, block, n, h: (b, self._head(block, h), 0, 0))
 
     def block(self, x: Any) -> pl.BlockSpec:

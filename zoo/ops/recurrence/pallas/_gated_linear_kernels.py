@@ -178,8 +178,8 @@ def _compute_channel_scores(
 
     As in `chunks.decayed_product`, a pair of tokens meets in the two halves of a block of 2, 4, ... tokens, and its
     decay is the decay from the middle to the row times the decay from the column to the middle. Each level is one
-    product of all rows and columns, of which a mask keeps the blocks. The sums from the start of a half to a token, and
-    from it to the end, double from level to level; none is subtracted.
+    product of all rows and columns, from which a mask selects the blocks. The sums from the start of a half to a token,
+    and from it to the end, double from level to level; none is subtracted.
     """
     size, dtype = len(log_decay), query.dtype
     row, column = (lax.broadcasted_iota(jnp.int32, (size, size), dim) for dim in (0, 1))
