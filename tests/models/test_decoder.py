@@ -37,7 +37,7 @@ def test_decoder_is_one_file_from_tokens_to_logits():
     """The file is read from top to bottom: it imports neither the scan nor the other residual wirings."""
     tree = ast.parse(Path(decoder.__file__).read_text())
     imported = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.level}
-    assert imported == {"hf.spec"}
+    assert imported == {"hf.spec", "torch_habits"}
 
 
 @pytest.mark.slow  # ops/attention/test_reference.py has it of attention

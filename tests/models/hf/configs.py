@@ -188,9 +188,9 @@ def build_from_text(name, text):
         return eqx.filter_eval_shape(partial(family.build, config), key=jax.random.key(0))
 
 
-def zeros_of_draw(key, lower, upper, shape):
+def zeros_of_draw(key, lower, upper, shape, dtype=float):
     """Stand in for a draw, which takes a third of the time to trace a model."""
-    return jnp.zeros(shape)
+    return jnp.zeros(shape, dtype)
 
 
 def build(family, given):

@@ -19,9 +19,9 @@ def test_shapes_are_kept_for_equal_configs_and_dtypes():
     assert all(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(model))
 
 
-def test_shapes_have_the_dtypes_of_their_scope():
+def test_shapes_are_float32_whatever_jax_enable_x64_is():
     family = FAMILIES["llama"]
     config = read_config(family, small(family))
-    for enabled, dtype in ((False, jnp.float32), (True, jnp.float64), (False, jnp.float32)):
+    for enabled in (False, True, False):
         with jax.enable_x64(enabled):
-            assert build_shapes(family, config).embedding.weight.dtype == dtype
+            assert build_shapes(family, config).embedding.weight.dtype == jnp.float32
