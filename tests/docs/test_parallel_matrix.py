@@ -72,7 +72,7 @@ def test_deviation_is_found_and_shown():
     assert [format_cell(refused, messages) for _ in range(2)] == ["raises (1)"] * 2 and len(messages) == 1
 
 
-@pytest.mark.slow  # layers/test_context_attention.py has windows of a ring
+@pytest.mark.slow  # layers/attention/test_context.py has windows of a ring
 def test_windowed_attention_of_sharded_tokens_equals_one_device():
     cell = measure("windowed attention", make_mesh("`SEQUENCE`", "Each axis with data 2 and tensor 2"))
     assert is_equal(cell) and 0 < cell["rounding"] < 1e-4

@@ -52,7 +52,7 @@ def generate(
       length (`DynamicScaling`, `LongRopeScaling`), from the first token on.
     - `mesh`: the mesh of the model. Rows are sharded over its batch axes, heads and vocabulary over `tensor`. With
       `context` each device holds a share of the slots of every KV cache, reads a share of each piece of the prompt,
-      and attends to its slots for all (`zoo.layers.cached_attention`); recurrent states are replicated.
+      and attends to its slots for all (`zoo.layers.attention.cached`); recurrent states are replicated.
     - `callback`: called with the latest token of each row as soon as it is computed, -1 for rows that have ended.
 
     Prefill runs the prompt through the scanned layers in at most four pieces, or in pieces of 256 tokens. Decoding runs

@@ -1,11 +1,16 @@
 """Layers: Equinox modules with parameters, which run unchanged on one device and sharded over any mesh."""
 
 from .abstract import AbstractFeedForward, AbstractLinear, AbstractMixer, AbstractNorm
-from .alibi_attention import AlibiAttention, compute_alibi_slopes
-from .attention import Attention
-from .chunked_attention import ChunkedAttention
+from .attention.alibi import AlibiAttention, compute_alibi_slopes
+from .attention.attention import Attention
+from .attention.chunked import ChunkedAttention
+from .attention.cross_layer import CrossLayerAttention, SharedKeyValues
+from .attention.gated import GatedAttention
+from .attention.latent import LatentAttention
+from .attention.post_rotary import PostRotaryAttention
+from .attention.sparse_latent import LightningIndexer, SparseLatentAttention
+from .attention.value_scaled import ValueScaledAttention
 from .convolution import ConvState, ShortConvolution
-from .cross_layer_attention import CrossLayerAttention, SharedKeyValues
 from .dropout import Dropout
 from .embedding import AbstractEmbedding, Embedding, PositionEmbedding, TokenTypeEmbedding
 from .encoders import (
@@ -20,10 +25,8 @@ from .encoders import (
     PatchPositions,
     RelativeEmbedding,
 )
-from .gated_attention import GatedAttention
 from .gaussian_top_k import GaussianTopK
 from .kv_cache import IndexedLatentCache, KeyValueCache, LatentCache
-from .latent_attention import LatentAttention
 from .laurel import Laurel
 from .linear import Linear
 from .mlp import MLP, ClampedGatedMLP, GatedMLP
@@ -43,7 +46,6 @@ from .moe.router import (
 )
 from .moe.routing import Routing, RoutingSums
 from .norm import IdentityNorm, LayerNorm, PerHeadLayerNorm, RMSNorm
-from .post_rotary_attention import PostRotaryAttention
 from .quantized.fp8 import AmaxHistory, FP8Linear
 from .quantized.groups import AbstractGroupLinear, GroupQuantizedLinear, NestedNF4Linear
 from .quantized.linear import Int8Linear, MXFP4Linear, NF4Linear
@@ -64,9 +66,7 @@ from .recurrent.rg_lru import RGLRU
 from .recurrent.rwkv4 import RWKV4, RWKV4ChannelMixing, RWKV4State
 from .recurrent.rwkv6 import RWKV6
 from .recurrent.rwkv7 import RWKV7
-from .sparse_latent_attention import LightningIndexer, SparseLatentAttention
 from .token_info import TokenInfo, token_positions
-from .value_scaled_attention import ValueScaledAttention
 from .xielu import Xielu, XieluMLP
 
 __all__ = [

@@ -48,7 +48,7 @@ class Layout:
       given.
     - `optimizer`: additional sharding of optimizer state, and of the gradients that `zoo.value_and_grad` returns; the
       same as `gradients` unless given.
-    - `context`: form of attention where `seq` is sharded, one of `CONTEXT_FORMS`: `zoo.layers.context_attention`.
+    - `context`: form of attention where `seq` is sharded, one of `CONTEXT_FORMS`: `zoo.layers.attention.context`.
     - `expert`: way to move tokens to their experts where the experts are sharded, one of `EXPERT_FORMS`:
       `zoo.layers.moe.exchange`. Experts with a capacity take an all-to-all of their slots.
 

@@ -15,7 +15,7 @@ from zoo.parallel import implementation_option
 from zoo.shapes import HiddenStates, ResidualStream
 
 from ..abstract import AbstractLinear, AbstractMixer
-from ..attention import check_attention_sizes, make_projections, select_kv_heads, split_heads
+from ..attention.attention import check_attention_sizes, make_projections, select_kv_heads, split_heads
 from ..rotary import compute_cos_sin
 from ..token_info import TokenInfo
 

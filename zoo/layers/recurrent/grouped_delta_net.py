@@ -14,7 +14,7 @@ from zoo.parallel import Dim, implementation_option
 from zoo.shapes import HiddenStates, ResidualStream
 
 from ..abstract import AbstractLinear, AbstractMixer
-from ..attention import select_kv_heads
+from ..attention.attention import select_kv_heads
 from ..convolution import ConvState, ShortConvolution
 from ..linear import Linear
 from ..norm import RMSNorm

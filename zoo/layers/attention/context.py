@@ -27,7 +27,7 @@ from zoo.ops.implementations import AUTO, Implementation, Operation
 from zoo.parallel import current_mesh, shard_offset, sharded_axes
 from zoo.shapes import HeadVectors, Positions, SegmentIds
 
-from .ring_attention import ring_attention
+from .ring import ring_attention
 
 _Expand = Callable[[PyTree], tuple[HeadVectors, HeadVectors]]
 

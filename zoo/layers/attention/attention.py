@@ -24,13 +24,13 @@ from zoo.parallel import (
 )
 from zoo.shapes import HeadVectors, HiddenStates, KVHeads, Positions, ResidualStream
 
-from .abstract import AbstractLinear, AbstractMixer, AbstractNorm
-from .cached_attention import cached_attention
-from .context_attention import causal_attention
-from .kv_cache import KeyValueCache, mark_overfull, require_positions
-from .linear import Linear, resolve_head_dim
-from .rotary import compute_cos_sin, rope_switch_length
-from .token_info import TokenInfo
+from ..abstract import AbstractLinear, AbstractMixer, AbstractNorm
+from ..kv_cache import KeyValueCache, mark_overfull, require_positions
+from ..linear import Linear, resolve_head_dim
+from ..rotary import compute_cos_sin, rope_switch_length
+from ..token_info import TokenInfo
+from .cached import cached_attention
+from .context import causal_attention
 
 _ValueHeads = Float[Array, "batch seq kv_heads value_dim"]
 _CachedKVHeads = Float[Array, "batch key_seq kv_heads head_dim"]
@@ -52,8 +52,8 @@ class Attention(AbstractMixer):
 
     Heads are sharded over `tensor`; one head is never divided. With fewer kv_heads than devices on that axis, keys and
     values are replicated and each device selects the KV heads of its queries. A sequence sharded over `context` is
-    attended to as `Layout.context` says (`zoo.layers.context_attention`), and a KV cache sharded over it by a merge of
-    the outputs over its shards (`zoo.layers.cached_attention`).
+    attended to as `Layout.context` says (`zoo.layers.attention.context`), and a KV cache sharded over it by a merge of
+    the outputs over its shards (`zoo.layers.attention.cached`).
     """
 
     shards_sequence = True
@@ -254,7 +254,7 @@ def attend(
     """Attend causally within a sequence, or to the tokens of a KV cache, too; return the updated cache as well.
 
     - `group`: query heads per KV head.
-    - `options`: of `zoo.layers.context_attention.causal_attention`.
+    - `options`: of `zoo.layers.attention.context.causal_attention`.
 
     **Raises** `ValueError` for a cache without positions.
     """

@@ -13,7 +13,10 @@ from zoo.ops.rotary import Rotary, apply_rotary
 from zoo.parallel import Module, implementation_option
 from zoo.shapes import HeadVectors, HiddenStates, ResidualStream
 
-from .abstract import AbstractLinear, AbstractMixer, AbstractNorm
+from ..abstract import AbstractLinear, AbstractMixer, AbstractNorm
+from ..kv_cache import KeyValueCache, mark_overfull, require_positions
+from ..rotary import compute_cos_sin, rope_switch_length
+from ..token_info import TokenInfo
 from .attention import (
     check_attention_sizes,
     make_cache,
@@ -23,11 +26,8 @@ from .attention import (
     split_heads,
     update_cache,
 )
-from .cached_attention import cached_attention
-from .context_attention import causal_attention
-from .kv_cache import KeyValueCache, mark_overfull, require_positions
-from .rotary import compute_cos_sin, rope_switch_length
-from .token_info import TokenInfo
+from .cached import cached_attention
+from .context import causal_attention
 
 
 class SharedKeyValues(Module):

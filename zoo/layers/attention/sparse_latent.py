@@ -16,13 +16,13 @@ from zoo.ops.rotary import Rotary, apply_rotary
 from zoo.parallel import Dim, Module, all_gather, full_precision, num_shards, reduce, shard, shard_offset
 from zoo.shapes import HiddenStates, ResidualStream
 
-from .abstract import AbstractLinear, AbstractMixer, AbstractNorm
-from .kv_cache import IndexedLatentCache, LatentCache, require_positions
-from .latent_attention import LatentAttention
-from .linear import Linear
-from .norm import LayerNorm
-from .rotary import compute_cos_sin
-from .token_info import TokenInfo
+from ..abstract import AbstractLinear, AbstractMixer, AbstractNorm
+from ..kv_cache import IndexedLatentCache, LatentCache, require_positions
+from ..linear import Linear
+from ..norm import LayerNorm
+from ..rotary import compute_cos_sin
+from ..token_info import TokenInfo
+from .latent import LatentAttention
 
 _Angles = tuple[Array, Array]
 _Selected = Bool[Array, "batch _ _"]

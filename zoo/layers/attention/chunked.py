@@ -11,13 +11,13 @@ from zoo.ops.rotary import Rotary
 from zoo.parallel import num_shards
 from zoo.shapes import HeadVectors, HiddenStates, KVHeads, ResidualStream, SegmentIds
 
-from .abstract import AbstractMixer
+from ..abstract import AbstractMixer
+from ..kv_cache import KeyValueCache, mark_overfull, require_positions
+from ..rotary import find_max_row_length
+from ..token_info import TokenInfo, token_positions
 from .attention import attend, make_cache, select_kv_heads, update_cache
-from .cached_attention import cached_attention
-from .kv_cache import KeyValueCache, mark_overfull, require_positions
-from .post_rotary_attention import PostRotaryAttention
-from .rotary import find_max_row_length
-from .token_info import TokenInfo, token_positions
+from .cached import cached_attention
+from .post_rotary import PostRotaryAttention
 
 
 class ChunkedAttention(AbstractMixer):

@@ -14,15 +14,15 @@ from zoo.ops.rotary import Rotary, YarnScaling, apply_rotary, yarn_get_mscale
 from zoo.parallel import Dim, implementation_option
 from zoo.shapes import HeadVectors, HiddenStates, Positions, ResidualStream
 
-from .abstract import AbstractLinear, AbstractMixer, AbstractNorm
-from .cached_attention import cached_attention
-from .context_attention import causal_attention
-from .kv_cache import LatentCache, mark_overfull, require_positions
-from .linear import Linear
-from .norm import RMSNorm
-from .query_scale import QueryScale, scale_queries
-from .rotary import compute_cos_sin, rope_switch_length
-from .token_info import TokenInfo
+from ..abstract import AbstractLinear, AbstractMixer, AbstractNorm
+from ..kv_cache import LatentCache, mark_overfull, require_positions
+from ..linear import Linear
+from ..norm import RMSNorm
+from ..query_scale import QueryScale, scale_queries
+from ..rotary import compute_cos_sin, rope_switch_length
+from ..token_info import TokenInfo
+from .cached import cached_attention
+from .context import causal_attention
 
 _LatentFeatures = Float[Array, "batch key_seq features"]
 
@@ -58,7 +58,7 @@ class LatentAttention(AbstractMixer):
     along embed, and the up projections along latent with
     `Layout(parameters={"embed": ("fsdp",), "latent": ("fsdp",)})`. Where `context` shards a sequence, devices exchange
     latents and rotary keys in place of keys and values, unless the layout exchanges heads. It shards the cache too, and
-    each device expands or absorbs its slots (`zoo.layers.cached_attention`).
+    each device expands or absorbs its slots (`zoo.layers.attention.cached`).
     """
 
     shards_sequence = True

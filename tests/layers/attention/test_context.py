@@ -17,7 +17,7 @@ from tests.aot import imagine
 from tests.layers.random_layers import activations, randomize
 from zoo.layers import Attention, LatentAttention, TokenInfo
 from zoo.layers.abstract import AbstractMixer
-from zoo.layers.context_attention import CONTEXT_ATTENTION
+from zoo.layers.attention.context import CONTEXT_ATTENTION
 from zoo.ops.rotary import Rotary
 from zoo.parallel import Layout, Module, gather
 from zoo.parallel.layout import CONTEXT_FORMS

@@ -12,11 +12,11 @@ from zoo.ops.rotary import Rotary
 from zoo.parallel import full_precision, implementation_option
 from zoo.shapes import HiddenStates, ResidualStream
 
-from .abstract import AbstractLinear, AbstractMixer
+from ..abstract import AbstractLinear, AbstractMixer
+from ..kv_cache import KeyValueCache
+from ..rotary import rope_switch_length
+from ..token_info import TokenInfo
 from .attention import attend, check_attention_sizes, make_cache, make_projections, rotate, split_heads
-from .kv_cache import KeyValueCache
-from .rotary import rope_switch_length
-from .token_info import TokenInfo
 
 
 class ValueScaledAttention(AbstractMixer):
