@@ -3,6 +3,7 @@
 from .abstract import AbstractFeedForward, AbstractLinear, AbstractMixer, AbstractNorm
 from .attention.alibi import AlibiAttention, compute_alibi_slopes
 from .attention.attention import Attention
+from .attention.base import AbstractGroupedAttention
 from .attention.chunked import ChunkedAttention
 from .attention.cross_layer import CrossLayerAttention, SharedKeyValues
 from .attention.gated import GatedAttention
@@ -80,6 +81,7 @@ __all__ = [
     "AbstractEmbedding",
     "AbstractFeedForward",
     "AbstractGroupLinear",
+    "AbstractGroupedAttention",
     "AbstractLinear",
     "AbstractMixer",
     "AbstractNorm",

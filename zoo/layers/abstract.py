@@ -10,6 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, PyTree
 
 from zoo.parallel import Module, all_gather, num_shards, shard, sharded_axes
+from zoo.parallel.tokens import gather_tokens, match_tokens
 from zoo.shapes import HiddenStates, ResidualStream
 
 from .moe.routing import Routing
@@ -138,7 +139,16 @@ def check_sequence_sharding(layers: PyTree, x: HiddenStates) -> None:
         )
 
 
-def run_mixer(mixer: AbstractMixer, x: HiddenStates, info: TokenInfo, state: Any = None) -> tuple[ResidualStream, Any]:
+def run_mixer(
+    mixer: AbstractMixer, x: ResidualStream, info: TokenInfo, state: Any = None
+) -> tuple[ResidualStream, Any]:
+    """Return `mixer(x, info, state)` for the tokens of the residual stream on this device: gather the tokens that
+    sequence parallelism shards over `tensor`, mix them, and keep this device's tokens of the output."""
+    y, state = mix_tokens(mixer, gather_tokens(x), info, state)
+    return match_tokens(y, x), state
+
+
+def mix_tokens(mixer: AbstractMixer, x: HiddenStates, info: TokenInfo, state: Any = None) -> tuple[ResidualStream, Any]:
     """Return `mixer(x, info, state)`, where `x` may be a shard of the new tokens of a sequence.
 
     Caches are sharded with the sequence. A recurrent state is not, and has a size that does not grow with it: all new
@@ -149,8 +159,14 @@ def run_mixer(mixer: AbstractMixer, x: HiddenStates, info: TokenInfo, state: Any
     if state is None or mixer.shards_state or not sharded_axes(x, "seq"):
         y, state = mixer(x, info, state)
         return checkpoint_name(y, "mixer_output"), state
-    gather_tokens = lambda array: None if array is None else all_gather(array, "seq", axis=1)
-    positions, segment_ids = gather_tokens(info.positions), gather_tokens(info.segment_ids)
+    positions = None if info.positions is None else all_gather(info.positions, "seq", axis=1)
+    segment_ids = None if info.segment_ids is None else all_gather(info.segment_ids, "seq", axis=1)
     info = dataclasses.replace(info, positions=positions, segment_ids=segment_ids)
     y, state = mixer(all_gather(x, "seq", axis=1), info, state)
     return shard(y, "seq", axis=1), state
+
+
+def run_feed_forward(ffn: AbstractFeedForward, x: ResidualStream) -> tuple[ResidualStream, tuple[Routing, ...]]:
+    """Return `ffn(x)` for the tokens of the residual stream on this device, gathered and kept as by `run_mixer`."""
+    y, routing = ffn(gather_tokens(x))
+    return match_tokens(y, x), routing

@@ -25,6 +25,7 @@ from zoo.layers import (
     Linear,
     TokenInfo,
 )
+from zoo.layers.abstract import run_feed_forward
 from zoo.ops.matmul import einsum_fp32_accum
 from zoo.parallel import Dim, Module, named_by_class
 from zoo.parallel.tokens import run_on_all_tokens
@@ -160,7 +161,7 @@ class AltUpBlock(AbstractBlock):
         mixed, (state, shared) = run_on_all_tokens(self.mixer.mix, normed, info, state, hidden.shared)
         mixed = self.dropout(self.mixer_post_norm(mixed), info, site=0)
         x = (x + mixed + self.laurel(normed)) * 2**-0.5
-        fed, routing = run_on_all_tokens(self.ffn, self.ffn_norm(x))
+        fed, routing = run_feed_forward(self.ffn, self.ffn_norm(x))
         fed = checkpoint_name(fed, "ffn_output")
         x = x + self.dropout(self.ffn_post_norm(fed), info, site=1)
         streams = self.altup.correct(predictions, x)

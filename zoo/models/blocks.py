@@ -1,7 +1,6 @@
 """Residual wirings other than the pre-norm `zoo.models.decoder.Block`."""
 
 import dataclasses
-from functools import partial
 from typing import Any
 
 import equinox as eqx
@@ -18,7 +17,7 @@ from zoo.layers import (
     MixtureOfAttention,
     TokenInfo,
 )
-from zoo.layers.abstract import run_mixer
+from zoo.layers.abstract import mix_tokens, run_feed_forward, run_mixer
 from zoo.parallel import named_by_class
 from zoo.parallel.tokens import gather_tokens, match_tokens, run_on_all_tokens
 from zoo.shapes import ResidualStream
@@ -40,7 +39,7 @@ class MixerBlock(AbstractBlock):
         return self.mixer.init_state(batch, length, dtype)
 
     def __call__(self, hidden: Hidden, info: TokenInfo, state: Any = None) -> tuple[Hidden, Any]:
-        mixed, state = run_on_all_tokens(partial(run_mixer, self.mixer), self.mixer_norm(hidden.x), info, state)
+        mixed, state = run_mixer(self.mixer, self.mixer_norm(hidden.x), info, state)
         mixed = self.dropout(mixed, info, site=0)
         return hidden.add_residual(mixed if self.residual_multiplier == 1 else self.residual_multiplier * mixed), state
 
@@ -67,11 +66,9 @@ class TwoMixerBlock(AbstractBlock):
 
     def __call__(self, hidden: Hidden, info: TokenInfo, state: Any = None) -> tuple[Hidden, Any]:
         mixer_state, ffn_state = (None, None) if state is None else state
-        mixed, mixer_state = run_on_all_tokens(
-            partial(run_mixer, self.mixer), self.mixer_norm(hidden.x), info, mixer_state
-        )
+        mixed, mixer_state = run_mixer(self.mixer, self.mixer_norm(hidden.x), info, mixer_state)
         hidden = hidden.add_residual(self._scale(self.residual_multiplier, self.dropout(mixed, info, site=0)))
-        fed, ffn_state = run_on_all_tokens(partial(run_mixer, self.ffn), self.ffn_norm(hidden.x), info, ffn_state)
+        fed, ffn_state = run_mixer(self.ffn, self.ffn_norm(hidden.x), info, ffn_state)
         hidden = hidden.add_residual(self._scale(self.residual_multiplier, self.dropout(fed, info, site=1)))
         hidden = dataclasses.replace(hidden, x=self._scale(self.shrink, hidden.x))
         return hidden, None if state is None else (mixer_state, ffn_state)
@@ -95,9 +92,9 @@ class PostNormBlock(AbstractBlock):
         return self.mixer.init_state(batch, length, dtype)
 
     def __call__(self, hidden: Hidden, info: TokenInfo, state: Any = None) -> tuple[Hidden, Any]:
-        mixed, state = run_on_all_tokens(partial(run_mixer, self.mixer), hidden.x, info, state)
+        mixed, state = run_mixer(self.mixer, hidden.x, info, state)
         hidden = hidden.add_residual(self.dropout(self.mixer_norm(mixed), info, site=0))
-        fed, routing = run_on_all_tokens(self.ffn, hidden.x)
+        fed, routing = run_feed_forward(self.ffn, hidden.x)
         return hidden.add_residual(self.dropout(self.ffn_norm(fed), info, site=1), routing), state
 
 
@@ -115,9 +112,9 @@ class AddNormBlock(AbstractBlock):
         return self.mixer.init_state(batch, length, dtype)
 
     def __call__(self, hidden: Hidden, info: TokenInfo, state: Any = None) -> tuple[Hidden, Any]:
-        mixed, state = run_on_all_tokens(partial(run_mixer, self.mixer), hidden.x, info, state)
+        mixed, state = run_mixer(self.mixer, hidden.x, info, state)
         hidden = hidden.add_residual(self.dropout(mixed, info, site=0)).normalize(self.mixer_norm)
-        fed, routing = run_on_all_tokens(self.ffn, hidden.x)
+        fed, routing = run_feed_forward(self.ffn, hidden.x)
         return hidden.add_residual(self.dropout(fed, info, site=1), routing).normalize(self.ffn_norm), state
 
 
@@ -137,9 +134,9 @@ class SandwichBlock(AbstractBlock):
         return self.mixer.init_state(batch, length, dtype)
 
     def __call__(self, hidden: Hidden, info: TokenInfo, state: Any = None) -> tuple[Hidden, Any]:
-        mixed, state = run_on_all_tokens(partial(run_mixer, self.mixer), self.mixer_norm(hidden.x), info, state)
+        mixed, state = run_mixer(self.mixer, self.mixer_norm(hidden.x), info, state)
         hidden = hidden.add_residual(self.dropout(self.mixer_post_norm(mixed), info, site=0))
-        fed, routing = run_on_all_tokens(self.ffn, self.ffn_norm(hidden.x))
+        fed, routing = run_feed_forward(self.ffn, self.ffn_norm(hidden.x))
         return hidden.add_residual(self.dropout(self.ffn_post_norm(fed), info, site=1), routing), state
 
 
@@ -159,9 +156,9 @@ class LayerScaleBlock(AbstractBlock):
         return self.mixer.init_state(batch, length, dtype)
 
     def __call__(self, hidden: Hidden, info: TokenInfo, state: Any = None) -> tuple[Hidden, Any]:
-        mixed, state = run_on_all_tokens(partial(run_mixer, self.mixer), self.mixer_norm(hidden.x), info, state)
+        mixed, state = run_mixer(self.mixer, self.mixer_norm(hidden.x), info, state)
         hidden = hidden.add_residual(self.mixer_scale * self.dropout(mixed, info, site=0))
-        fed, routing = run_on_all_tokens(self.ffn, self.ffn_norm(hidden.x))
+        fed, routing = run_feed_forward(self.ffn, self.ffn_norm(hidden.x))
         fed = checkpoint_name(fed, "ffn_output")
         return hidden.add_residual(self.ffn_scale * self.dropout(fed, info, site=1), routing), state
 
@@ -180,10 +177,11 @@ class ParallelBlock(AbstractBlock):
         return self.mixer.init_state(batch, length, dtype)
 
     def __call__(self, hidden: Hidden, info: TokenInfo, state: Any = None) -> tuple[Hidden, Any]:
-        normed = gather_tokens(self.mixer_norm(hidden.x))
-        mixed, state = run_mixer(self.mixer, normed, info, state)
+        normed = gather_tokens(self.mixer_norm(hidden.x))  # once: the gradient of each gather is a reduce-scatter
+        mixed, state = mix_tokens(self.mixer, normed, info, state)
         fed, routing = self.ffn(normed if self.ffn_norm is None else gather_tokens(self.ffn_norm(hidden.x)))
-        mixed, fed = match_tokens(mixed, hidden.x), checkpoint_name(match_tokens(fed, hidden.x), "ffn_output")
+        mixed = match_tokens(mixed, hidden.x)
+        fed = checkpoint_name(match_tokens(fed, hidden.x), "ffn_output")
         return hidden.add_residual(self.dropout(mixed, info, site=0) + self.dropout(fed, info, site=1), routing), state
 
 
@@ -204,7 +202,7 @@ class RoutedMixerBlock(AbstractBlock):
         mixed, (state, routing) = run_on_all_tokens(self.mixer.mix, self.mixer_norm(hidden.x), info, state)
         mixed = checkpoint_name(mixed, "mixer_output")
         hidden = hidden.add_residual(self.dropout(mixed, info, site=0), routing)
-        fed, routing = run_on_all_tokens(self.ffn, self.ffn_norm(hidden.x))
+        fed, routing = run_feed_forward(self.ffn, self.ffn_norm(hidden.x))
         fed = checkpoint_name(fed, "ffn_output")
         return hidden.add_residual(self.dropout(fed, info, site=1), routing), state
 

@@ -7,8 +7,7 @@ wirings. Nothing here imports either.
 import abc
 import dataclasses
 import itertools
-from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import equinox as eqx
 import jax
@@ -31,7 +30,7 @@ from zoo.layers import (
     TokenInfo,
     token_positions,
 )
-from zoo.layers.abstract import check_sequence_sharding, run_mixer
+from zoo.layers.abstract import check_sequence_sharding, run_feed_forward, run_mixer
 from zoo.layers.moe.routing import sum_routing
 from zoo.layers.token_info import token_info
 from zoo.parallel import (
@@ -44,7 +43,7 @@ from zoo.parallel import (
     num_shards,
     observed,
 )
-from zoo.parallel.tokens import merge_copies, replicate_tokens, run_on_all_tokens, shard_tokens
+from zoo.parallel.tokens import merge_copies, replicate_tokens, shard_tokens
 from zoo.shapes import PaddingMask, Positions, ResidualStream, SegmentIds, Tokens
 
 from .hf.spec import Origin
@@ -104,6 +103,9 @@ class AbstractLayerInputs(Module):
 class AbstractBlock(Module):
     """One layer: `(hidden, info, state) -> (hidden, state)`."""
 
+    extends_hidden: ClassVar[bool] = False
+    """True for a block that returns a subclass of `Hidden` of its own, with more than it was given."""
+
     @abc.abstractmethod
     def __call__(self, hidden: Hidden, info: TokenInfo, state: Any = None) -> tuple[Hidden, Any]:
         """Return the hidden states after this layer, and the updated state: None if `state` is None, as in training."""
@@ -132,9 +134,9 @@ class Block(AbstractBlock):
         return self.mixer.init_state(batch, length, dtype)
 
     def __call__(self, hidden: Hidden, info: TokenInfo, state: Any = None) -> tuple[Hidden, Any]:
-        mixed, state = run_on_all_tokens(partial(run_mixer, self.mixer), self.mixer_norm(hidden.x), info, state)
+        mixed, state = run_mixer(self.mixer, self.mixer_norm(hidden.x), info, state)
         hidden = hidden.add_residual(self._scale_residual(self.dropout(mixed, info, site=0)))
-        fed, routing = run_on_all_tokens(self.ffn, self.ffn_norm(hidden.x))
+        fed, routing = run_feed_forward(self.ffn, self.ffn_norm(hidden.x))
         fed = checkpoint_name(fed, "ffn_output")
         return hidden.add_residual(self._scale_residual(self.dropout(fed, info, site=1)), routing), state
 

@@ -24,6 +24,7 @@ from zoo.layers import (
     SharedKeyValues,
     TokenInfo,
 )
+from zoo.layers.abstract import run_feed_forward
 from zoo.parallel import Dim, Module, buffer, named_by_class
 from zoo.parallel.tokens import match_tokens, run_on_all_tokens
 from zoo.shapes import ResidualStream, Tokens
@@ -143,7 +144,7 @@ class LayerInputBlock(AbstractBlock):
         mixed, (state, shared) = run_on_all_tokens(self.mixer.mix, normed, info, state, hidden.shared)
         mixed = self.dropout(self.mixer_post_norm(mixed), info, site=0)
         layer = dataclasses.replace(hidden, shared=shared).add_residual(mixed)
-        fed, routing = run_on_all_tokens(self.ffn, self.ffn_norm(layer.x))
+        fed, routing = run_feed_forward(self.ffn, self.ffn_norm(layer.x))
         fed = checkpoint_name(fed, "ffn_output")
         layer = layer.add_residual(self.dropout(self.ffn_post_norm(fed), info, site=1), routing)
         if self.inputs is not None:

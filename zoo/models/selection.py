@@ -7,6 +7,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool
 
 from zoo.layers import AbstractFeedForward, AbstractNorm, Dropout, SparseLatentAttention, TokenInfo
+from zoo.layers.abstract import run_feed_forward
 from zoo.parallel import named_by_class
 from zoo.parallel.tokens import run_on_all_tokens
 
@@ -23,6 +24,8 @@ class SelectionHidden(Hidden):
 class SelectionBlock(AbstractBlock):
     """The pre-norm layer `zoo.models.Block`, whose sparse attention takes the selection of keys of the layer before it,
     unless it has an indexer (Bai et al., arXiv:2603.12201; GLM-5, arXiv:2602.15763)."""
+
+    extends_hidden = True
 
     mixer_norm: AbstractNorm
     mixer: SparseLatentAttention = named_by_class()
@@ -47,6 +50,6 @@ class SelectionBlock(AbstractBlock):
         mixed = checkpoint_name(mixed, "mixer_output")
         hidden = SelectionHidden(hidden.x, hidden.routing, hidden.decisions, selected)
         hidden = hidden.add_residual(self.dropout(mixed, info, site=0))
-        fed, routing = run_on_all_tokens(self.ffn, self.ffn_norm(hidden.x))
+        fed, routing = run_feed_forward(self.ffn, self.ffn_norm(hidden.x))
         fed = checkpoint_name(fed, "ffn_output")
         return hidden.add_residual(self.dropout(fed, info, site=1), routing), state

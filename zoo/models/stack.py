@@ -104,7 +104,9 @@ class Stack(AbstractStack):
                 hidden, segment_states = self._run_stages(segment, first, hidden, info), None
             else:
                 segment_states = None if states is None else states[first : first + layers]
-                hidden, segment_states = self._run(segment.merge_rounds(), first, hidden, info, segment_states)
+                local = segment.merge_rounds()
+                run = self._choose_loop(local, hidden)
+                hidden, segment_states = run(local, first, hidden, info, segment_states)
             new_states += () if segment_states is None else segment_states
             first += layers
         return hidden, None if states is None else new_states
@@ -140,7 +142,8 @@ class Stack(AbstractStack):
                 "pipeline: use a mesh with pipe=1"
             )
         local = segment.take_round(jnp.zeros((), int))
-        shapes = eqx.filter_eval_shape(lambda hidden: self._run(local, first, hidden, info, None)[0], Hidden(hidden.x))
+        run = self._choose_loop(local, hidden)
+        shapes = eqx.filter_eval_shape(lambda hidden: run(local, first, hidden, info, None)[0], Hidden(hidden.x))
         routers, remainder = divmod(len(shapes.routing), local.local_repeats)
         assert not remainder
         per_round = local.local_repeats * lax.axis_size("pipe")
@@ -149,7 +152,8 @@ class Stack(AbstractStack):
             hidden, sums = stream
             repeat = round_number * per_round + local.first_repeat
             layers = segment.take_round(round_number)
-            output, _ = self._run(layers, first, Hidden(hidden.x), info, None, repeat)
+            run = self._choose_loop(layers, hidden)  # by the size of a microbatch
+            output, _ = run(layers, first + len(segment.blocks) * repeat, Hidden(hidden.x), info, None)
             write = lambda total, part: lax.dynamic_update_slice_in_dim(total, part, repeat, axis=1)
             sums = jax.tree.map(write, sums, _stack_routing(output.routing, routers))
             return Hidden(output.x, hidden.routing), sums
@@ -162,25 +166,15 @@ class Stack(AbstractStack):
         routing = [index_tree(router, (slice(None), i)) for i in range(size) for router in sums]
         return Hidden(hidden.x, (*hidden.routing, *routing))
 
-    def _run(
-        self,
-        segment: Segment,
-        first: int | Int[Array, ""],
-        hidden: Hidden,
-        info: TokenInfo,
-        states: LayerStates | None,
-        first_repeat: int | Int[Array, ""] = 0,
-    ) -> tuple[Hidden, LayerStates | None]:
-        """Run the repeats of a pattern on this device, of which the first has the number `first_repeat`. Repeat 0
-        begins with layer `first`."""
+    def _choose_loop(self, segment: Segment, hidden: Hidden) -> Callable:
+        """Return the method that runs the repeats of a pattern on this device: `_run_plain` or `_scan`."""
         loop = select_loop(self.loop, layers=self.count_layers(), remat=self.remat, size=hidden.x.size)
         if type(hidden) is not Hidden and segment.local_repeats == 1:
             loop = "plain"  # a layer may add to the hidden states, and the carry of a scan has one structure
-        first += len(segment.blocks) * first_repeat
         if loop == "plain":
-            return self._run_plain(segment, first, hidden, info, states)
+            return self._run_plain
         unroll = 1 if loop == "scan" else min(int(loop), segment.local_repeats)
-        return self._scan(segment, first, unroll, hidden, info, states)
+        return partial(self._scan, unroll=unroll)
 
     def _run_plain(
         self,
@@ -205,10 +199,11 @@ class Stack(AbstractStack):
         self,
         segment: Segment,
         first: int | Int[Array, ""],
-        unroll: int,
         hidden: Hidden,
         info: TokenInfo,
         states: LayerStates | None,
+        *,
+        unroll: int,
     ) -> tuple[Hidden, LayerStates | None]:
         """Scan over the repeats of a pattern, whose first layer is number `first`."""
         arrays, period, repeats = segment.vary_arrays(), len(segment.blocks), segment.local_repeats
@@ -227,7 +222,9 @@ class Stack(AbstractStack):
             return hidden, (None if states is None else tuple(new_states), tuple(routing))
 
         inputs = arrays, numbers, stacked_states
-        carry = _complete_carry(step, hidden.drop_routing(), inputs)
+        carry = hidden.drop_routing()
+        if any(block.extends_hidden for block in segment.blocks):
+            carry = _complete_carry(step, carry, inputs)
         output, (new_states, routing) = scan(step, carry, inputs, unroll=unroll)
         order = [(i % period, i // period) for i in range(period * repeats)]
         routing = [decision for i, repeat in order for decision in index_tree(routing[i], repeat)]
@@ -241,16 +238,21 @@ class Stack(AbstractStack):
         def run_block(i: int, arrays: Any, number: int | Int[Array, ""], hidden: Hidden, state: Any):
             layer_info = info.fold_keys(number)
             block = set_dropout_keys(gather(eqx.combine(arrays, static[i])), layer_info)
-            hidden, state = block(hidden, layer_info, state)
-            return hidden.sum_decisions(info, self.routing), state
+            output, state = block(hidden, layer_info, state)
+            if type(output) is not type(hidden) and not block.extends_hidden:
+                raise TypeError(
+                    f"{type(block).__name__} was given a {type(hidden).__name__} and returns a "
+                    f"{type(output).__name__}: a block that extends the hidden states has extends_hidden = True"
+                )
+            return output.sum_decisions(info, self.routing), state
 
         blocks = [partial(run_block, i) for i in range(len(segment.blocks))]
         return [rematerialize(run, self.remat, prevent_cse=prevent_cse) for run in blocks]
 
 
 def _complete_carry(step: Callable, hidden: Hidden, xs: Any) -> Hidden:
-    """Return the initial carry of a scan, with zeros for what layers hand on besides the residual stream, if they do.
-    The first of them writes it before another reads it: a layer that reads it first raises while shapes are found."""
+    """Return the initial carry of a scan over blocks that extend the hidden states, with zeros for what they add. The
+    first of them writes it before another reads it: a block that reads it first raises while shapes are found."""
     if type(hidden) is not Hidden:
         return hidden
     returned = eqx.filter_eval_shape(lambda hidden: step(hidden, index_tree(xs, 0))[0], hidden)

@@ -13,9 +13,10 @@ from zoo.parallel import implementation_option, shard_offset
 from zoo.shapes import HeadVectors, HiddenStates, KVHeads, ResidualStream
 
 from ..abstract import AbstractLinear, AbstractMixer
+from ..heads import split_heads
 from ..kv_cache import KeyValueCache
 from ..token_info import TokenInfo, token_positions
-from .attention import attend, check_attention_sizes, make_cache, make_projections, split_heads
+from .base import attend, check_attention_sizes, make_cache, make_projections
 
 _BIAS_CHANNELS = 3
 """Channels of the keys that hold a bias: its 24 bits, in pieces that bfloat16 has exactly."""

@@ -1,43 +1,25 @@
 """Softmax attention with grouped-query heads, RoPE and a KV cache."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import equinox as eqx
-import jax
 import jax.numpy as jnp
-from jax import lax
-from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Float, Key
 
-from zoo.ops.attention import ATTENTION, AttentionMask
-from zoo.ops.rotary import Rotary, apply_rotary
-from zoo.parallel import (
-    Dim,
-    all_gather,
-    full_precision,
-    implementation_option,
-    num_shards,
-    shard_offset,
-    sharded_axes,
-)
-from zoo.shapes import HeadVectors, HiddenStates, KVHeads, Positions, ResidualStream
+from zoo.ops.attention import ATTENTION
+from zoo.ops.rotary import Rotary
+from zoo.parallel import Dim, full_precision, implementation_option
+from zoo.shapes import HeadVectors, HiddenStates, KVHeads
 
-from ..abstract import AbstractLinear, AbstractMixer, AbstractNorm
-from ..kv_cache import KeyValueCache, mark_overfull, require_positions
-from ..linear import Linear, resolve_head_dim
-from ..rotary import compute_cos_sin, rope_switch_length
+from ..abstract import AbstractLinear, AbstractNorm
+from ..heads import split_heads
+from ..kv_cache import KeyValueCache
 from ..token_info import TokenInfo
-from .cached import cached_attention
-from .context import causal_attention
-
-_ValueHeads = Float[Array, "batch seq kv_heads value_dim"]
-_CachedKVHeads = Float[Array, "batch key_seq kv_heads head_dim"]
-_CachedValueHeads = Float[Array, "batch key_seq kv_heads value_dim"]
+from .base import AbstractGroupedAttention, check_attention_sizes, make_projections, rotate
 
 
-class Attention(AbstractMixer):
+class Attention(AbstractGroupedAttention):
     """Causal grouped-query attention (Ainslie et al., arXiv:2305.13245): `heads` query heads share `kv_heads` key and
     value heads.
 
@@ -55,9 +37,6 @@ class Attention(AbstractMixer):
     attended to as `Layout.context` says (`zoo.layers.attention.context`), and a KV cache sharded over it by a merge of
     the outputs over its shards (`zoo.layers.attention.cached`).
     """
-
-    shards_sequence = True
-    shards_state = True
 
     query: AbstractLinear
     key: AbstractLinear
@@ -116,36 +95,37 @@ class Attention(AbstractMixer):
             raise ValueError(f"a clip bounds values to more than 0, not to {clip}")
         if qk_norm is not None and norm_over_heads is not None:
             raise ValueError("queries and keys have one norm: qk_norm, over head_dim, or norm_over_heads")
-        query_dim, kv_dim = Dim("heads", head_dim), Dim("kv_heads", head_dim)
-        options = {"bias": bias, "out_bias": out_bias, "out_scale": out_scale}
-        self.query, self.key, self.value, self.out = make_projections(
-            embed, heads, kv_heads, head_dim, key=key, **options
+        projections = make_projections(
+            embed, heads, kv_heads, head_dim, bias=bias, out_bias=out_bias, out_scale=out_scale, key=key
         )
+        self.query, self.key, self.value, self.out = projections
         self.query_norm = None if qk_norm is None else qk_norm()
         self.key_norm = None if qk_norm is None else qk_norm()
         if norm_over_heads is not None:
-            self.query_norm = norm_over_heads(heads * head_dim, features=query_dim)
-            self.key_norm = norm_over_heads(kv_heads * head_dim, features=kv_dim)
-        self.clip, self.norm_over_heads = None if clip is None else float(clip), norm_over_heads is not None
+            self.query_norm = norm_over_heads(heads * head_dim, features=Dim("heads", head_dim))
+            self.key_norm = norm_over_heads(kv_heads * head_dim, features=Dim("kv_heads", head_dim))
+        self.norm_over_heads = norm_over_heads is not None
         self.sinks = jnp.zeros(heads, jnp.float32) if sinks else None
-        self.head_dim, self.group, self.rotary, self.window = head_dim, heads // kv_heads, rotary, window
-        self.soft_cap, self.scale, self.implementation = soft_cap, scale, implementation
+        self.head_dim = head_dim
+        self.group = heads // kv_heads
+        self.rotary = rotary
+        self.window = window
+        self.soft_cap = soft_cap
+        self.scale = scale
+        self.clip = None if clip is None else float(clip)
+        self.implementation = implementation
 
-    def __call__(
-        self, x: HiddenStates, info: TokenInfo, state: KeyValueCache | None = None
-    ) -> tuple[ResidualStream, KeyValueCache | None]:
-        """With a KV cache as `state`, tokens follow those of the cache, at `info.positions`.
-
-        **Raises** `ValueError` for a cache without positions.
-        """
+    def project(
+        self, x: HiddenStates, info: TokenInfo, state: KeyValueCache | None
+    ) -> tuple[HeadVectors, KVHeads, KVHeads]:
         query = self._split_heads(self.query(x), self.query_norm)
         key = self._split_heads(self.key(x), self.key_norm)
         value = self._split_heads(self.value(x), None)
         query, key = rotate(query, key, self.rotary, x, info, state)
-        options = {"scale": self.scale, "soft_cap": self.soft_cap, "sinks": self.sinks}
-        options |= {"implementation": self.implementation, "window": self.window, "group": self.group}
-        mixed, state = attend(query, key, value, info, state, **options)
-        return self.out(mixed.reshape(*mixed.shape[:2], -1)), state
+        return query, key, value
+
+    def score_options(self) -> dict[str, Any]:
+        return {"scale": self.scale, "soft_cap": self.soft_cap, "sinks": self.sinks}
 
     def _split_heads(
         self, x: Float[Array, "batch seq _"], norm: AbstractNorm | None
@@ -154,171 +134,3 @@ class Attention(AbstractMixer):
         x = norm(x) if norm is not None and self.norm_over_heads else x
         x = split_heads(x, self.head_dim, None if self.norm_over_heads else norm)
         return x if self.clip is None else jnp.clip(x, -self.clip, self.clip)
-
-    def init_state(self, batch: int, length: int, dtype: Any = jnp.float32) -> KeyValueCache:
-        """Return an empty KV cache for `length` tokens, of at most `window` slots.
-
-        Length-dependent RoPE scalings rotate all keys as in a sequence of `length` tokens, so that cached keys stay
-        valid while the sequence grows.
-        """
-        kv_heads = self.key.out_size // self.head_dim
-        return make_cache(batch, length, kv_heads, self.head_dim, dtype, window=self.window)
-
-    @property
-    def rope_switch_length(self) -> int | None:
-        return rope_switch_length(self.rotary)
-
-
-def check_attention_sizes(
-    embed: int, heads: int, kv_heads: int | None, head_dim: int | None, window: int | None = None
-) -> tuple[int, int]:
-    """Return the number of KV heads, `heads` by default, and the head dim, `embed / heads` by default.
-
-    **Raises** `ValueError` if kv_heads does not divide heads or heads does not divide embed, and for an empty window.
-    """
-    kv_heads = heads if kv_heads is None else kv_heads
-    if heads % kv_heads:
-        raise ValueError(f"{heads} heads do not share out over {kv_heads} kv_heads")
-    if window is not None and window < 1:
-        raise ValueError(f"a window holds at least 1 token, its own, not {window}")
-    return kv_heads, resolve_head_dim(embed, heads, head_dim)
-
-
-def make_projections(
-    embed: int,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    *,
-    value_dim: int | None = None,
-    bias: bool = False,
-    out_bias: bool = False,
-    out_scale: float = 1.0,
-    key: Key[Array, ""],
-) -> tuple[Linear, Linear, Linear, Linear]:
-    """Initialize the projections of attention: query, key, value and out. `value_dim` is `head_dim` by default."""
-    query_key, key_key, value_key, out_key = jax.random.split(key, 4)
-    value_dim, embed_dim = head_dim if value_dim is None else value_dim, Dim("embed")
-    project = partial(Linear, embed, in_=embed_dim, bias=bias)
-    return (
-        project(heads * head_dim, out=Dim("heads", head_dim), key=query_key),
-        project(kv_heads * head_dim, out=Dim("kv_heads", head_dim), key=key_key),
-        project(kv_heads * value_dim, out=Dim("kv_heads", value_dim), key=value_key),
-        Linear(
-            heads * value_dim,
-            embed,
-            in_=Dim("heads", value_dim),
-            out=embed_dim,
-            bias=out_bias,
-            scale=out_scale,
-            key=out_key,
-        ),
-    )
-
-
-def split_heads(
-    x: Float[Array, "batch seq _"], head_dim: int, norm: AbstractNorm | None = None
-) -> Float[Array, "batch seq _ head_dim"]:
-    """Reshape features to heads, and normalize each head if there is a norm."""
-    x = x.reshape(*x.shape[:2], -1, head_dim)
-    return x if norm is None else norm(x)
-
-
-def rotate(
-    query: HeadVectors,
-    key: KVHeads,
-    rotary: Rotary | None,
-    x: HiddenStates,
-    info: TokenInfo,
-    state: KeyValueCache | None,
-) -> tuple[HeadVectors, KVHeads]:
-    """Apply RoPE, if there is any, to queries and keys at the positions of the tokens `x`."""
-    if rotary is None:
-        return query, key
-    cos, sin = compute_cos_sin(rotary, x, info, None if state is None else state.rope_length)
-    query = apply_rotary(query, cos, sin, interleaved=rotary.interleaved)
-    return query, apply_rotary(key, cos, sin, interleaved=rotary.interleaved)
-
-
-def attend(
-    query: HeadVectors,
-    key: KVHeads,
-    value: _ValueHeads,
-    info: TokenInfo,
-    state: KeyValueCache | None,
-    *,
-    group: int,
-    window: int | None = None,
-    **options: Any,
-) -> tuple[HeadVectors, KeyValueCache | None]:
-    """Attend causally within a sequence, or to the tokens of a KV cache, too; return the updated cache as well.
-
-    - `group`: query heads per KV head.
-    - `options`: of `zoo.layers.attention.context.causal_attention`.
-
-    **Raises** `ValueError` for a cache without positions.
-    """
-    require_positions(info, state)
-    query, key, value = map(checkpoint_name, (query, key, value), ("query", "key", "value"))
-    if state is None:
-        key, value = (select_kv_heads(x, query, group) for x in (key, value))
-        mixed = causal_attention(query, (key, value), info.segment_ids, window=window, **options)
-    else:
-        key, value, key_positions, state = update_cache(state, key, value, info.positions, window)
-        key, value = (select_kv_heads(x, query, group) for x in (key, value))
-        positions = {"query_positions": info.positions, "key_positions": key_positions}
-        mask = AttentionMask(causal=True, window=window, **positions)
-        mixed = mark_overfull(cached_attention(query, key, value, mask, **options), state)
-    return checkpoint_name(mixed, "attention"), state
-
-
-def make_cache(
-    batch: int,
-    length: int,
-    kv_heads: int,
-    head_dim: int,
-    dtype: Any,
-    *,
-    window: int | None = None,
-    value_dim: int | None = None,
-) -> KeyValueCache:
-    """Return an empty KV cache for `length` tokens, of at most `window` slots."""
-    drops_oldest = window is not None and window <= length
-    slots = window if drops_oldest and window is not None else length
-    return KeyValueCache.empty(batch, slots, kv_heads, head_dim, dtype, length, value_dim, drops_oldest)
-
-
-def update_cache(
-    cache: KeyValueCache,
-    key: KVHeads,
-    value: _ValueHeads,
-    positions: Positions | None,
-    window: int | None,
-) -> tuple[_CachedKVHeads, _CachedValueHeads, Int[Array, "batch key_seq"], KeyValueCache]:
-    """Write new keys and values; return all keys, values and positions to attend to, and the updated cache."""
-    assert positions is not None  # see require_positions
-    updated = cache.write(key, value, positions)
-    if window is None or key.shape[1] * num_shards(key, "seq") == 1:
-        return *updated.read(), updated
-    # The ring buffer may already have dropped keys that the first new queries attend to.
-    if not (axes := sharded_axes(cache.positions, "slots")):
-        key, value, positions = (all_gather(x, "seq", axis=1) for x in (key, value, positions))
-    elif not sharded_axes(positions, "seq"):  # all devices have the new tokens, and one of them attends to them
-        positions = jnp.where(lax.axis_index(axes) == 0, positions, -1)
-    append = lambda old, new: jnp.concatenate([old.astype(new.dtype), new], axis=1)
-    old_key, old_value, old_positions = cache.read()
-    return append(old_key, key), append(old_value, value), append(old_positions, positions), updated
-
-
-def select_kv_heads(
-    x: Float[Array, "batch seq units _"], heads: Float[Array, "batch heads_seq heads _"], group: int
-) -> Float[Array, "batch seq _ _"]:
-    """Select the KV heads (or groups) that this device's query `heads` use, `group` heads each.
-
-    The identity, unless the KV heads, too few for the axis that shards heads, are replicated: then all heads of a
-    device use one. Their number tells. That `x` varies over this axis does not: its tokens may be sharded over it.
-    """
-    if x.shape[2] * group == heads.shape[2]:
-        return x
-    index = shard_offset(heads, "heads", heads.shape[2]) // group
-    return lax.dynamic_slice_in_dim(x, index, 1, axis=2)

@@ -12,10 +12,11 @@ from zoo.parallel import num_shards
 from zoo.shapes import HeadVectors, HiddenStates, KVHeads, ResidualStream, SegmentIds
 
 from ..abstract import AbstractMixer
+from ..heads import select_kv_heads
 from ..kv_cache import KeyValueCache, mark_overfull, require_positions
 from ..rotary import find_max_row_length
 from ..token_info import TokenInfo, token_positions
-from .attention import attend, make_cache, select_kv_heads, update_cache
+from .base import attend, make_cache, update_cache
 from .cached import cached_attention
 from .post_rotary import PostRotaryAttention
 

@@ -14,18 +14,11 @@ from zoo.parallel import Module, implementation_option
 from zoo.shapes import HeadVectors, HiddenStates, ResidualStream
 
 from ..abstract import AbstractLinear, AbstractMixer, AbstractNorm
+from ..heads import select_kv_heads, split_heads
 from ..kv_cache import KeyValueCache, mark_overfull, require_positions
 from ..rotary import compute_cos_sin, rope_switch_length
 from ..token_info import TokenInfo
-from .attention import (
-    check_attention_sizes,
-    make_cache,
-    make_projections,
-    rotate,
-    select_kv_heads,
-    split_heads,
-    update_cache,
-)
+from .base import check_attention_sizes, make_cache, make_projections, rotate, update_cache
 from .cached import cached_attention
 from .context import causal_attention
 

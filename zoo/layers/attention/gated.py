@@ -1,27 +1,25 @@
 """Softmax attention whose heads are gated, channel by channel, before the output projection."""
 
 from collections.abc import Callable
-from typing import Any
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Key
 
 from zoo.ops.attention import ATTENTION
 from zoo.ops.rotary import Rotary
 from zoo.parallel import Dim, implementation_option
-from zoo.shapes import HiddenStates, ResidualStream
+from zoo.shapes import HeadVectors, HiddenStates, KVHeads
 
-from ..abstract import AbstractLinear, AbstractMixer, AbstractNorm
+from ..abstract import AbstractLinear, AbstractNorm
+from ..heads import split_heads
 from ..kv_cache import KeyValueCache
 from ..linear import Linear
-from ..rotary import rope_switch_length
 from ..token_info import TokenInfo
-from .attention import attend, check_attention_sizes, make_cache, make_projections, rotate, split_heads
+from .base import AbstractGroupedAttention, Features, check_attention_sizes, make_projections, rotate
 
 
-class GatedAttention(AbstractMixer):
+class GatedAttention(AbstractGroupedAttention):
     """Causal grouped-query attention with an output gate (Qiu et al., arXiv:2505.06708, section 2.2, position G1;
     Trinity, Arcee AI, 2025):
 
@@ -30,9 +28,6 @@ class GatedAttention(AbstractMixer):
     Queries, keys, values and meshes are those of `zoo.layers.Attention`; the gate has the size of the queries and is
     sharded as they are.
     """
-
-    shards_sequence = True
-    shards_state = True
 
     query: AbstractLinear
     key: AbstractLinear
@@ -68,37 +63,28 @@ class GatedAttention(AbstractMixer):
         """Options are those of `zoo.layers.Attention`, which **raises** the same errors; the gate has no bias."""
         kv_heads, head_dim = check_attention_sizes(embed, heads, kv_heads, head_dim, window)
         key, gate_key = jax.random.split(key)
-        options = {"bias": bias, "out_bias": out_bias, "out_scale": out_scale}
-        projections = make_projections(embed, heads, kv_heads, head_dim, key=key, **options)
+        projections = make_projections(
+            embed, heads, kv_heads, head_dim, bias=bias, out_bias=out_bias, out_scale=out_scale, key=key
+        )
         self.query, self.key, self.value, self.out = projections
         query_dim = Dim("heads", head_dim)
         self.gate = Linear(embed, heads * head_dim, in_=Dim("embed"), out=query_dim, key=gate_key)
         self.query_norm = None if qk_norm is None else qk_norm()
         self.key_norm = None if qk_norm is None else qk_norm()
-        self.head_dim, self.group, self.rotary, self.window = head_dim, heads // kv_heads, rotary, window
+        self.head_dim = head_dim
+        self.group = heads // kv_heads
+        self.rotary = rotary
+        self.window = window
         self.implementation = implementation
 
-    def __call__(
-        self, x: HiddenStates, info: TokenInfo, state: KeyValueCache | None = None
-    ) -> tuple[ResidualStream, KeyValueCache | None]:
-        """With a KV cache as `state`, tokens follow those of the cache, at `info.positions`.
-
-        **Raises** `ValueError` for a cache without positions.
-        """
+    def project(
+        self, x: HiddenStates, info: TokenInfo, state: KeyValueCache | None
+    ) -> tuple[HeadVectors, KVHeads, KVHeads]:
         query = split_heads(self.query(x), self.head_dim, self.query_norm)
         key = split_heads(self.key(x), self.head_dim, self.key_norm)
         value = split_heads(self.value(x), self.head_dim)
         query, key = rotate(query, key, self.rotary, x, info, state)
-        options = {"group": self.group, "window": self.window, "implementation": self.implementation}
-        mixed, state = attend(query, key, value, info, state, **options)
-        gate = jax.nn.sigmoid(self.gate(x))
-        return self.out(gate * mixed.reshape(*mixed.shape[:2], -1)), state
+        return query, key, value
 
-    def init_state(self, batch: int, length: int, dtype: Any = jnp.float32) -> KeyValueCache:
-        """Return an empty KV cache for `length` tokens, of at most `window` slots."""
-        kv_heads = self.key.out_size // self.head_dim
-        return make_cache(batch, length, kv_heads, self.head_dim, dtype, window=self.window)
-
-    @property
-    def rope_switch_length(self) -> int | None:
-        return rope_switch_length(self.rotary)
+    def finish(self, mixed: Features, x: HiddenStates) -> Features:
+        return jax.nn.sigmoid(self.gate(x)) * mixed

@@ -1,26 +1,24 @@
 """Softmax attention that normalizes or scales queries and keys after RoPE."""
 
 from collections.abc import Callable
-from typing import Any
 
 import equinox as eqx
-import jax.numpy as jnp
 from jaxtyping import Array, Key
 
 from zoo.ops.attention import ATTENTION
 from zoo.ops.rotary import Rotary
 from zoo.parallel import implementation_option
-from zoo.shapes import HeadVectors, HiddenStates, KVHeads, ResidualStream
+from zoo.shapes import HeadVectors, HiddenStates, KVHeads
 
-from ..abstract import AbstractLinear, AbstractMixer, AbstractNorm
+from ..abstract import AbstractLinear, AbstractNorm
+from ..heads import split_heads
 from ..kv_cache import KeyValueCache
 from ..query_scale import QueryScale, scale_queries
-from ..rotary import rope_switch_length
 from ..token_info import TokenInfo
-from .attention import attend, check_attention_sizes, make_cache, make_projections, rotate, split_heads
+from .base import AbstractGroupedAttention, check_attention_sizes, make_projections, rotate
 
 
-class PostRotaryAttention(AbstractMixer):
+class PostRotaryAttention(AbstractGroupedAttention):
     """Causal grouped-query attention whose QK norm follows RoPE (Tencent, "Hunyuan-A13B", 2025), or whose queries are
     scaled by position (Mistral AI, "Ministral 3", arXiv:2601.08584):
 
@@ -30,9 +28,6 @@ class PostRotaryAttention(AbstractMixer):
     A norm with weights does not commute with RoPE: the cache holds keys that are rotated and normalized. RoPE, window
     and meshes are those of `zoo.layers.Attention`.
     """
-
-    shards_sequence = True
-    shards_state = True
 
     query: AbstractLinear
     key: AbstractLinear
@@ -72,42 +67,29 @@ class PostRotaryAttention(AbstractMixer):
         Other options are those of `zoo.layers.Attention`, which **raises** the same errors.
         """
         kv_heads, head_dim = check_attention_sizes(embed, heads, kv_heads, head_dim, window)
-        options = {"bias": bias, "out_bias": out_bias, "out_scale": out_scale}
-        projections = make_projections(embed, heads, kv_heads, head_dim, key=key, **options)
+        projections = make_projections(
+            embed, heads, kv_heads, head_dim, bias=bias, out_bias=out_bias, out_scale=out_scale, key=key
+        )
         self.query, self.key, self.value, self.out = projections
         self.query_norm = None if qk_norm is None else qk_norm()
         self.key_norm = None if qk_norm is None else qk_norm()
-        self.head_dim, self.group, self.rotary, self.window = head_dim, heads // kv_heads, rotary, window
-        self.query_scale, self.implementation = query_scale, implementation
-
-    def __call__(
-        self, x: HiddenStates, info: TokenInfo, state: KeyValueCache | None = None
-    ) -> tuple[ResidualStream, KeyValueCache | None]:
-        """With a KV cache as `state`, tokens follow those of the cache, at `info.positions`.
-
-        **Raises** `ValueError` for a cache without positions.
-        """
-        options = {"group": self.group, "window": self.window, "implementation": self.implementation}
-        mixed, state = attend(*self.project(x, info, state), info, state, **options)
-        return self.out(mixed.reshape(*mixed.shape[:2], -1)), state
+        self.head_dim = head_dim
+        self.group = heads // kv_heads
+        self.rotary = rotary
+        self.query_scale = query_scale
+        self.window = window
+        self.implementation = implementation
 
     def project(
         self, x: HiddenStates, info: TokenInfo, state: KeyValueCache | None
     ) -> tuple[HeadVectors, KVHeads, KVHeads]:
-        """Return q, k and v of the tokens `x`."""
-        query, key, value = (split_heads(linear(x), self.head_dim) for linear in (self.query, self.key, self.value))
+        query = split_heads(self.query(x), self.head_dim)
+        key = split_heads(self.key(x), self.head_dim)
+        value = split_heads(self.value(x), self.head_dim)
         query, key = rotate(query, key, self.rotary, x, info, state)
         if self.query_norm is not None and self.key_norm is not None:
-            query, key = self.query_norm(query), self.key_norm(key)
+            query = self.query_norm(query)
+            key = self.key_norm(key)
         if self.query_scale is not None:
             query = scale_queries(query, self.query_scale, x, info)
         return query, key, value
-
-    def init_state(self, batch: int, length: int, dtype: Any = jnp.float32) -> KeyValueCache:
-        """Return an empty KV cache for `length` tokens, of at most `window` slots."""
-        kv_heads = self.key.out_size // self.head_dim
-        return make_cache(batch, length, kv_heads, self.head_dim, dtype, window=self.window)
-
-    @property
-    def rope_switch_length(self) -> int | None:
-        return rope_switch_length(self.rotary)

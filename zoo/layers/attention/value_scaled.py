@@ -10,16 +10,16 @@ from jaxtyping import Array, Float, Key
 from zoo.ops.attention import ATTENTION
 from zoo.ops.rotary import Rotary
 from zoo.parallel import full_precision, implementation_option
-from zoo.shapes import HiddenStates, ResidualStream
+from zoo.shapes import HeadVectors, HiddenStates, KVHeads
 
-from ..abstract import AbstractLinear, AbstractMixer
+from ..abstract import AbstractLinear
+from ..heads import split_heads
 from ..kv_cache import KeyValueCache
-from ..rotary import rope_switch_length
 from ..token_info import TokenInfo
-from .attention import attend, check_attention_sizes, make_cache, make_projections, rotate, split_heads
+from .base import AbstractGroupedAttention, ValueHeads, check_attention_sizes, make_projections, rotate
 
 
-class ValueScaledAttention(AbstractMixer):
+class ValueScaledAttention(AbstractGroupedAttention):
     """Causal grouped-query attention with values of `value_dim` features, times a constant (Xiaomi, "MiMo-V2-Flash",
     arXiv:2601.02780):
 
@@ -28,9 +28,6 @@ class ValueScaledAttention(AbstractMixer):
 
     RoPE, window, sinks and meshes are those of `zoo.layers.Attention`.
     """
-
-    shards_sequence = True
-    shards_state = True
 
     query: AbstractLinear
     key: AbstractLinear
@@ -75,33 +72,35 @@ class ValueScaledAttention(AbstractMixer):
         value_dim = head_dim if value_dim is None else value_dim
         if value_dim < 1:
             raise ValueError(f"value_dim is {value_dim}, and a size is at least 1")
-        options = {"value_dim": value_dim, "bias": bias, "out_bias": out_bias, "out_scale": out_scale}
-        projections = make_projections(embed, heads, kv_heads, head_dim, key=key, **options)
+        projections = make_projections(
+            embed,
+            heads,
+            kv_heads,
+            head_dim,
+            value_dim=value_dim,
+            bias=bias,
+            out_bias=out_bias,
+            out_scale=out_scale,
+            key=key,
+        )
         self.query, self.key, self.value, self.out = projections
         self.sinks = jnp.zeros(heads, jnp.float32) if sinks else None
-        self.head_dim, self.value_dim, self.group = head_dim, value_dim, heads // kv_heads
-        self.value_scale, self.rotary, self.window = float(value_scale), rotary, window
+        self.head_dim = head_dim
+        self.value_dim = value_dim
+        self.group = heads // kv_heads
+        self.value_scale = float(value_scale)
+        self.rotary = rotary
+        self.window = window
         self.implementation = implementation
 
-    def __call__(
-        self, x: HiddenStates, info: TokenInfo, state: KeyValueCache | None = None
-    ) -> tuple[ResidualStream, KeyValueCache | None]:
-        """With a KV cache as `state`, tokens follow those of the cache, at `info.positions`.
-
-        **Raises** `ValueError` for a cache without positions.
-        """
-        query, key = (split_heads(linear(x), self.head_dim) for linear in (self.query, self.key))
+    def project(
+        self, x: HiddenStates, info: TokenInfo, state: KeyValueCache | None
+    ) -> tuple[HeadVectors, KVHeads, ValueHeads]:
+        query = split_heads(self.query(x), self.head_dim)
+        key = split_heads(self.key(x), self.head_dim)
         value = self.value_scale * split_heads(self.value(x), self.value_dim)
         query, key = rotate(query, key, self.rotary, x, info, state)
-        options = {"group": self.group, "window": self.window, "sinks": self.sinks}
-        mixed, state = attend(query, key, value, info, state, implementation=self.implementation, **options)
-        return self.out(mixed.reshape(*mixed.shape[:2], -1)), state
+        return query, key, value
 
-    def init_state(self, batch: int, length: int, dtype: Any = jnp.float32) -> KeyValueCache:
-        """Return an empty KV cache for `length` tokens, of at most `window` slots."""
-        kv_heads, options = self.key.out_size // self.head_dim, {"window": self.window, "value_dim": self.value_dim}
-        return make_cache(batch, length, kv_heads, self.head_dim, dtype, **options)
-
-    @property
-    def rope_switch_length(self) -> int | None:
-        return rope_switch_length(self.rotary)
+    def score_options(self) -> dict[str, Any]:
+        return {"sinks": self.sinks}

@@ -15,7 +15,8 @@ from zoo.parallel import implementation_option
 from zoo.shapes import HiddenStates, ResidualStream
 
 from ..abstract import AbstractLinear, AbstractMixer
-from ..attention.attention import check_attention_sizes, make_projections, select_kv_heads, split_heads
+from ..attention.base import check_attention_sizes, make_projections
+from ..heads import select_kv_heads, split_heads
 from ..rotary import compute_cos_sin
 from ..token_info import TokenInfo
 

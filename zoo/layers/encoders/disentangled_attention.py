@@ -16,7 +16,8 @@ from zoo.parallel import Dim, Module
 from zoo.shapes import HeadVectors, HiddenStates, ResidualStream
 
 from ..abstract import AbstractLinear, AbstractMixer, AbstractNorm
-from ..attention.attention import check_attention_sizes, make_projections, split_heads
+from ..attention.base import check_attention_sizes, make_projections
+from ..heads import split_heads
 from ..linear import Linear, truncated_normal
 from ..token_info import TokenInfo, token_positions
 

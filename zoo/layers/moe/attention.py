@@ -16,7 +16,8 @@ from zoo.parallel import Dim, Module, implementation_option, reduce, stacked
 from zoo.shapes import HiddenStates, ResidualStream
 
 from ..abstract import AbstractLinear, AbstractMixer
-from ..attention.attention import attend, make_cache, rotate, split_heads
+from ..attention.base import attend, make_cache, rotate
+from ..heads import split_heads
 from ..kv_cache import KeyValueCache
 from ..linear import Linear
 from ..rotary import rope_switch_length

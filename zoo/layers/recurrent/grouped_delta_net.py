@@ -14,8 +14,8 @@ from zoo.parallel import Dim, implementation_option
 from zoo.shapes import HiddenStates, ResidualStream
 
 from ..abstract import AbstractLinear, AbstractMixer
-from ..attention.attention import select_kv_heads
 from ..convolution import ConvState, ShortConvolution
+from ..heads import select_kv_heads
 from ..linear import Linear
 from ..norm import RMSNorm
 from ..token_info import TokenInfo

@@ -7,6 +7,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from zoo.layers import AbstractFeedForward, AbstractNorm, DisentangledAttention, Dropout, TokenInfo
+from zoo.layers.abstract import run_feed_forward
 from zoo.parallel import named_by_class
 from zoo.parallel.tokens import run_on_all_tokens
 
@@ -43,6 +44,6 @@ class RelativeBlock(AbstractBlock):
         mixed, _ = run_on_all_tokens(lambda x: self.mixer.mix(x, info, table), hidden.x)
         mixed = checkpoint_name(mixed, "mixer_output")
         hidden = hidden.add_residual(self.dropout(mixed, info, site=0)).normalize(self.mixer_norm)
-        fed, routing = run_on_all_tokens(self.ffn, hidden.x)
+        fed, routing = run_feed_forward(self.ffn, hidden.x)
         fed = checkpoint_name(fed, "ffn_output")
         return hidden.add_residual(self.dropout(fed, info, site=1), routing).normalize(self.ffn_norm), state

@@ -29,7 +29,8 @@ def grouped_query_attention(
     with the keys that its mask can allow: 10/16 of the products and of the softmax of a causal square. The attention
     weights of all blocks are residuals of the backward pass.
     """
-    return _attend_in_groups(query, key, value, attention_mask, scale, soft_cap, sinks)[0]
+    options = {"scale": scale, "soft_cap": soft_cap, "sinks": sinks}
+    return grouped_query_attention_with_lse(query, key, value, attention_mask, **options)[0]
 
 
 def grouped_query_attention_with_lse(
@@ -46,29 +47,16 @@ def grouped_query_attention_with_lse(
 
     They merge as those of `blockwise_attention_with_lse`. The log-sum-exp of a fully masked query is about -1e30.
     """
-    return _attend_in_groups(query, key, value, attention_mask, scale, soft_cap, sinks)
-
-
-def _attend_in_groups(
-    query: Array,
-    key: Array,
-    value: Array,
-    attention_mask: AttentionMask,
-    scale: float | None,
-    soft_cap: float | None,
-    sinks: Array | None,
-) -> tuple[Array, Array]:
-    """Return the output and the log-sum-exp."""
     group = group_size(query, key)
     mask = attention_mask.materialize(query.shape[1], key.shape[1])
     key, value = (rearrange(x, "batch seq kv_heads dim -> batch kv_heads seq dim") for x in (key, value))
     sinks = None if sinks is None else sinks.astype(jnp.float32).reshape(key.shape[1], group)
-
-    def attend(queries: slice, keys: slice) -> tuple[Array, Array]:
-        # The group is folded into the rows of one product: as a separate dim, XLA's CPU backend copies the weights.
-        rows = rearrange(
-            query[:, queries], "batch seq (kv_heads group) dim -> batch kv_heads (group seq) dim", group=group
-        )
+    # The group is folded into the rows of one product: as a separate dim, XLA's CPU backend copies the weights.
+    fold = "batch seq (kv_heads group) dim -> batch kv_heads (group seq) dim"
+    unfold = "batch kv_heads (group seq) dim -> batch seq (kv_heads group) dim"
+    outputs, lses = [], []
+    for queries, keys in make_query_blocks(attention_mask, query.shape[1], key.shape[2]):
+        rows = rearrange(query[:, queries], fold, group=group)
         if mask is not None:
             # The barrier ties the constant to this layer. Otherwise JAX makes an array of it, as large as the scores,
             # once for all layers of a scan, and keeps it for the whole step.
@@ -81,12 +69,11 @@ def _attend_in_groups(
         row_sinks = None if sinks is None else jnp.repeat(sinks, rows.shape[2] // group, axis=1)[..., None]
         weights, lse = _softmax_with_sinks(scores, row_sinks)
         output = einsum_fp32_accum("bnrk,bnkd->bnrd", weights.astype(value.dtype), value[:, :, keys])
-        ungroup = "batch kv_heads (group seq) dim -> batch seq (kv_heads group) dim"
-        return rearrange(output, ungroup, group=group), rearrange(lse, ungroup, group=group)
-
-    blocks = [attend(*block) for block in make_query_blocks(attention_mask, query.shape[1], key.shape[2])]
-    output, lse = (jnp.concatenate(parts, axis=1) for parts in zip(*blocks, strict=True))
-    return output if attention_mask.is_structural else zero_masked_queries(output, mask), lse[..., 0]
+        outputs.append(rearrange(output, unfold, group=group))
+        lses.append(rearrange(lse, unfold, group=group)[..., 0])
+    output = jnp.concatenate(outputs, axis=1)
+    lse = jnp.concatenate(lses, axis=1)
+    return output if attention_mask.is_structural else zero_masked_queries(output, mask), lse
 
 
 def make_query_blocks(attention_mask: AttentionMask, query_seq: int, key_seq: int) -> list[tuple[slice, slice]]:
