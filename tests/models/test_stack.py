@@ -2,6 +2,7 @@
 
 import re
 from collections import Counter
+from functools import partial
 
 import equinox as eqx
 import jax
@@ -180,6 +181,52 @@ def test_layers_run_in_order_under_pipe(loop, rounds):
     x = jnp.arange(6.0)[:, None, None] * jnp.ones(3)
     y = zoo.spmd(run, mesh, out="batch seq embed")(zoo.place(stack, mesh), x)
     assert [f"{int(row):o}" for row in y[:, 0, 0]] == ["123456", *(f"{row}0123456" for row in range(1, 6))]
+
+
+class ExtendedHidden(Hidden):
+    """Hidden states with the sum of the residual stream before the last layer."""
+
+    before: Float[Array, ""] | None = None
+
+
+class TracedBlock(AbstractBlock):
+    """A block that counts how often it is traced."""
+
+    weight: Float[Array, "embed"]
+    traces: Counter = eqx.field(static=True)
+
+    def __call__(self, hidden, info, state=None):
+        self.traces[type(self).__name__] += 1
+        return hidden.add_residual(self.weight * hidden.x), state
+
+    def init_state(self, batch, length, dtype=jnp.float32):
+        return None
+
+
+class UndeclaredBlock(TracedBlock):
+    def __call__(self, hidden, info, state=None):
+        hidden, state = TracedBlock.__call__(self, hidden, info, state)
+        return ExtendedHidden(hidden.x, before=hidden.x.sum()), state
+
+
+class DeclaredBlock(UndeclaredBlock):
+    extends_hidden = True
+
+
+def test_scan_traces_a_block_once_unless_it_extends_hidden_states():
+    def trace(make, loop):
+        traces = Counter()
+        stack = Stack([partial(make_block, make, traces)] * 3, loop=loop, key=KEY)
+        hidden, _ = eqx.filter_eval_shape(stack, Hidden(jnp.zeros((1, 2, 3))), TokenInfo())
+        return type(hidden), traces.total()
+
+    make_block = lambda make, traces, key: make(jnp.ones(3), traces)
+    assert trace(TracedBlock, "scan") == (Hidden, 1)
+    assert trace(DeclaredBlock, "scan") == (ExtendedHidden, 2)
+    assert trace(DeclaredBlock, "plain") == (ExtendedHidden, 3)
+    for loop in ("scan", "plain"):
+        with pytest.raises(TypeError, match="UndeclaredBlock was given Hidden and returns ExtendedHidden: .*extends_h"):
+            trace(UndeclaredBlock, loop)
 
 
 def test_auto_loop_counts_the_layers_of_all_segments():

@@ -52,6 +52,7 @@ from .quantized.groups import AbstractGroupLinear, GroupQuantizedLinear, NestedN
 from .quantized.linear import Int8Linear, MXFP4Linear, NF4Linear
 from .quantized.packed import AbstractPackedLinear
 from .query_scale import QueryScale
+from .recurrent.base import AbstractRecurrence
 from .recurrent.common import HeadNorm, LowRank, RecurrentState
 from .recurrent.context import RecurrenceContext
 from .recurrent.delta_net import DeltaNet, GatedDeltaNet, GatedDeltaProduct, KimiDeltaAttention
@@ -87,6 +88,7 @@ __all__ = [
     "AbstractNorm",
     "AbstractPackedLinear",
     "AbstractPooler",
+    "AbstractRecurrence",
     "AbstractRouter",
     "AlibiAttention",
     "AmaxHistory",

@@ -241,8 +241,8 @@ class Stack(AbstractStack):
             output, state = block(hidden, layer_info, state)
             if type(output) is not type(hidden) and not block.extends_hidden:
                 raise TypeError(
-                    f"{type(block).__name__} was given a {type(hidden).__name__} and returns a "
-                    f"{type(output).__name__}: a block that extends the hidden states has extends_hidden = True"
+                    f"{type(block).__name__} was given {type(hidden).__name__} and returns {type(output).__name__}: "
+                    "change fields with dataclasses.replace, or set extends_hidden = True if the block adds some"
                 )
             return output.sum_decisions(info, self.routing), state
 

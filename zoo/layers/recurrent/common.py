@@ -279,9 +279,3 @@ def local_heads(make: Callable[[int], Float[Array, "heads"]], x: HeadVectors) ->
 def head_norm_factory(value_dim: int) -> Callable[[], RMSNorm]:
     """Return a factory of an RMSNorm over the values of each head."""
     return partial(RMSNorm, value_dim, features=Dim("value_dim"))
-
-
-def recurrence_options(context: RecurrenceContext, state: RecurrentState | None) -> dict[str, Any]:
-    """Return the keyword arguments `state`, `segment_ids` and `implementation` of a recurrence."""
-    initial = context.initial_state(None if state is None else state.matrix)
-    return {"state": initial, "segment_ids": context.segment_ids, "implementation": context.implementation}

@@ -35,6 +35,9 @@ class RecurrenceContext(NamedTuple):
     """True where the first token on this device begins a row or a segment, so that nothing before it counts."""
     axes: tuple[str, ...] = ()
     """Mesh axes that shard the sequence."""
+    info: TokenInfo = TokenInfo()
+    state: Any = None
+    """The recurrent state that the tokens continue; None without one."""
 
     @classmethod
     def from_info(
@@ -48,14 +51,15 @@ class RecurrenceContext(NamedTuple):
         axes = sharded_axes(x, "seq")
         refuse_segments(info, state)
         if state is None:
-            return cls(implementation, info.segment_ids, None, _find_fresh_rows(x, info.segment_ids, axes), axes)
+            fresh = _find_fresh_rows(x, info.segment_ids, axes)
+            return cls(implementation, info.segment_ids, None, fresh, axes, info)
         if axes:
             raise NotImplementedError(
                 f"a recurrent state continues a sequence with all of its new tokens, and {' x '.join(axes)} shards "
                 "them: call the mixer by zoo.layers.abstract.run_mixer, which gathers them"
             )
         token_mask = None if info.positions is None else info.positions >= 0
-        return cls(implementation, None, token_mask, jnp.zeros(len(x), bool))
+        return cls(implementation, None, token_mask, jnp.zeros(len(x), bool), info=info, state=state)
 
     def mask_padding(
         self, x: Float[Array, "batch seq *dims"], fill: float | int = 0
@@ -70,6 +74,16 @@ class RecurrenceContext(NamedTuple):
         """Return the `state` argument of a recurrence: the state, None without one, or where the sequence is sharded
         `incoming_state`."""
         return self.incoming_state if self.axes else state
+
+    def options(self) -> dict[str, Any]:
+        """Return the options `state`, `segment_ids` and `implementation` of a recurrence that continues the matrices of
+        a `RecurrentState`."""
+        matrix = None if self.state is None else self.state.matrix
+        return {
+            "state": self.initial_state(matrix),
+            "segment_ids": self.segment_ids,
+            "implementation": self.implementation,
+        }
 
     def incoming_state(self, affine_map: AffineMap) -> Any:
         """Return the state before the first token of this shard, given the map of its tokens: that after all earlier

@@ -7,7 +7,6 @@ arXiv:2411.12537). Heads are sharded over `tensor`.
 """
 
 from functools import partial
-from typing import Any
 
 import equinox as eqx
 import jax
@@ -16,12 +15,12 @@ from jaxtyping import Array, Float, Key
 
 from zoo.ops.recurrence.delta_rule import DELTA_RULE, delta_rule, gated_delta_product, gated_delta_rule, kda
 from zoo.parallel import Dim, Module, implementation_option
-from zoo.shapes import HiddenStates, Queries, ResidualStream
+from zoo.shapes import HeadVectors, HiddenStates, Queries
 
-from ..abstract import AbstractLinear, AbstractMixer
+from ..abstract import AbstractLinear
 from ..convolution import ConvState
 from ..linear import Linear, resolve_head_dim
-from ..token_info import TokenInfo
+from .base import AbstractRecurrence
 from .common import (
     DecayGate,
     LowRank,
@@ -30,7 +29,6 @@ from .common import (
     RecurrentState,
     head_norm_factory,
     l2_normalize,
-    recurrence_options,
     split_heads_and_steps,
 )
 from .context import RecurrenceContext
@@ -82,22 +80,29 @@ class _DeltaInputs(Module):
         )
         self.num_householder, self.max_beta = num_householder, 2.0 if negative_eigenvalues else 1.0
 
-    def __call__(
-        self, x: HiddenStates, context: RecurrenceContext, state: RecurrentState | None
-    ) -> tuple[_DeltaRuleArrays, tuple[ConvState, ...]]:
+    def __call__(self, x: HiddenStates, context: RecurrenceContext) -> tuple[_DeltaRuleArrays, tuple[ConvState, ...]]:
         """Return L2-normalized queries and keys, values, and betas (0 for padding); and the updated convolution states,
         if there are any."""
-        query, key, value, conv_states = self.projections(x, context, None if state is None else state.conv_states)
+        conv_states = None if context.state is None else context.state.conv_states
+        query, key, value, conv_states = self.projections(x, context, conv_states)
         beta = context.mask_padding(self.max_beta * jax.nn.sigmoid(self.rate(x).astype(jnp.float32)))
         beta = split_heads_and_steps(beta, self.rate.out_size // self.num_householder, 1)[..., 0]
         return (l2_normalize(query), l2_normalize(key), value, beta), conv_states
 
 
-class DeltaNet(AbstractMixer):
+class AbstractDeltaRule(AbstractRecurrence):
+    """A recurrence by a delta rule, with queries, keys, values and betas that `corrector` makes of x."""
+
+    corrector: eqx.AbstractVar[_DeltaInputs]
+
+    @property
+    def projections(self) -> QKVProjections:
+        return self.corrector.projections
+
+
+class DeltaNet(AbstractDeltaRule):
     """y = W_out norm(S_tᵀ q_t) with S_t = S_{t-1} + k_t (beta_t (v_t - S_{t-1}ᵀ k_t))ᵀ (Schlag et al.,
     arXiv:2102.11174; Yang et al., arXiv:2406.06484, section 3.3)."""
-
-    shards_sequence = True
 
     corrector: _DeltaInputs
     readout: OutputGate
@@ -127,23 +132,15 @@ class DeltaNet(AbstractMixer):
         )
         self.implementation = implementation
 
-    def init_state(self, batch: int, length: int, dtype: Any = jnp.float32) -> RecurrentState:
-        return self.corrector.projections.init_state(batch, dtype=dtype)
-
-    def __call__(
-        self, x: HiddenStates, info: TokenInfo, state: RecurrentState | None = None
-    ) -> tuple[ResidualStream, RecurrentState | None]:
-        context = RecurrenceContext.from_info(x, info, state, self.implementation)
-        inputs, conv_states = self.corrector(x, context, state)
-        mixed, matrix = delta_rule(*inputs, **recurrence_options(context, state))
-        return self.readout(mixed, x), None if state is None else RecurrentState(matrix, conv_states)
+    def recur(self, x: HiddenStates, context: RecurrenceContext) -> tuple[HeadVectors, RecurrentState]:
+        inputs, conv_states = self.corrector(x, context)
+        mixed, matrix = delta_rule(*inputs, **context.options())
+        return mixed, RecurrentState(matrix, conv_states)
 
 
-class GatedDeltaNet(AbstractMixer):
+class GatedDeltaNet(AbstractDeltaRule):
     """y = W_out [silu(W_gate x) * norm(S_tᵀ q_t)] with R_t = exp(g_t) S_{t-1} and
     S_t = R_t + k_t (beta_t (v_t - R_tᵀ k_t))ᵀ, g_t one per head (Yang et al., arXiv:2412.06464, section 3)."""
-
-    shards_sequence = True
 
     corrector: _DeltaInputs
     decay: DecayGate
@@ -174,25 +171,15 @@ class GatedDeltaNet(AbstractMixer):
         self.readout = OutputGate(embed, heads, value_dim, norm=norm, gate=True, out_scale=out_scale, key=out_key)
         self.implementation = implementation
 
-    def init_state(self, batch: int, length: int, dtype: Any = jnp.float32) -> RecurrentState:
-        return self.corrector.projections.init_state(batch, dtype=dtype)
-
-    def __call__(
-        self, x: HiddenStates, info: TokenInfo, state: RecurrentState | None = None
-    ) -> tuple[ResidualStream, RecurrentState | None]:
-        context = RecurrenceContext.from_info(x, info, state, self.implementation)
-        inputs, conv_states = self.corrector(x, context, state)
-        mixed, matrix = gated_delta_rule(
-            *inputs, context.mask_padding(self.decay(x)), **recurrence_options(context, state)
-        )
-        return self.readout(mixed, x), None if state is None else RecurrentState(matrix, conv_states)
+    def recur(self, x: HiddenStates, context: RecurrenceContext) -> tuple[HeadVectors, RecurrentState]:
+        inputs, conv_states = self.corrector(x, context)
+        mixed, matrix = gated_delta_rule(*inputs, context.mask_padding(self.decay(x)), **context.options())
+        return mixed, RecurrentState(matrix, conv_states)
 
 
-class KimiDeltaAttention(AbstractMixer):
+class KimiDeltaAttention(AbstractDeltaRule):
     """y = W_out [sigmoid(W_gate x) * norm(S_tᵀ q_t)] with the gated delta rule and one decay per key channel: KDA (Kimi
     Linear, arXiv:2510.26692, section 3). The projections of decays and gate have low rank, by default `key_dim`."""
-
-    shards_sequence = True
 
     corrector: _DeltaInputs
     decay: DecayGate
@@ -225,24 +212,16 @@ class KimiDeltaAttention(AbstractMixer):
         self.readout = OutputGate(embed, heads, value_dim, norm=norm, **gate, out_scale=out_scale, key=out_key)
         self.implementation = implementation
 
-    def init_state(self, batch: int, length: int, dtype: Any = jnp.float32) -> RecurrentState:
-        return self.corrector.projections.init_state(batch, dtype=dtype)
-
-    def __call__(
-        self, x: HiddenStates, info: TokenInfo, state: RecurrentState | None = None
-    ) -> tuple[ResidualStream, RecurrentState | None]:
-        context = RecurrenceContext.from_info(x, info, state, self.implementation)
-        inputs, conv_states = self.corrector(x, context, state)
-        mixed, matrix = kda(*inputs, context.mask_padding(self.decay(x)), **recurrence_options(context, state))
-        return self.readout(mixed, x), None if state is None else RecurrentState(matrix, conv_states)
+    def recur(self, x: HiddenStates, context: RecurrenceContext) -> tuple[HeadVectors, RecurrentState]:
+        inputs, conv_states = self.corrector(x, context)
+        mixed, matrix = kda(*inputs, context.mask_padding(self.decay(x)), **context.options())
+        return mixed, RecurrentState(matrix, conv_states)
 
 
-class GatedDeltaProduct(AbstractMixer):
+class GatedDeltaProduct(AbstractDeltaRule):
     """`GatedDeltaNet` with `num_householder` delta-rule steps per token, each with its own key, value and beta: the
     state transition is a product of generalized Householder matrices (DeltaProduct, Siems et al., arXiv:2502.10297,
     section 4)."""
-
-    shards_sequence = True
 
     corrector: _DeltaInputs
     decay: DecayGate
@@ -280,18 +259,10 @@ class GatedDeltaProduct(AbstractMixer):
         self.readout = OutputGate(embed, heads, value_dim, norm=norm, gate=True, out_scale=out_scale, key=out_key)
         self.implementation = implementation
 
-    def init_state(self, batch: int, length: int, dtype: Any = jnp.float32) -> RecurrentState:
-        return self.corrector.projections.init_state(batch, dtype=dtype)
-
-    def __call__(
-        self, x: HiddenStates, info: TokenInfo, state: RecurrentState | None = None
-    ) -> tuple[ResidualStream, RecurrentState | None]:
-        context = RecurrenceContext.from_info(x, info, state, self.implementation)
-        inputs, conv_states = self.corrector(x, context, state)
-        mixed, matrix = gated_delta_product(
-            *inputs, context.mask_padding(self.decay(x)), **recurrence_options(context, state)
-        )
-        return self.readout(mixed, x), None if state is None else RecurrentState(matrix, conv_states)
+    def recur(self, x: HiddenStates, context: RecurrenceContext) -> tuple[HeadVectors, RecurrentState]:
+        inputs, conv_states = self.corrector(x, context)
+        mixed, matrix = gated_delta_product(*inputs, context.mask_padding(self.decay(x)), **context.options())
+        return mixed, RecurrentState(matrix, conv_states)
 
 
 def _resolve_head_dims(embed: int, heads: int, key_dim: int | None, value_dim: int | None) -> tuple[int, int]:

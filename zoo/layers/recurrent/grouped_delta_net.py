@@ -19,7 +19,7 @@ from ..heads import select_kv_heads
 from ..linear import Linear
 from ..norm import RMSNorm
 from ..token_info import TokenInfo
-from .common import DecayGate, OutputGate, RecurrentState, l2_normalize, recurrence_options
+from .common import DecayGate, OutputGate, RecurrentState, l2_normalize
 from .context import RecurrenceContext
 
 
@@ -111,8 +111,8 @@ class GroupedGatedDeltaNet(AbstractMixer):
         value, value_state = self._convolve(self.value(x), self.value_convolution, context, states[2], self.value_dim)
         query, key = (self._share(l2_normalize(groups), value) for groups in (query, key))
         beta = context.mask_padding(jax.nn.sigmoid(self.rate(x).astype(jnp.float32)))
-        decay, options = context.mask_padding(self.decay(x)), recurrence_options(context, state)
-        mixed, matrix = gated_delta_rule(query, key, value, beta, decay, **options)
+        decay = context.mask_padding(self.decay(x))
+        mixed, matrix = gated_delta_rule(query, key, value, beta, decay, **context.options())
         y = self.readout(mixed, x)
         if query_state is None or key_state is None or value_state is None:
             return y, None

@@ -1,7 +1,5 @@
 """HGRN2: gated linear attention with keys tied to the forget gate, k = 1 - exp(g). The recurrence is that of GLA."""
 
-from typing import Any
-
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -10,22 +8,19 @@ from jaxtyping import Array, Key
 from zoo.ops.recurrence.gated_linear import GATED_LINEAR
 from zoo.ops.recurrence.linear_attention import gla
 from zoo.parallel import implementation_option
-from zoo.shapes import HiddenStates, ResidualStream
+from zoo.shapes import HeadVectors, HiddenStates
 
-from ..abstract import AbstractMixer
 from ..linear import resolve_head_dim
-from ..token_info import TokenInfo
-from .common import HeadNorm, OutputGate, QKVProjections, RecurrentState, recurrence_options
+from .base import AbstractRecurrence
+from .common import HeadNorm, OutputGate, QKVProjections, RecurrentState
 from .context import RecurrenceContext
 
 
-class HGRN2(AbstractMixer):
+class HGRN2(AbstractRecurrence):
     """y = W_out norm(S_tᵀ q_t) with S_t = diag(f_t) S_{t-1} + (1 - f_t) v_tᵀ, q = silu(W_query x), v = W_value x and
     f = bound + (1 - bound) sigmoid(W_key x): the input gate of a key channel is 1 minus its forget gate (Qin et al.,
     arXiv:2404.07904, section 3). In the paper the lower bound of the forget gate is trainable per layer and feature,
     and increases with depth; here it is a constant of the layer. Heads are sharded over `tensor`."""
-
-    shards_sequence = True
 
     projections: QKVProjections
     readout: OutputGate
@@ -60,13 +55,7 @@ class HGRN2(AbstractMixer):
         )
         self.bound, self.implementation = float(bound), implementation
 
-    def init_state(self, batch: int, length: int, dtype: Any = jnp.float32) -> RecurrentState:
-        return self.projections.init_state(batch)
-
-    def __call__(
-        self, x: HiddenStates, info: TokenInfo, state: RecurrentState | None = None
-    ) -> tuple[ResidualStream, RecurrentState | None]:
-        context = RecurrenceContext.from_info(x, info, state, self.implementation)
+    def recur(self, x: HiddenStates, context: RecurrenceContext) -> tuple[HeadVectors, RecurrentState]:
         query, gate, value, _ = self.projections(x, context, None)
         gate = gate.astype(jnp.float32)
         # Compute log f and 1 - f separately, so that neither loses precision where f is near 0 or 1.
@@ -80,6 +69,6 @@ class HGRN2(AbstractMixer):
             value,
             context.mask_padding(log_decay),
             scale=1.0,
-            **recurrence_options(context, state),
+            **context.options(),
         )
-        return self.readout(mixed, x), None if state is None else RecurrentState(matrix)
+        return mixed, RecurrentState(matrix)

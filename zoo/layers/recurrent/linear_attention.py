@@ -21,14 +21,14 @@ from zoo.ops.recurrence.linear_attention import (
 )
 from zoo.ops.rotary import Rotary, apply_rotary
 from zoo.parallel import Dim, implementation_option
-from zoo.shapes import HiddenStates, ResidualStream, Values
+from zoo.shapes import HeadVectors, HiddenStates, Values
 
-from ..abstract import AbstractLinear, AbstractMixer
+from ..abstract import AbstractLinear
 from ..kv_cache import require_positions
 from ..linear import resolve_head_dim
 from ..norm import RMSNorm
 from ..rotary import compute_cos_sin, find_length_dependent_scaling
-from ..token_info import TokenInfo
+from .base import AbstractRecurrence
 from .common import (
     LowRank,
     OutputGate,
@@ -36,7 +36,6 @@ from .common import (
     RecurrentState,
     head_norm_factory,
     local_heads,
-    recurrence_options,
 )
 from .context import RecurrenceContext
 
@@ -46,12 +45,10 @@ def _elu_plus_one(x: Float[Array, "*dims"]) -> Float[Array, "*dims"]:
     return jax.nn.elu(x) + 1
 
 
-class LinearAttention(AbstractMixer):
+class LinearAttention(AbstractRecurrence):
     """y = W_out [phi(q)ᵀ S / phi(q)ᵀ z] with S = sum of phi(k) vᵀ and z = sum of phi(k), over the tokens so far
     (Katharopoulos et al., arXiv:2006.16236, section 3). With `normalized=False`, y = W_out [phi(q)ᵀ S head_dim **
     -0.5]. Heads are sharded over `tensor`."""
-
-    shards_sequence = True
 
     projections: QKVProjections
     readout: OutputGate
@@ -82,23 +79,18 @@ class LinearAttention(AbstractMixer):
     def init_state(self, batch: int, length: int, dtype: Any = jnp.float32) -> RecurrentState:
         return self.projections.init_state(batch, self.projections.value_dim + self.normalized, dtype)
 
-    def __call__(
-        self, x: HiddenStates, info: TokenInfo, state: RecurrentState | None = None
-    ) -> tuple[ResidualStream, RecurrentState | None]:
-        context = RecurrenceContext.from_info(x, info, state, self.implementation)
+    def recur(self, x: HiddenStates, context: RecurrenceContext) -> tuple[HeadVectors, RecurrentState]:
         query, key, value, _ = self.projections(x, context, None)
         query, key = self.feature_map(query), context.mask_padding(self.feature_map(key))
         attend = normalized_linear_attention if self.normalized else linear_attention
-        mixed, matrix = attend(query, key, value, **recurrence_options(context, state))
-        return self.readout(mixed, x), None if state is None else RecurrentState(matrix)
+        mixed, matrix = attend(query, key, value, **context.options())
+        return mixed, RecurrentState(matrix)
 
 
-class Retention(AbstractMixer):
+class Retention(AbstractRecurrence):
     """y = W_out [silu(W_gate x) * norm(S_tᵀ q_t)] with S_t = gamma_h S_{t-1} + k_t v_tᵀ, with RoPE on queries and
     keys and fixed decays gamma_h = 1 - 2 ** (-5 - h) (RetNet, Sun et al., arXiv:2307.08621, section 2). Heads are
     sharded over `tensor`."""
-
-    shards_sequence = True
 
     projections: QKVProjections
     readout: OutputGate
@@ -136,35 +128,27 @@ class Retention(AbstractMixer):
         self.readout = OutputGate(embed, heads, value_dim, norm=norm, gate=True, out_scale=out_scale, key=out_key)
         self.rotary, self.implementation = Rotary(key_dim) if rotary is None else rotary, implementation
 
-    def init_state(self, batch: int, length: int, dtype: Any = jnp.float32) -> RecurrentState:
-        return self.projections.init_state(batch)
-
-    def __call__(
-        self, x: HiddenStates, info: TokenInfo, state: RecurrentState | None = None
-    ) -> tuple[ResidualStream, RecurrentState | None]:
+    def recur(self, x: HiddenStates, context: RecurrenceContext) -> tuple[HeadVectors, RecurrentState]:
         """**Raises** `ValueError` for a state without positions."""
-        require_positions(info, state)
-        context = RecurrenceContext.from_info(x, info, state, self.implementation)
+        require_positions(context.info, context.state)
         query, key, value, _ = self.projections(x, context, None)
         if self.rotary is not None:
-            angles = compute_cos_sin(self.rotary, x, info)
+            angles = compute_cos_sin(self.rotary, x, context.info)
             query, key = (apply_rotary(y, *angles, interleaved=self.rotary.interleaved) for y in (query, key))
         mixed, matrix = simple_gla(
             query,
             context.mask_padding(key),
             value,
             _broadcast_log_decay(retention_log_decays, value, context),
-            **recurrence_options(context, state),
+            **context.options(),
         )
-        return self.readout(mixed, x), None if state is None else RecurrentState(matrix)
+        return mixed, RecurrentState(matrix)
 
 
-class Lightning(AbstractMixer):
+class Lightning(AbstractRecurrence):
     """y = W_out [sigmoid(W_gate x) * norm(S_tᵀ q_t)] with S_t = exp(-slope_h) S_{t-1} + k_t v_tᵀ and q, k, v each
     silu(W x) (TransNormerLLM, Qin et al., arXiv:2307.14995, section 3; MiniMax-01, arXiv:2501.08313, section 2.2). The
     norm is over all heads together. Heads are sharded over `tensor`, and the mean of the norm is all-reduced."""
-
-    shards_sequence = True
 
     projections: QKVProjections
     readout: OutputGate
@@ -202,13 +186,7 @@ class Lightning(AbstractMixer):
         )
         self.depth, self.implementation = float(depth), implementation
 
-    def init_state(self, batch: int, length: int, dtype: Any = jnp.float32) -> RecurrentState:
-        return self.projections.init_state(batch)
-
-    def __call__(
-        self, x: HiddenStates, info: TokenInfo, state: RecurrentState | None = None
-    ) -> tuple[ResidualStream, RecurrentState | None]:
-        context = RecurrenceContext.from_info(x, info, state, self.implementation)
+    def recur(self, x: HiddenStates, context: RecurrenceContext) -> tuple[HeadVectors, RecurrentState]:
         query, key, value, _ = self.projections(x, context, None)
         mixed, matrix = simple_gla(
             query,
@@ -216,17 +194,15 @@ class Lightning(AbstractMixer):
             value,
             _broadcast_log_decay(lambda heads: -lightning_slopes(heads, self.depth), value, context),
             scale=1.0,
-            **recurrence_options(context, state),
+            **context.options(),
         )
-        return self.readout(mixed, x), None if state is None else RecurrentState(matrix)
+        return mixed, RecurrentState(matrix)
 
 
-class GatedLinearAttention(AbstractMixer):
+class GatedLinearAttention(AbstractRecurrence):
     """y = W_out [silu(W_gate x) * norm(S_tᵀ q_t)] with S_t = diag(exp(g_t)) S_{t-1} + k_t v_tᵀ and g_t =
     logsigmoid(W_up W_down x + b) / 16: a data-dependent decay per key channel (GLA, Yang et al., arXiv:2312.06635,
     section 4.4). Heads are sharded over `tensor`."""
-
-    shards_sequence = True
 
     projections: QKVProjections
     decay: AbstractLinear
@@ -261,13 +237,7 @@ class GatedLinearAttention(AbstractMixer):
         self.readout = OutputGate(embed, heads, value_dim, norm=norm, gate=True, out_scale=out_scale, key=out_key)
         self.temperature, self.implementation = float(temperature), implementation
 
-    def init_state(self, batch: int, length: int, dtype: Any = jnp.float32) -> RecurrentState:
-        return self.projections.init_state(batch)
-
-    def __call__(
-        self, x: HiddenStates, info: TokenInfo, state: RecurrentState | None = None
-    ) -> tuple[ResidualStream, RecurrentState | None]:
-        context = RecurrenceContext.from_info(x, info, state, self.implementation)
+    def recur(self, x: HiddenStates, context: RecurrenceContext) -> tuple[HeadVectors, RecurrentState]:
         query, key, value, _ = self.projections(x, context, None)
         log_decay = jax.nn.log_sigmoid(self.decay(x).astype(jnp.float32)) / self.temperature
         mixed, matrix = gla(
@@ -275,9 +245,9 @@ class GatedLinearAttention(AbstractMixer):
             context.mask_padding(key),
             value,
             context.mask_padding(log_decay.reshape(key.shape)),
-            **recurrence_options(context, state),
+            **context.options(),
         )
-        return self.readout(mixed, x), None if state is None else RecurrentState(matrix)
+        return mixed, RecurrentState(matrix)
 
 
 def _broadcast_log_decay(

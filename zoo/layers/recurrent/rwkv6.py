@@ -16,7 +16,7 @@ from zoo.shapes import HiddenStates, ResidualStream
 from ..abstract import AbstractLinear, AbstractMixer
 from ..linear import Linear, resolve_head_dim
 from ..token_info import TokenInfo
-from .common import HeadNorm, LowRank, RecurrentState, recurrence_options, split_heads_and_steps
+from .common import HeadNorm, LowRank, RecurrentState, split_heads_and_steps
 from .context import RecurrenceContext
 from .token_shift import TokenShift, compute_token_delta, init_rwkv_state
 
@@ -103,7 +103,7 @@ class RWKV6(AbstractMixer):
             value,
             context.mask_padding(log_decay),
             self.bonus,
-            **recurrence_options(context, state),
+            **context.options(),
         )
         y = self.out(jax.nn.silu(gate) * self.norm(mixed.reshape(*x.shape[:2], -1)))
         return y, None if state is None else RecurrentState(matrix, conv_states)

@@ -16,7 +16,7 @@ from zoo.shapes import HiddenStates, ResidualStream
 from ..abstract import AbstractLinear, AbstractMixer
 from ..linear import Linear, resolve_head_dim
 from ..token_info import TokenInfo
-from .common import HeadNorm, LowRank, RecurrentState, l2_normalize, recurrence_options, split_heads_and_steps
+from .common import HeadNorm, LowRank, RecurrentState, l2_normalize, split_heads_and_steps
 from .context import RecurrenceContext
 from .token_shift import TokenShift, compute_token_delta, init_rwkv_state
 
@@ -111,7 +111,7 @@ class RWKV7(AbstractMixer):
             context.mask_padding(log_decay),
             (-removal).astype(value.dtype),
             (removal * rate).astype(value.dtype),
-            **recurrence_options(context, state),
+            **context.options(),
         )
         current = (query * key * self.bonus).sum(-1, keepdims=True) * value
         mixed = self.norm(mixed.reshape(*x.shape[:2], -1)) + current.reshape(*x.shape[:2], -1)
