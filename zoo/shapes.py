@@ -23,6 +23,7 @@ HiddenStates = Float[Array, "batch seq embed"]
 ResidualStream = Float[Array, "batch tokens embed"]
 HeadVectors = Float[Array, "batch seq heads _"]
 KVHeads = Float[Array, "batch seq kv_heads head_dim"]
+ValueHeads = Float[Array, "batch seq kv_heads value_dim"]
 
 Queries = Float[Array, "batch seq heads key_dim"]
 Values = Float[Array, "batch seq heads value_dim"]

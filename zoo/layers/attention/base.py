@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int, Key
 from zoo.ops.attention import AttentionMask, attention
 from zoo.ops.rotary import Rotary, apply_rotary
 from zoo.parallel import Dim, all_gather, num_shards, sharded_axes
-from zoo.shapes import HeadVectors, HiddenStates, KVHeads, Positions, ResidualStream
+from zoo.shapes import HeadVectors, HiddenStates, KVHeads, Positions, ResidualStream, ValueHeads
 
 from ..abstract import AbstractLinear, AbstractMixer
 from ..heads import select_kv_heads
@@ -27,8 +27,6 @@ from ..token_info import TokenInfo
 from .cached import cached_attention
 from .context import causal_attention
 
-ValueHeads = Float[Array, "batch seq kv_heads value_dim"]
-Features = Float[Array, "batch seq features"]
 _CachedKVHeads = Float[Array, "batch key_seq kv_heads head_dim"]
 _CachedValueHeads = Float[Array, "batch key_seq kv_heads value_dim"]
 
@@ -64,7 +62,7 @@ class AbstractGroupedAttention(AbstractMixer):
         """Return the options `scale`, `soft_cap` and `sinks` of `attend` that this variant sets."""
         return {}
 
-    def finish(self, mixed: Features, x: HiddenStates) -> Features:
+    def finish(self, mixed: Float[Array, "batch seq features"], x: HiddenStates) -> Float[Array, "batch seq features"]:
         """Transform the concatenated heads before the output projection."""
         return mixed
 

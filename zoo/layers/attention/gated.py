@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import equinox as eqx
 import jax
-from jaxtyping import Array, Key
+from jaxtyping import Array, Float, Key
 
 from zoo.ops.attention import ATTENTION
 from zoo.ops.rotary import Rotary
@@ -16,7 +16,7 @@ from ..heads import split_heads
 from ..kv_cache import KeyValueCache
 from ..linear import Linear
 from ..token_info import TokenInfo
-from .base import AbstractGroupedAttention, Features, check_attention_sizes, make_projections, rotate
+from .base import AbstractGroupedAttention, check_attention_sizes, make_projections, rotate
 
 
 class GatedAttention(AbstractGroupedAttention):
@@ -86,5 +86,5 @@ class GatedAttention(AbstractGroupedAttention):
         query, key = rotate(query, key, self.rotary, x, info, state)
         return query, key, value
 
-    def finish(self, mixed: Features, x: HiddenStates) -> Features:
+    def finish(self, mixed: Float[Array, "batch seq features"], x: HiddenStates) -> Float[Array, "batch seq features"]:
         return jax.nn.sigmoid(self.gate(x)) * mixed

@@ -10,13 +10,13 @@ from jaxtyping import Array, Float, Key
 from zoo.ops.attention import ATTENTION
 from zoo.ops.rotary import Rotary
 from zoo.parallel import full_precision, implementation_option
-from zoo.shapes import HeadVectors, HiddenStates, KVHeads
+from zoo.shapes import HeadVectors, HiddenStates, KVHeads, ValueHeads
 
 from ..abstract import AbstractLinear
 from ..heads import split_heads
 from ..kv_cache import KeyValueCache
 from ..token_info import TokenInfo
-from .base import AbstractGroupedAttention, ValueHeads, check_attention_sizes, make_projections, rotate
+from .base import AbstractGroupedAttention, check_attention_sizes, make_projections, rotate
 
 
 class ValueScaledAttention(AbstractGroupedAttention):

@@ -1,4 +1,4 @@
-"""The base class of recurrences with heads that keep one matrix per head."""
+"""The base class of recurrences with one matrix per head."""
 
 import abc
 from typing import Any
@@ -15,7 +15,10 @@ from .context import RecurrenceContext
 
 
 class AbstractRecurrence(AbstractMixer):
-    """y = readout(recur(x), x): a variant defines `recur`, its recurrence. Heads are sharded over `tensor`."""
+    """A recurrence whose state is one matrix per head: y = readout(recur(x), x). A variant defines `recur`.
+
+    Heads are sharded over `tensor`.
+    """
 
     shards_sequence = True
 
