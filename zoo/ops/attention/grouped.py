@@ -70,10 +70,12 @@ def grouped_query_attention_with_lse(
         weights, lse = _softmax_with_sinks(scores, row_sinks)
         output = einsum_fp32_accum("bnrk,bnkd->bnrd", weights.astype(value.dtype), value[:, :, keys])
         outputs.append(rearrange(output, unfold, group=group))
-        lses.append(rearrange(lse, unfold, group=group)[..., 0])
+        lses.append(rearrange(lse, unfold, group=group))
     output = jnp.concatenate(outputs, axis=1)
     lse = jnp.concatenate(lses, axis=1)
-    return output if attention_mask.is_structural else zero_masked_queries(output, mask), lse
+    if not attention_mask.is_structural:
+        output = zero_masked_queries(output, mask)
+    return output, lse[..., 0]
 
 
 def make_query_blocks(attention_mask: AttentionMask, query_seq: int, key_seq: int) -> list[tuple[slice, slice]]:
