@@ -36,8 +36,8 @@ from zoo.ops.platform import current_platform
 from zoo.ops.varying import align_varying
 
 from .blocks import Marks, balance_blocks, find_ranges, mark_blocks, mask_blocks
+from .grouped import group_size
 from .mask import MASK_VALUE, AttentionMask
-from .reference import group_size
 
 LARGEST_BLOCK = 512
 """Most queries, and keys, of a block. On CPUs, products of fewer do not use all cores (measured: two); elsewhere tiles

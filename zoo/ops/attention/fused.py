@@ -9,8 +9,8 @@ from jax._src.cudnn import fused_attention_stablehlo as cudnn  # no public funct
 from jaxtyping import Array, Float
 
 from ..implementations import refuse_other_platforms
+from .grouped import group_size
 from .mask import AttentionMask, zero_masked_queries
-from .reference import group_size
 from .request import AttentionRequest
 
 

@@ -9,7 +9,6 @@ from zoo.ops.matmul import einsum_fp32_accum
 from zoo.ops.reduction import max_last_dim
 
 from .mask import MASK_VALUE, AttentionMask, zero_masked_queries
-from .reference import group_size, scale_scores
 
 
 def grouped_query_attention(
@@ -102,3 +101,19 @@ def _softmax_with_sinks(
     total = weights.sum(axis=-1, keepdims=True)
     total = total if sinks is None else total + jnp.exp(sinks - highest)
     return weights / total, highest + jnp.log(total)
+
+
+def scale_scores(
+    scores: Float[Array, "..."], head_dim: int, scale: float | None, soft_cap: float | None
+) -> Float[Array, "..."]:
+    """Scale the products of queries and keys, and apply the soft cap if there is one."""
+    scores = scores * (head_dim**-0.5 if scale is None else scale)
+    return scores if soft_cap is None else soft_cap * jnp.tanh(scores / soft_cap)
+
+
+def group_size(query: Float[Array, "..."], key: Float[Array, "..."]) -> int:
+    """Return the number of query heads per key head. **Raises** `ValueError` if it is not an integer."""
+    heads, kv_heads = query.shape[2], key.shape[2]
+    if heads % kv_heads:
+        raise ValueError(f"attention: {heads} query heads do not share out over {kv_heads} key heads.")
+    return heads // kv_heads

@@ -4,6 +4,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from .grouped import group_size, scale_scores
 from .mask import MASK_VALUE, AttentionMask
 
 
@@ -32,19 +33,3 @@ def reference_attention(
     total = weights.sum(axis=-1, keepdims=True) + (0 if sinks is None else jnp.exp(sinks - highest))
     weights = weights / jnp.where(total > 0, total, 1)
     return jnp.einsum("bhqk,bkhd->bqhd", weights, value_fp32, precision="highest").astype(value.dtype)
-
-
-def scale_scores(
-    scores: Float[Array, "..."], head_dim: int, scale: float | None, soft_cap: float | None
-) -> Float[Array, "..."]:
-    """Scale the products of queries and keys, and apply the soft cap if there is one."""
-    scores = scores * (head_dim**-0.5 if scale is None else scale)
-    return scores if soft_cap is None else soft_cap * jnp.tanh(scores / soft_cap)
-
-
-def group_size(query: Float[Array, "..."], key: Float[Array, "..."]) -> int:
-    """Return the number of query heads per key head. **Raises** `ValueError` if it is not an integer."""
-    heads, kv_heads = query.shape[2], key.shape[2]
-    if heads % kv_heads:
-        raise ValueError(f"attention: {heads} query heads do not share out over {kv_heads} key heads.")
-    return heads // kv_heads

@@ -24,8 +24,8 @@ from jaxtyping import Array, Float
 from ..implementations import refuse_other_platforms
 from ..platform import current_platform
 from ..varying import align_varying, vary, varying
+from .grouped import group_size
 from .mask import AttentionMask
-from .reference import group_size
 from .request import AttentionRequest
 
 _LANES = 128
