@@ -9,106 +9,136 @@ A run's directory holds its configuration, metrics, checkpoints, report.html and
 a Hugging Face directory: recipes/finetune.py goes on from it.
 """
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import equinox as eqx
 import jax
+import optax
 
 import zoo
 from zoo import tools, train
 
-import optax
-
 TITLE = "A Transformer from scratch"
 PROMPTS = ["def main(", "class Node:\n    ", "import os\n"]
-PRESETS = {"cpu": {}, "1b": {
-    "vocab": 32768, "embed": 2048, "layers": 20, "heads": 16, "mlp_dim": 5632, "seq_len": 4096, "batch_size": 64,
-    "steps": 20_000, "learning_rate": 4e-4, "warmup_steps": 1000,
-    "mesh_options": train.MeshOptions(remat="dots", dtype="bfloat16"),
-}}  # fmt: skip
 
 
-def main(
-    *,
-    data: tuple[Path, ...] = (),
-    vocab: int = 256,
-    embed: int = 128,
-    layers: int = 4,
-    heads: int = 2,
-    kv_heads: int | None = None,
-    mlp_dim: int = 384,
-    dropout: float = 0.0,
-    seq_len: int = 128,
-    batch_size: int = 16,
-    steps: int = 300,
-    learning_rate: float = 3e-3,
-    warmup_steps: int = 30,
-    weight_decay: float = 0.1,
-    eval_every: int = 100,
-    mesh_options: train.MeshOptions = train.MeshOptions(),
-    run_options: train.RunOptions = train.RunOptions(Path("runs/transformer")),
-) -> None:
-    """Train on text, evaluate, sample, export.
+@dataclass(frozen=True)
+class Config:
+    """Train on text, evaluate, sample, export."""
 
-    Args:
-        data: Files and directories of text; by default this Python's standard library.
-        vocab: 256 for bytes; more trains a byte-pair encoding on the text.
-        embed: Width of the residual stream.
-        layers: Number of blocks.
-        heads: Attention heads, embed / heads wide each.
-        kv_heads: Heads of keys and values, for grouped-query attention; by default as many as heads.
-        mlp_dim: Width of the gated MLP.
-        dropout: Dropout rate after embedding, attention and MLP.
-        seq_len: Tokens per sequence.
-        batch_size: Sequences per step, over all devices.
-        steps: Optimizer steps.
-        learning_rate: Peak learning rate, after linear warmup; cosine decay to a tenth.
-        warmup_steps: Steps of linear warmup, at most half of all.
-        weight_decay: AdamW's, of matrices and embeddings.
-        eval_every: Steps between evaluations, each with a checkpoint.
-    """
-    config, mesh, warmup_steps = dict(locals()), mesh_options.make_mesh(), min(warmup_steps, steps // 2)
-    corpus = train.load_text(data, vocab=vocab)
-    batches = corpus.train.batches(seq_len, batch_size, seed=run_options.seed, process=zoo.parallel.reader(mesh))
-    model_key, dropout_key, sample_key = jax.random.split(jax.random.key(run_options.seed), 3)
-    options = {"vocab": corpus.vocab, "embed": embed, "layers": layers, "heads": heads, "kv_heads": kv_heads}
-    options |= {"mlp": mlp_dim, "qk_norm": True, "dropout": dropout}
-    model = zoo.init(lambda key: mesh_options.apply(zoo.models.Transformer(**options, key=key)), model_key, mesh)
+    data: tuple[Path, ...] = ()  # Files and directories of text; by default this Python's standard library.
+    vocab: int = 256  # 256 for bytes; more trains a byte-pair encoding on the text.
+    embed: int = 128  # Width of the residual stream.
+    layers: int = 4  # Number of blocks.
+    heads: int = 2  # Attention heads, embed / heads wide each.
+    kv_heads: int | None = None  # Heads of keys and values, for grouped-query attention; by default as many as heads.
+    mlp_dim: int = 384  # Width of the gated MLP.
+    dropout: float = 0.0  # Dropout rate after embedding, attention and MLP.
+    seq_len: int = 128  # Tokens per sequence.
+    batch_size: int = 16  # Sequences per step, over all devices.
+    steps: int = 300  # Optimizer steps.
+    learning_rate: float = 3e-3  # Peak learning rate, after linear warmup; cosine decay to a tenth.
+    warmup_steps: int = 30  # Steps of linear warmup, at most half of all.
+    weight_decay: float = 0.1  # AdamW's, of matrices and embeddings.
+    eval_every: int = 100  # Steps between evaluations, each with a checkpoint.
+    mesh: train.MeshOptions = train.MeshOptions()
+    run: train.RunOptions = train.RunOptions(Path("runs/transformer"))
 
-    schedule = jax.jit(optax.warmup_cosine_decay_schedule(0.0, learning_rate, warmup_steps, steps, learning_rate / 10))
-    adamw = optax.adamw(schedule, b2=0.95, weight_decay=weight_decay, mask=train.decay_mask)
-    optimizer = mesh_options.wrap_optimizer(optax.chain(optax.clip_by_global_norm(1.0), adamw))
+
+PRESETS = {
+    "cpu": Config(),
+    "1b": Config(
+        vocab=32768,
+        embed=2048,
+        layers=20,
+        heads=16,
+        mlp_dim=5632,
+        seq_len=4096,
+        batch_size=64,
+        steps=20_000,
+        learning_rate=4e-4,
+        warmup_steps=1000,
+        mesh=train.MeshOptions(remat="dots", dtype="bfloat16"),
+    ),
+}
+
+
+def main(config: Config) -> None:
+    mesh = config.mesh.make_mesh()
+    model_key, dropout_key, sample_key = jax.random.split(jax.random.key(config.run.seed), 3)
+
+    corpus = train.load_text(config.data, vocab=config.vocab)
+    reader = zoo.parallel.reader(mesh)
+    batches = corpus.train.batches(config.seq_len, config.batch_size, seed=config.run.seed, process=reader)
+    validation = corpus.validation.ordered(config.seq_len, config.batch_size, limit=16)
+
+    def make_model(key):
+        model = zoo.models.Transformer(
+            vocab=corpus.vocab,
+            embed=config.embed,
+            layers=config.layers,
+            heads=config.heads,
+            kv_heads=config.kv_heads,
+            mlp=config.mlp_dim,
+            qk_norm=True,
+            dropout=config.dropout,
+            key=key,
+        )
+        return config.mesh.apply(model)
+
+    model = zoo.init(make_model, model_key, mesh)
+
+    peak = config.learning_rate
+    warmup = min(config.warmup_steps, config.steps // 2)
+    schedule = optax.warmup_cosine_decay_schedule(0.0, peak, warmup, config.steps, peak / 10)
+    schedule = jax.jit(schedule)  # the log asks for it in each step: one program instead of ten
+    adamw = optax.adamw(schedule, b2=0.95, weight_decay=config.weight_decay, mask=train.decay_mask)
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), adamw)
     opt_state = zoo.place(optimizer.init(zoo.trainable(model)), mesh.optimizer)
 
     def loss_fn(model, batch, key=None):
-        return zoo.cross_entropy(zoo.cast(model, mesh_options.dtype), batch, key=key)
+        return zoo.cross_entropy(zoo.cast(model, config.mesh.dtype), batch, key=key)
+
+    gradient = zoo.value_and_grad(loss_fn, mesh, **config.mesh.accumulation)
+    evaluate = train.Evaluation(loss_fn, mesh, validation=validation)
 
     @eqx.filter_jit(donate="all-except-first")
     def step(inputs, model, opt_state):
         batch, key = inputs
-        gradient, scale = zoo.value_and_grad(loss_fn, mesh, **mesh_options.accumulation), train.loss_scale(opt_state)
-        loss, grads = gradient(model, batch, key=key, loss_scale=scale)
+        loss, grads = gradient(model, batch, key=key)
         updates, opt_state = optimizer.update(grads, opt_state, zoo.trainable(model))
+        model = zoo.place(eqx.apply_updates(model, updates), mesh)
         metrics = {"bits_per_byte": train.bits_per_byte(loss, corpus.train), "gradient_norm": optax.tree.norm(grads)}
-        return zoo.place(eqx.apply_updates(model, updates), mesh), opt_state, metrics
+        return model, opt_state, metrics
 
-    evaluate = train.Evaluation(loss_fn, mesh, validation=corpus.validation.ordered(seq_len, batch_size, limit=16))
-    tokens = batch_size * seq_len
-    flops = 6 * tokens * (zoo.count(model) + layers * embed * seq_len)  # a multiply-add forward, two backward; causal
-    with train.Run(run_options, config=config) as run:
+    tokens = config.batch_size * config.seq_len
+    flops = 6 * tokens * (zoo.count(model) + config.layers * config.embed * config.seq_len)  # forward 2, backward 4
+    with train.Run(config.run, config=config) as run:
         run.print_line(f"{zoo.count(model):,} parameters on {mesh}; {corpus}")
         model, opt_state = run.restore((model, opt_state), batches)
-        for batch in run.steps(batches, steps, tokens=tokens, flops=flops):
-            inputs = zoo.place_batch(batch, mesh, vocab=corpus.vocab), jax.random.fold_in(dropout_key, run.step)
-            model, opt_state, metrics = step(inputs, model, opt_state)
-            run.log(**metrics, **train.count_skips(opt_state), learning_rate=schedule(run.step - 1))
-            if run.every(eval_every):
+        for batch in run.steps(batches, config.steps, tokens=tokens, flops=flops):
+            batch = zoo.place_batch(batch, mesh, vocab=corpus.vocab)
+            key = jax.random.fold_in(dropout_key, run.step)
+            model, opt_state, metrics = step((batch, key), model, opt_state)
+            run.log(**metrics, learning_rate=schedule(run.step - 1))
+            if run.every(config.eval_every):
                 run.log(**evaluate(model))
-            if run.due(eval_every):
+            if run.due(config.eval_every):
                 run.save((model, opt_state), batches)
-    about = {"prompts": PROMPTS, "key": sample_key, "export_seq_len": seq_len, "recipe": main}
-    tools.report_run(run, TITLE, model, mesh, corpus, **about)
+
+    tools.report_run(
+        run,
+        TITLE,
+        model,
+        mesh,
+        corpus,
+        config=config,
+        prompts=PROMPTS,
+        key=sample_key,
+        export_seq_len=config.seq_len,
+    )
 
 
 if __name__ == "__main__":
-    train.run_cli(main, presets=PRESETS)
+    train.run_cli(main, Config, PRESETS)

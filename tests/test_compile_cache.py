@@ -7,6 +7,7 @@ import stat
 import subprocess
 import sys
 import warnings
+from dataclasses import dataclass
 from pathlib import Path
 
 import jax
@@ -63,14 +64,19 @@ def compile_squares(seed=0):
     return np.asarray(step(x)), is_cached
 
 
-def recipe(*, run_options: train.RunOptions = train.RunOptions(Path("runs/a"))):
+@dataclass(frozen=True)
+class Config:
+    run: train.RunOptions = train.RunOptions(Path("runs/a"))
+
+
+def recipe(config: Config):
     return jax.config.jax_compilation_cache_dir
 
 
 def test_recipes_cache_compiled_programs_by_default(folder, tmp_path, capsys):
     words = ["--out", str(tmp_path / "run")]
-    assert train.run_cli(recipe, arguments=[*words, "--no-compile-cache"]) is None and not folder.exists()
-    assert train.run_cli(recipe, arguments=words) == str(folder)
+    assert train.run_cli(recipe, Config, arguments=[*words, "--no-compile-cache"]) is None and not folder.exists()
+    assert train.run_cli(recipe, Config, arguments=words) == str(folder)
     assert stat.S_IMODE(folder.stat().st_mode) == stat.S_IRWXU
     fresh, is_cached = compile_squares()
     assert not is_cached and any(folder.glob("jit_squares-*"))

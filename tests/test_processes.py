@@ -98,6 +98,7 @@ import os
 import signal
 import sys
 import time
+from dataclasses import dataclass
 
 import jax
 from jax.experimental import multihost_utils
@@ -106,7 +107,13 @@ import zoo
 from zoo import train
 
 
-def main(*, end: str = "none"):
+@dataclass(frozen=True)
+class Config:
+    end: str = "none"
+
+
+def main(config):
+    end = config.end
     multihost_utils.sync_global_devices("here")
     print("met", jax.process_index(), jax.process_count(), flush=True)
     if jax.process_index() == 1:
@@ -124,7 +131,7 @@ def main(*, end: str = "none"):
 
 zoo.parallel.initialize(timeout=int(sys.argv.pop()), heartbeat=10)
 zoo.parallel.initialize()
-train.run_cli(main)
+train.run_cli(main, Config)
 """
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import typing
 from collections.abc import Callable
 from typing import Any
 
@@ -12,29 +13,42 @@ MESH_FLAGS = [
 RUN_FLAGS = ["out", "seed", "resume", "profile", "no_compile_cache", "deterministic", "checkpoint_url"]
 
 
+def find_config(main: Callable) -> type:
+    """Return the class of the configuration that `main` takes."""
+    return typing.get_type_hints(main)["config"]
+
+
 def call(main: Callable, **flags: Any) -> Any:
-    """Call `main`, with flags that are fields of its option groups put into the defaults of these."""
-    groups = {name: group for name, group in _option_groups(main).items() if name not in flags}
-    for name, group in groups.items():
-        fields = {field.name for field in dataclasses.fields(group)} & flags.keys()
-        flags[name] = dataclasses.replace(group, **{field: flags.pop(field) for field in fields})
-    return main(**flags)
+    """Call `main` with its default configuration, in which the flags are replaced, of option groups too."""
+    config = find_config(main)()
+    groups = {}
+    for name, group in _option_groups(config).items():
+        given = {field.name: flags.pop(field.name) for field in dataclasses.fields(group) if field.name in flags}
+        groups[name] = dataclasses.replace(group, **given)
+    return main(dataclasses.replace(config, **flags, **groups))
 
 
 def flag_names(main: Callable) -> list[str]:
     """List the flags of `main` in order, fields of its option groups in place of the groups."""
-    groups = {name: _field_names(group) for name, group in _option_groups(main).items()}
-    return [flag for name in inspect.signature(main).parameters for flag in groups.get(name, [name])]
+    config = find_config(main)()
+    groups = {name: _field_names(group) for name, group in _option_groups(config).items()}
+    return [flag for name in _field_names(config) for flag in groups.get(name, [name])]
 
 
-def explained_flags(main: Callable) -> list[str]:
-    """List the flags that the docstring of `main` has to explain: those of no option group."""
-    return [name for name in inspect.signature(main).parameters if name not in _option_groups(main)]
+def unexplained_flags(main: Callable) -> list[str]:
+    """List the fields of the configuration, except option groups, without a comment on their line or the line above."""
+    lines = inspect.getsource(find_config(main)).splitlines()
+    found = []
+    for name in _field_names(find_config(main)):
+        (number,) = (number for number, line in enumerate(lines) if line.startswith(f"    {name}: "))
+        if "  # " not in lines[number] and not lines[number - 1].startswith("    # "):
+            found.append(name)
+    return [name for name in found if name not in _option_groups(find_config(main)())]
 
 
-def _option_groups(main: Callable) -> dict[str, Any]:
-    defaults = {name: parameter.default for name, parameter in inspect.signature(main).parameters.items()}
-    return {name: default for name, default in defaults.items() if dataclasses.is_dataclass(default)}
+def _option_groups(config: Any) -> dict[str, Any]:
+    values = {name: getattr(config, name) for name in _field_names(config)}
+    return {name: value for name, value in values.items() if dataclasses.is_dataclass(value)}
 
 
 def _field_names(group: Any) -> list[str]:

@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -13,33 +14,44 @@ from zoo._optional import import_optional
 from zoo.train.directory import DirectoryLock
 
 
-def refuses(*, size: int = 1):
-    raise ValueError(f"size={size} makes no sense")
+@dataclass(frozen=True)
+class Empty:
+    """No flags."""
 
 
-def misses(*, size: int = 1):
+@dataclass(frozen=True)
+class Sized:
+    size: int = 1  # Any number.
+    name: str = "a"  # Any word.
+
+
+def refuses(config: Sized):
+    raise ValueError(f"size={config.size} makes no sense")
+
+
+def misses(config: Sized):
     import_optional("no_such_package", "pip install it")
 
 
-def breaks(*, size: int = 1):
+def breaks(config: Sized):
     json.loads("{")
 
 
 @pytest.mark.parametrize(("main", "says"), [(refuses, "size=3 makes no sense"), (misses, "pip install it")])
 def test_cli_prints_user_errors_on_one_line(capsys, main, says):
     with pytest.raises(SystemExit, match="2"):
-        train.run_cli(main, arguments=["--size", "3"])
+        train.run_cli(main, Sized, arguments=["--size", "3"])
     error = capsys.readouterr().err
     assert says in error and error.count("\n") == 1 and "error:" in error
 
 
 @pytest.mark.parametrize("text", ["", "interrupted while exporting"])
 def test_cli_prints_one_line_for_ctrl_c(capsys, text):
-    def main():
+    def main(config):
         raise KeyboardInterrupt(text)
 
     with pytest.raises(SystemExit, match="130"):
-        train.run_cli(main, arguments=[])
+        train.run_cli(main, Empty, arguments=[])
     assert capsys.readouterr().err.partition(": ")[2] == (text or "interrupted") + "\n"
 
 
@@ -47,41 +59,36 @@ def test_cli_prints_one_line_for_devices_that_do_not_start(capsys, monkeypatch):
     def start():
         raise AssertionError
 
-    def main():
+    def main(config):
         start()
 
     monkeypatch.setattr("jax.devices", start)
     with pytest.raises(SystemExit, match="2"):
-        train.run_cli(main, arguments=[])
+        train.run_cli(main, Empty, arguments=[])
     assert "JAX finds no such device" in capsys.readouterr().err
     monkeypatch.undo()
     with pytest.raises(AssertionError):
-        train.run_cli(main, arguments=[])
+        train.run_cli(main, Empty, arguments=[])
 
 
 def test_cli_keeps_tracebacks_of_other_errors():
     with pytest.raises(json.JSONDecodeError):
-        train.run_cli(breaks, arguments=[])
+        train.run_cli(breaks, Sized, arguments=[])
 
 
 def test_cli_preset_sets_defaults_before_flags(monkeypatch):
-    seen = []
-
-    def main(*, size: int = 1, name: str = "a"):
-        seen.append((size, name))
-
     monkeypatch.setattr(sys, "argv", ["recipe.py"])
-    for words in ([], ["big"], ["big", "--name", "b"]):
-        train.run_cli(main, presets={"big": {"size": 9}}, arguments=words)
-    assert seen == [(1, "a"), (9, "a"), (9, "b")]
+    presets = {"big": Sized(size=9)}
+    parse = lambda *words: train.run_cli(lambda config: config, Sized, presets, arguments=words)
+    assert [parse(), parse("big"), parse("big", "--name", "b")] == [Sized(), Sized(9), Sized(9, "b")]
 
 
 def test_cli_speaks_before_it_makes_anything(capsys, tmp_path):
-    def main(*, run_options: train.RunOptions = train.RunOptions(tmp_path / "run")):
+    def main(config):
         return capsys.readouterr().out
 
     line = f"loading data and model; the run's folder is {tmp_path / 'run'}\n"
-    assert train.run_cli(main, arguments=[]) == line
+    assert train.run_cli(main, Trains, arguments=["--out", str(tmp_path / "run")]) == line
 
 
 def test_check_names_lists_the_known_names():
@@ -91,7 +98,14 @@ def test_check_names_lists_the_known_names():
             train.check_names("mixers", names, ("attention", "gla"))
 
 
-def trains(*, steps: int = 1, eval_every: int = 1, run_options: train.RunOptions = train.RunOptions(Path("runs/a"))):
+@dataclass(frozen=True)
+class Trains:
+    steps: int = 1
+    eval_every: int = 1
+    run: train.RunOptions = train.RunOptions(Path("runs/a"))
+
+
+def trains(config: Trains):
     pytest.fail("data and model are made")
 
 
@@ -101,13 +115,13 @@ def test_cli_refuses_a_directory_before_it_calls_main(capsys, tmp_path):
     (tmp_path / "docs" / "pages").mkdir(parents=True)
     for out, says in (("file/a", "file is a file"), ("run", "holds a run of 20 steps"), ("docs", "holds other things")):
         with pytest.raises(SystemExit, match="2"):
-            train.run_cli(trains, arguments=["--out", str(tmp_path / out)])
+            train.run_cli(trains, Trains, arguments=["--out", str(tmp_path / out)])
         error = capsys.readouterr().err
         assert says in error and error.count("\n") == 1
     lock = DirectoryLock(tmp_path / "run")
     lock.acquire()
     with pytest.raises(SystemExit, match="2"):
-        train.run_cli(trains, arguments=["--resume", "--out", str(tmp_path / "run")])
+        train.run_cli(trains, Trains, arguments=["--resume", "--out", str(tmp_path / "run")])
     lock.release()
     assert "is in use by process" in capsys.readouterr().err
 
@@ -115,21 +129,21 @@ def test_cli_refuses_a_directory_before_it_calls_main(capsys, tmp_path):
 @pytest.mark.parametrize(("flag", "value"), [("--steps", "0"), ("--steps", "-3"), ("--eval-every", "0")])
 def test_cli_refuses_counts_below_one(capsys, tmp_path, flag, value):
     with pytest.raises(SystemExit, match="2"):
-        train.run_cli(trains, arguments=["--out", str(tmp_path / "run"), flag, value])
+        train.run_cli(trains, Trains, arguments=["--out", str(tmp_path / "run"), flag, value])
     assert capsys.readouterr().err.endswith(f"error: {flag} must be 1 or more, not {value}\n")
     assert not (tmp_path / "run").exists()
 
 
 def test_cli_prints_a_run_of_nan_and_a_full_disk_on_one_line(capsys):
-    def diverge():
+    def diverge(config):
         raise FloatingPointError("loss is nan in step 3")
 
-    def fill():
+    def fill(config):
         os.write(os.open("/dev/full", os.O_WRONLY), b"text")
 
     for main, says in ((diverge, "loss is nan in step 3"), (fill, "No space left on device")):
         with pytest.raises(SystemExit, match="2"):
-            train.run_cli(main, arguments=[])
+            train.run_cli(main, Empty, arguments=[])
         error = capsys.readouterr().err
         assert says in error and error.count("\n") == 1
 
@@ -137,30 +151,24 @@ def test_cli_prints_a_run_of_nan_and_a_full_disk_on_one_line(capsys):
 def test_cli_ends_with_143_after_sigterm(tmp_path):
     """A scheduler takes 0 for the end of the training."""
 
-    def main(*, number: int = signal.SIGTERM):
+    def main(config):
         with train.Interrupt():
-            os.kill(os.getpid(), number)
+            os.kill(os.getpid(), config.size)
 
     with pytest.raises(SystemExit) as caught:
-        train.run_cli(main, arguments=[])
+        train.run_cli(main, Sized, arguments=["--size", str(int(signal.SIGTERM))])
     assert caught.value.code == 143
-    train.run_cli(main, arguments=["--number", str(int(signal.SIGINT))])
+    train.run_cli(main, Sized, arguments=["--size", str(int(signal.SIGINT))])
 
 
 def test_cli_refuses_several_processes_without_a_mesh(tmp_path, monkeypatch, capsys):
-    def alone(*, run_options: train.RunOptions = train.RunOptions(tmp_path / "run")):
-        return 1
-
-    def meshed(
-        *,
-        mesh_options: train.MeshOptions = train.MeshOptions(),
-        run_options: train.RunOptions = train.RunOptions(tmp_path / "run"),
-    ):
-        return 2
+    @dataclass(frozen=True)
+    class Meshed(Trains):
+        mesh: train.MeshOptions = train.MeshOptions()
 
     monkeypatch.setattr("zoo.train.command.count_processes", lambda: 2)
     monkeypatch.setattr("zoo.train.command.end_process", sys.exit)  # which leaves pytest alive
     with pytest.raises(SystemExit, match="2"):
-        train.run_cli(alone, arguments=[])
+        train.run_cli(trains, Trains, arguments=["--out", str(tmp_path / "run")])
     assert "has no mesh, so that 2 processes would do the same: start one" in capsys.readouterr().err
-    assert train.run_cli(meshed, arguments=[]) == 2
+    assert train.run_cli(lambda config: 2, Meshed, arguments=["--out", str(tmp_path / "run")]) == 2

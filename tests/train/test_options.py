@@ -2,6 +2,7 @@
 
 import dataclasses
 import typing
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,45 +22,45 @@ from zoo.parallel.layout import CONTEXT_FORMS
 from zoo.train.options import flatten_config
 
 
-def main(
-    *,
-    steps: int = 2,
-    mesh_options: train.MeshOptions = train.MeshOptions(remat="full"),
-    run_options: train.RunOptions = train.RunOptions(Path("runs/x")),
-):
-    """Return the arguments.
+@dataclass(frozen=True)
+class Config:
+    """A recipe's configuration."""
 
-    Args:
-        steps: Optimizer steps.
-    """
-    return steps, mesh_options, run_options
+    steps: int = 2  # Optimizer steps.
+    mesh: train.MeshOptions = train.MeshOptions(remat="full")
+    run: train.RunOptions = train.RunOptions(Path("runs/x"))
+
+
+def parse(*words: str, presets=None) -> Config:
+    return train.run_cli(lambda config: config, Config, presets, arguments=words)
 
 
 def test_option_groups_are_flat_flags(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     words = ["--fsdp", "8", "--resume", "--out", "runs/y", "--zero-stage", "1", "--seed", "3"]
     mesh_options = train.MeshOptions(fsdp=8, zero_stage=1, remat="full")
-    assert train.run_cli(main, arguments=words) == (2, mesh_options, train.RunOptions(Path("runs/y"), 3, resume=True))
-    presets = {"large": {"mesh_options": train.MeshOptions(remat="dots")}}
-    assert train.run_cli(main, presets=presets, arguments=["large", "--tensor", "2"])[1].remat == "dots"
+    assert parse(*words) == Config(2, mesh_options, train.RunOptions(Path("runs/y"), 3, resume=True))
+    presets = {"large": Config(mesh=train.MeshOptions(remat="dots"))}
+    assert parse("large", "--tensor", "2", presets=presets).mesh == train.MeshOptions(remat="dots", tensor=2)
     with pytest.raises(SystemExit):
-        train.run_cli(main, arguments=["--help"])
+        parse("--help")
     printed = " ".join(capsys.readouterr().out.replace("│", " ").split())
     assert "--microbatches" in printed and "Continue from the newest checkpoint" in printed
+    assert "Optimizer steps. (default: 2)" in printed
 
 
 @pytest.mark.parametrize(
     ("words", "resume"), [([], False), (["--resume"], True), (["--resume", "200"], 200), (["--resume", "0"], 0)]
 )
 def test_resume_takes_a_step_or_none(tmp_path, words, resume):
-    options = train.run_cli(main, arguments=["--out", str(tmp_path), *words, "--seed", "3"])[2]
+    options = parse("--out", str(tmp_path), *words, "--seed", "3").run
     assert options == train.RunOptions(tmp_path, 3, resume=resume) and type(options.resume) is type(resume)
 
 
 @pytest.mark.parametrize("words", [["-1"], ["newest"], ["1", "2"]])
 def test_resume_refuses_other_words(capsys, words):
     with pytest.raises(SystemExit, match="2"):
-        train.run_cli(main, arguments=["--resume", *words])
+        parse("--resume", *words)
     assert "resume" in capsys.readouterr().err
 
 
@@ -94,10 +95,11 @@ def test_mesh_options_make_a_pipeline():
 
 
 def test_config_is_flat_and_leaves_out_resume_and_profile():
-    config = {"steps": 3, "mesh_options": train.MeshOptions(fsdp=2), "run_options": train.RunOptions(Path("a"))}
+    config = Config(3, train.MeshOptions(fsdp=2), train.RunOptions(Path("a")))
     flat = flatten_config(config)
+    assert flat == flatten_config({"steps": 3, "mesh_options": config.mesh, "run_options": config.run})
     assert flat["steps"] == 3 and flat["fsdp"] == 2 and flat["out"] == Path("a") and flat["seed"] == 0
-    assert not flat.keys() & {"mesh_options", "run_options", "resume", "profile", "no_compile_cache", "deterministic"}
+    assert not flat.keys() & {"mesh", "run", "resume", "profile", "no_compile_cache", "deterministic"}
     assert flatten_config({"profile": True, "a": 1}) == {"a": 1}
 
 

@@ -1,6 +1,7 @@
 """Flags of a resumed run: taken from the folder's configuration, unless they are given."""
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -10,20 +11,17 @@ from zoo import train
 from zoo.train.options import flatten_config
 
 
-def main(
-    *,
-    data: tuple[Path, ...] = (),
-    heads: int | None = None,
-    ranks: tuple[int, ...] = (4,),
-    kind: Literal["a", "b"] = "a",
-    rate: float = 1e-3,
-    stabilized: bool = False,
-    tied: bool = True,
-    mesh_options: train.MeshOptions = train.MeshOptions(remat="full"),
-    run_options: train.RunOptions = train.RunOptions(Path("runs/x")),
-):
-    """Return the configuration."""
-    return flatten_config(locals())
+@dataclass(frozen=True)
+class Config:
+    data: tuple[Path, ...] = ()
+    heads: int | None = None
+    ranks: tuple[int, ...] = (4,)
+    kind: Literal["a", "b"] = "a"
+    rate: float = 1e-3
+    stabilized: bool = False
+    tied: bool = True
+    mesh: train.MeshOptions = train.MeshOptions(remat="full")
+    run: train.RunOptions = train.RunOptions(Path("runs/x"))
 
 
 OTHER = {
@@ -53,7 +51,12 @@ def write(folder: Path, text: str, *, name: str = "config.json") -> None:
 
 
 def resume(out: Path, *words: str, presets=None) -> dict:
-    return train.run_cli(main, presets=presets, arguments=[*words, "--resume", "--out", str(out)])
+    return parse(*words, "--resume", "--out", str(out), presets=presets)
+
+
+def parse(*words: str, presets=None) -> dict:
+    """Return the flat configuration."""
+    return train.run_cli(flatten_config, Config, presets, arguments=words)
 
 
 def test_resume_takes_the_flags_of_the_folder(tmp_path, capsys):
@@ -91,15 +94,15 @@ def test_resume_prefers_given_flags(tmp_path, capsys):
     assert (given["heads"], given["fsdp"], given["data"], given["ranks"]) == (None, 1, (Path("c"),), (2,))
     assert given["stabilized"] is True and given["seed"] == 7
     assert "--heads" not in capsys.readouterr().out
-    assert train.run_cli(main, arguments=["--out", str(tmp_path)])["heads"] is None, "only a resumed run"
+    assert parse("--out", str(tmp_path))["heads"] is None, "only a resumed run"
 
 
 def test_resume_prefers_the_folder_to_a_preset(tmp_path):
     write(tmp_path, json.dumps({"heads": None, "rate": 0.001, "tied": True}))
-    presets = {"large": {"heads": 16, "rate": 3.0, "tied": False, "kind": "b"}}
+    presets = {"large": Config(heads=16, rate=3.0, tied=False, kind="b")}
     found = resume(tmp_path, presets=presets)
     assert found["kind"] == "a"
-    found = train.run_cli(main, presets=presets, arguments=["large", "--resume", "--out", str(tmp_path)])
+    found = parse("large", "--resume", "--out", str(tmp_path), presets=presets)
     assert (found["heads"], found["rate"], found["tied"], found["kind"]) == (None, 0.001, True, "b")
 
 
@@ -118,6 +121,7 @@ def test_resume_takes_the_flags_of_one_of_several_runs(tmp_path):
         ('{"heads": "many"}', "config.json: heads='many' is not a value of --heads: give --heads on the command line"),
         ('{"rate": 1.0, "kind": "c"}', "kind='c' is not a value of --kind"),
         ('{"stabilized": "yes"}', "stabilized='yes' is not a value of --stabilized"),
+        ('{"dtype": "float16"}', "dtype='float16' is not a value of --dtype: give --dtype on the command line"),
         ('{"heads": {"a": 1}}', "is not a value of --heads"),
         ('{"heads": 3', "config.json: damaged ("),
         ("[1]", "config.json: damaged (list instead of an object): delete it and give all flags"),

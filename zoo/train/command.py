@@ -1,8 +1,7 @@
-"""Command-line interface of a recipe: the signature of `main` is the configuration, its docstring the help."""
+"""Command-line interface of a recipe: a dataclass is the configuration, the comments on its fields are the help."""
 
 import errno
 import functools
-import inspect
 import signal
 import sys
 import traceback
@@ -18,73 +17,91 @@ from zoo._terminal import discard_output, is_output_closed, show, show_error
 from .directory import check_directory
 from .environment import require_deterministic_kernels
 from .interrupt import Interrupt
-from .options import MeshOptions, RunOptions, flatten_config
+from .options import MeshOptions, RunOptions, flatten_config, list_fields
 from .resume import check_resumed_mesh, find_config, parse_resumed
 
+_Config = TypeVar("_Config")
+_Result = TypeVar("_Result")
 _Group = TypeVar("_Group")
 _USER_ERRORS = (ValueError, TypeError, OSError, ImportError, NotImplementedError, FloatingPointError)
 
 
 def run_cli(
-    main: Callable[..., Any],
+    main: Callable[[_Config], _Result],
+    config: type[_Config],
+    presets: Mapping[str, _Config] | None = None,
     *,
-    presets: Mapping[str, Mapping[str, Any]] | None = None,
     arguments: Sequence[str] | None = None,
-) -> Any:
-    """Call `main` with the command line's flags: one per keyword, or per field of an option group.
+) -> _Result:
+    """Call `main` with the configuration that the command line asks for.
 
-    `presets` are other defaults by name; the first word may name one: `transformer.py 1b --steps 100`. A resumed run
-    takes the flags of its `config.json`, unless they are given. Connects the processes of a cluster, if there is one
-    (`zoo.parallel.initialize`). Compiled programs are kept for the next start, except with `--no-compile-cache`. Bad
-    input ends the program with one line on standard error and status 2: every error that this library, or the recipe
-    itself, raises on purpose. Other errors keep their traceback. Ctrl-C outside of a run's loop ends the program with
-    one line and status 130. If one of several processes fails, it ends without waiting for the others. A run that
-    SIGTERM stopped ends with status 143, so that a scheduler starts it again.
+        @dataclass(frozen=True)
+        class Config:
+            steps: int = 300  # Optimizer steps.
+            mesh: train.MeshOptions = train.MeshOptions()
+            run: train.RunOptions = train.RunOptions(Path("runs/a"))
+
+        train.run_cli(main, Config, {"long": Config(steps=20_000)})
+
+    `config` is a dataclass with a default for each field. A field is a flag, its comment the help; each field of an
+    option group is a flag too: `--steps`, `--fsdp`, `--out`. `presets` are configurations by name, of which the first
+    word may name one: `transformer.py 1b --steps 100`. A resumed run takes the flags of its `config.json`, unless they
+    are given. Connects the processes of a cluster, if there is one (`zoo.parallel.initialize`). Compiled programs are
+    kept for the next start, except with `--no-compile-cache`. Bad input ends the program with one line on standard
+    error and status 2: every error that this library, or the recipe itself, raises on purpose. Other errors keep their
+    traceback. Ctrl-C outside of a run's loop ends it with one line and status 130. If one of several processes fails,
+    it ends without waiting for the others. A run that SIGTERM stopped ends with status 143, so that a scheduler starts
+    it again.
     """
     presets = presets or {}
     words = list(sys.argv[1:] if arguments is None else arguments)
     preset = words.pop(0) if words and words[0] in presets else None
+    default = config() if preset is None else presets[preset]
     program = " ".join(filter(None, (Path(sys.argv[0]).name, preset)))
     about = sys.modules[main.__module__].__doc__ or ""
-    about += f"\nPresets, as the first word: {', '.join(presets)}." if presets else ""
-    signature = _replace_defaults(main, presets[preset] if preset else {})
-    parse = functools.partial(_parse_flags, main, signature, program, about.strip())
+    if presets:
+        about += f"\nPresets, as the first word: {', '.join(presets)}."
     try:
-        try:
-            flags = parse(words)
-        finally:  # after --help, which exits
-            sys.stdout.flush()
-        options = _find_group(flags, RunOptions)
-        mesh = _find_group(flags, MeshOptions)
-        _require_positive(flags)
-        initialize()
-        if options is not None and mesh is None and count_processes() > 1:
-            raise ValueError(
-                f"{program} has no mesh, so that {count_processes()} processes would do the same: start one"
-            )
-        is_first = is_first_process()
-        if options is not None and is_first:
-            # Now, rather than once data and model are made.
-            check_directory(options.out, resume=options.resume, checkpoints=options.checkpoints)
-        if options is not None and options.resume is not False:
-            defaults = {name: parameter.default for name, parameter in signature.parameters.items()}
-            flags = parse_resumed(parse, words, options.out, flatten_config(defaults))
-        if options is not None and options.deterministic:
-            require_deterministic_kernels()
-        if options is None or not options.no_compile_cache:
-            enable_compile_cache(exact_names=options is not None and options.profile)
-        resumed_mesh = _find_group(flags, MeshOptions)
-        if options is not None and mesh is not None and resumed_mesh is not None and resumed_mesh != mesh:
-            check_resumed_mesh(mesh, resumed_mesh, find_config(options.out))
-        if options is not None and is_first:
-            show(f"loading data and model; the run's folder is {options.out}")
+        parsed = _start(functools.partial(_parse_config, default, program, about.strip()), words, default, program)
         Interrupt.ended_by_sigterm = False
-        result = main(**flags)
+        result = main(parsed)
         if Interrupt.ended_by_sigterm:
             sys.exit(128 + signal.SIGTERM)
         return result
     except (Exception, KeyboardInterrupt) as error:
         _end_after(error, main, program)
+
+
+def _start(parse: Callable[[Sequence[str]], _Config], words: Sequence[str], default: _Config, program: str) -> _Config:
+    """Parse the command line, refuse what cannot run, and set up processes, kernels and the compile cache."""
+    try:
+        config = parse(words)
+    finally:  # after --help, which exits
+        sys.stdout.flush()
+    _require_positive(config)
+    initialize()
+    run = _find_group(config, RunOptions)
+    mesh = _find_group(config, MeshOptions)
+    if run is None:
+        enable_compile_cache()
+        return config
+    if mesh is None and count_processes() > 1:
+        raise ValueError(f"{program} has no mesh, so that {count_processes()} processes would do the same: start one")
+    if is_first_process():
+        # Now, rather than once data and model are made.
+        check_directory(run.out, resume=run.resume, checkpoints=run.checkpoints)
+    if run.resume is not False:
+        config = parse_resumed(parse, words, run.out, flatten_config(default))
+    if run.deterministic:
+        require_deterministic_kernels()
+    if not run.no_compile_cache:
+        enable_compile_cache(exact_names=run.profile)
+    resumed_mesh = _find_group(config, MeshOptions)
+    if mesh is not None and resumed_mesh is not None and resumed_mesh != mesh:
+        check_resumed_mesh(mesh, resumed_mesh, find_config(run.out))
+    if is_first_process():
+        show(f"loading data and model; the run's folder is {run.out}")
+    return config
 
 
 def _end_after(error: BaseException, main: Callable[..., Any], program: str) -> NoReturn:
@@ -111,9 +128,9 @@ def _end_after(error: BaseException, main: Callable[..., Any], program: str) -> 
     end_process(status)
 
 
-def _find_group(flags: Mapping[str, Any], kind: type[_Group]) -> _Group | None:
-    """Return the first option group of a class among the flags."""
-    return next((value for value in flags.values() if isinstance(value, kind)), None)
+def _find_group(config: Any, kind: type[_Group]) -> _Group | None:
+    """Return the first option group of a class among the fields of the configuration."""
+    return next((value for value in list_fields(config).values() if isinstance(value, kind)), None)
 
 
 def check_names(kind: str, names: Collection[str], known: Collection[str]) -> None:
@@ -122,35 +139,30 @@ def check_names(kind: str, names: Collection[str], known: Collection[str]) -> No
         raise ValueError(f"name one or more of the {kind} {', '.join(known)}, not {', '.join(names) or 'none'}")
 
 
-def _require_positive(flags: Mapping[str, Any]) -> None:
+def _require_positive(config: Any) -> None:
     for name in ("steps", "batch_size", "seq_len", "eval_every"):
-        value = flags.get(name)
+        value = getattr(config, name, None)
         if isinstance(value, int) and value < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be 1 or more, not {value}")
 
 
-def _replace_defaults(main: Callable[..., Any], defaults: Mapping[str, Any]) -> inspect.Signature:
-    signature = inspect.signature(main)
-    parameters = [x.replace(default=defaults.get(name, x.default)) for name, x in signature.parameters.items()]
-    return signature.replace(parameters=parameters)
-
-
-def _parse_flags(
-    main: Callable[..., Any], signature: inspect.Signature, program: str, description: str, words: Sequence[str]
-) -> dict[str, Any]:
-    """Return the arguments of `main` that the words specify, without calling it."""
+def _parse_config(default: _Config, program: str, description: str, words: Sequence[str]) -> _Config:
+    """Return `default` with the fields replaced that the words name."""
     import tyro
 
-    @functools.wraps(main)
-    def collect(**flags: Any) -> dict[str, Any]:
-        return flags
-
-    collect.__signature__ = signature  # type: ignore[attr-defined]  # tyro reads defaults from it
-    # Fields of option groups are flags like any other: --fsdp, not --mesh-options.fsdp.
+    # Fields of option groups are flags like any other: --fsdp, not --mesh.fsdp.
     markers = (tyro.conf.FlagCreatePairsOff, tyro.conf.OmitArgPrefixes)
     registry = tyro.constructors.ConstructorRegistry()
     registry.primitive_rule(_make_resume_spec)
-    return tyro.cli(collect, args=words, prog=program, description=description, config=markers, registry=registry)
+    return tyro.cli(
+        type(default),
+        default=default,
+        args=words,
+        prog=program,
+        description=description,
+        config=markers,
+        registry=registry,
+    )
 
 
 def _make_resume_spec(type_info: Any) -> Any:

@@ -6,13 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-import optax
-
 from zoo.models import set_implementations
 from zoo.parallel import SEQUENCE, ZERO1, ZERO2, ZERO3, Mesh, RematPolicy, Schedule, make_mesh
 
 from .checkpoint_folder import refuse_url
-from .loss_scale import dynamic_loss_scale
 from .remat import rematerialize
 
 _Model = TypeVar("_Model")
@@ -48,9 +45,8 @@ class MeshOptions:
     """Sequential micro-batches over which gradients are accumulated, to save memory; with pipe several per stage."""
     remat: RematPolicy = "elementwise"
     """Activations that the backward pass recomputes, to save memory."""
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Compute dtype; float16 with a dynamic loss scale. Parameters, optimizer state, routers and recurrent states are
-    float32."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Compute dtype. Parameters, optimizer state, routers and recurrent states are float32."""
     attention: Literal["auto", "cudnn", "splash", "grouped", "blockwise", "reference"] = "auto"
     """Implementation of attention; auto chooses by platform, shapes and options."""
     recurrence: Literal["auto", "pallas", "chunked", "recurrent"] = "auto"
@@ -64,11 +60,6 @@ class MeshOptions:
         names = {name: getattr(self, name) for name in ("attention", "recurrence", "grouped_matmul")}
         named = {name: value for name, value in names.items() if value != "auto"}
         return set_implementations(rematerialize(model, self.remat), **named)
-
-    def wrap_optimizer(self, optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
-        """Return `optimizer`, for float16 with a dynamic loss scale: `train.loss_scale(opt_state)` reads the scale for
-        the gradient, and `train.count_skips(opt_state)` the counts for the log."""
-        return dynamic_loss_scale(optimizer) if self.dtype == "float16" else optimizer
 
     @property
     def accumulation(self) -> dict[str, Any]:
@@ -131,16 +122,24 @@ class RunOptions:
 _LEFT_OUT = ("resume", "profile", "no_compile_cache", "deterministic", "checkpoint_url")
 
 
-def flatten_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `config` with the fields of option groups in place of the groups, by the names of their flags.
+def flatten_config(config: Any) -> dict[str, Any]:
+    """Return a configuration, a dataclass or a mapping, as a dictionary with the fields of option groups in place of
+    the groups, by the names of their flags.
 
     `resume`, `profile`, `no_compile_cache`, `deterministic` and `checkpoint_url` are omitted, so a resumed run has the
-    same config.
+    same configuration.
     """
     flat: dict[str, Any] = {}
-    for name, value in config.items():
+    for name, value in list_fields(config).items():
         if isinstance(value, MeshOptions | RunOptions):
-            flat |= {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+            flat.update(list_fields(value))
         else:
             flat[name] = value
     return {name: value for name, value in flat.items() if name not in _LEFT_OUT}
+
+
+def list_fields(config: Any) -> dict[str, Any]:
+    """Return the fields of a dataclass, or the items of a mapping, by name."""
+    if isinstance(config, Mapping):
+        return dict(config)
+    return {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}

@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 
@@ -19,12 +19,14 @@ from .options import MeshOptions, flatten_config
 
 _NOT_TAKEN = ("out", "checkpoint_url", "resume", "profile")  # a folder may have moved; the others describe a start
 
-Parse = Callable[[Sequence[str]], dict[str, Any]]
-"""Parser of a recipe's command line, from the words to the arguments of `main`. It exits for words that are not
-flags."""
+_Config = TypeVar("_Config")
+_Parse = Callable[[Sequence[str]], _Config]
+"""Parser of a recipe's command line: the words to the configuration. It exits for words that are not flags."""
 
 
-def parse_resumed(parse: Parse, words: Sequence[str], out: Path, defaults: Mapping[str, Any]) -> dict[str, Any]:
+def parse_resumed(
+    parse: _Parse[_Config], words: Sequence[str], out: Path, defaults: Mapping[str, Any]
+) -> _Config:
     """Parse `words` with the flags of the run in `out` as defaults, and print the flags that are taken from there.
 
     - `defaults`: of all flags, by name. Entries of the configuration that are not flags are left to `Run.restore`,
@@ -38,16 +40,16 @@ def parse_resumed(parse: Parse, words: Sequence[str], out: Path, defaults: Mappi
         return parse(words)
     config = _read_config(path)
     saved = {name: flag for name, value in config.items() if (flag := _format_flag(name, value, defaults))}
-    flags = _try_parse(parse, [*itertools.chain(*saved.values()), *words])
-    if flags is None:
+    resumed = _try_parse(parse, [*itertools.chain(*saved.values()), *words])
+    if resumed is None:
         name = next((name for name in saved if _try_parse(parse, [*saved[name], *words]) is None), next(iter(saved)))
         flag = _flag_name(name)
         raise ValueError(f"{path}: {name}={config[name]!r} is not a value of {flag}: give {flag} on the command line")
-    given = flatten_config(parse(words))
-    resumed = flatten_config(flags)
-    if taken := [flag for name, flag in saved.items() if resumed[name] != given[name]]:
+    before = flatten_config(parse(words))
+    after = flatten_config(resumed)
+    if taken := [flag for name, flag in saved.items() if after[name] != before[name]]:
         show(f"from {path}: {' '.join(itertools.chain(*taken))}")
-    return flags
+    return resumed
 
 
 def check_resumed_mesh(given: MeshOptions, resumed: MeshOptions, config: Path | None) -> None:
@@ -111,7 +113,7 @@ def _flag_name(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def _try_parse(parse: Parse, words: Sequence[str]) -> dict[str, Any] | None:
+def _try_parse(parse: _Parse[_Config], words: Sequence[str]) -> _Config | None:
     """Parse silently; return None for words that are not flags."""
     with contextlib.redirect_stderr(io.StringIO()), contextlib.suppress(SystemExit):
         return parse(words)

@@ -1,8 +1,8 @@
 """A run in a directory, around the caller's loop: resume, log, save checkpoints, stop on a signal, report.
 
-    with Run(run_options, config=config) as run:
+    with Run(config.run, config=config) as run:
         model, opt_state = run.restore((model, opt_state), batches)
-        for batch in run.steps(batches, steps, tokens=batch_size * seq_len):
+        for batch in run.steps(batches, config.steps, tokens=config.batch_size * config.seq_len):
             model, opt_state, loss = step(zoo.place_batch(batch, mesh), model, opt_state)
             run.log(loss=loss)
             if run.every(100):
@@ -59,7 +59,8 @@ class Run:
     adapters' own parameters.
 
     - `options`: the run's flags, or only its directory.
-    - `config`: the contents of `config.json`. Option groups are flattened; `main`'s `locals()` will do.
+    - `config`: what `config.json` holds, a dataclass or a mapping. Option groups are flattened.
+    - `name`: of one of several runs, in the subdirectory `name` of the directory; `config.json` has it as "run".
 
     A run stops with `FloatingPointError` at the first metrics that are not finite, and saves no state that holds NaN.
     Metrics of a step that the optimizer skipped may hold any numbers (`zoo.train.count_skips`): the run stops only once
@@ -76,7 +77,8 @@ class Run:
         self,
         options: RunOptions | Path,
         *,
-        config: Mapping[str, Any],
+        config: Any,
+        name: str | None = None,
         best_metric: str = "validation",
         fetch_every: int = 10,
         keep_last: int = 2,
@@ -88,8 +90,11 @@ class Run:
     ):
         if not isinstance(options, RunOptions):
             options = RunOptions(Path(options))
-        self.directory = options.out
         self.config = flatten_config(config)
+        if name is not None:
+            options = options.subrun(name)
+            self.config["run"] = name
+        self.directory = options.out
         if options.checkpoint_url is not None:
             self.config["checkpoint_url"] = options.checkpoint_url
         self.step = 0

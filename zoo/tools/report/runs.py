@@ -1,7 +1,7 @@
 """Reports on one run, and on several."""
 
-import inspect
-from collections.abc import Callable, Mapping, Sequence
+import dataclasses
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -34,7 +34,7 @@ def report_run(
     samples: Sequence[tuple[str, str]] = (),
     export_seq_len: int | None = None,
     parameters: PyTree = None,
-    recipe: Callable[..., Any] | None = None,
+    config: Any = None,
     **sections: Any,
 ) -> None:
     """Finish a run (`zoo.train.Run.finish`), write `report.html` into its folder, and then export the model if asked.
@@ -42,7 +42,7 @@ def report_run(
     - `before`, `prompts`, `key`, `samples`, `export_seq_len`: arguments of `Run.finish`.
     - `headline`: further figures, label to text.
     - `parameters`: the tree to tabulate, by default `model`.
-    - `recipe`: the function with the configuration as arguments; values that differ from its defaults come first.
+    - `config`: the recipe's configuration, a dataclass; values that differ from its defaults come first.
     - `sections`: further arguments of `write_report`.
 
     Call it in every process after the `with` block; only the first one writes. A run that was stopped writes nothing.
@@ -66,7 +66,7 @@ def report_run(
                 headline={**figures, "parameters": f"{results['parameters']:,}", **(headline or {})},
                 samples=results["samples"],
                 parameters=tabulate_parameters(model if parameters is None else parameters, mesh),
-                defaults=_list_defaults(recipe),
+                defaults=_list_defaults(config),
                 **sections,
             )
             show(f"wrote the report to {path}")
@@ -82,14 +82,14 @@ def report_runs(
     description: str,
     curves: Mapping[str, str] = MappingProxyType({"validation": "validation"}),
     unit: str = "bits per byte",
-    recipe: Callable[..., Any] | None = None,
+    config: Any = None,
     **sections: Any,
 ) -> None:
     """Write `report.html` on the runs in subdirectories of `directory`, and print its table.
 
     - `rows`: the table, one row per run; "run" names its subdirectory.
     - `description`: the line below the title.
-    - `recipe`: as in `report_run`.
+    - `config`: as in `report_run`.
     - `curves`, `unit`, `sections`: arguments of `write_report`; by default the runs' "validation" in bits per byte.
 
     Only the first process writes.
@@ -106,7 +106,7 @@ def report_runs(
         unit=unit,
         runs=runs,
         tables=tables,
-        defaults=_list_defaults(recipe),
+        defaults=_list_defaults(config),
         **sections,
     )
     cells = [list(rows[0]), *([_format_number(value) for value in row.values()] for row in rows)]
@@ -117,12 +117,9 @@ def report_runs(
     show(f"\nwrote the report to {path}")
 
 
-def _list_defaults(recipe: Callable[..., Any] | None) -> dict[str, Any] | None:
-    """Return the defaults of a recipe as `config.json` names them."""
-    if recipe is None:
-        return None
-    parameters = inspect.signature(recipe).parameters
-    return flatten_config({name: parameter.default for name, parameter in parameters.items()})
+def _list_defaults(config: Any) -> dict[str, Any] | None:
+    """Return the defaults of a configuration as `config.json` names them."""
+    return flatten_config(type(config)()) if dataclasses.is_dataclass(config) else None
 
 
 def _format_number(value: Any) -> str:
