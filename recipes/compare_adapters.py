@@ -9,11 +9,14 @@ On held-out text, English prose goes in 40 steps from 2.84 to 2.42 bits per byte
 with rsLoRA and DoRA, 2.45 with OLoRA, LoHa and LoKr, 2.49 with VeRA (12,800) and 2.36 with all 886,400.
 
 Each method has the rank at which it has about as many trainable parameters as LoRA at each of `ranks`, and its own
-learning rate, swept on the model that transformer.py exports: sweep again for other models or many more steps.
+learning rate, swept on the model that transformer.py exports: sweep again for other models or many more steps. The last
+section of the report measures how far the rows of each matrix turn and how far they grow, as DoRA's paper does (Liu et
+al., arXiv:2402.09353, section 3.2).
 """
 
 import json
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -21,11 +24,13 @@ from typing import Literal, get_args
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.experimental import multihost_utils
 
 import zoo
 from zoo import adapters, tools, train
-
-import optax
 
 START = Path("runs/transformer/export")  # where transformer.py exports its model by default
 PROMPTS = ['The "with" statement\n', "An object is ", "When a function is called, "]
@@ -42,139 +47,239 @@ METHODS: dict[str, tuple[Callable, float]] = {  # constructor, peak learning rat
     "ia3": (adapters.ia3, 3e-1),
     "full": (lambda model, *, key: model, 1e-3),
 }
+MEASURED = ("lora", "dora", "full")  # the methods whose rows DoRA's paper compares
 
 
-def main(
-    *,
-    methods: tuple[Name, ...] = get_args(Name),
-    ranks: tuple[int, ...] = (4,),
-    max_rank: int = 256,
-    checkpoint: Path = START,
-    data: tuple[Path, ...] = (),
-    pretraining_data: tuple[Path, ...] = (),
-    targets: tuple[str, ...] = ("all-linear",),
-    seq_len: int = 128,
-    batch_size: int = 8,
-    steps: int = 40,
-    learning_rate: float | None = None,
-    warmup_steps: int = 5,
-    weight_decay: float = 0.1,
-    eval_every: int = 40,
-    mesh_options: train.MeshOptions = train.MeshOptions(remat="none"),
-    run_options: train.RunOptions = train.RunOptions(Path("runs/compare_adapters")),
-) -> None:
-    """Search ranks, train each method, compare; merge and export the best adapter.
+@dataclass(frozen=True)
+class Config:
+    """Search ranks, train each method, compare; merge and export the best adapter."""
 
-    Args:
-        methods: Names of methods.
-        ranks: LoRA's ranks, each of which sets a number of trainable parameters for the other methods.
-        max_rank: Largest rank of the search.
-        checkpoint: Directory of the model to start from: config.json, safetensors and tokenizer.json.
-        data: Files and directories of new text; by default Python's language reference, by topic.
-        pretraining_data: Text as the model was trained on, to measure forgetting; by default the standard library.
-        targets: Linear layers to adapt: ends of names, patterns, or all-linear for all but the head. IA3 has its own.
-        seq_len: Tokens per sequence.
-        batch_size: Sequences per step, over all devices.
-        steps: Optimizer steps of each run.
-        learning_rate: Peak learning rate of all methods, after linear warmup; by default each has its own.
-        warmup_steps: Steps of linear warmup, at most half of all.
-        weight_decay: AdamW's, of matrices and embeddings.
-        eval_every: Steps between evaluations, each with a checkpoint.
-    """
-    config, mesh, warmup_steps = dict(locals()), mesh_options.make_mesh(), min(warmup_steps, steps // 2)
-    train.check_names("methods", methods, METHODS)
-    if not ranks or min(steps, *ranks) < 1 or max_rank < max(ranks):
-        raise ValueError(f"{steps=} and each of {ranks=} are at least 1, and {max_rank=} at least the largest of them")
-    if not (checkpoint / "config.json").exists():
-        raise FileNotFoundError(f"{checkpoint}: no model there; `python recipes/transformer.py` makes one in {START}")
-    tokenizer, key = train.read_tokenizer(checkpoint), jax.random.key(run_options.seed)
-    corpus, old_corpus = (train.load_text(text, tokenizer=tokenizer) for text in (data or topics, pretraining_data))
+    methods: tuple[Name, ...] = get_args(Name)  # Names of methods.
+    # LoRA's ranks, each of which sets a number of trainable parameters for the other methods.
+    ranks: tuple[int, ...] = (4,)
+    max_rank: int = 256  # Largest rank of the search.
+    checkpoint: Path = START  # Directory of the model to start from: config.json, safetensors and tokenizer.json.
+    data: tuple[Path, ...] = ()  # Files and directories of new text; by default Python's language reference, by topic.
+    # Text as the model was trained on, to measure forgetting; by default the standard library.
+    pretraining_data: tuple[Path, ...] = ()
+    # Linear layers to adapt: ends of names, patterns, or all-linear for all but the head. IA3 has its own.
+    targets: tuple[str, ...] = ("all-linear",)
+    seq_len: int = 128  # Tokens per sequence.
+    batch_size: int = 8  # Sequences per step, over all devices.
+    steps: int = 40  # Optimizer steps of each run.
+    # Peak learning rate of all methods, after linear warmup; by default each has its own.
+    learning_rate: float | None = None
+    warmup_steps: int = 5  # Steps of linear warmup, at most half of all.
+    weight_decay: float = 0.1  # AdamW's, of matrices and embeddings.
+    eval_every: int = 40  # Steps between evaluations, each with a checkpoint.
+    mesh: train.MeshOptions = train.MeshOptions(remat="none")
+    run: train.RunOptions = train.RunOptions(Path("runs/compare_adapters"))
+
+
+def main(config: Config) -> None:
+    check(config)
+    mesh = config.mesh.make_mesh()
+    key = jax.random.key(config.run.seed)
+
+    tokenizer = train.read_tokenizer(config.checkpoint)
+    corpus = train.load_text(config.data or topics, tokenizer=tokenizer)
+    old_corpus = train.load_text(config.pretraining_data, tokenizer=tokenizer)
+    reader = zoo.parallel.reader(mesh)
+    new = corpus.validation.ordered(config.seq_len, config.batch_size, limit=8)
+    old = old_corpus.validation.ordered(config.seq_len, config.batch_size, limit=8)
 
     def load():
-        return mesh_options.apply(zoo.load(checkpoint, mesh=mesh, dtype="float32"))
+        model = zoo.load(config.checkpoint, mesh=mesh, dtype="float32")
+        return config.mesh.apply(model)
 
-    def apply(method, rank, model):
-        options = {"targets": targets, "rank": rank} if rank else {}
-        return zoo.place(METHODS[method][0](model, key=key, **options), mesh)
+    def adapt(method, rank, model):
+        adapter, _ = METHODS[method]
+        if rank is None:
+            return zoo.place(adapter(model, key=key), mesh)
+        return zoo.place(adapter(model, targets=config.targets, rank=rank, key=key), mesh)
+
+    def make_optimizer(schedule):
+        adamw = optax.adamw(schedule, b2=0.95, weight_decay=config.weight_decay, mask=train.decay_mask)
+        return optax.chain(optax.clip_by_global_norm(1.0), adamw)
 
     def loss_fn(model, batch):
-        return zoo.cross_entropy(zoo.cast(model, mesh_options.dtype), batch)
+        return zoo.cross_entropy(zoo.cast(model, config.mesh.dtype), batch)
+
+    gradient = zoo.value_and_grad(loss_fn, mesh, **config.mesh.accumulation)
+    evaluate = train.Evaluation(loss_fn, mesh, new=new, old=old)
 
     @eqx.filter_jit(donate="all-except-first")
     def step(batch, model, opt_state, optimizer):
-        scale = train.loss_scale(opt_state)
-        loss, grads = zoo.value_and_grad(loss_fn, mesh, **mesh_options.accumulation)(model, batch, loss_scale=scale)
+        loss, grads = gradient(model, batch)
         updates, opt_state = optimizer.update(grads, opt_state, zoo.trainable(model))
+        model = zoo.place(eqx.apply_updates(model, updates), mesh)
         metrics = {"bits_per_byte": train.bits_per_byte(loss, corpus.train), "gradient_norm": optax.tree.norm(grads)}
-        return zoo.place(eqx.apply_updates(model, updates), mesh), opt_state, metrics
+        return model, opt_state, metrics
 
-    new, old = (text.validation.ordered(seq_len, batch_size, limit=8) for text in (corpus, old_corpus))
-    evaluate, base = train.Evaluation(loss_fn, mesh, new=new, old=old), load()
-    before, samples = evaluate(base), train.continue_prompts(base, corpus, PROMPTS, mesh=mesh, key=key)
+    base = load()
+    before = evaluate(base)
+    samples = train.continue_prompts(base, corpus, PROMPTS, mesh=mesh, key=key)
 
     @cache
-    def size(method, rank):
-        return zoo.count(eqx.filter_eval_shape(partial(apply, method, rank), base))
+    def count_trainable(method, rank):
+        return zoo.count(eqx.filter_eval_shape(partial(adapt, method, rank), base))
 
     def find_rank(method, budget):
-        return None if method in ("ia3", "full") else adapters.find_rank(partial(size, method), budget, max_rank)
+        if method in ("ia3", "full"):
+            return None
+        return adapters.find_rank(partial(count_trainable, method), budget, config.max_rank)
 
-    plan = dict.fromkeys((method, find_rank(method, size("lora", rank))) for method in methods for rank in ranks)
-    out, rows, best, merged = run_options.out, [], 0.0, None
+    budgets = [count_trainable("lora", rank) for rank in config.ranks]
+    plan = dict.fromkeys((method, find_rank(method, budget)) for method in config.methods for budget in budgets)
+
+    rows = []
+    moved = {}
+    best = float("inf")
+    best_merged = None
     for method, rank in plan:
-        name = f"{method}-{rank}" if rank else method
-        peak = METHODS[method][1] if learning_rate is None else learning_rate
-        schedule = jax.jit(optax.warmup_cosine_decay_schedule(0.0, peak, warmup_steps, steps, peak / 10))
-        adamw = optax.adamw(schedule, b2=0.95, weight_decay=weight_decay, mask=train.decay_mask)
-        optimizer = mesh_options.wrap_optimizer(optax.chain(optax.clip_by_global_norm(1.0), adamw))
-        model = apply(method, rank, load())
+        name = method if rank is None else f"{method}-{rank}"
+        batches = corpus.train.batches(config.seq_len, config.batch_size, seed=config.run.seed, process=reader)
+        model = adapt(method, rank, load())
+
+        _, own_rate = METHODS[method]
+        peak = own_rate if config.learning_rate is None else config.learning_rate
+        warmup = min(config.warmup_steps, config.steps // 2)
+        schedule = jax.jit(optax.warmup_cosine_decay_schedule(0.0, peak, warmup, config.steps, peak / 10))
+        optimizer = make_optimizer(schedule)
         opt_state = zoo.place(optimizer.init(zoo.trainable(model)), mesh.optimizer)
-        batches = corpus.train.batches(seq_len, batch_size, seed=run_options.seed, process=zoo.parallel.reader(mesh))
-        with train.Run(run_options.subrun(name), config=config | {"run": name}, best_metric="new", frozen=model) as run:
+
+        with train.Run(config.run, config=config, name=name, best_metric="new", frozen=model) as run:
             run.print_line(f"{name}: {zoo.count(model):,} trainable parameters, learning rate {peak:g}")
             trainable, opt_state = run.restore((zoo.trainable(model), opt_state), batches)
             model = eqx.combine(trainable, model)
-            for batch in run.steps(batches, steps, tokens=batch_size * seq_len):
+            for batch in run.steps(batches, config.steps, tokens=config.batch_size * config.seq_len):
                 batch = zoo.place_batch(batch, mesh, vocab=corpus.vocab)
-                if run.step == 1 and (memory := zoo.inspect.compiled(step, batch, model, opt_state, optimizer).memory):
-                    run.log(bytes_held=memory.arguments, bytes_at_work=memory.temporaries)
+                if run.step == 1:
+                    memory = zoo.inspect.compiled(step, batch, model, opt_state, optimizer).memory
+                    if memory is not None:
+                        run.log(bytes_held=memory.arguments, bytes_at_work=memory.temporaries)
                 model, opt_state, metrics = step(batch, model, opt_state, optimizer)
-                run.log(**metrics, **train.count_skips(opt_state), learning_rate=schedule(run.step - 1))
-                if run.every(eval_every):  # merged, all methods are one program
-                    run.log(**evaluate(model if method == "full" else adapters.merge(model)))
-                if run.due(eval_every):
+                run.log(**metrics, learning_rate=schedule(run.step - 1))
+                if run.every(config.eval_every):
+                    run.log(**evaluate(merge(method, model)))  # merged, all methods are one program
+                if run.due(config.eval_every):
                     run.save((zoo.trainable(model), opt_state), batches)
         batches.close()
         if run.stopped:
             return
-        last, count = train.summary(run.directory), zoo.count(model)
-        row = {"run": name, "method": method, "rank": str(rank or "none"), "parameters": count}
-        row |= {"share": f"{count / zoo.count(base):.2%}", "new": last["new"], "old": last["old"]}
-        row |= {"bytes held": last.get("bytes_held", 0), "bytes at work": last.get("bytes_at_work", 0)}
-        rows.append(row | {"ms per step": round(last["milliseconds_per_step"])})
+
+        last = train.summary(run.directory)
+        merged = merge(method, model)
+        row = {
+            "run": name,
+            "method": method,
+            "rank": "none" if rank is None else str(rank),
+            "parameters": zoo.count(model),
+            "share": f"{zoo.count(model) / zoo.count(base):.2%}",
+            "new": last["new"],
+            "old": last["old"],
+            "bytes held": last.get("bytes_held", 0),
+            "bytes at work": last.get("bytes_at_work", 0),
+            "ms per step": round(last["milliseconds_per_step"]),
+        }
+        rows.append(row)
+        if method in MEASURED:
+            moved[name] = measure_movements(base, merged)
         if method != "full":
-            adapters.save(model, run.directory / "adapter", base=checkpoint)
-            if merged is None or last["new"] < best:
-                best, merged = last["new"], adapters.merge(model)
-    (out / "results.json").write_text(json.dumps({"before": before, "runs": rows}, indent=2) + "\n", encoding="utf-8")
-    if merged is not None:
-        samples += train.continue_prompts(merged, corpus, PROMPTS, mesh=mesh, key=key)
-        train.export(merged, corpus, out / "export", seq_len=seq_len)
-    chart = tools.report.ScatterChart.of_rows(
+            adapters.save(model, run.directory / "adapter", base=config.checkpoint)
+            if last["new"] < best or best_merged is None:
+                best = last["new"]
+                best_merged = merged
+
+    if best_merged is not None:
+        samples += train.continue_prompts(best_merged, corpus, PROMPTS, mesh=mesh, key=key)
+        train.export(best_merged, corpus, config.run.out / "export", seq_len=config.seq_len)
+    report(config, before, rows, samples, moved)
+
+
+def check(config: Config) -> None:
+    """Refuse values that cannot be trained, before anything is loaded."""
+    train.check_names("methods", config.methods, METHODS)
+    if not config.ranks or min(config.steps, *config.ranks) < 1 or config.max_rank < max(config.ranks):
+        raise ValueError(
+            f"steps={config.steps} and each of ranks={config.ranks} are at least 1, and max_rank={config.max_rank} at "
+            "least the largest of them"
+        )
+    if not (config.checkpoint / "config.json").exists():
+        raise FileNotFoundError(
+            f"{config.checkpoint}: no model there; `python recipes/transformer.py` makes one in {START}"
+        )
+
+
+def merge(method, model):
+    return model if method == "full" else adapters.merge(model)
+
+
+def measure_movements(before, after):
+    """Per matrix that changed: the means over rows of |magnitude after - before| and of 1 - cosine(before, after)."""
+
+    def get_weight(module):
+        return module.dense_weight
+
+    moved = {}
+    for site, trained in zip(adapters.find_linears(before), adapters.find_linears(after), strict=True):
+        get = get_weight
+        for _ in site.ranges:  # layers, and experts
+            get = eqx.filter_vmap(get)
+        old = get(site.module)
+        new = get(trained.module)
+        old_norm = jnp.linalg.norm(old, axis=-1)
+        new_norm = jnp.linalg.norm(new, axis=-1)
+        grown = jnp.abs(new_norm - old_norm).mean(-1)
+        # 1 - cosine is half the squared distance of unit vectors, which is exactly 0 if nothing moved.
+        turned = jnp.square(old / old_norm[..., None] - new / new_norm[..., None]).sum(-1).mean(-1) / 2
+        grown, turned = multihost_utils.process_allgather((grown, turned), tiled=True)
+        for place, name in site.list_names().items():
+            if turned[place] > 0:
+                moved[name] = (float(grown[place]), float(turned[place]))
+    return moved
+
+
+def report(config, before, rows, samples, moved):
+    """Write results.json and report.html, with the movements of rows as the last section."""
+    changes = []
+    correlations = []
+    points = []
+    for name, movements in moved.items():
+        if len(movements) < 2:
+            continue
+        grown, turned = zip(*movements.values(), strict=True)
+        correlations.append({"run": name, "correlation": float(np.corrcoef(grown, turned)[0, 1])})
+        points.append(tools.report.Curve(name, turned, grown))
+        for matrix, (magnitude, direction) in movements.items():
+            changes.append({"run": name, "matrix": matrix, "magnitude": magnitude, "direction": direction})
+    costs = tools.report.ScatterChart.of_rows(
         rows, "method", x="parameters", values="new", unit="bits per byte", x_label="trainable parameters"
     )
-    description = f"Bits per byte after {steps} steps; before: {before['new']:.3f} new, {before['old']:.3f} old"
+    plots = {"Trainable parameters": costs}
+    tables = {}
+    if points:
+        movements = tools.report.ScatterChart(points, unit="change of magnitude", x_label="change of direction")
+        plots["Magnitudes against directions, one point per matrix"] = movements
+        tables["Correlation of magnitude and direction"] = correlations
+        tables["Changes"] = changes
+    if jax.process_index() == 0:
+        results = {"before": before, "runs": rows, "correlations": correlations}
+        (config.run.out / "results.json").write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
     tools.report_runs(
-        out,
+        config.run.out,
         "Adapters at equal trainable parameters",
         rows,
-        description=description,
+        config=config,
+        description=(
+            f"Bits per byte after {config.steps} steps; before: {before['new']:.3f} new, {before['old']:.3f} old"
+        ),
         curves={},
         samples=samples,
-        plots={"Trainable parameters": chart},
-        recipe=main,
+        plots=plots,
+        tables=tables,
     )
 
 
 if __name__ == "__main__":
-    train.run_cli(main)
+    train.run_cli(main, Config)

@@ -9,6 +9,7 @@ of recurrences, whose size does not grow with the row, and keys of attention. Af
 finds nine tenths of the needles in rows of 4,096, where chance is a sixteenth.
 """
 
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -16,146 +17,179 @@ from pathlib import Path
 import equinox as eqx
 import jax
 import numpy as np
+import optax
 from jax.experimental import multihost_utils
 
 import zoo
 from zoo import layers, tools, train
 from zoo.parallel import Dim
 
-import optax
-
 MIXERS = {
-    "attention": layers.Attention, "delta-net": layers.DeltaNet, "gated-delta-net": layers.GatedDeltaNet,
-    "gated-linear-attention": layers.GatedLinearAttention, "hgrn2": layers.HGRN2, "rg-lru": layers.RGLRU,
-}  # fmt: skip
+    "attention": layers.Attention,
+    "delta-net": layers.DeltaNet,
+    "gated-delta-net": layers.GatedDeltaNet,
+    "gated-linear-attention": layers.GatedLinearAttention,
+    "hgrn2": layers.HGRN2,
+    "rg-lru": layers.RGLRU,
+}
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
+
+
+@dataclass(frozen=True)
+class Config:
+    """Train on needle retrieval, evaluate by length and depth, count the bytes that cross devices."""
+
+    # Names of mixers, repeated over the layers, which have no MLPs.
+    pattern: tuple[str, ...] = ("delta-net", "attention")
+    num_layers: int = 2  # Number of layers.
+    vocab: int = 64  # Tokens: half of them filler, a quarter keys, a quarter values.
+    embed: int = 32  # Width of the residual stream.
+    heads: int = 1  # Heads of a mixer.
+    seq_len: int = 1024  # Tokens per row of training.
+    eval_seq_lens: tuple[int, ...] = (512, 1024, 4096)  # Tokens per row and document of each evaluation.
+    # Tokens of the shortest documents that rows of training pack: short ones are learned first.
+    min_seq_len: int = 32
+    num_pairs: int = 4  # Needles per document.
+    num_queries: int = 8  # Queries at the end of a document.
+    batch_size: int = 8  # Rows per step, over all devices.
+    steps: int = 200  # Optimizer steps.
+    learning_rate: float = 1e-2  # Peak learning rate, after linear warmup; cosine decay to a tenth.
+    warmup_steps: int = 20  # Steps of linear warmup, at most half of all.
+    eval_rows: int = 16  # Held-out rows of each length.
+    eval_every: int = 100  # Steps between evaluations, each with a checkpoint.
+    mesh: train.MeshOptions = train.MeshOptions(context=8)
+    run: train.RunOptions = train.RunOptions(Path("runs/long_context"))
 
 
 def mixer_factories(embed, heads):
     """Mixers by name. Attention needs no positions: recurrences before it bring a key to its value's position."""
     norm = partial(layers.RMSNorm, embed // heads, features=Dim("head_dim"))
-    options = {"attention": {"qk_norm": norm}}
-    return {name: partial(mixer, heads=heads, **options.get(name, {})) for name, mixer in MIXERS.items()}
+    factories = {name: partial(mixer, heads=heads) for name, mixer in MIXERS.items()}
+    factories["attention"] = partial(layers.Attention, heads=heads, qk_norm=norm)
+    return factories
 
 
-def count_bytes(mixer, embed, batch_size, seq_len, mesh):
-    """Bytes that a device sends along `context` in one mixer's forward pass, read from the compiled program."""
-    layer = zoo.place(eqx.filter_eval_shape(partial(mixer, embed), key=jax.random.key(0)), mesh)
-    x = zoo.place_batch(jax.ShapeDtypeStruct((batch_size, seq_len, embed), "float32"), mesh)
-    mix = zoo.spmd(lambda layer, x: layer(x, layers.TokenInfo())[0], mesh, out="batch seq embed")
-    return sum(row.bytes for row in zoo.inspect.compiled(mix, layer, x).collectives if "context" in (row.axes or ()))
+def main(config: Config) -> None:
+    train.check_names("mixers", config.pattern, MIXERS)
+    mesh = config.mesh.make_mesh()
+    seed = config.run.seed
 
+    needles = partial(train.NeedleRetrieval, config.vocab, num_pairs=config.num_pairs, num_queries=config.num_queries)
+    tests = {}
+    for length in config.eval_seq_lens:
+        tests[length] = train.stack_rows(needles(length, seed=2 * seed + 1), config.eval_rows)
+    rows = needles(config.seq_len, min_seq_len=config.min_seq_len, seed=2 * seed)
+    reader = zoo.parallel.reader(mesh)
+    batches = train.ShuffledBatches(rows, config.batch_size, seed=seed, process=reader)
 
-def main(
-    *,
-    pattern: tuple[str, ...] = ("delta-net", "attention"),
-    num_layers: int = 2,
-    vocab: int = 64,
-    embed: int = 32,
-    heads: int = 1,
-    seq_len: int = 1024,
-    eval_seq_lens: tuple[int, ...] = (512, 1024, 4096),
-    min_seq_len: int = 32,
-    num_pairs: int = 4,
-    num_queries: int = 8,
-    batch_size: int = 8,
-    steps: int = 200,
-    learning_rate: float = 1e-2,
-    warmup_steps: int = 20,
-    eval_rows: int = 16,
-    eval_every: int = 100,
-    mesh_options: train.MeshOptions = train.MeshOptions(context=8),
-    run_options: train.RunOptions = train.RunOptions(Path("runs/long_context")),
-) -> None:
-    """Train on needle retrieval, evaluate by length and depth, count the bytes that cross devices.
+    mixers = mixer_factories(config.embed, config.heads)
 
-    Args:
-        pattern: Names of mixers, repeated over the layers, which have no MLPs.
-        num_layers: Number of layers.
-        vocab: Tokens: half of them filler, a quarter keys, a quarter values.
-        embed: Width of the residual stream.
-        heads: Heads of a mixer.
-        seq_len: Tokens per row of training.
-        min_seq_len: Tokens of the shortest documents that rows of training pack: short ones are learned first.
-        eval_seq_lens: Tokens per row and document of each evaluation.
-        num_pairs: Needles per document.
-        num_queries: Queries at the end of a document.
-        batch_size: Rows per step, over all devices.
-        steps: Optimizer steps.
-        learning_rate: Peak learning rate, after linear warmup; cosine decay to a tenth.
-        warmup_steps: Steps of linear warmup, at most half of all.
-        eval_rows: Held-out rows of each length.
-        eval_every: Steps between evaluations, each with a checkpoint.
-    """
-    config, mesh, seed = dict(locals()), mesh_options.make_mesh(), run_options.seed
-    train.check_names("mixers", pattern, MIXERS)
-    needles = partial(train.NeedleRetrieval, vocab, num_pairs=num_pairs, num_queries=num_queries)
-    tests = {length: train.stack_rows(needles(length, seed=2 * seed + 1), eval_rows) for length in eval_seq_lens}
-    index, count = reader = zoo.parallel.reader(mesh)
-    rows = needles(seq_len, min_seq_len=min_seq_len, seed=2 * seed)
-    batches = train.ShuffledBatches(rows, batch_size, seed=seed, process=reader)
-    mixers, kinds = mixer_factories(embed, heads), dict.fromkeys(pattern)
-    options = {"vocab": vocab, "embed": embed, "layers": num_layers, "pattern": [mixers[name] for name in pattern]}
-    make = lambda key: mesh_options.apply(zoo.models.Hybrid(**options, tied=False, key=key))
-    model, warmup_steps = zoo.init(make, jax.random.key(seed), mesh), min(warmup_steps, steps // 2)
-    schedule = jax.jit(optax.warmup_cosine_decay_schedule(0.0, learning_rate, warmup_steps, steps, learning_rate / 10))
+    def make_model(key):
+        model = zoo.models.Hybrid(
+            vocab=config.vocab,
+            embed=config.embed,
+            layers=config.num_layers,
+            pattern=[mixers[name] for name in config.pattern],
+            tied=False,
+            key=key,
+        )
+        return config.mesh.apply(model)
+
+    model = zoo.init(make_model, jax.random.key(seed), mesh)
+
+    peak = config.learning_rate
+    warmup = min(config.warmup_steps, config.steps // 2)
+    schedule = optax.warmup_cosine_decay_schedule(0.0, peak, warmup, config.steps, peak / 10)
+    schedule = jax.jit(schedule)  # the log asks for it in each step: one program instead of ten
     adamw = optax.adamw(schedule, b2=0.95, weight_decay=0.1, mask=train.decay_mask)
-    optimizer = mesh_options.wrap_optimizer(optax.chain(optax.clip_by_global_norm(1.0), adamw))
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), adamw)
     opt_state = zoo.place(optimizer.init(zoo.trainable(model)), mesh.optimizer)
-    predict = zoo.spmd(lambda model, tokens: zoo.cast(model, mesh_options.dtype)(tokens), mesh, out="batch seq vocab")
 
     def loss_fn(model, batch):
-        return zoo.cross_entropy(zoo.cast(model, mesh_options.dtype), batch)
+        return zoo.cross_entropy(zoo.cast(model, config.mesh.dtype), batch)
+
+    def get_logits(model, tokens):
+        return zoo.cast(model, config.mesh.dtype)(tokens)
+
+    gradient = zoo.value_and_grad(loss_fn, mesh, **config.mesh.accumulation)
+    predict = zoo.spmd(get_logits, mesh, out="batch seq vocab")
 
     @eqx.filter_jit(donate="all-except-first")
     def step(batch, model, opt_state):
-        scale = train.loss_scale(opt_state)
-        loss, grads = zoo.value_and_grad(loss_fn, mesh, **mesh_options.accumulation)(model, batch, loss_scale=scale)
+        loss, grads = gradient(model, batch)
         updates, opt_state = optimizer.update(grads, opt_state, zoo.trainable(model))
-        return zoo.place(eqx.apply_updates(model, updates), mesh), opt_state, loss, optax.tree.norm(grads)
+        model = zoo.place(eqx.apply_updates(model, updates), mesh)
+        return model, opt_state, {"loss": loss, "gradient_norm": optax.tree.norm(grads)}
 
     def recall(model, test):
-        """Accuracy of all queries, and by the depth of their needles."""
-        own = np.split(np.asarray(test["tokens"]), count)[index]
-        guesses = multihost_utils.process_allgather(predict(model, zoo.place_batch(own, mesh)).argmax(-1), tiled=True)
-        correct = (guesses == np.asarray(test["targets"]))[:, 1 - 2 * num_queries :: 2]
-        depths = train.NeedleRetrieval.measure_depths(np.asarray(test["tokens"]), num_queries)
+        """Return the accuracy of all queries, and by the depth of their needles."""
+        index, count = reader
+        tokens = np.asarray(test["tokens"])
+        own = np.split(tokens, count)[index]
+        guesses = predict(model, zoo.place_batch(own, mesh)).argmax(-1)
+        guesses = multihost_utils.process_allgather(guesses, tiled=True)
+        correct = (guesses == np.asarray(test["targets"]))[:, 1 - 2 * config.num_queries :: 2]
+        depths = train.NeedleRetrieval.measure_depths(tokens, config.num_queries)
         by_depth = [float(correct[(depths >= low) & (depths < high)].mean()) for low, high in pairwise(DEPTHS)]
         return {"accuracy": float(correct.mean()), "by_depth": by_depth}
 
-    with train.Run(run_options.subrun("hybrid"), config=config) as run:
+    with train.Run(config.run.subrun("hybrid"), config=config) as run:
         run.print_line(f"{zoo.count(model):,} parameters on {mesh}")
         model, opt_state = run.restore((model, opt_state), batches)
-        for batch in run.steps(batches, steps, tokens=batch_size * seq_len):
-            model, opt_state, loss, norm = step(zoo.place_batch(batch, mesh, vocab=vocab), model, opt_state)
-            run.log(loss=loss, gradient_norm=norm, **train.count_skips(opt_state), learning_rate=schedule(run.step - 1))
-            if run.every(eval_every):
+        for batch in run.steps(batches, config.steps, tokens=config.batch_size * config.seq_len):
+            batch = zoo.place_batch(batch, mesh, vocab=config.vocab)
+            model, opt_state, metrics = step(batch, model, opt_state)
+            run.log(**metrics, learning_rate=schedule(run.step - 1))
+            if run.every(config.eval_every):
                 run.log(accuracy=np.array([recall(model, test)["accuracy"] for test in tests.values()]))
-            if run.due(eval_every):
+            if run.due(config.eval_every):
                 run.save((model, opt_state), batches)
     if run.stopped:
         return
-    rows, found = [], {length: recall(model, test) for length, test in tests.items()}
+
+    found = {length: recall(model, test) for length, test in tests.items()}
+    report(config, mesh, mixers, found)
+
+
+def report(config, mesh, mixers, found):
+    """Write report.html: accuracy by length and depth, and the bytes that a device sends in each kind of layer."""
+    rows = []
+    curves = []
     for length, recalled in found.items():
         row = {"run": "hybrid", "tokens": length, "retrieved": recalled["accuracy"]}
-        row |= {f"depth {low:.0%}": value for low, value in zip(DEPTHS[:-1], recalled["by_depth"], strict=True)}
-        row |= {f"bytes, {name}": count_bytes(mixers[name], embed, batch_size, length, mesh) for name in kinds}
+        for low, accuracy in zip(DEPTHS[:-1], recalled["by_depth"], strict=True):
+            row[f"depth {low:.0%}"] = accuracy
+        for name in dict.fromkeys(config.pattern):
+            row[f"bytes, {name}"] = count_bytes(mixers[name], config.embed, config.batch_size, length, mesh)
         rows.append(row)
-    depths = [int(100 * x) for x in DEPTHS[:-1]]
-    curves = [tools.report.Curve(f"{n:,} tokens", depths, found[n]["by_depth"]) for n in found]
-    chart = tools.report.LineChart(curves, "accuracy", "depth in percent", baselines={"chance": 4 / vocab})
+        percent = [int(100 * low) for low in DEPTHS[:-1]]
+        curves.append(tools.report.Curve(f"{length:,} tokens", percent, recalled["by_depth"]))
+    chance = {"chance": 4 / config.vocab}
+    chart = tools.report.LineChart(curves, "accuracy", "depth in percent", baselines=chance)
     tools.report_runs(
-        run_options.out,
+        config.run.out,
         "Needles in a long context",
         rows,
-        description=f"{num_pairs} needles on {mesh}; bytes that a device sends in a layer's forward pass",
+        config=config,
+        description=f"{config.num_pairs} needles on {mesh}; bytes that a device sends in a layer's forward pass",
         curves={"loss": "training"},
         unit="nats per query",
         plots={"Retrieval by depth": chart},
-        recipe=main,
     )
+
+
+def count_bytes(mixer, embed, batch_size, seq_len, mesh):
+    """Count the bytes that a device sends along `context` in one mixer's forward pass, from the compiled program."""
+
+    def mix(layer, x):
+        return layer(x, layers.TokenInfo())[0]
+
+    layer = zoo.place(eqx.filter_eval_shape(partial(mixer, embed), key=jax.random.key(0)), mesh)
+    x = zoo.place_batch(jax.ShapeDtypeStruct((batch_size, seq_len, embed), "float32"), mesh)
+    program = zoo.inspect.compiled(zoo.spmd(mix, mesh, out="batch seq embed"), layer, x)
+    return sum(row.bytes for row in program.collectives if "context" in (row.axes or ()))
 
 
 if __name__ == "__main__":
     jax.config.update("jax_num_cpu_devices", 8)
-    train.run_cli(main)
+    train.run_cli(main, Config)

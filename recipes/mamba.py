@@ -6,111 +6,133 @@
 Unlike in recipes/transformer.py a layer is one mixer, and the size of its decoding state does not grow with the text.
 """
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import equinox as eqx
 import jax
+import optax
 
 import zoo
 from zoo import tools, train
 
-import optax
-
 PROMPTS = ["def main(", "class Node:\n    ", "import os\n"]
-PRESETS = {"cpu": {}, "1b": {
-    "vocab": 32768, "embed": 2048, "layers": 48, "state_dim": 128, "head_dim": 64, "seq_len": 4096, "batch_size": 64,
-    "steps": 20_000, "learning_rate": 4e-4, "warmup_steps": 1000,
-    "mesh_options": train.MeshOptions(remat="dots", dtype="bfloat16"),
-}}  # fmt: skip
 
 
-def main(
-    *,
-    generation: Literal[1, 2] = 2,
-    data: tuple[Path, ...] = (),
-    vocab: int = 256,
-    embed: int = 128,
-    layers: int = 4,
-    state_dim: int = 32,
-    head_dim: int = 32,
-    expand: int = 2,
-    seq_len: int = 128,
-    batch_size: int = 16,
-    steps: int = 300,
-    learning_rate: float = 4e-3,
-    warmup_steps: int = 30,
-    weight_decay: float = 0.1,
-    eval_every: int = 100,
-    mesh_options: train.MeshOptions = train.MeshOptions(),
-    run_options: train.RunOptions = train.RunOptions(Path("runs/mamba")),
-) -> None:
-    """Train on text, evaluate, sample, export.
+@dataclass(frozen=True)
+class Config:
+    """Train on text, evaluate, sample, export."""
 
-    Args:
-        generation: Mamba or Mamba-2.
-        data: Files and directories of text; by default this Python's standard library.
-        vocab: 256 for bytes; more trains a byte-pair encoding on the text.
-        embed: Width of the residual stream.
-        layers: Number of blocks.
-        state_dim: State size per channel, d_state.
-        head_dim: Channels per head of Mamba-2, which share their decay.
-        expand: Inner width of a mixer, as a multiple of embed.
-        seq_len: Tokens per sequence.
-        batch_size: Sequences per step, over all devices.
-        steps: Optimizer steps.
-        learning_rate: Peak learning rate, after linear warmup; cosine decay to a tenth.
-        warmup_steps: Steps of linear warmup, at most half of all.
-        weight_decay: AdamW's, of matrices and embeddings.
-        eval_every: Steps between evaluations, each with a checkpoint.
-    """
-    config, mesh, warmup_steps = dict(locals()), mesh_options.make_mesh(), min(warmup_steps, steps // 2)
-    corpus = train.load_text(data, vocab=vocab)
-    batches = corpus.train.batches(seq_len, batch_size, seed=run_options.seed, process=zoo.parallel.reader(mesh))
-    model_key, key = jax.random.split(jax.random.key(run_options.seed))
-    preset, options = {1: (zoo.models.Mamba, {}), 2: (zoo.models.Mamba2, {"head_dim": head_dim})}[generation]
-    sizes = {"vocab": corpus.vocab, "embed": embed, "layers": layers, "state_dim": state_dim, "expand": expand}
-    model = zoo.init(lambda key: mesh_options.apply(preset(**sizes, **options, key=key)), model_key, mesh)
-    schedule = jax.jit(optax.warmup_cosine_decay_schedule(0.0, learning_rate, warmup_steps, steps, learning_rate / 10))
-    adamw = optax.adamw(schedule, b2=0.95, weight_decay=weight_decay, mask=train.decay_mask)
-    optimizer = mesh_options.wrap_optimizer(optax.chain(optax.clip_by_global_norm(1.0), adamw))
+    generation: Literal[1, 2] = 2  # Mamba or Mamba-2.
+    data: tuple[Path, ...] = ()  # Files and directories of text; by default this Python's standard library.
+    vocab: int = 256  # 256 for bytes; more trains a byte-pair encoding on the text.
+    embed: int = 128  # Width of the residual stream.
+    layers: int = 4  # Number of blocks.
+    state_dim: int = 32  # State size per channel, d_state.
+    head_dim: int = 32  # Channels per head of Mamba-2, which share their decay.
+    expand: int = 2  # Inner width of a mixer, as a multiple of embed.
+    seq_len: int = 128  # Tokens per sequence.
+    batch_size: int = 16  # Sequences per step, over all devices.
+    steps: int = 300  # Optimizer steps.
+    learning_rate: float = 4e-3  # Peak learning rate, after linear warmup; cosine decay to a tenth.
+    warmup_steps: int = 30  # Steps of linear warmup, at most half of all.
+    weight_decay: float = 0.1  # AdamW's, of matrices and embeddings.
+    eval_every: int = 100  # Steps between evaluations, each with a checkpoint.
+    mesh: train.MeshOptions = train.MeshOptions()
+    run: train.RunOptions = train.RunOptions(Path("runs/mamba"))
+
+
+PRESETS = {
+    "cpu": Config(),
+    "1b": Config(
+        vocab=32768,
+        embed=2048,
+        layers=48,
+        state_dim=128,
+        head_dim=64,
+        seq_len=4096,
+        batch_size=64,
+        steps=20_000,
+        learning_rate=4e-4,
+        warmup_steps=1000,
+        mesh=train.MeshOptions(remat="dots", dtype="bfloat16"),
+    ),
+}
+
+
+def main(config: Config) -> None:
+    mesh = config.mesh.make_mesh()
+    model_key, sample_key = jax.random.split(jax.random.key(config.run.seed))
+
+    corpus = train.load_text(config.data, vocab=config.vocab)
+    reader = zoo.parallel.reader(mesh)
+    batches = corpus.train.batches(config.seq_len, config.batch_size, seed=config.run.seed, process=reader)
+    validation = corpus.validation.ordered(config.seq_len, config.batch_size, limit=16)
+
+    def make_model(key):
+        sizes = {
+            "vocab": corpus.vocab,
+            "embed": config.embed,
+            "layers": config.layers,
+            "state_dim": config.state_dim,
+            "expand": config.expand,
+        }
+        if config.generation == 1:
+            model = zoo.models.Mamba(**sizes, key=key)
+        else:
+            model = zoo.models.Mamba2(**sizes, head_dim=config.head_dim, key=key)
+        return config.mesh.apply(model)
+
+    model = zoo.init(make_model, model_key, mesh)
+
+    peak = config.learning_rate
+    warmup = min(config.warmup_steps, config.steps // 2)
+    schedule = optax.warmup_cosine_decay_schedule(0.0, peak, warmup, config.steps, peak / 10)
+    schedule = jax.jit(schedule)  # the log asks for it in each step: one program instead of ten
+    adamw = optax.adamw(schedule, b2=0.95, weight_decay=config.weight_decay, mask=train.decay_mask)
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), adamw)
     opt_state = zoo.place(optimizer.init(zoo.trainable(model)), mesh.optimizer)
 
     def loss_fn(model, batch):
-        return zoo.cross_entropy(zoo.cast(model, mesh_options.dtype), batch)
+        return zoo.cross_entropy(zoo.cast(model, config.mesh.dtype), batch)
+
+    gradient = zoo.value_and_grad(loss_fn, mesh, **config.mesh.accumulation)
+    evaluate = train.Evaluation(loss_fn, mesh, validation=validation)
 
     @eqx.filter_jit(donate="all-except-first")
     def step(batch, model, opt_state):
-        scale = train.loss_scale(opt_state)
-        loss, grads = zoo.value_and_grad(loss_fn, mesh, **mesh_options.accumulation)(model, batch, loss_scale=scale)
+        loss, grads = gradient(model, batch)
         updates, opt_state = optimizer.update(grads, opt_state, zoo.trainable(model))
+        model = zoo.place(eqx.apply_updates(model, updates), mesh)
         metrics = {"bits_per_byte": train.bits_per_byte(loss, corpus.train), "gradient_norm": optax.tree.norm(grads)}
-        return zoo.place(eqx.apply_updates(model, updates), mesh), opt_state, metrics
+        return model, opt_state, metrics
 
-    evaluate = train.Evaluation(loss_fn, mesh, validation=corpus.validation.ordered(seq_len, batch_size, limit=16))
-    with train.Run(run_options, config=config) as run:
+    with train.Run(config.run, config=config) as run:
         run.print_line(f"{zoo.count(model):,} parameters on {mesh}; {corpus}")
         model, opt_state = run.restore((model, opt_state), batches)
-        for batch in run.steps(batches, steps, tokens=batch_size * seq_len):
-            model, opt_state, metrics = step(zoo.place_batch(batch, mesh, vocab=corpus.vocab), model, opt_state)
-            run.log(**metrics, **train.count_skips(opt_state), learning_rate=schedule(run.step - 1))
-            if run.every(eval_every):
+        for batch in run.steps(batches, config.steps, tokens=config.batch_size * config.seq_len):
+            batch = zoo.place_batch(batch, mesh, vocab=corpus.vocab)
+            model, opt_state, metrics = step(batch, model, opt_state)
+            run.log(**metrics, learning_rate=schedule(run.step - 1))
+            if run.every(config.eval_every):
                 run.log(**evaluate(model))
-            if run.due(eval_every):
+            if run.due(config.eval_every):
                 run.save((model, opt_state), batches)
+
     tools.report_run(
         run,
-        f"Mamba-{generation} from scratch",
+        f"Mamba-{config.generation} from scratch",
         model,
         mesh,
         corpus,
+        config=config,
         headline={"bytes of decoding state": f"{zoo.inspect.state_bytes(model, 1):,}"},
         prompts=PROMPTS,
-        key=key,
-        export_seq_len=seq_len,
-        recipe=main,
+        key=sample_key,
+        export_seq_len=config.seq_len,
     )
 
 
 if __name__ == "__main__":
-    train.run_cli(main, presets=PRESETS)
+    train.run_cli(main, Config, PRESETS)

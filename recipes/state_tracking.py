@@ -9,11 +9,14 @@ all so far; parity is the group of two. A mixer that tracks the state extrapolat
 eigenvalues cannot track parity (Grazzi et al., arXiv:2411.12537, theorem 1). docs/state_tracking.md has the results.
 """
 
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import equinox as eqx
 import jax
 import numpy as np
+import optax
 
 import zoo
 from zoo import tools, train
@@ -22,14 +25,13 @@ from zoo.ops.rotary import Rotary
 from zoo.parallel import Dim
 from zoo.text.synthetic import GROUPS
 
-import optax
-
 
 def mixer_factories(embed, heads):
     """Mixers by name. Convolutions have width 1, which is none: on short rows they could stand in for a state."""
     size = embed // heads
     norm = partial(RMSNorm, size, features=Dim("head_dim"))
-    delta_net, delta_product = (partial(mixer, heads=heads, conv_width=1) for mixer in (DeltaNet, GatedDeltaProduct))
+    delta_net = partial(DeltaNet, heads=heads, conv_width=1)
+    delta_product = partial(GatedDeltaProduct, heads=heads, conv_width=1)
     return {
         "attention": partial(Attention, heads=heads, rotary=Rotary(size), qk_norm=norm),
         "mamba": partial(Mamba, conv_width=1),
@@ -44,112 +46,149 @@ def mixer_factories(embed, heads):
 MIXERS = tuple(mixer_factories(2, 1))
 
 
-def main(
-    *,
-    groups: tuple[str, ...] = ("parity", "s3"),
-    mixers: tuple[str, ...] = MIXERS,
-    embed: int = 32,
-    layers: int = 1,
-    heads: int = 4,
-    mlp_dim: int | None = None,
-    seq_len: int = 8,
-    eval_seq_len: int = 128,
-    batch_size: int = 32,
-    steps: int = 800,
-    rates: tuple[float, ...] = (2e-3, 5e-3, 1e-2, 2e-2),
-    num_seeds: int = 2,
-    warmup_steps: int = 50,
-    weight_decay: float = 0.1,
-    eval_rows: int = 128,
-    eval_every: int = 200,
-    run_options: train.RunOptions = train.RunOptions(Path("runs/state_tracking")),
-) -> None:
-    """Train each mixer on each group, all learning rates and seeds at once; extrapolate; compare.
+@dataclass(frozen=True)
+class Config:
+    """Train each mixer on each group, all learning rates and seeds at once; extrapolate; compare."""
 
-    Args:
-        groups: parity, s3, a4 (the even permutations of four), s5.
-        mixers: Names of mixers.
-        embed: Width of the residual stream.
-        layers: Number of blocks.
-        heads: Heads of a mixer, embed / heads wide each.
-        mlp_dim: Width of the SwiGLU after each mixer; by default there is none.
-        seq_len: Tokens per row of training.
-        eval_seq_len: Tokens per row of evaluation.
-        batch_size: Rows per step.
-        steps: Optimizer steps of each run.
-        rates: Peak learning rates, after linear warmup; cosine decay to zero.
-        num_seeds: Initializations per learning rate.
-        warmup_steps: Steps of linear warmup, at most half of all.
-        weight_decay: AdamW's, of matrices and embeddings.
-        eval_rows: Held-out rows for the accuracy.
-        eval_every: Steps between evaluations, each with a checkpoint.
-    """
-    config, seed = dict(locals()), run_options.seed
-    train.check_names("groups", groups, GROUPS)
-    train.check_names("mixers", mixers, MIXERS)
-    if min(steps, num_seeds, eval_rows, batch_size, seq_len) < 1 or eval_seq_len <= seq_len:
-        sizes = f"{steps=}, {num_seeds=}, {eval_rows=}, {batch_size=} and {seq_len=}"
-        raise ValueError(f"{sizes} are at least 1, and {eval_seq_len=} is more than that")
-    learning_rates, keys = train.sweep_grid(rates, seeds=range(seed, seed + num_seeds))
+    groups: tuple[str, ...] = ("parity", "s3")  # parity, s3, a4 (the even permutations of four), s5.
+    mixers: tuple[str, ...] = MIXERS  # Names of mixers.
+    embed: int = 32  # Width of the residual stream.
+    layers: int = 1  # Number of blocks.
+    heads: int = 4  # Heads of a mixer, embed / heads wide each.
+    mlp_dim: int | None = None  # Width of the SwiGLU after each mixer; by default there is none.
+    seq_len: int = 8  # Tokens per row of training.
+    eval_seq_len: int = 128  # Tokens per row of evaluation.
+    batch_size: int = 32  # Rows per step.
+    steps: int = 800  # Optimizer steps of each run.
+    # Peak learning rates, after linear warmup; cosine decay to zero.
+    rates: tuple[float, ...] = (2e-3, 5e-3, 1e-2, 2e-2)
+    num_seeds: int = 2  # Initializations per learning rate.
+    warmup_steps: int = 50  # Steps of linear warmup, at most half of all.
+    weight_decay: float = 0.1  # AdamW's, of matrices and embeddings.
+    eval_rows: int = 128  # Held-out rows for the accuracy.
+    eval_every: int = 200  # Steps between evaluations, each with a checkpoint.
+    run: train.RunOptions = train.RunOptions(Path("runs/state_tracking"))
 
-    def make(group, mixer, key):
-        options = {"vocab": len(GROUPS[group]), "embed": embed, "layers": layers, "mlp": mlp_dim, "tied": False}
-        return zoo.models.Hybrid(**options, pattern=(mixer_factories(embed, heads)[mixer],), key=key)
+
+def main(config: Config) -> None:
+    check(config)
+    seed = config.run.seed
+    learning_rates, keys = train.sweep_grid(config.rates, seeds=range(seed, seed + config.num_seeds))
+
+    def make_model(group, mixer, key):
+        return zoo.models.Hybrid(
+            vocab=len(GROUPS[group]),
+            embed=config.embed,
+            layers=config.layers,
+            mlp=config.mlp_dim,
+            pattern=(mixer_factories(config.embed, config.heads)[mixer],),
+            tied=False,
+            key=key,
+        )
 
     # The schedule peaks at 1, and the learning rate multiplies the updates: one program serves all rates.
-    schedule = jax.jit(optax.warmup_cosine_decay_schedule(0.0, 1.0, min(warmup_steps, steps // 2), steps))
-    adamw = optax.adamw(schedule, b2=0.95, weight_decay=weight_decay, mask=train.decay_mask)
+    warmup = min(config.warmup_steps, config.steps // 2)
+    schedule = optax.warmup_cosine_decay_schedule(0.0, 1.0, warmup, config.steps)
+    schedule = jax.jit(schedule)  # the log asks for it in each step: one program instead of ten
+    adamw = optax.adamw(schedule, b2=0.95, weight_decay=config.weight_decay, mask=train.decay_mask)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), adamw)
-    step = train.sweep_step(zoo.cross_entropy, optimizer)
+
+    def loss_fn(params, model, batch):
+        total, count = zoo.cross_entropy(eqx.combine(params, model), batch)
+        return total / count
+
+    def step_run(batch, model, opt_state, learning_rate):
+        params = zoo.trainable(model)
+        loss, grads = jax.value_and_grad(loss_fn)(params, model, batch)
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        updates = optax.tree.scale(learning_rate, updates)
+        model = eqx.apply_updates(model, updates)
+        return model, opt_state, {"losses": loss, "gradient_norm": optax.tree.norm(grads)}
+
+    @eqx.filter_jit(donate="all-except-first")
+    def step(batch, models, opt_states):
+        """Step all runs, which are stacked: every array of their models has a leading dim."""
+        stacked = eqx.if_array(0)
+        step_runs = eqx.filter_vmap(step_run, in_axes=(None, stacked, stacked, 0))
+        return step_runs(batch, models, opt_states, learning_rates)
+
+    @train.sweep_map
+    def initialize(model):
+        return optimizer.init(zoo.trainable(model))
 
     @train.sweep_map
     def accuracy(model, batch):  # per position
         return (model(batch["tokens"]).argmax(-1) == batch["targets"]).mean(0)
 
-    rows, curves = [], {group: [] for group in groups}
-    for name, group, mixer in [(f"{group}-{mixer}", group, mixer) for group in groups for mixer in mixers]:
-        test = train.stack_rows(train.GroupWords(group, eval_seq_len, seed=2 * seed + 1), eval_rows)
-        batches = train.ShuffledBatches(train.GroupWords(group, seq_len, seed=2 * seed), batch_size, seed=seed)
-        models = train.sweep_models(partial(make, group, mixer), keys)
-        opt_states = train.sweep_map(lambda model: optimizer.init(zoo.trainable(model)))(models)
-        with train.Run(run_options.subrun(name), config=config | {"run": name}) as run:
-            run.print_line(f"{name}: {len(rates)} learning rates, {num_seeds} seeds")
+    rows = []
+    curves = {group: [] for group in config.groups}
+    for group, mixer in [(group, mixer) for group in config.groups for mixer in config.mixers]:
+        name = f"{group}-{mixer}"
+        test = train.stack_rows(train.GroupWords(group, config.eval_seq_len, seed=2 * seed + 1), config.eval_rows)
+        task = train.GroupWords(group, config.seq_len, seed=2 * seed)
+        batches = train.ShuffledBatches(task, config.batch_size, seed=seed)
+        models = train.sweep_models(partial(make_model, group, mixer), keys)
+        opt_states = initialize(models)
+
+        with train.Run(config.run, config=config, name=name) as run:
+            run.print_line(f"{name}: {len(config.rates)} learning rates, {config.num_seeds} seeds")
             models, opt_states = run.restore((models, opt_states), batches)
-            for batch in run.steps(batches, steps, tokens=batch_size * seq_len * len(keys)):
-                models, opt_states, metrics = step(batch, models, opt_states, learning_rates)
+            for batch in run.steps(batches, config.steps, tokens=config.batch_size * config.seq_len * len(keys)):
+                models, opt_states, metrics = step(batch, models, opt_states)
                 run.log(**metrics, learning_rate=learning_rates * schedule(run.step - 1))
-                if run.every(eval_every):
+                if run.every(config.eval_every):
                     places = accuracy(models, test)
-                    beyond = places[:, seq_len:].mean(1)
-                    run.log(places=places, trained=places[beyond.argmax(), :seq_len].mean(), beyond=beyond.max())
-                if run.due(eval_every):
+                    beyond = places[:, config.seq_len :].mean(1)
+                    trained = places[beyond.argmax(), : config.seq_len].mean()
+                    run.log(places=places, trained=trained, beyond=beyond.max())
+                if run.due(config.eval_every):
                     run.save((models, opt_states), batches)
         batches.close()
         if run.stopped:
             return
+
         # The best of all learning rates and seeds on the test rows: the question is what can be learned.
         places = np.array(train.summary(run.directory)["places"])
-        beyond, bins = places[:, seq_len:].mean(1), np.array_split(np.arange(eval_seq_len), 32)
-        best, rate = places[beyond.argmax()], rates[beyond.argmax() // num_seeds]
-        row = {"run": name, f"up to {seq_len} tokens": best[:seq_len].mean()}
-        row |= {f"{seq_len} to {eval_seq_len}": beyond.max(), "median run": np.median(beyond), "best rate": rate}
+        beyond = places[:, config.seq_len :].mean(1)
+        best = places[beyond.argmax()]
+        row = {
+            "run": name,
+            f"up to {config.seq_len} tokens": best[: config.seq_len].mean(),
+            f"{config.seq_len} to {config.eval_seq_len}": beyond.max(),
+            "median run": np.median(beyond),
+            "best rate": config.rates[beyond.argmax() // config.num_seeds],
+        }
         rows.append(row)
-        curves[group].append(tools.report.Curve(mixer, [int(x[-1]) + 1 for x in bins], [best[x].mean() for x in bins]))
+        bins = np.array_split(np.arange(config.eval_seq_len), 32)
+        ends = [int(each[-1]) + 1 for each in bins]
+        curves[group].append(tools.report.Curve(mixer, ends, [best[each].mean() for each in bins]))
+
     plots = {}
-    for group in groups:
+    for group in config.groups:
         chance = {"chance": 1 / len(GROUPS[group])}
         plots[f"Accuracy by place: {group}"] = tools.report.LineChart(curves[group], "accuracy", "tokens", chance)
     tools.report_runs(
-        run_options.out,
+        config.run.out,
         "State tracking",
         rows,
+        config=config,
         description=f"The best run of {len(keys)} per mixer",
         curves={},
         unit="accuracy",
         plots=plots,
-        recipe=main,
     )
 
 
+def check(config: Config) -> None:
+    """Refuse values that cannot be trained, before any row is made."""
+    train.check_names("groups", config.groups, GROUPS)
+    train.check_names("mixers", config.mixers, MIXERS)
+    for name in ("steps", "num_seeds", "eval_rows", "batch_size", "seq_len"):
+        if getattr(config, name) < 1:
+            raise ValueError(f"{name}={getattr(config, name)} is not 1 or more")
+    if config.eval_seq_len <= config.seq_len:
+        raise ValueError(f"eval_seq_len={config.eval_seq_len} is not more than seq_len={config.seq_len}")
+
+
 if __name__ == "__main__":
-    train.run_cli(main)
+    train.run_cli(main, Config)

@@ -141,7 +141,7 @@ def test_fork_with_the_mixer_of_the_page_reaches_its_report(run, tmp_path, monke
     for number in range(40):
         (tmp_path / "text" / f"{number}.txt").write_text("the cat sat on the mat and saw that it was flat " * 20)
     sizes = ["--data=text", "--steps=2", "--layers=1", "--embed=16", "--mlp-dim=16", "--seq-len=8", "--batch-size=8"]
-    train.run_cli(fork.main, arguments=sizes)
+    train.run_cli(fork.main, fork.Config, arguments=sizes)
     assert "layers.*.moving_average.decay" in Path("runs/my_experiment/report.html").read_text()
     said = "no family holds MovingAverage; weights are in runs/my_experiment/checkpoints/2; see Port a model"
     assert capsys.readouterr().out.splitlines()[-1] == said

@@ -1,8 +1,9 @@
-"""compare_adapters: matched parameter counts, one run per method, resuming; the table, results.json and the plot."""
+"""compare_adapters: matched parameter counts, one run per method, resuming, how far rows turn and grow; the report."""
 
 import json
 import shutil
 
+import equinox as eqx
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -37,9 +38,12 @@ def test_compare_adapters_one_row_per_method(unbroken):
     assert full["share"] == "100.00%" and full["rank"] == "none"
     for row in results["runs"]:
         assert row["new"] < results["before"]["new"] and row["bytes held"] > 0
+    (correlation,) = results["correlations"]  # of VeRA's rows none are measured
+    assert correlation["run"] == "full" and -1 <= correlation["correlation"] <= 1
     check_optimization(unbroken, "vera-48", "full")
     report = (unbroken / "report.html").read_text()
-    for part in ("Trainable parameters", "Results", "vera", "trainable parameters", "An object is"):
+    changed = ("Changes", "Magnitudes against directions", "Correlation of magnitude")
+    for part in ("Trainable parameters", "Results", "vera", "trainable parameters", "An object is", *changed):
         assert part in report
 
 
@@ -63,6 +67,38 @@ def test_compare_adapters_resumes_bitwise(text, start, unbroken, tmp_path, capsy
     assert "vera-48    vera    48         256" in capsys.readouterr().out
 
 
+def test_movements_are_those_of_the_paper(start):
+    """Rows made longer by a half turn nowhere; rows with two inputs exchanged keep their lengths."""
+    base = zoo.load(start)
+    measure = compare_adapters.measure_movements
+    weight = lambda model: model.stack.segments[0].blocks[0].mixer.query.weight
+    longer = measure(base, eqx.tree_at(weight, base, replace_fn=lambda w: w * 1.5))
+    lengths = np.linalg.norm(weight(base), axis=-1)
+    assert list(longer) == [f"layers.{layer}.attention.query" for layer in range(2)]
+    for layer, (grown, turned) in enumerate(longer.values()):
+        assert np.isclose(grown, lengths[layer].mean() / 2) and abs(turned) < 1e-6
+    exchanged = weight(base)[..., ::-1]
+    cosines = (weight(base) * exchanged).sum(-1) / lengths**2
+    for layer, (grown, turned) in enumerate(measure(base, eqx.tree_at(weight, base, exchanged)).values()):
+        assert grown < 1e-6 and np.isclose(turned, 1 - cosines[layer].mean(), rtol=1e-4)
+    assert measure(base, base) == {}
+
+
+@pytest.mark.slow  # vera and full above
+def test_compare_adapters_measures_rows_of_dora(text, start, tmp_path, without_samples):
+    """Movements and adapters are of the merged model of each run."""
+    options = TINY | {"methods": ("dora", "lora"), "tensor": 2}
+    call(
+        compare_adapters.main, checkpoint=start, data=(text,), pretraining_data=(text,), out=tmp_path / "run", **options
+    )
+    results = json.loads((tmp_path / "run" / "results.json").read_text())
+    dora, lora = (row["run"] for row in results["runs"])
+    assert [row["run"] for row in results["correlations"]] == [dora, lora]
+    assert json.loads((tmp_path / "run" / dora / "adapter" / "adapter_config.json").read_text())["use_dora"]
+    report = (tmp_path / "run" / "report.html").read_text()
+    assert "layers.0.attention.query" in report and "layers.1.attention.value" in report
+
+
 def test_compare_adapters_bad_input_is_one_line(text, start, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     given = ["--checkpoint", start, "--data", text, "--pretraining-data", text, "--seq-len", 16]
@@ -73,7 +109,7 @@ def test_compare_adapters_bad_input_is_one_line(text, start, tmp_path, monkeypat
         ([*given, "--targets", "querry"], "no matrix of the model is meant by the target 'querry'"),
     ]:
         with pytest.raises(SystemExit) as stopped:
-            train.run_cli(compare_adapters.main, arguments=[str(word) for word in words])
+            train.run_cli(compare_adapters.main, compare_adapters.Config, arguments=[str(word) for word in words])
         assert stopped.value.code == 2 and said in capsys.readouterr().err
     assert not (tmp_path / "runs").exists()
 

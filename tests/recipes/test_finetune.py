@@ -111,7 +111,7 @@ def test_finetune_combines_the_other_options_on_byte_pairs(text, tmp_path):
 def complaint(capsys, *words):
     """The line that a command ends with."""
     with pytest.raises(SystemExit) as stopped:
-        train.run_cli(finetune.main, arguments=[str(word) for word in words])
+        train.run_cli(finetune.main, finetune.Config, arguments=[str(word) for word in words])
     assert stopped.value.code == 2
     return capsys.readouterr().err
 

@@ -1,4 +1,4 @@
-"""LoRA from a directory to an adapter and a directory, resumed, and refused in words."""
+"""LoRA from a directory to an adapter and a directory, resumed, and refused in words; QLoRA, on a quantized base."""
 
 import json
 import shutil
@@ -67,10 +67,64 @@ def test_lora_resumes_bitwise(text, start, unbroken, tmp_path, monkeypatch, caps
     assert "wrote the model to runs/lora/export" in capsys.readouterr().out
 
 
+QUANTIZED = {
+    "seq_len": 16, "batch_size": 8, "steps": 2, "warmup_steps": 1, "eval_every": 1, "rank": 2, "quantization": "nf4",
+    "targets": ("query", "up"), "fsdp": 2, "quantize_targets": ("query", "up"), "dtype": "bfloat16",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def whole_blocks(text, tmp_path_factory):
+    """A model of whole blocks, untrained."""
+    model = zoo.models.Transformer(vocab=256, embed=128, layers=1, heads=2, mlp=64, key=jax.random.key(0))
+    return train.export(model, train.load_text((text,)), tmp_path_factory.mktemp("blocks") / "export", seq_len=16)
+
+
+@pytest.fixture(scope="module")
+def quantized(text, whole_blocks, tmp_path_factory):
+    out = tmp_path_factory.mktemp("quantized") / "run"
+    call(lora.main, checkpoint=whole_blocks, data=(text,), pretraining_data=(text,), out=out, **QUANTIZED)
+    return out
+
+
+def test_qlora_learns_exports_and_reports(quantized, whole_blocks):
+    lines = train.read_metrics(quantized / "metrics.jsonl")
+    assert [line["step"] for line in lines if "new" in line and "old" in line] == [1, 2]
+    assert lines[-1]["new"] < lines[0]["new"]
+    small = zoo.adapters.quantize(zoo.load(whole_blocks), "nf4", targets=QUANTIZED["quantize_targets"])
+    tuned, merged = zoo.adapters.load(small, quantized / "adapter"), zoo.load(quantized / "export")
+    tokens = jnp.arange(32).reshape(2, 16)
+    np.testing.assert_allclose(tuned(tokens), merged(tokens), atol=1e-4)
+    on_the_read_one = zoo.adapters.load(zoo.load(whole_blocks), quantized / "adapter")
+    assert not np.allclose(on_the_read_one(tokens), merged(tokens), atol=1e-2)
+    check_optimization(quantized)
+    report = (quantized / "report.html").read_text()
+    for part in ("QLoRA on new text", "new", "old", "→", "query.lora.up.weight"):
+        assert part in report
+
+
+def test_qlora_takes_its_quantization_from_the_folder(quantized, tmp_path, capsys):
+    """Also from a folder of the recipe qlora.py, which named the format in the same key."""
+    out = shutil.copytree(quantized, tmp_path / "run")
+    words = ["--resume", "--out", str(out)]
+    config = train.run_cli(lambda config: config, lora.Config, arguments=words)
+    assert (config.quantization, config.quantize_targets, config.steps) == ("nf4", ("query", "up"), 2)
+
+
+@pytest.mark.slow  # the same without quantization, in CI
+def test_qlora_resumes_bitwise(text, whole_blocks, quantized, tmp_path):
+    out = shutil.copytree(quantized, tmp_path / "run")
+    shutil.rmtree(out / "checkpoints" / "2")
+    options = QUANTIZED | {"resume": True}
+    call(lora.main, checkpoint=whole_blocks, data=(text,), pretraining_data=(text,), out=out, **options)
+    for name in ("metrics.jsonl", "adapter/adapter_model.safetensors", "export/model.safetensors"):
+        assert (out / name).read_bytes() == (quantized / name).read_bytes()
+
+
 def complaint(capsys, *words):
     """The line that a command ends with."""
     with pytest.raises(SystemExit) as stopped:
-        train.run_cli(lora.main, arguments=[str(word) for word in words])
+        train.run_cli(lora.main, lora.Config, arguments=[str(word) for word in words])
     assert stopped.value.code == 2
     return capsys.readouterr().err
 
@@ -80,14 +134,17 @@ def test_lora_bad_input_is_one_line(text, start, tmp_path, monkeypatch, capsys):
     assert "runs/transformer/export: no model there; `python recipes/transformer.py`" in complaint(capsys)
     given = ("--checkpoint", start, "--data", text, "--pretraining-data", text, "--seq-len", 16)
     assert "no matrix of the model is meant by the target 'querry'" in complaint(capsys, *given, "--targets", "querry")
+    quantized = ("--quantization", "nf4", "--quantize-targets", "querry")
+    assert "no matrix of the model is meant by the target 'querry'" in complaint(capsys, *given, *quantized)
     assert "a rank is at least 1, not 0" in complaint(capsys, *given, "--rank", 0)
     assert "do not share out over data=8" in complaint(capsys, *given, "--batch-size", 12)
     assert not (tmp_path / "runs").exists()
 
 
 FLAGS = [
-    *("checkpoint", "data", "pretraining_data", "targets", "rank", "alpha", "rank_stabilized", "seq_len"),
-    *("batch_size", "steps", "learning_rate", "warmup_steps", "weight_decay", "eval_every"),
+    *("checkpoint", "data", "pretraining_data", "quantization", "quantize_targets", "targets", "rank"),
+    *("alpha", "rank_stabilized", "seq_len", "batch_size", "steps", "learning_rate", "warmup_steps"),
+    *("weight_decay", "eval_every"),
     *MESH_FLAGS,
     *RUN_FLAGS,
 ]

@@ -1,6 +1,5 @@
 """The recipe end to end, stopped and resumed."""
 
-import inspect
 import json
 import os
 import shutil
@@ -12,7 +11,7 @@ import numpy as np
 import pytest
 
 from recipes import recall
-from tests.recipes.flags import RUN_FLAGS, call, explained_flags, flag_names
+from tests.recipes.flags import RUN_FLAGS, call, flag_names, unexplained_flags
 from tests.recipes.optimization import check_optimization
 from zoo import train
 from zoo.inspect import state_bytes
@@ -87,7 +86,7 @@ def test_recall_counts_bytes_of_state():
     """A key and a value for each token, or a matrix; beside them places of tokens, and windows of convolutions."""
 
     def size(mixer, length):
-        return state_bytes(recall.make(mixer, 8, 16, jax.random.key(0)), length)
+        return state_bytes(recall.make_model(mixer, 8, 16, jax.random.key(0)), length)
 
     window = 2 * 8 * 4
     assert size("attention", 16) == window + 16 * (2 * 8 * 4 + 4) + 4
@@ -96,7 +95,7 @@ def test_recall_counts_bytes_of_state():
 
 @pytest.mark.parametrize("mixer", recall.MIXERS)
 def test_recall_mixers_have_a_countable_state(mixer):
-    model = eqx.filter_eval_shape(recall.make, mixer, 8, 16, jax.random.key(0))
+    model = eqx.filter_eval_shape(recall.make_model, mixer, 8, 16, jax.random.key(0))
     assert eqx.filter_eval_shape(model.__class__.__call__, model, np.zeros((1, 16), np.int32)).shape == (1, 16, 16)
     assert (state_bytes(model, 16) < state_bytes(model, 64)) == (mixer == "attention")
 
@@ -108,8 +107,9 @@ def test_recall_mixers_have_a_countable_state(mixer):
         ({"mixers": ()}, "name one or more of the mixers .*, not none"),
         ({"num_pairs": 5}, "5 pairs and as many queries want rows of at least 20 tokens, not 16"),
         ({"num_pairs": 4, "vocab": 8}, "a vocabulary of more than 9, not 8"),
-        ({"steps": 0}, "steps=0, .* are at least 1"),
-        ({"widths": ()}, "at least 1"),
+        ({"steps": 0}, "steps=0 is not 1 or more"),
+        ({"widths": ()}, "widths are one or more numbers"),
+        ({"widths": (8, 0)}, "each of widths=.* is at least 1"),
         ({"rates": (0.0,)}, "a sweep wants learning rates above 0"),
     ],
 )
@@ -121,10 +121,9 @@ def test_recall_bad_flags_raise_early(tmp_path, changes, message):
 
 def test_recall_flags_are_explained_and_presets_named(capsys):
     with pytest.raises(SystemExit):
-        train.run_cli(recall.main, presets=recall.PRESETS, arguments=["paper", "--help"])
+        train.run_cli(recall.main, recall.Config, recall.PRESETS, arguments=["paper", "--help"])
     printed = capsys.readouterr().out
     for name in flag_names(recall.main):
         assert f"--{name.replace('_', '-')} " in printed
-    documentation = inspect.getdoc(recall.main) or ""
-    assert all(f"    {name}: " in documentation for name in explained_flags(recall.main))
+    assert unexplained_flags(recall.main) == []
     assert "8192" in printed
