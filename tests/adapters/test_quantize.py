@@ -222,7 +222,7 @@ def test_lora_init_from_a_quantized_base_raises():
             adapters.lora(model, targets="0", rank=2, init=init, key=KEY)
 
 
-@pytest.mark.slow  # recipes/test_qlora.py saves and loads such an adapter
+@pytest.mark.slow  # recipes/test_lora.py saves and loads such an adapter
 def test_peft_files_of_a_quantized_base_match_dequantized(tmp_path):
     """The files are equal, and load onto either base."""
     adapted = wrap("nf4", "dora")

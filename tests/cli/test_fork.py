@@ -88,6 +88,8 @@ def test_fork_target_file_or_directory(run, refused):
     [
         ((), f"missing the name of a recipe: {', '.join(RECIPES)}; `zoo fork --list` describes"),
         (("transfomer",), f"there is no recipe 'transfomer': choose from {', '.join(RECIPES)}"),
+        (("qlora",), "the recipe qlora is now part of lora: `zoo fork lora`, then --quantization nf4 or int8"),
+        (("recipes/dora.py",), "part of compare_adapters, which ends with its measurements: `zoo fork compare_adapters`"),
         (("transformer", "no/such/x.py"), "no/such: no such directory to write x.py to"),
         (("transformer", "x"), "'x' is not a valid file name for a recipe"),
         (("transformer", 'x"y.py'), "is not a valid file name for a recipe"),
@@ -123,14 +125,21 @@ def test_fork_with_the_mixer_of_the_page_reaches_its_report(run, tmp_path, monke
     run("fork", "transformer", "my_experiment.py")
     page = (ROOT / "docs" / "add-a-layer.md").read_text()
     op, layer = (block.partition("```")[0] for block in page.split("```python\n")[1:3])
-    recipe, loop = "zoo.models.Transformer(**options, key=key)", "\ndef main("
     text = Path("my_experiment.py").read_text()
-    assert "class MovingAverage(" in layer and text.count(recipe) == 1
-    made = (
-        "zoo.models.build_decoder(vocab=corpus.vocab, embed=embed, layers=[(lambda key: MovingAverage(embed, mlp_dim, "
-        "key=key), None)] * layers, norm=lambda: zoo.layers.RMSNorm(embed), tied=True, key=key)"
-    )
-    forked = text.replace(recipe, made).replace(loop, f"{op}{layer}\n{loop}", 1)
+    start, end, loop = "        model = zoo.models.Transformer(\n", "        return config.mesh.apply(model)\n", "\ndef main("
+    before, after = text.split(start)
+    assert "class MovingAverage(" in layer and after.count(end) == 1
+    made = """
+        model = zoo.models.build_decoder(
+            vocab=corpus.vocab,
+            embed=config.embed,
+            layers=[(lambda key: MovingAverage(config.embed, config.mlp_dim, key=key), None)] * config.layers,
+            norm=lambda: zoo.layers.RMSNorm(config.embed),
+            tied=True,
+            key=key,
+        )
+"""
+    forked = before.replace(loop, f"{op}{layer}\n{loop}", 1) + made + end + after.partition(end)[2]
     Path("my_experiment.py").write_text(forked)
     spec = importlib.util.spec_from_file_location("my_experiment", "my_experiment.py")
     assert spec is not None and spec.loader is not None
