@@ -7,6 +7,7 @@ Unlike in recipes/transformer.py a layer is one mixer, and the size of its decod
 """
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -71,17 +72,18 @@ def main(config: Config) -> None:
     validation = corpus.validation.ordered(config.seq_len, config.batch_size, limit=16)
 
     def make_model(key):
-        sizes = {
-            "vocab": corpus.vocab,
-            "embed": config.embed,
-            "layers": config.layers,
-            "state_dim": config.state_dim,
-            "expand": config.expand,
-        }
         if config.generation == 1:
-            model = zoo.models.Mamba(**sizes, key=key)
+            make_mamba = zoo.models.Mamba
         else:
-            model = zoo.models.Mamba2(**sizes, head_dim=config.head_dim, key=key)
+            make_mamba = partial(zoo.models.Mamba2, head_dim=config.head_dim)
+        model = make_mamba(
+            vocab=corpus.vocab,
+            embed=config.embed,
+            layers=config.layers,
+            state_dim=config.state_dim,
+            expand=config.expand,
+            key=key,
+        )
         return config.mesh.apply(model)
 
     model = zoo.init(make_model, model_key, mesh)

@@ -89,7 +89,7 @@ def test_fork_target_file_or_directory(run, refused):
         ((), f"missing the name of a recipe: {', '.join(RECIPES)}; `zoo fork --list` describes"),
         (("transfomer",), f"there is no recipe 'transfomer': choose from {', '.join(RECIPES)}"),
         (("qlora",), "the recipe qlora is now part of lora: `zoo fork lora`, then --quantization nf4 or int8"),
-        (("recipes/dora.py",), "part of compare_adapters, which ends with its measurements: `zoo fork compare_adapters`"),
+        (("recipes/dora.py",), "part of compare_adapters, which ends with its measurements: `zoo fork"),
         (("transformer", "no/such/x.py"), "no/such: no such directory to write x.py to"),
         (("transformer", "x"), "'x' is not a valid file name for a recipe"),
         (("transformer", 'x"y.py'), "is not a valid file name for a recipe"),
@@ -126,7 +126,8 @@ def test_fork_with_the_mixer_of_the_page_reaches_its_report(run, tmp_path, monke
     page = (ROOT / "docs" / "add-a-layer.md").read_text()
     op, layer = (block.partition("```")[0] for block in page.split("```python\n")[1:3])
     text = Path("my_experiment.py").read_text()
-    start, end, loop = "        model = zoo.models.Transformer(\n", "        return config.mesh.apply(model)\n", "\ndef main("
+    start, end = "        model = zoo.models.Transformer(\n", "        return config.mesh.apply(model)\n"
+    loop = "\ndef main("
     before, after = text.split(start)
     assert "class MovingAverage(" in layer and after.count(end) == 1
     made = """

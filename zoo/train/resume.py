@@ -24,9 +24,7 @@ _Parse = Callable[[Sequence[str]], _Config]
 """Parser of a recipe's command line: the words to the configuration. It exits for words that are not flags."""
 
 
-def parse_resumed(
-    parse: _Parse[_Config], words: Sequence[str], out: Path, defaults: Mapping[str, Any]
-) -> _Config:
+def parse_resumed(parse: _Parse[_Config], words: Sequence[str], out: Path, defaults: Mapping[str, Any]) -> _Config:
     """Parse `words` with the flags of the run in `out` as defaults, and print the flags that are taken from there.
 
     - `defaults`: of all flags, by name. Entries of the configuration that are not flags are left to `Run.restore`,
