@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import equinox as eqx
@@ -116,6 +117,20 @@ def test_run_files_and_refusals(tmp_path, capsys):
     options = train.RunOptions(tmp_path, resume=True)
     with train.Run(options, config={}) as run, pytest.raises(RuntimeError, match=r"call run.restore"):
         next(run.steps(train.ShuffledBatches(train.TokenWindows(np.zeros(9, np.uint8), 2), 1), 3))
+
+
+@dataclass(frozen=True)
+class Config:
+    width: int = 8
+    run: train.RunOptions = train.RunOptions(Path("runs/a"))
+
+
+def test_one_of_several_runs_has_a_folder_and_its_name_in_the_configuration(tmp_path):
+    config = Config(run=train.RunOptions(tmp_path, seed=3))
+    with train.Run(config.run, config=config, name="wide") as run:
+        assert run.directory == tmp_path / "wide"
+    saved = json.loads((tmp_path / "wide" / "config.json").read_text())
+    assert saved == {"width": 8, "out": str(tmp_path), "seed": 3, "run": "wide"}
 
 
 def test_run_resume_without_checkpoint_starts_at_step_1(tmp_path, unbroken):

@@ -1,6 +1,8 @@
 """Reports on one run, whatever its end, and on several."""
 
 import json
+from dataclasses import dataclass
+from pathlib import Path
 
 import jax
 import pytest
@@ -80,6 +82,25 @@ def write_run(directory, validation, speeds):
     timing = [{"step": 1, "seconds": 1.0}, *({"step": 2, "seconds": 2.0, "steps_per_second": x} for x in speeds)]
     for name, lines in (("metrics", metrics), ("timing", timing)):
         (directory / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+@dataclass(frozen=True)
+class Config:
+    width: int = 8
+    depth: int = 2
+    run: train.RunOptions = train.RunOptions(Path("runs/a"))
+
+
+def test_report_sets_values_apart_that_differ_from_the_defaults(tmp_path):
+    config = Config(width=16, run=train.RunOptions(tmp_path))
+    with train.Run(config.run, config=config) as run:
+        run.step = 1
+        run.log(validation=8.0)
+    tools.report_runs(tmp_path, "A run", [{"run": "."}], description="wide", config=config)
+    report = (tmp_path / "report.html").read_text()
+    assert "2 defaults" in report  # depth and seed
+    tools.report_runs(tmp_path, "A run", [{"run": "."}], description="wide")
+    assert "defaults" not in (tmp_path / "report.html").read_text()
 
 
 def test_report_runs_prints_and_writes_its_table(tmp_path, capsys):
