@@ -83,13 +83,13 @@ def test_recall_stopped_in_the_second_mixer_resumes_bitwise(unbroken, tmp_path, 
 
 
 def test_recall_counts_bytes_of_state():
-    """A key and a value for each token, or a matrix; beside them places of tokens, and windows of convolutions."""
+    """A key and a value for each token, or a matrix; places of tokens, two counts, and windows of convolutions."""
 
     def size(mixer, length):
         return state_bytes(recall.make_model(mixer, 8, 16, jax.random.key(0)), length)
 
     window = 2 * 8 * 4
-    assert size("attention", 16) == window + 16 * (2 * 8 * 4 + 4) + 4
+    assert size("attention", 16) == window + 16 * (2 * 8 * 4 + 4) + 2 * 4
     assert size("delta-net", 16) == size("delta-net", 64) == window + 8 * 8 * 4 + 3 * 3 * 8 * 4
 
 
