@@ -44,12 +44,13 @@ format: $(VENV)/.dev ## let ruff format and correct what it can
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 
-docs: $(VENV)/.dev ## build the documentation into site/
+docs: $(VENV)/.dev ## build the documentation into site/, with the pages that follow from the code
 	@$(mkdocs)
 	@echo "Open site/index.html"
 
 clean: ## remove the environment, the caches and what was built; runs/ stays
 	rm -rf $(VENV) .venv-newest .jax_cache .hypothesis .pytest_cache .ruff_cache site dist
+	rm -rf docs/api docs/families.md docs/names.md docs/tree.md
 	find zoo recipes tests -name __pycache__ -type d -exec rm -rf {} +
 
 # --strict does not stop at a failure under -q, so never -q.

@@ -1,9 +1,9 @@
-"""Generate the pages of the documentation that follow from the code: families, public names, file tree, pictures.
+"""Generate the files of the documentation that follow from the code: pages of the site, pictures, tested families.
 
-    python scripts/make_pages.py            # writes the pages that changed
-    python scripts/make_pages.py --check    # writes nothing; lists stale pages, and fails if there are any
+    python scripts/make_pages.py            # writes the files that changed
+    python scripts/make_pages.py --check    # lists stale files of the repository, and fails if there are any
 
-A test makes the same check, so that no page disagrees with the code.
+A test makes the same check of the files in the repository. Git ignores the pages, which `make docs` writes anew.
 """
 
 import ast
@@ -146,8 +146,18 @@ def format_default(value: Any) -> str:
     return f"={value!r}" if plain else f"={getattr(value, '__name__', '...')}"
 
 
-def list_pages() -> dict[str, Callable[[], str]]:
-    """Return the path of each generated file, and the function that builds its text."""
+def list_site_pages() -> dict[str, Callable[[], str]]:
+    """Return the path of each page that only the site has, and the function that builds its text."""
+    return {
+        **{path: functools.partial(str, text) for path, text in build_api_pages(NOTE).items()},
+        "docs/families.md": functools.partial(build_families_page, NOTE),
+        "docs/names.md": build_names_page,
+        "docs/tree.md": build_tree_page,
+    }
+
+
+def list_repository_files() -> dict[str, Callable[[], str]]:
+    """Return the path of each generated file in the repository, and the function that builds its text."""
 
     def picture(narrow: bool) -> str:
         mesh = make_abstract_mesh(data=1, fsdp=2, tensor=4)
@@ -159,10 +169,7 @@ def list_pages() -> dict[str, Callable[[], str]]:
 
     schedules = {"gpipe": ("gpipe", 1), "1f1b": ("1f1b", 1), "interleaved": ("1f1b", 2)}
     return {
-        **{path: functools.partial(str, text) for path, text in build_api_pages(NOTE).items()},
         "zoo/models/hf/support.json": build_support,
-        "docs/families.md": functools.partial(build_families_page, NOTE),
-        "docs/names.md": build_names_page,
         "docs/pictures/layer.svg": functools.partial(picture, False),
         "docs/pictures/layer-narrow.svg": functools.partial(picture, True),
         **{
@@ -170,13 +177,12 @@ def list_pages() -> dict[str, Callable[[], str]]:
             for title, (name, rounds) in schedules.items()
             for suffix, width in {"": 860, "-narrow": 360}.items()
         },
-        "docs/tree.md": build_tree_page,
     }
 
 
-def find_stale() -> dict[str, str]:
-    """Return the path and the current text of each page that is out of date."""
-    current = {path: build() for path, build in list_pages().items()}
+def find_stale(files: dict[str, Callable[[], str]]) -> dict[str, str]:
+    """Return the path and the current text of each file that is out of date."""
+    current = {path: build() for path, build in files.items()}
 
     def read(path: str) -> str:
         return (ROOT / path).read_text(encoding="utf-8") if (ROOT / path).exists() else ""
@@ -184,20 +190,30 @@ def find_stale() -> dict[str, str]:
     return {path: text for path, text in current.items() if read(path) != text}
 
 
+def write_stale(files: dict[str, Callable[[], str]]) -> list[str]:
+    """Write the files that are out of date, and return their paths."""
+    stale = find_stale(files)
+    for path, text in stale.items():
+        (ROOT / path).parent.mkdir(exist_ok=True)
+        (ROOT / path).write_text(text, encoding="utf-8")
+    return list(stale)
+
+
 def main(*, check: bool = False) -> None:
-    """Write the generated pages that are out of date.
+    """Write the generated files that are out of date.
 
     Args:
-        check: Write nothing; list the stale pages, and fail if there are any.
+        check: Write nothing; list the stale files of the repository, and fail if there are any.
     """
     use_cpu()
-    stale = find_stale()
-    for path, text in stale.items():
-        print(f"{path} is stale" if check else f"{path} written")
-        if not check:
-            (ROOT / path).parent.mkdir(exist_ok=True)
-            (ROOT / path).write_text(text, encoding="utf-8")
-    if check and stale:
+    if not check:
+        for path in write_stale({**list_repository_files(), **list_site_pages()}):
+            print(f"{path} written")
+        return
+    stale = find_stale(list_repository_files())
+    for path in stale:
+        print(f"{path} is stale")
+    if stale:
         sys.exit(f"`{COMMAND}` updates them.")
 
 

@@ -1,23 +1,39 @@
-"""Generated pages are current, and the built site loads nothing from another host."""
+"""Generated files are current, a build writes the pages of the site, and it loads nothing from another host."""
 
 import re
 
 import pytest
 
-from scripts import check_site, make_pages
+from scripts import check_site, make_pages, write_pages
 from zoo.models.hf.families import FAMILIES
 from zoo.models.presets.published import PRESETS
 
 
-def test_generated_pages_are_current():
-    found = sorted(make_pages.find_stale())
+def test_generated_files_of_the_repository_are_current():
+    found = sorted(make_pages.find_stale(make_pages.list_repository_files()))
     assert not found, f"stale: {', '.join(found)}. `{make_pages.COMMAND}` updates them."
 
 
 def test_tree_lists_every_source_file():
-    page = (make_pages.ROOT / "docs" / "tree.md").read_text(encoding="utf-8")
+    page = make_pages.build_tree_page()
     files = [path for name in make_pages.FOLDERS for path in (make_pages.ROOT / name).glob("**/*.py")]
     assert page.count(".py` ") >= len([path for path in files if path.stem != "__init__"]) > 80
+
+
+def test_names_begin_with_the_promised_and_link_to_their_documentation():
+    page = make_pages.build_names_page()
+    assert (
+        page.index("## Promised")
+        < page.index("- [`zoo.make_mesh`](api/zoo.md#zoo.make_mesh)`(")
+        < page.index("## zoo\n")
+    )
+
+
+def test_git_ignores_the_pages_of_the_site():
+    ignored = (make_pages.ROOT / ".gitignore").read_text(encoding="utf-8").split()
+    pages = make_pages.list_site_pages()
+    assert len(pages) > 30
+    assert [path for path in pages if path not in ignored and f"{path.rpartition('/')[0]}/" not in ignored] == []
 
 
 @pytest.mark.parametrize("name", ["README.md", "docs/index.md"])
@@ -49,25 +65,44 @@ def test_home_page_groups_every_family():
 @pytest.fixture
 def pages(tmp_path, monkeypatch):
     monkeypatch.setattr(make_pages, "ROOT", tmp_path)
-    monkeypatch.setattr(make_pages, "list_pages", lambda: {"docs/one.md": lambda: "1\n", "docs/two.md": lambda: "2\n"})
+    files = {"docs/one.svg": lambda: "1\n", "docs/two.svg": lambda: "2\n"}
+    monkeypatch.setattr(make_pages, "list_repository_files", lambda: files)
+    monkeypatch.setattr(make_pages, "list_site_pages", lambda: {"docs/api/three.md": lambda: "3\n"})
     (tmp_path / "docs").mkdir()
-    (tmp_path / "docs" / "one.md").write_text("1\n")
-    (tmp_path / "docs" / "two.md").write_text("old\n")
+    (tmp_path / "docs" / "one.svg").write_text("1\n")
+    (tmp_path / "docs" / "two.svg").write_text("old\n")
     return tmp_path / "docs"
 
 
-def test_check_names_stale_pages_and_writes_nothing(pages, capsys):
+def test_check_names_stale_files_and_writes_nothing(pages, capsys):
     with pytest.raises(SystemExit, match=r"make_pages\.py"):
         make_pages.main(check=True)
-    assert capsys.readouterr().out == "docs/two.md is stale\n"
-    assert (pages / "two.md").read_text() == "old\n"
+    assert capsys.readouterr().out == "docs/two.svg is stale\n"
+    assert (pages / "two.svg").read_text() == "old\n"
+    assert not (pages / "api").exists()
 
 
-def test_main_writes_stale_pages(pages, capsys):
+def test_main_writes_stale_files_and_pages(pages, capsys):
     make_pages.main()
-    assert capsys.readouterr().out == "docs/two.md written\n"
-    assert (pages / "two.md").read_text() == "2\n"
+    assert capsys.readouterr().out == "docs/two.svg written\ndocs/api/three.md written\n"
+    assert (pages / "two.svg").read_text() == "2\n" and (pages / "api" / "three.md").read_text() == "3\n"
     make_pages.main(check=True)
+
+
+def test_hook_writes_pages_removes_those_of_gone_packages_and_fills_the_menu(pages, monkeypatch):
+    gone = pages / "api" / "zoo.gone.md"
+    gone.parent.mkdir()
+    gone.write_text("old\n")
+    menu = [{"Home": "index.md"}, "plain.md", {"Reference": [{"API": "api/index.md"}, {"The tree": "tree.md"}]}]
+    write_pages.write_pages.cache_clear()
+    try:
+        config = write_pages.on_config({"nav": menu})
+    finally:
+        write_pages.write_pages.cache_clear()
+    assert sorted(path.name for path in pages.rglob("*.md")) == ["three.md"]
+    api = {"API": [{"Packages": "api/index.md"}, {"three": "api/three.md"}]}
+    assert config["nav"] == [{"Home": "index.md"}, "plain.md", {"Reference": [api, {"The tree": "tree.md"}]}]
+    assert (pages / "two.svg").read_text() == "old\n", "a build of the site changed a file of the repository"
 
 
 def test_caption_raises_without_a_docstring(pages):
