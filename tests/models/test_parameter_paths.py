@@ -17,7 +17,6 @@ from zoo.models.parameter_paths import (
     format_path,
     iterate_indices,
     list_parameter_paths,
-    to_snake_case,
 )
 from zoo.ops.attention import reference_attention
 from zoo.ops.rotary import LinearScaling, Rotary
@@ -132,14 +131,6 @@ def test_format_path_replaces_stars_by_numbers():
     assert len(names) == 6 and names[2, 1] == "layers.7.experts.1.up"
     assert list(iterate_indices(())) == [((), ())] and format_path("norm", ()) == "norm"
     assert ParameterPath("a.*", (range(3),), list_parameter_paths({"a": jnp.ones(3)})[0].leaf).dims == ()
-
-
-@pytest.mark.parametrize(
-    "name, expected",
-    [("GatedMLP", "gated_mlp"), ("MLP", "mlp"), ("Attention", "attention"), ("GatedDeltaNet", "gated_delta_net")],
-)
-def test_to_snake_case(name, expected):
-    assert to_snake_case(name) == expected
 
 
 def test_find_differences_ignores_values_and_implementations(model):

@@ -127,3 +127,8 @@ def test_only_pipe_and_data_span_slices_of_tpus(axis):
     sizes: dict[str, Any] = {"data": 1, axis: 8}
     with pytest.raises(ValueError, match=rf"8 devices in 2 slices, which a slow network joins, and {axis}=8: let pipe"):
         zoo.make_mesh(**sizes, devices=devices)
+
+
+def test_mesh_prints_its_axes_and_devices():
+    assert repr(zoo.make_mesh(2, 2, tensor=2)) == "Mesh(data=2, fsdp=2, tensor=2; 8 devices)"
+    assert repr(zoo.make_mesh(1, devices=jax.devices()[:1])) == "Mesh(1 device)"

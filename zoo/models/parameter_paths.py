@@ -23,6 +23,7 @@ from zoo.parallel import (
     leaves,
 )
 from zoo.parallel.module import IMPLEMENTATION_OPTION, NAMED_BY_CLASS, STACKED, TRAINABLE, WRAPPED
+from zoo.parallel.printing import to_snake_case
 from zoo.parallel.rounds import has_rounds, merge_rounds
 
 from .decoder import UnrolledStack
@@ -130,11 +131,6 @@ def map_modules(function: Callable, tree: PyTree, is_leaf: Callable[[Any], bool]
 
 def _join_path(*words: str) -> str:
     return ".".join(filter(None, words))
-
-
-def to_snake_case(name: str) -> str:
-    """Convert CamelCase to snake_case: `GatedMLP` -> `gated_mlp`."""
-    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower()
 
 
 def iterate_indices(ranges: IndexRanges) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:

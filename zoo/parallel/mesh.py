@@ -185,6 +185,12 @@ class Mesh:
     def __str__(self) -> str:
         return format_sizes(self.shape)
 
+    def __repr__(self) -> str:
+        sizes = [f"{axis}={size}" for axis, size in self.shape.items() if size > 1]
+        count = self.devices.size
+        devices = "1 device" if count == 1 else f"{count} devices"
+        return f"Mesh({'; '.join(filter(None, [', '.join(sizes), devices]))})"
+
 
 def format_sizes(sizes: Mapping[str, int]) -> str:
     """Return the axes that shard something, as in "data 4 x tensor 2"."""

@@ -131,7 +131,8 @@ def adapter_parameter(*, full_precision: bool = False, no_weight_decay: bool = F
 )
 class Module(eqx.Module):
     """Base class of every module with parameters. `__check_init__` checks arrays against their annotations, and methods
-    run in a `jax.named_scope` (`zoo.parallel.scope`).
+    run in a `jax.named_scope` (`zoo.parallel.scope`). It prints the names and dims of its parameters;
+    `equinox.tree_pformat` prints every field.
 
     **Raises** `TypeError` if the annotation of an array names no dims or does not match the array; `ValueError` for an
     unknown implementation.
@@ -151,7 +152,7 @@ class Module(eqx.Module):
         arrays = [(field, x) for field in array_fields(self) for x in _find_bare_arrays(getattr(self, field.name))]
         with jaxtyped("context"):  # one scope for all fields: "out" has the same size in the weight and in the bias
             for field, x in arrays:
-                dims = _resolve_dims(self, field, x.ndim)
+                dims = resolve_dims(self, field, x.ndim)
                 if not any(isinstance(x, annotation) for annotation in _find_array_types(field.type)):
                     raise TypeError(_format_mismatch(self, field, x, arrays))
                 for dim, size in zip(dims, x.shape, strict=True):
@@ -160,6 +161,17 @@ class Module(eqx.Module):
                             f"{type(self).__name__}.{field.name}: {size} elements are not a whole number of "
                             f"{dim.name}, {dim.unit} elements each."
                         )
+
+    def __repr__(self) -> str:
+        from .printing import format_module  # here, since it needs this class
+
+        return format_module(self)
+
+    def _repr_html_(self) -> str:
+        """Return what notebooks show."""
+        from .printing import format_module_as_html
+
+        return format_module_as_html(self)
 
 
 def _format_mismatch(
@@ -195,7 +207,7 @@ def _format_annotation(annotation: Any) -> str:
     return " | ".join(names) or str(annotation)
 
 
-def _resolve_dims(module: Module, field: dataclasses.Field, ndim: int) -> tuple[Dim, ...]:
+def resolve_dims(module: Module, field: dataclasses.Field, ndim: int) -> tuple[Dim, ...]:
     """Return the dims that a field's annotation names for an array of `ndim` dims, as renamed by this instance."""
     field_name = f"{type(module).__name__}.{field.name}"
     matching = [names for names in _find_dim_names(field) if len(names) == ndim]
@@ -248,7 +260,7 @@ def _resolve_dim(module: Module, name: str) -> Dim:
     return dim if isinstance(dim, Dim) else Dim(name)
 
 
-def _resolve_stacked_dims(module: Module, name: str) -> Sequence[Dim]:
+def resolve_stacked_dims(module: Module, name: str) -> Sequence[Dim]:
     """Return the leading dims of a `stacked` field: one dim, or the dims of a tuple in the field of that name."""
     dims = getattr(module, name, None)
     return dims if isinstance(dims, tuple) else [_resolve_dim(module, name)]
@@ -314,7 +326,7 @@ def _resolve_leaf(tree: Any, path: tuple, array: Any) -> Leaf:
         if isinstance(node, Module):
             owner = node
             field = next(f for f in dataclasses.fields(node) if f.name == key)
-            stacked_dims += _resolve_stacked_dims(node, field.metadata[STACKED]) if STACKED in field.metadata else []
+            stacked_dims += resolve_stacked_dims(node, field.metadata[STACKED]) if STACKED in field.metadata else []
             is_trained &= field.metadata.get(TRAINABLE, True)
             keeps_dtype |= field.metadata.get(_FULL_PRECISION, False)
             is_adapter |= field.metadata.get(ADAPTER_PARAMETER, False)
@@ -332,7 +344,7 @@ def _resolve_leaf(tree: Any, path: tuple, array: Any) -> Leaf:
     if is_copy_scalar:
         return Leaf(name, tuple(stacked_dims), trainable=False, num_stacked=len(stacked_dims))
     try:
-        dims = (*stacked_dims, *_resolve_dims(owner, field, array.ndim - len(stacked_dims)))
+        dims = (*stacked_dims, *resolve_dims(owner, field, array.ndim - len(stacked_dims)))
     except TypeError as error:
         if not in_state:
             if isinstance(tree, Module):

@@ -188,3 +188,6 @@ class Origin:
     """The tensors of the checkpoint that the model does not have, in words; "" without any."""
     sentence_files: tuple[tuple[str, str], ...] = ()
     """Paths and texts of sentence-transformers' files, which say how `zoo.embed` pools."""
+
+    def __repr__(self) -> str:
+        return f"Origin({self.family.name})"
