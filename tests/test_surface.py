@@ -17,7 +17,7 @@ NAMES = {
     *("load", "save", "from_torch", "families", "hidden_states", "score", "embed", "CheckpointError", "weights"),
     "set_implementations",
     *("adapters", "inspect", "layers", "models", "ops", "parallel", "precision", "testing", "tools", "__version__"),
-    "plan",
+    *("plan", "summary"),
 }
 MOVED = {"distributed": "zoo.parallel.initialize", "drawing": "zoo.tools.draw", "planning": "zoo.tools.plan"}
 SIGNATURES = {
@@ -42,6 +42,7 @@ SIGNATURES = {
     zoo.hidden_states: "model tokens mask segment_ids positions",
     zoo.embed: "model tokens mask pooling",
     zoo.plan: "step args on model_flops",
+    zoo.summary: "model mesh",
     zoo.set_implementations: "model attention recurrence grouped_matmul",
     zoo.score: "model tokens mask segment_ids positions chunk",
 }

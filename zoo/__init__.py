@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from . import tools as tools
     from . import train as train
     from . import weights as weights
+    from .inspect import summary as summary
     from .models.hf.families import families as families
     from .tools.plan import plan as plan
     from .weights import CheckpointError as CheckpointError
@@ -54,6 +55,7 @@ __all__ = [
     "score",
     "set_implementations",
     "spmd",
+    "summary",
     "testing",
     "tools",
     "trainable",
@@ -68,6 +70,7 @@ _LAZY_NAMES = {
     **dict.fromkeys(("CheckpointError", "from_torch", "load", "save"), "weights"),
     "families": "models.hf.families",
     "plan": "tools.plan",
+    "summary": "inspect",
 }
 """Names of packages imported at first use."""
 _MOVED = {"distributed": "zoo.parallel.initialize", "drawing": "zoo.tools.draw", "planning": "zoo.tools.plan"}

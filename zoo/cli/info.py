@@ -8,14 +8,13 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from zoo._terminal import align_columns, format_bytes, show
-from zoo.inspect.implementations import format_ranges
 from zoo.models.hf.families import families
 from zoo.models.presets.published import find_preset
 from zoo.ops.platform import Platform
 from zoo.parallel import ZERO1, ZERO2, ZERO3
 from zoo.parallel.devices import make_abstract_mesh, use_cpu
 
-from .parts import ParameterSummary, Summary, summarize, summarize_preset
+from .parts import Summary, summarize, summarize_preset
 
 
 def info(
@@ -76,6 +75,7 @@ def info(
 
 def _build_json(summary: Summary, preset: str | None) -> dict[str, Any]:
     """Return the summary as a JSON object. Scripts read its keys: they do not change."""
+    model = summary.model
     parts = [
         {
             "name": row.name,
@@ -86,19 +86,16 @@ def _build_json(summary: Summary, preset: str | None) -> dict[str, Any]:
             "dtypes": list(row.dtypes),
             "parameters": row.count,
             "lear" + "nt": row.trainable,  # in two parts, since elsewhere the word is trainable
-            "share": row.count / summary.count,
+            "share": row.count / model.count,
             "tensors": list(row.tensors),
             **({} if row.spec is None else {"spec": list(row.spec), "bytes_per_device": row.bytes_per_device}),
         }
-        for row in summary.rows
+        for row in model.rows
     ]
     mesh = {}
-    if summary.mesh is not None:
-        mesh["mesh"] = {**summary.mesh.shape, "bytes_per_device": summary.bytes_per_device}
-    if preset is None:
-        origin = {}
-    else:
-        origin = {"preset": preset, "source": find_preset(preset).source}
+    if model.mesh is not None:
+        mesh["mesh"] = {**model.mesh.shape, "bytes_per_device": model.bytes_per_device}
+    origin = {} if preset is None else {"preset": preset, "source": find_preset(preset).source}
     stored = {}
     if summary.stored is not None:
         stored = {"files": summary.stored.files, "bytes": summary.stored.bytes, "tensors": summary.stored.tensors}
@@ -108,13 +105,13 @@ def _build_json(summary: Summary, preset: str | None) -> dict[str, Any]:
         "family": summary.family,
         "architecture": summary.architecture,
         "tested": dataclasses.asdict(families()[summary.family]),
-        "parameters": summary.count,
-        "active": summary.active,
-        "tied": summary.tied,
+        "parameters": model.count,
+        "active": model.active,
+        "tied": model.tied,
         **stored,
-        "dtypes": summary.dtypes,
-        "segments": summary.segments,
-        "cache": summary.cache,
+        "dtypes": model.dtypes,
+        "segments": model.segments,
+        "cache": model.cache,
         **mesh,
         **({} if summary.implementations is None else {"implementations": summary.implementations.as_dict()}),
         "rows": parts,
@@ -122,77 +119,20 @@ def _build_json(summary: Summary, preset: str | None) -> dict[str, Any]:
 
 
 def _format_summary(summary: Summary, preset: str | None, names: bool) -> list[str]:
-    if preset is None:
-        rows = []
-    else:
-        rows = [("preset", f"{preset}, with the sizes of {find_preset(preset).source}")]
+    model = summary.model
+    rows = [] if preset is None else [("preset", f"{preset}, with the sizes of {find_preset(preset).source}")]
     rows += [
         ("family", f"{summary.family} ({summary.architecture} in transformers)"),
         ("tested", str(families()[summary.family])),
-        ("parameters", f"{summary.count:,}" + (", head tied to the embedding" if summary.tied else "")),
+        *model.describe_parameters(),
     ]
-    if summary.active < summary.count:
-        rows.append(("active", f"{summary.active:,} per token, in the experts it is routed to and all shared layers"))
-    dtypes = ", ".join(summary.dtypes)
+    dtypes = ", ".join(model.dtypes)
     if (stored := summary.stored) is None:
-        rows.append(("in memory", f"{format_bytes(summary.bytes)} of {dtypes}"))
+        rows.append(("in memory", f"{format_bytes(model.bytes)} of {dtypes}"))
     else:
         files = "1 file" if stored.files == 1 else f"{stored.files} files"
         rows.append(("on disk", f"{format_bytes(stored.bytes)} in {files}, {stored.tensors:,} tensors of {dtypes}"))
         rows += [("left aside", stored.left_aside)] if stored.left_aside else []
-    if summary.segments:
-        layers = sum(period * repeats for period, repeats in summary.segments)
-        patterns = " + ".join(f"{period} x {repeats}" for period, repeats in summary.segments)
-        rows.append(("layers", f"{layers}, scanned as {patterns} (layers per pattern x repeats)"))
-    if summary.cache:
-        cache = summary.cache
-        text = f"{format_bytes(cache['bytes_per_token'])} per token and row, in {cache['dtype']}"
-        if not cache["bytes_per_token"]:
-            text = f"{format_bytes(cache['bytes_per_row'])} per row, of any length, in {cache['dtype']}"
-        if cache["length"]:
-            text += f"; {format_bytes(cache['bytes'])} for {cache['length']:,} tokens"
-        rows.append(("cache", text))
-    if summary.mesh is not None:
-        per_device = (
-            f"{format_bytes(summary.bytes_per_device)} of parameters on each of {summary.mesh.devices.size} devices"
-        )
-        rows.append(("mesh", f"{summary.mesh}: {per_device}"))
-    if summary.implementations is None:
-        chosen = []
-    else:
-        chosen = ["", str(summary.implementations)]
-    return [*align_columns(rows), "", *_format_table(summary, names), *chosen]
-
-
-def _format_table(summary: Summary, names: bool) -> list[str]:
-    """Return one line per parameter, grouped by part below a line with the part's total."""
-    lines = [["parameter", "layers", "dims", "shape", "dtype", "share"]]
-    lines[0] += [] if summary.mesh is None else ["sharding", "per device"]
-    for part in dict.fromkeys(row.part for row in summary.rows):
-        rows = [row for row in summary.rows if row.part == part]
-        count = sum(row.count for row in rows)
-        lines.append([f"{part}: {count:,}", "", "", "", "", _format_percentage(count, summary.count)])
-        for row in rows:
-            lines.append(_format_cells(row, summary))
-            lines += [[f"    {name}"] for name in row.tensors] if names else []
-    return align_columns(lines, right=(5, 7))
-
-
-def _format_cells(row: ParameterSummary, summary: Summary) -> list[str]:
-    layers = format_ranges(row.layers) if row.layers else ""
-    shape = " x ".join(map(str, row.shape))
-    here = [
-        f"  {row.name}",
-        layers,
-        row.dims,
-        shape,
-        ", ".join(row.dtypes),
-        _format_percentage(row.count, summary.count),
-    ]
-    if row.spec is None:
-        return here
-    return [*here, str(row.spec), format_bytes(row.bytes_per_device)]
-
-
-def _format_percentage(count: int, total: int) -> str:
-    return f"{100 * count / total:.2f}%"
+    rows += [*model.describe_layers(), *model.describe_mesh()]
+    chosen = [] if summary.implementations is None else ["", str(summary.implementations)]
+    return [*align_columns(rows), "", *model.format_table(names=names), *chosen]

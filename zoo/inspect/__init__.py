@@ -8,6 +8,7 @@ from .drift import Drift, LayerDrift, drift
 from .dtypes import DtypeAudit, DtypeGroup, audit_dtypes
 from .implementations import LayerImplementation, ModelImplementations, implementations
 from .operations import Flops, count_flops
+from .parameters import ModelSummary, ParameterSummary, summary
 from .program import CompiledProgram, CompileTimes, Donation, DonationError, MemoryStats, compiled
 from .size import ModelSize, measure_size
 from .state import state_bytes
@@ -27,6 +28,8 @@ __all__ = [
     "MemoryStats",
     "ModelImplementations",
     "ModelSize",
+    "ModelSummary",
+    "ParameterSummary",
     "audit_dtypes",
     "compiled",
     "count_flops",
@@ -34,4 +37,5 @@ __all__ = [
     "implementations",
     "measure_size",
     "state_bytes",
+    "summary",
 ]

@@ -35,10 +35,15 @@ def measure_size(model: PyTree) -> ModelSize:
     packed = [node for node in nodes if _is_packed(node)]
     arrays = [x for x in nodes if hasattr(x, "dtype")] + [node.bias for node in packed if node.bias is not None]
     parameters = sum(x.size for x in arrays if jax.numpy.issubdtype(x.dtype, jax.numpy.floating))
-    parameters += sum(
-        math.prod(jax.eval_shape(node.decode, *node.packed_arrays, *node.shared_arrays).shape) for node in packed
-    )
+    parameters += count_packed(model)
     return ModelSize(parameters, sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(model) if hasattr(x, "dtype")))
+
+
+def count_packed(model: PyTree) -> int:
+    """Count the elements of the matrices of quantized layers, decoded."""
+    packed = filter(_is_packed, jax.tree.leaves(model, is_leaf=_is_packed))
+    decoded = [jax.eval_shape(node.decode, *node.packed_arrays, *node.shared_arrays) for node in packed]
+    return sum(math.prod(matrix.shape) for matrix in decoded)
 
 
 def _is_packed(node: Any) -> bool:

@@ -57,7 +57,7 @@ def test_describe_any_family(name):
     sizes = MESHES.get(name, {"data": 2, "fsdp": 2})
     mesh, directory = make(**sizes), CHECKPOINTS[name]
     drawing = describe_layout(read_shapes(directory), mesh, seq_len=32)
-    summary = summarize(directory, mesh)
+    summary = summarize(directory, mesh).model
     drawn = {}
     for x in drawing.parameters:
         drawn[x.name] = drawn.get(x.name, 0) + x.bytes_per_device

@@ -1,0 +1,307 @@
+"""Summarize a model in memory, or in shapes: its parameters by part, their dims and sharding, memory, and KV cache."""
+
+import dataclasses
+import html
+import json
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from zoo._terminal import align_columns, format_bytes
+from zoo.models import Decoder, ParameterPath, Stack, count_active_parameters, list_parameter_paths, swap_stack
+from zoo.models.hf.config import read_config
+from zoo.models.stack import is_stack
+from zoo.parallel import Mesh
+from zoo.parallel.mesh import is_array_or_shape
+from zoo.parallel.module import is_parameter, is_trainable
+from zoo.parallel.rounds import merge_rounds
+
+from .implementations import format_ranges
+from .size import count_packed
+
+
+@dataclasses.dataclass(frozen=True)
+class ParameterSummary:
+    """A parameter, in all layers where it has the same shape."""
+
+    name: str
+    """Name with * for layer and expert numbers: `layers.*.attention.query.weight`."""
+    part: str
+    """Part of the model: `attention`, `norms`, `head`."""
+    layers: tuple[int, ...]
+    dims: str
+    shape: tuple[int, ...]
+    dtypes: tuple[str, ...]
+    """Dtypes as stored, or as initialized."""
+    tensors: tuple[str, ...]
+    """Names in the checkpoint."""
+    spec: PartitionSpec | None
+    bytes_per_device: int
+    trainable: bool = True
+
+    @property
+    def count(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelSummary:
+    """Summary of a model: text where it is printed, a table in a notebook."""
+
+    tied: bool
+    active: int
+    """Active parameters per token: fewer than all in a mixture of experts."""
+    num_parameters: int
+    """Number of parameters, trainable or frozen; a quantized matrix counts those of the decoded matrix."""
+    dtypes: dict[str, int]
+    """Number of elements of each dtype, most first."""
+    segments: list[list[int]]
+    """Layers per pattern and repeats of the pattern, for each scanned segment."""
+    cache: dict[str, Any] | None
+    """Bytes of the KV cache or recurrent state per token and per row, and for the config's maximum length. None for a
+    model without one."""
+    mesh: Mesh | None
+    rows: tuple[ParameterSummary, ...]
+
+    @property
+    def count(self) -> int:
+        """Number of trainable parameters, as `zoo.count`."""
+        return sum(row.count for row in self.rows if row.trainable)
+
+    @property
+    def bytes(self) -> int:
+        """Memory of all parameters."""
+        return sum(count * np.dtype(dtype).itemsize for dtype, count in self.dtypes.items())
+
+    @property
+    def bytes_per_device(self) -> int:
+        return sum(row.bytes_per_device for row in self.rows)
+
+    def __str__(self) -> str:
+        return "\n".join([*align_columns(self._list_facts()), "", *self.format_table()])
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        facts = "".join(_format_html_row(cells) for cells in self._list_facts())
+        head, *lines = self._list_cells(names=False)
+        body = "".join(_format_html_row(cells) for cells in lines)
+        return f"<table>{facts}</table><table>{_format_html_row(head, 'th')}{body}</table>"
+
+    def _list_facts(self) -> list[tuple[str, str]]:
+        memory = ("in memory", f"{format_bytes(self.bytes)} of {', '.join(self.dtypes)}")
+        return [*self.describe_parameters(), memory, *self.describe_layers(), *self.describe_mesh()]
+
+    def describe_parameters(self) -> list[tuple[str, str]]:
+        """Return what is counted: all parameters, and those that are trained or active if they are fewer."""
+        trained = "" if self.count == self.num_parameters else f", {self.count:,} of them trainable"
+        tied = ", head tied to the embedding" if self.tied else ""
+        rows = [("parameters", f"{self.num_parameters:,}{trained}{tied}")]
+        if self.active < self.count:
+            rows.append(("active", f"{self.active:,} per token, in the experts it is routed to and all shared layers"))
+        return rows
+
+    def describe_layers(self) -> list[tuple[str, str]]:
+        """Return the scanned segments of layers, and the size of their caches."""
+        rows = []
+        if self.segments:
+            layers = sum(period * repeats for period, repeats in self.segments)
+            patterns = " + ".join(f"{period} x {repeats}" for period, repeats in self.segments)
+            rows.append(("layers", f"{layers}, scanned as {patterns} (layers per pattern x repeats)"))
+        if self.cache:
+            cache = self.cache
+            text = f"{format_bytes(cache['bytes_per_token'])} per token and row, in {cache['dtype']}"
+            if not cache["bytes_per_token"]:
+                text = f"{format_bytes(cache['bytes_per_row'])} per row, of any length, in {cache['dtype']}"
+            if cache["length"]:
+                text += f"; {format_bytes(cache['bytes'])} for {cache['length']:,} tokens"
+            rows.append(("cache", text))
+        return rows
+
+    def describe_mesh(self) -> list[tuple[str, str]]:
+        """Return the mesh and the parameters on each of its devices."""
+        if self.mesh is None:
+            return []
+        count = self.mesh.devices.size
+        devices = f" on each of {count} devices" if count > 1 else ""
+        return [("mesh", f"{self.mesh}: {format_bytes(self.bytes_per_device)} of parameters{devices}")]
+
+    def format_table(self, *, names: bool = False) -> list[str]:
+        """Return one line per parameter, grouped by part below a line with the part's total; with `names`, also those
+        of the checkpoint's tensors."""
+        return align_columns(self._list_cells(names), right=(5, 7))
+
+    def _list_cells(self, names: bool) -> list[list[str]]:
+        lines = [["parameter", "layers", "dims", "shape", "dtype", "share"]]
+        lines[0] += [] if self.mesh is None else ["sharding", "per device"]
+        for part in dict.fromkeys(row.part for row in self.rows):
+            rows = [row for row in self.rows if row.part == part]
+            count = sum(row.count for row in rows)
+            lines.append([f"{part}: {count:,}", "", "", "", "", _format_percentage(count, self.num_parameters)])
+            for row in rows:
+                lines.append(_format_cells(row, self.num_parameters))
+                lines += [[f"    {name}"] for name in row.tensors] if names else []
+        return lines
+
+
+def summary(model: Any, mesh: Mesh | None = None) -> ModelSummary:
+    """Summarize a model, or a model of `jax.ShapeDtypeStruct`s: what `zoo info` shows of a checkpoint.
+
+    With a `mesh`, whose devices need not exist, also the sharding of each parameter and its bytes on a device.
+    **Raises** `ValueError` for a mesh that does not divide the model.
+    """
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), eqx.filter(model, is_array_or_shape))
+    shapes = merge_rounds(shapes)
+    dtypes = [(str(x.dtype),) for x in jax.tree.leaves(shapes)]
+    origin = getattr(model, "origin", None)
+    config = {} if origin is None else read_config(origin.family, json.loads(origin.config))
+    return summarize_model(shapes, dtypes, mesh, cached_model=shapes, max_length=config.get("max_position_embeddings"))
+
+
+def summarize_model(
+    model: Any,
+    dtypes: Sequence[tuple[str, ...]],
+    mesh: Mesh | None,
+    *,
+    cached_model: Any,
+    max_length: int | None,
+    name_tensor: Callable[[ParameterPath], str] | None = None,
+) -> ModelSummary:
+    """Summarize a model in shapes. `dtypes` are those of each array, as stored or as initialized, `name_tensor` returns
+    the name of a parameter's tensor in a checkpoint, and `cached_model` decodes."""
+    leaves = list(zip(list_parameter_paths(model), jax.tree.leaves(model), strict=True))
+    return ModelSummary(
+        tied=isinstance(model, Decoder) and model.head is None,
+        active=count_active_parameters(model),
+        num_parameters=sum(x.size for path, x in leaves if is_parameter(path.leaf, x)) + count_packed(model),
+        dtypes=count_by_dtype(jax.tree.leaves(model)),
+        segments=[
+            [len(segment.blocks), segment.local_repeats] for stack in _find_stacks(model) for segment in stack.segments
+        ],
+        cache=_measure_cache(cached_model, max_length),
+        mesh=mesh,
+        rows=tuple(_summarize_parameters(leaves, dtypes, mesh, name_tensor)),
+    )
+
+
+def _find_stacks(model: Any) -> list[Stack]:
+    return [x for x in jax.tree.leaves(model, is_leaf=is_stack) if isinstance(x, Stack)]
+
+
+def _summarize_parameters(
+    leaves: Sequence[tuple[ParameterPath, jax.ShapeDtypeStruct]],
+    dtypes: Sequence[tuple[str, ...]],
+    mesh: Mesh | None,
+    name_tensor: Callable[[ParameterPath], str] | None,
+) -> list[ParameterSummary]:
+    """Return a row per parameter name and shape: arrays of the same parameter in different layers share a row."""
+    groups = {}
+    trained = set()
+    for (path, x), array_dtypes in zip(leaves, dtypes, strict=True):
+        has_layers = path.name.startswith("layers.*.")
+        key = path.name, tuple(x.shape[has_layers:])
+        groups.setdefault(key, []).append((path, x.shape, array_dtypes))
+        if is_trainable(path.leaf, x):
+            trained.add(path.name)
+    rows = []
+    for (name, shape), arrays in groups.items():
+        path, _, _ = arrays[0]
+        layers = [number for path, _, _ in arrays for number in path.ranges[0]] if name.startswith("layers.*.") else []
+        row_dtypes = tuple(dict.fromkeys(dtype for _, _, array_dtypes in arrays for dtype in array_dtypes))
+        specs = [None if mesh is None else mesh.spec(path.dims, full, path.name) for path, full, _ in arrays]
+        largest = max(range(len(arrays)), key=lambda i: math.prod(arrays[i][1]))  # its segment has the dim `layers`
+        sizes = [math.prod(full) // _count_shards(spec, mesh) for (_, full, _), spec in zip(arrays, specs, strict=True)]
+        rows.append(
+            ParameterSummary(
+                name=name,
+                part=_get_part_name(name),
+                layers=tuple(sorted(layers)),
+                dims=" ".join(dim.name for dim in arrays[largest][0].dims),
+                shape=(len(layers), *shape) if layers else shape,
+                dtypes=row_dtypes,
+                tensors=() if name_tensor is None else (name_tensor(path),),
+                spec=specs[largest],
+                bytes_per_device=sum(sizes) * np.dtype(row_dtypes[0]).itemsize,
+                trainable=name in trained,
+            )
+        )
+    parts = list(dict.fromkeys(row.part for row in rows))
+    last = {"norms": len(parts), "head": len(parts) + 1}
+    return sorted(rows, key=lambda row: -1 if "embedding" in row.part else last.get(row.part, parts.index(row.part)))
+
+
+def _count_shards(spec: PartitionSpec | None, mesh: Mesh | None) -> int:
+    """Return the number of shards of an array."""
+    if spec is None or mesh is None:
+        return 1
+    axes = [axis for entry in spec for axis in ((entry,) if isinstance(entry, str) else entry or ())]
+    return math.prod(mesh.shape[axis] for axis in axes)
+
+
+def _get_part_name(name: str) -> str:
+    """Return the part of the model that a parameter belongs to: the first word of its name within the layer."""
+    word = name.removeprefix("layers.*.").partition(".")[0]
+    return "norms" if word == "norm" or word.endswith("_norm") else word
+
+
+def count_by_dtype(tensors: Iterable[Any]) -> dict[str, int]:
+    """Count the elements of each dtype, most first."""
+    counts: dict[str, int] = {}
+    for tensor in tensors:
+        counts[str(tensor.dtype)] = counts.get(str(tensor.dtype), 0) + math.prod(tensor.shape)
+    return dict(sorted(counts.items(), key=lambda item: -item[1]))
+
+
+def _measure_cache(model: Any, max_length: int | None) -> dict[str, Any] | None:
+    """Return the bytes of the KV cache or recurrent state: per token, per row, and of `max_length` tokens."""
+    if not isinstance(model, Decoder) or not isinstance(model.stack, Stack):
+        return None
+    repeats = [segment.local_repeats for segment in model.stack.segments for _ in segment.blocks]
+    # all repeats of a pattern have states of the same shape: one suffices
+    first = swap_stack(
+        model, lambda stack: jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype), stack)
+    )
+
+    def measure(length: int) -> tuple[int, str]:
+        states = eqx.filter_eval_shape(first.init_state, 1, length)
+        sizes = [sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state)) for state in states]
+        return sum(map(math.prod, zip(sizes, repeats, strict=True))), str(jax.tree.leaves(states)[0].dtype)
+
+    try:
+        (one_token, dtype), (two_tokens, _) = measure(1), measure(2)
+    except NotImplementedError:
+        return None
+    return {
+        "bytes_per_token": two_tokens - one_token,
+        "bytes_per_row": 2 * one_token - two_tokens,
+        "dtype": dtype,
+        "length": max_length,
+        "bytes": None if max_length is None else measure(max_length)[0],
+    }
+
+
+def _format_cells(row: ParameterSummary, total: int) -> list[str]:
+    layers = format_ranges(row.layers) if row.layers else ""
+    shape = " x ".join(map(str, row.shape))
+    here = [
+        f"  {row.name}",
+        layers,
+        row.dims,
+        shape,
+        ", ".join(row.dtypes),
+        _format_percentage(row.count, total),
+    ]
+    return here if row.spec is None else [*here, str(row.spec), format_bytes(row.bytes_per_device)]
+
+
+def _format_percentage(count: int, total: int) -> str:
+    return f"{100 * count / total:.2f}%"
+
+
+def _format_html_row(cells: Sequence[str], tag: str = "td") -> str:
+    return f"<tr>{''.join(f'<{tag}>{html.escape(cell)}</{tag}>' for cell in cells)}</tr>"
