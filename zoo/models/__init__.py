@@ -4,6 +4,7 @@ from zoo.layers.token_info import batch_token_info, count_positions, pack_positi
 
 from .blocks import AddNormBlock, LayerScaleBlock, MixerBlock, ParallelBlock, TwoMixerBlock
 from .build import build_decoder
+from .configure import set_implementations
 from .decoder import AbstractStack, Block, Decoder, Hidden, UnrolledStack
 from .encoders import (
     ClassificationHead,
@@ -20,7 +21,6 @@ from .encoders import (
     classification_loss,
 )
 from .hf.spec import Family, TensorMapping, fused, prefixed
-from .implementations import set_implementations
 from .load_balancing import balance_loss, count_active_parameters, router_z_loss, tokens_per_expert, update_expert_bias
 from .loop import Loop
 from .loss import cross_entropy, cross_entropy_and_routing, token_losses
