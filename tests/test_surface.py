@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import zoo
-from zoo import train
+from zoo import models, train
 
 NAMES = {
     *("init", "make_mesh", "place", "place_batch", "Layout"),
@@ -17,7 +17,7 @@ NAMES = {
     *("load", "save", "from_torch", "families", "hidden_states", "score", "embed", "CheckpointError", "weights"),
     "set_implementations",
     *("adapters", "inspect", "layers", "models", "ops", "parallel", "precision", "testing", "tools", "__version__"),
-    *("plan", "summary"),
+    *("configure", "plan", "summary"),
 }
 MOVED = {"distributed": "zoo.parallel.initialize", "drawing": "zoo.tools.draw", "planning": "zoo.tools.plan"}
 SIGNATURES = {
@@ -43,6 +43,7 @@ SIGNATURES = {
     zoo.embed: "model tokens mask pooling",
     zoo.plan: "step args on model_flops",
     zoo.summary: "model mesh",
+    zoo.configure: "model remat loop attention recurrence grouped_matmul routing",
     zoo.set_implementations: "model attention recurrence grouped_matmul",
     zoo.score: "model tokens mask segment_ids positions chunk",
 }
@@ -62,10 +63,11 @@ def test_moved_names_say_where_to(name, path):
     assert pkgutil.resolve_name(path) is not None
 
 
-def test_moved_names_of_train_say_where_to():
-    for name, path in train._MOVED.items():
-        with pytest.raises(ImportError, match=f"zoo.train.{name} has moved to {path}"):
-            getattr(train, name)
+@pytest.mark.parametrize("package", [models, train])
+def test_moved_names_of_packages_say_where_to(package):
+    for name, path in package._MOVED.items():
+        with pytest.raises(ImportError, match=f"{package.__name__}.{name} has moved to {path}"):
+            getattr(package, name)
         assert pkgutil.resolve_name(path) is not None
     with pytest.raises(ImportError, match="has moved to zoo.tools.report.write_report"):
         exec("from zoo.train import write_report")

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from . import layers, models, ops, parallel, precision
 from ._workarounds import disable_cpu_reduce_fusion
 from .generate import generate
-from .models import cross_entropy, embed, hidden_states, score, set_implementations
+from .models import configure, cross_entropy, embed, hidden_states, score, set_implementations
 from .parallel import Layout, cast, count, init, make_mesh, place, place_batch, spmd, trainable, value, value_and_grad
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ __all__ = [
     "__version__",
     "adapters",
     "cast",
+    "configure",
     "count",
     "cross_entropy",
     "embed",

@@ -139,7 +139,7 @@ def test_row_that_does_not_fit_raises_and_is_nan_under_jit(name, split):
 
 
 def test_stack_that_scans_raises_for_a_row_that_does_not_fit():
-    model = zoo.models.set_loop(make_model("full", "full"), "scan")
+    model = zoo.configure(make_model("full", "full"), loop="scan")
     _, states = read(model, model.init_state(1, 4), jnp.ones((1, 3), int), jnp.arange(3)[None])
     with pytest.raises(ValueError, match="row 0 has 5 tokens, 2 of them new, and its cache holds 4"):
         read(model, states, jnp.ones((1, 2), int), jnp.arange(3, 5)[None])

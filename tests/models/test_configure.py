@@ -66,3 +66,25 @@ def test_replacement_refuses_what_no_layer_has():
         zoo.set_implementations(model, recurrence="pallas")
     with pytest.raises(ValueError, match="attention has no implementation 'quick'"):
         Attention(16, 2, implementation="quick", key=jax.random.key(0))
+
+
+def test_configure_sets_several_options_at_once_and_keeps_the_others():
+    model = zoo.models.Transformer(vocab=8, embed=8, layers=2, heads=2, mlp=8, remat="dots", key=jax.random.key(0))
+    assert zoo.configure(model) is model
+    other = zoo.configure(model, loop="scan", attention="reference", routing="tokens")
+    stack = other.stack
+    assert (stack.remat, stack.loop, stack.routing) == ("dots", "scan", "tokens")
+    assert stack.segments[0].blocks[0].mixer.implementation == "reference"
+    assert zoo.configure(other, remat="full").stack.remat == "full"
+    assert all(a is b for a, b in zip(jax.tree.leaves(model), jax.tree.leaves(other), strict=True))
+
+
+def test_configure_refuses_what_an_option_does_not_have():
+    model = zoo.models.Transformer(vocab=8, embed=8, layers=2, heads=2, mlp=8, key=jax.random.key(0))
+    for option, words in {"remat": "remat is one of none", "loop": "loop", "routing": "routing is one of"}.items():
+        with pytest.raises(ValueError, match=words):
+            zoo.configure(model, **{option: "every"})
+    with pytest.raises(ValueError, match=r"recurrence='chunked': Decoder has no layer"):
+        zoo.configure(model, recurrence="chunked")
+    with pytest.raises(ValueError, match="Linear has 0 stacks of layers"):
+        zoo.configure(zoo.layers.Linear(2, 2, key=jax.random.key(0)), remat="full")

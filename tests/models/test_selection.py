@@ -39,7 +39,7 @@ def test_shared_selections_scan_on_a_mesh_as_in_a_plain_loop():
     model, batch = make_model("FFSSS"), make_batch(4)
     run = lambda model, mesh: jax.device_get(zoo.value_and_grad(zoo.cross_entropy, mesh)(zoo.place(model, mesh), batch))
     expected_loss, expected = run(model, zoo.make_mesh(devices=jax.devices()[:1]))
-    loss, gradients = run(zoo.models.set_loop(model, "scan"), zoo.make_mesh(data=2, fsdp=2, tensor=2))
+    loss, gradients = run(zoo.configure(model, loop="scan"), zoo.make_mesh(data=2, fsdp=2, tensor=2))
     assert abs(loss - expected_loss) < 1e-6 * expected_loss
     for a, b in zip(jax.tree.leaves(gradients), jax.tree.leaves(expected), strict=True):
         assert np.abs(a - b).max() <= 3e-5 * np.abs(b).max()

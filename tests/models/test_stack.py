@@ -16,12 +16,11 @@ import zoo
 from tests.jaxprs import arrays
 from tests.parallel.any_mesh import make_any_mesh
 from zoo.layers import TokenInfo
-from zoo.models import AbstractStack, Hidden, Stack, describe_loop, find_patterns, set_loop, set_routing, swap_stack
+from zoo.models import AbstractStack, Hidden, Stack, describe_loop, find_patterns, swap_stack
 from zoo.models.decoder import AbstractBlock
 from zoo.models.parameter_paths import find_differences
 from zoo.ops.platform import target_platform
 from zoo.parallel import Layout, leaves
-from zoo.train import rematerialize
 
 KEY = jax.random.key(0)
 SIZES = {"vocab": 32, "embed": 16, "layers": 3, "heads": 4, "kv_heads": 2, "mlp": 24}
@@ -36,7 +35,7 @@ def test_stack_scan_equals_unrolled_loop():
     model = zoo.models.Transformer(**SIZES, windows=(4, None), qk_norm=True, key=KEY)
     tokens = jax.random.randint(jax.random.key(1), (2, 7), 0, SIZES["vocab"])
     unrolled = swap_stack(model, lambda stack: stack.unstack())
-    for other in (unrolled, set_loop(model, "plain"), set_loop(model, 2)):
+    for other in (unrolled, zoo.configure(model, loop="plain"), zoo.configure(model, loop=2)):
         assert jnp.allclose(run(other, tokens), run(model, tokens), atol=1e-5)
     assert zoo.count(unrolled) == zoo.count(model)
     with pytest.raises(ValueError, match="Embedding has 0 stacks"):
@@ -86,7 +85,7 @@ def test_an_unknown_remat_is_refused_when_the_model_is_made():
     with pytest.raises(ValueError, match="remat is one of none, .* not 'all'"):
         zoo.models.Transformer(**SIZES, remat="all", key=KEY)
     with pytest.raises(ValueError, match="remat is one of none, .* not 'all'"):
-        rematerialize(zoo.models.Transformer(**SIZES, key=KEY), "all")
+        zoo.configure(zoo.models.Transformer(**SIZES, key=KEY), remat="all")
 
 
 @pytest.mark.parametrize("remat", ["none", "elementwise"])
@@ -95,7 +94,7 @@ def test_loops_equal_in_gradients_dropout_and_routing(remat):
     mesh = zoo.make_mesh(fsdp=2, devices=jax.devices()[:2])
     model = zoo.init(lambda key: zoo.models.MixtureOfExperts(**SIZES, **options, key=key), KEY, mesh)
     differentiate = eqx.filter_jit(zoo.value_and_grad(loss_and_choices, mesh, has_aux=True))
-    found = [differentiate(set_loop(model, loop), BATCH, key=KEY) for loop in ("scan", "plain")]
+    found = [differentiate(zoo.configure(model, loop=loop), BATCH, key=KEY) for loop in ("scan", "plain")]
     scanned, plain = jax.device_get([(loss, jax.tree.leaves(gradients)) for loss, gradients in found])
     (_, choices), gradients = scanned
     assert len(choices) == 2 and all(choice.sum() == 2 * TOKENS.size for choice in choices)
@@ -113,7 +112,7 @@ def test_training_step_holds_no_logits_of_all_routers():
 
     logits, sums = (3, *TOKENS.shape, 5), (3, len(TOKENS), 5)
     assert logits not in (shapes := find_shapes(model)) and sums in shapes
-    assert logits in find_shapes(set_routing(model, "tokens"))
+    assert logits in find_shapes(zoo.configure(model, routing="tokens"))
 
 
 class FirstLayer(AbstractStack):
@@ -128,12 +127,12 @@ class FirstLayer(AbstractStack):
         return ()
 
 
-def test_set_routing_refuses_other_names_and_stacks(no_type_checks):
+def test_routing_refuses_other_names_and_stacks(no_type_checks):
     model = zoo.models.Transformer(**SIZES, key=KEY)
     with pytest.raises(ValueError, match="routing is one of rows, tokens, not 'all'"):
-        set_routing(model, "all")
+        zoo.configure(model, routing="all")
     with pytest.raises(ValueError, match="FirstLayer has no choice of its routing"):
-        set_routing(swap_stack(model, lambda stack: FirstLayer(next(stack.iter_blocks()))), "tokens")
+        zoo.configure(swap_stack(model, lambda stack: FirstLayer(next(stack.iter_blocks()))), routing="tokens")
 
 
 @pytest.mark.ci
@@ -242,7 +241,7 @@ def test_loop_outside_a_scan_keeps_recomputation_apart():
     model = zoo.models.Transformer(**SIZES, remat="full", key=KEY)
 
     def has_barriers(loop):
-        arrays, static = eqx.partition(set_loop(model, loop), eqx.is_array)
+        arrays, static = eqx.partition(zoo.configure(model, loop=loop), eqx.is_array)
         loss = lambda arrays: eqx.combine(arrays, static)(TOKENS).sum()
         barriers = re.findall(r"optimization_barrier (.*?) :", jax.jit(jax.grad(loss)).lower(arrays).as_text())
         return any(operands.count("%") > 2 for operands in barriers)  # attention has one of two, in every loop
@@ -251,7 +250,7 @@ def test_loop_outside_a_scan_keeps_recomputation_apart():
 
 
 def test_plain_loop_stacks_gradients_once():
-    model = set_loop(zoo.models.Transformer(**SIZES, key=KEY), "plain")
+    model = zoo.configure(zoo.models.Transformer(**SIZES, key=KEY), loop="plain")
     arrays, static = eqx.partition(model, eqx.is_array)
     total = lambda arrays: eqx.combine(arrays, static)(TOKENS).sum()
     gradient = jax.make_jaxpr(jax.grad(total))(arrays).jaxpr
@@ -267,24 +266,24 @@ def test_loops_equal_in_states():
         hidden, states = model.hidden(TOKENS, TokenInfo(jnp.indices(TOKENS.shape)[1]), model.init_state(4, 12))
         return hidden.x, states
 
-    assert_close(*(prefill(set_loop(model, loop)) for loop in ("scan", "plain")))
+    assert_close(*(prefill(zoo.configure(model, loop=loop)) for loop in ("scan", "plain")))
 
 
-def test_set_loop_changes_no_parameters():
+def test_loop_changes_no_parameters():
     model = zoo.models.Transformer(**SIZES, key=KEY)
-    plain = set_loop(model, "plain")
+    plain = zoo.configure(model, loop="plain")
     assert (model.stack.loop, plain.stack.loop) == ("auto", "plain")
     assert not list(find_differences(model, plain))
     assert all(a is b for a, b in zip(jax.tree.leaves(model), jax.tree.leaves(plain), strict=True))
     with pytest.raises(ValueError, match="UnrolledStack has no choice of its loop"):
-        set_loop(swap_stack(model, Stack.unstack), "scan")
+        zoo.configure(swap_stack(model, Stack.unstack), loop="scan")
 
 
 def test_describe_loop_gives_the_reason():
     model = zoo.models.Transformer(**SIZES, key=KEY)
-    described = [describe_loop(set_loop(model, loop).stack) for loop in ("scan", "plain", 2)]
+    described = [describe_loop(zoo.configure(model, loop=loop).stack) for loop in ("scan", "plain", 2)]
     assert described == ["scan", "plain", "scan, 2 repeats per iteration"]
     assert describe_loop(model.stack) == "plain (scan under 65,536 elements of the hidden states)"
-    assert describe_loop(rematerialize(model, "full").stack) == "scan (remat=full)"
+    assert describe_loop(zoo.configure(model, remat="full").stack) == "scan (remat=full)"
     with target_platform("tpu"):
         assert describe_loop(model.stack) == "scan (compiled for a tpu)"

@@ -75,7 +75,7 @@ def test_what_a_pipeline_cannot_do_raises_by_name():
     with pytest.raises(NotImplementedError, match="hidden states of each, .* place the model on a mesh with pipe=1"):
         run(lambda model, tokens: zoo.models.hidden_states(model, tokens)[0])
     with pytest.raises(NotImplementedError, match="routing='tokens' .* do not travel through a pipeline"):
-        run(lambda model, tokens: zoo.models.set_routing(model, "tokens")(tokens))
+        run(lambda model, tokens: zoo.configure(model, routing="tokens")(tokens))
     with pytest.raises(ValueError, match=r"rounds=2, and the layers .* dealt out in 1: .* zoo.place\(model, mesh\)"):
         run(lambda model, tokens: model(tokens), Layout(rounds=2))
     model = zoo.parallel.rounds.split_rounds(model, 2)

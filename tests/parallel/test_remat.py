@@ -8,7 +8,6 @@ import pytest
 
 import zoo
 from tests.aot import compile_for, imagine
-from zoo import train
 from zoo.parallel import SaveNames
 from zoo.parallel.remat import RESIDUAL_NAMES
 
@@ -22,7 +21,7 @@ def test_unknown_and_repeated_names_raise():
 
 def test_offload_is_refused_where_the_host_computes():
     model = zoo.models.Transformer(vocab=8, embed=8, layers=1, heads=1, mlp=8, key=jax.random.key(0))
-    model = train.rematerialize(model, SaveNames(("attention",), offload=("mlp_hidden",)))
+    model = zoo.configure(model, remat=SaveNames(("attention",), offload=("mlp_hidden",)))
     tokens = jax.numpy.zeros((1, 4), int)
     gradient = jax.grad(lambda weight: eqx.tree_at(lambda m: m.norm.weight, model, weight)(tokens).sum())
     with pytest.raises(NotImplementedError, match="mlp_hidden: a CPU computes in the memory of the host"):
@@ -46,7 +45,7 @@ def test_offloaded_activations_lie_in_host_memory(topology):
         make = lambda key: zoo.models.Transformer(
             vocab=512, embed=256, layers=4, heads=4, mlp=1024, loop="scan", key=key
         )
-        model = zoo.place(train.rematerialize(eqx.filter_eval_shape(make, jax.random.key(0)), remat), mesh)
+        model = zoo.place(zoo.configure(eqx.filter_eval_shape(make, jax.random.key(0)), remat=remat), mesh)
         loss = lambda model, batch: zoo.cross_entropy(zoo.cast(model, "bfloat16"), batch)
         step = lambda model, batch, loss=loss: zoo.value_and_grad(loss, mesh)(model, batch)
         program = compile_for(topology, eqx.filter_jit(step), model, zoo.place_batch(batch, mesh))

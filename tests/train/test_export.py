@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import zoo
 from tests.quick import mark_slow
 from zoo.text.tokenizers import ByteTokenizer, FileTokenizer
-from zoo.train import export, load_text, read_tokenizer, rematerialize
+from zoo.train import export, load_text, read_tokenizer
 
 SIZES = {"embed": 16, "layers": 2, "heads": 2, "mlp": 32}
 
@@ -162,11 +162,11 @@ def test_load_text_from_a_mapping(tmp_path):
         load_text({"binary": "a\0b"}, cache=tmp_path)
 
 
-def test_rematerialize_changes_no_values():
+def test_remat_changes_no_values():
     model = zoo.models.Transformer(vocab=7, **SIZES, key=jax.random.key(0))
-    other = rematerialize(model, "full")
+    other = zoo.configure(model, remat="full")
     assert (model.stack.remat, other.stack.remat) == ("none", "full")
     assert all(a is b for a, b in zip(jax.tree.leaves(model), jax.tree.leaves(other), strict=True))
     unstacked = eqx.tree_at(lambda model: model.stack, model, model.stack.unstack())
     with pytest.raises(ValueError, match="does not rematerialize"):
-        rematerialize(unstacked, "full")
+        zoo.configure(unstacked, remat="full")

@@ -32,7 +32,7 @@ def test_policies_agree_in_gradients_and_keep_what_is_counted(sizes):
     batch = zoo.place_batch({"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}, mesh)
     counted, gradients, temporaries = [], [], []
     for remat in POLICIES:
-        candidate = train.rematerialize(model, remat)
+        candidate = zoo.configure(model, remat=remat)
         counted.append(train.count_residual_bytes(candidate, loss_fn, batch, mesh))
         step = eqx.filter_jit(lambda model, batch: zoo.value_and_grad(loss_fn, mesh)(model, batch)[1])
         temporaries.append(zoo.inspect.compiled(step, candidate, batch).memory.temporaries)
@@ -51,7 +51,7 @@ def test_policies_agree_in_gradients_and_keep_what_is_counted(sizes):
 @pytest.mark.slow
 def test_budget_takes_the_least_recomputation_that_fits(caplog):
     mesh, shapes = zoo.make_mesh(devices=jax.devices()[:1]), eqx.filter_eval_shape(make, jax.random.key(0))
-    count = lambda remat: train.count_residual_bytes(train.rematerialize(shapes, remat), loss_fn, BATCH, mesh)
+    count = lambda remat: train.count_residual_bytes(zoo.configure(shapes, remat=remat), loss_fn, BATCH, mesh)
     fit = lambda budget: train.fit_remat(shapes, loss_fn, BATCH, mesh, budget=budget).stack.remat
     assert fit(1e12) == "none"
     assert fit(count("elementwise")) == "elementwise"
@@ -62,4 +62,4 @@ def test_budget_takes_the_least_recomputation_that_fits(caplog):
     assert named.stack.remat == SaveNames(("query",))
     with pytest.raises(ValueError, match="UnrolledStack does not rematerialize"):
         unrolled = zoo.models.swap_stack(make(jax.random.key(0)), zoo.models.Stack.unstack)
-        train.rematerialize(unrolled, "full")
+        zoo.configure(unrolled, remat="full")

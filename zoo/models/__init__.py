@@ -1,10 +1,12 @@
 """Models: the decoder, its loss and scores, presets from scratch, and families of Hugging Face checkpoints."""
 
+from typing import Any
+
 from zoo.layers.token_info import batch_token_info, count_positions, pack_positions, token_info
 
 from .blocks import AddNormBlock, LayerScaleBlock, MixerBlock, ParallelBlock, TwoMixerBlock
 from .build import build_decoder
-from .configure import set_implementations
+from .configure import configure, set_implementations
 from .decoder import AbstractStack, Block, Decoder, Hidden, UnrolledStack
 from .encoders import (
     ClassificationHead,
@@ -50,7 +52,7 @@ from .presets.transformer import Transformer
 from .presets.vision_transformer import VisionTransformer
 from .scoring import hidden_states, score
 from .segment import Segment, find_patterns
-from .stack import Stack, describe_loop, set_loop, set_routing, split_ends, swap_stack
+from .stack import Stack, describe_loop, split_ends, swap_stack
 from .text_embeddings import embed
 
 __all__ = [
@@ -105,6 +107,7 @@ __all__ = [
     "build_encoder",
     "build_image_encoder",
     "classification_loss",
+    "configure",
     "count_active_parameters",
     "count_positions",
     "cross_entropy",
@@ -124,8 +127,6 @@ __all__ = [
     "router_z_loss",
     "score",
     "set_implementations",
-    "set_loop",
-    "set_routing",
     "split_ends",
     "swap_stack",
     "tabulate_observations",
@@ -135,3 +136,12 @@ __all__ = [
     "unobserve",
     "update_expert_bias",
 ]
+
+_MOVED = dict.fromkeys(("set_loop", "set_routing"), "zoo.configure")
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MOVED:
+        # Not an AttributeError: `from zoo.models import name` would drop its words.
+        raise ImportError(f"zoo.models.{name} has moved to {_MOVED[name]}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

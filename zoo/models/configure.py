@@ -1,13 +1,64 @@
-"""Replacement of the implementations that the layers of a model use."""
+"""What a model computes with: implementations, rematerialization, the loop over layers, and the routing it returns."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
 
-from zoo.parallel import Module, find_operations, replace_option
+from zoo.parallel import Module, Remat, find_operations, replace_option
+from zoo.parallel.remat import check_remat
+
+from .decoder import AbstractStack, RoutingDetail
+from .loop import Loop
+from .stack import Stack, set_loop, set_routing, swap_stack
 
 _Model = TypeVar("_Model")
+
+
+def configure(
+    model: _Model,
+    *,
+    remat: Remat | None = None,
+    loop: Loop | None = None,
+    attention: str | Callable | None = None,
+    recurrence: str | None = None,
+    grouped_matmul: str | None = None,
+    routing: RoutingDetail | None = None,
+) -> _Model:
+    """Return `model` with other options of how it computes. They change neither parameters nor results, but by
+    rounding. Options that are None stay as they are.
+
+        model = zoo.configure(model, remat="full", attention="blockwise")
+
+    Implementations take any module or tree of modules: a decoder, loaded or new, stacked, with adapters, quantized; a
+    block; a mixer. The other options take a model with one `zoo.models.Stack`. Parameters are shared with `model`.
+
+    - `remat`: what the backward pass recomputes to save memory: "none", "elementwise", "dots", "full", or a
+      `zoo.parallel.SaveNames`.
+    - `loop`: "scan", "plain", "auto", or the number of repeats of a pattern per iteration of a scan.
+    - `attention`: "auto", "grouped", "blockwise" or another name in `zoo.ops.attention.ATTENTION`; or a function with
+      the arguments of `zoo.ops.attention.reference_attention`.
+    - `recurrence`: "auto", "chunked", "recurrent", and "pallas" for the recurrences that have such a kernel.
+    - `grouped_matmul`: "auto", "padded", "ragged" or "reference", for mixtures of experts.
+    - `routing`: what `Hidden.routing` has: "rows", sums over the tokens of each row; "tokens", also every token's
+      router logits and experts, which take layers x tokens x experts of memory.
+
+    **Raises** `ValueError` for a value that an option does not have, for an implementation of what no layer of the
+    model computes, and if the layers are in a stack without the option. Whether an implementation can compute the
+    model's shapes on its platform is checked in the first call, which raises `ValueError` with the reason;
+    `zoo.inspect.implementations` says it before.
+    """
+    given = {"attention": attention, "recurrence": recurrence, "grouped_matmul": grouped_matmul}
+    for kind, value in given.items():
+        if value is not None:
+            model = _set_implementation(model, kind, value)
+    if remat is not None:
+        model = _set_remat(model, remat)
+    if loop is not None:
+        model = set_loop(model, loop)
+    if routing is not None:
+        model = set_routing(model, routing)
+    return model
 
 
 def set_implementations(
@@ -17,27 +68,24 @@ def set_implementations(
     recurrence: str | None = None,
     grouped_matmul: str | None = None,
 ) -> _Model:
-    """Return `model` with other implementations in all layers of a kind. What a model computes stays the same.
+    """Return `model` with other implementations in all layers of a kind: `configure`, with these options only."""
+    return configure(model, attention=attention, recurrence=recurrence, grouped_matmul=grouped_matmul)
 
-    Takes any module or tree of modules: a decoder, loaded or new, stacked, with adapters, quantized; a block; a mixer.
-    Parameters are shared with `model`, and neither checkpoints nor results depend on it but by rounding.
 
-    - `attention`: "auto", "grouped", "blockwise" or another name in `zoo.ops.attention.ATTENTION`; or a function with
-      the arguments of `zoo.ops.attention.reference_attention`.
-    - `recurrence`: "auto", "chunked", "recurrent", and "pallas" for the recurrences that have such a kernel.
-    - `grouped_matmul`: "auto", "padded", "ragged" or "reference", for mixtures of experts.
+def _set_remat(model: _Model, remat: Remat) -> _Model:
+    def replace(stack: AbstractStack) -> AbstractStack:
+        if not isinstance(stack, Stack):
+            raise ValueError(f"{type(stack).__name__} does not rematerialize: swap in a Stack before")
+        return replace_option(stack, "remat", check_remat(remat))
 
-    **Raises** `ValueError` for a model without layers of a kind that is given, and for a name that the operation of one
-    of them does not have. Whether an implementation can compute the model's shapes on its platform is checked in the
-    first call, which raises `ValueError` with the reason; `zoo.inspect.implementations` says it before.
-    """
-    given = {"attention": attention, "recurrence": recurrence, "grouped_matmul": grouped_matmul}
-    given = {kind: value for kind, value in given.items() if value is not None}
-    for kind, value in given.items():
-        changed: list[Module] = []
-        model = _replace(model, kind, value, changed)
-        if not changed:
-            raise ValueError(f"{kind}={value!r}: {type(model).__name__} has no layer that computes it")
+    return swap_stack(model, replace)
+
+
+def _set_implementation(model: _Model, kind: str, value: str | Callable) -> _Model:
+    changed: list[Module] = []
+    model = _replace(model, kind, value, changed)
+    if not changed:
+        raise ValueError(f"{kind}={value!r}: {type(model).__name__} has no layer that computes it")
     return model
 
 

@@ -75,7 +75,7 @@ def cross_entropy_and_routing(
     implementation: str | Callable = "auto",
 ) -> tuple[tuple[Float[Array, ""], Float[Array, ""]], tuple[RoutingSums, ...]]:
     """Return `cross_entropy`, and the `RoutingSums` of each layer that has a router: for `tokens_per_expert`, and for
-    auxiliary losses of your own. `set_routing(model, "tokens")` adds the decisions of every token."""
+    auxiliary losses of your own. `configure(model, routing="tokens")` adds the decisions of every token."""
     check_batch(batch, find_checkable_vocab(model))
     check_chunk(chunk, batch["tokens"].shape)
     hidden, _ = model.hidden(batch["tokens"], batch_token_info(batch, key))

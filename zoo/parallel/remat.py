@@ -26,7 +26,7 @@ and a feed-forward layer add to the residual stream."""
 class SaveNames:
     """A rematerialization policy that saves activations by name, and computes everything else again.
 
-        model = train.rematerialize(model, zoo.parallel.SaveNames(("attention",), offload=("mlp_hidden",)))
+        model = zoo.configure(model, remat=zoo.parallel.SaveNames(("attention",), offload=("mlp_hidden",)))
 
     - `names`: saved in the memory of the device.
     - `offload`: saved in the memory of the host, and copied back for the backward pass. Only on GPUs and TPUs.

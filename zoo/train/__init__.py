@@ -44,7 +44,7 @@ from .optimizer import (
 )
 from .options import MeshOptions, RunOptions
 from .profile import Profile
-from .remat import count_residual_bytes, fit_remat, rematerialize
+from .remat import count_residual_bytes, fit_remat
 from .run import Run
 from .samples import continue_prompts
 from .skip import count_skips, skip_nonfinite, skip_spikes
@@ -102,7 +102,6 @@ __all__ = [
     "measure_updates",
     "read_metrics",
     "read_tokenizer",
-    "rematerialize",
     "run_cli",
     "scale_by_adam",
     "skip_nonfinite",
@@ -123,6 +122,7 @@ _MOVED = {
     "draw_line_chart": "zoo.tools.report.LineChart",
     "draw_scatter": "zoo.tools.report.ScatterChart",
     "group_series": "zoo.tools.report.ScatterChart.of_rows",
+    "rematerialize": "zoo.configure",
     "report_runs": "zoo.tools.report_runs",
 }
 

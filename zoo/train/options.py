@@ -6,11 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from zoo.models import set_implementations
+from zoo.models import configure
 from zoo.parallel import SEQUENCE, ZERO1, ZERO2, ZERO3, Mesh, RematPolicy, Schedule, make_mesh
 
 from .checkpoint_folder import refuse_url
-from .remat import rematerialize
 
 _Model = TypeVar("_Model")
 
@@ -59,7 +58,7 @@ class MeshOptions:
         operation that no layer of the model computes."""
         names = {name: getattr(self, name) for name in ("attention", "recurrence", "grouped_matmul")}
         named = {name: value for name, value in names.items() if value != "auto"}
-        return set_implementations(rematerialize(model, self.remat), **named)
+        return configure(model, remat=self.remat, **named)
 
     @property
     def accumulation(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Rematerialization of a loaded model, by policy or from a budget of bytes."""
+"""Rematerialization of a loaded model from a budget of bytes."""
 
 import logging
 from collections.abc import Callable
@@ -8,30 +8,15 @@ import equinox as eqx
 import jax
 from jaxtyping import PyTree
 
-from zoo.models import AbstractStack, Stack, swap_stack
-from zoo.parallel import Mesh, Remat, map_leaves, replace_option, spmd
+from zoo.models import configure
+from zoo.parallel import Mesh, Remat, map_leaves, spmd
 from zoo.parallel.module import is_trainable
-from zoo.parallel.remat import check_remat
 
 _log = logging.getLogger("zoo")
 _Model = TypeVar("_Model")
 
 _POLICIES: tuple[Remat, ...] = ("none", "elementwise", "dots", "full")
 """Policies from the least recomputation to the most."""
-
-
-def rematerialize(model: _Model, remat: Remat) -> _Model:
-    """Return `model` with another rematerialization policy: what its backward pass recomputes to save memory.
-
-    **Raises** `ValueError` for an unknown policy, and if the model's layers are not in a `Stack`.
-    """
-
-    def set_remat(stack: AbstractStack) -> AbstractStack:
-        if not isinstance(stack, Stack):
-            raise ValueError(f"{type(stack).__name__} does not rematerialize: swap in a Stack before")
-        return replace_option(stack, "remat", check_remat(remat))
-
-    return swap_stack(model, set_remat)
 
 
 def fit_remat(
@@ -58,7 +43,7 @@ def fit_remat(
     """
     sizes: dict[str, int] = {}
     for remat in policies:
-        candidate = rematerialize(model, remat)
+        candidate = configure(model, remat=remat)
         sizes[str(remat)] = count_residual_bytes(candidate, loss_fn, batch, mesh)
         if sizes[str(remat)] <= budget:
             _log.info(

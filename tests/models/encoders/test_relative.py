@@ -18,10 +18,10 @@ FOLDER = FIXTURES / "encoders" / "deberta_masked"
 @pytest.mark.slow
 def test_packed_rows_in_a_scan_on_a_mesh_equal_rows_alone():
     """In value, and in the gradient of every parameter, of the table, too."""
-    model, runs = zoo.models.set_loop(zoo.load(FOLDER, dtype=jnp.float32), "plain"), []
+    model, runs = zoo.configure(zoo.load(FOLDER, dtype=jnp.float32), loop="plain"), []
     meshes = zoo.make_mesh(data=2, fsdp=2, tensor=2), zoo.make_mesh(devices=jax.devices()[:1])
     for mesh, loop, rows in zip(meshes, ("scan", "plain"), draw_texts(40), strict=True):
-        placed = zoo.place(zoo.models.set_loop(model, loop), mesh)
+        placed = zoo.place(zoo.configure(model, loop=loop), mesh)
         with jax.default_matmul_precision("highest"):
             run = zoo.value_and_grad(zoo.cross_entropy, mesh)(placed, zoo.place_batch(rows, mesh))
         runs.append(jax.device_get(run))

@@ -14,7 +14,6 @@ from zoo.models import (
     Stack,
     count_active_parameters,
     cross_entropy_and_routing,
-    set_routing,
     swap_stack,
     tokens_per_expert,
 )
@@ -144,7 +143,7 @@ def test_moe_returns_routing_decisions_with_hidden_states(model):
     def list_routing(*models):
         return [model.hidden(random_tokens((2, 5)), info)[0].routing for model in models]
 
-    routing, detailed = list_routing(model, swap_stack(set_routing(model, "tokens"), Stack.unstack))
+    routing, detailed = list_routing(model, swap_stack(zoo.configure(model, routing="tokens"), Stack.unstack))
     for sums, full, block in zip(routing, detailed, list(model.stack.iter_blocks())[1:], strict=True):
         logits, chosen = full.per_token.logits, full.per_token.chosen
         assert logits.shape == (2, 5, 4) and chosen.shape == (2, 5, 2) and sums.per_token is None

@@ -36,7 +36,7 @@ class RoutingSums(Module):
     """Sum of (log Σ_e exp(logit_e))²."""
     num_tokens: Float[Array, "batch"]
     per_token: Routing | None = None
-    """The decisions themselves, padding included, if `zoo.models.set_routing(model, "tokens")` asked for them."""
+    """The decisions themselves, padding included, if `zoo.configure(model, routing="tokens")` asked for them."""
 
 
 def sum_routing(routing: Routing, segment_ids: SegmentIds | None = None) -> RoutingSums:

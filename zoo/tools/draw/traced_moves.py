@@ -17,7 +17,7 @@ from jax.extend.core import jaxprs_in_params
 from jaxtyping import PyTree
 
 from zoo.layers import TokenInfo
-from zoo.models import Decoder, Hidden, Stack, cross_entropy, set_loop
+from zoo.models import Decoder, Hidden, Stack, configure, cross_entropy
 from zoo.models.decoder import AbstractBlock
 from zoo.models.encoders.heads import MaskedLMHead
 from zoo.models.encoders.image import ImageEncoder
@@ -137,7 +137,7 @@ def _label_stack(stack: Any, label_block: Callable[[AbstractBlock], int]) -> Any
         blocks = tuple(_LabeledBlock(block, label_block(block)) for block in segment.blocks)
         return type(segment)(blocks, segment.num_repeats, segment.layers)
 
-    return set_loop(replace_option(stack, "segments", tuple(map(label, stack.segments))), "scan")
+    return configure(replace_option(stack, "segments", tuple(map(label, stack.segments))), loop="scan")
 
 
 def _choose_loss(model: Any) -> Callable:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from zoo._optional import require_installed
-from zoo.models import cross_entropy, split_ends
+from zoo.models import configure, cross_entropy, split_ends
 from zoo.parallel import Mesh, Remat, Schedule, cast, make_mesh, place, place_batch, trainable, value, value_and_grad
 
 from .traced import trace_program
@@ -48,13 +48,11 @@ def make_training_step(
     require_installed("optax", extra="train")
     import optax
 
-    from zoo.train import rematerialize
-
     model = eqx.filter_eval_shape(lambda key: make_model(key=key), jax.random.key(0))
     stages = mesh.shape["pipe"] * mesh.layout.rounds
     if stages > 1:
         model = split_ends(model, stages)
-    model = place(rematerialize(model, options.remat), mesh)
+    model = place(configure(model, remat=options.remat), mesh)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(3e-4, b2=0.95, weight_decay=0.1))
     opt_state = place(jax.eval_shape(optimizer.init, trainable(model)), mesh.optimizer)
     tokens = jax.ShapeDtypeStruct((options.rows, options.seq), jnp.int32)
