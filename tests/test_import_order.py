@@ -1,7 +1,7 @@
 """Import order: a package of the library imports packages of lower levels only.
 
     shapes, _backend, _checks, _files, _optional, _terminal, _workarounds < _processes < _compile_cache, ops < parallel
-        < layers < models < weights, text, generate < adapters, precision, train, inspect
+        < layers < models < weights, text, generate < adapters, train, inspect < precision
         < tools.plan, tools.draw, tools.report, tools.parity < tools.testing, tools.commands < tools
         < testing, cli, recipes
 
@@ -25,7 +25,8 @@ LEVELS = (
     ("layers",),
     ("models",),
     ("weights", "text", "generate"),
-    ("adapters", "precision", "train", "inspect"),
+    ("adapters", "train", "inspect"),
+    ("precision",),
     ("tools.plan", "tools.draw", "tools.report", "tools.parity"),
     ("tools.testing", "tools.commands"),
     ("tools",),

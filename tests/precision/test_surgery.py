@@ -1,5 +1,7 @@
 """FP8 models: which layers are replaced, and that losses and gradients on meshes are those of one device."""
 
+import subprocess
+import sys
 from functools import partial
 
 import equinox as eqx
@@ -137,3 +139,15 @@ def test_lora_around_a_frozen_fp8_base():
     assert all(".lora." in path.name for path in list_parameter_paths(gradients))
     assert FP8Linear in find_classes(adapters.merge(adapted)).values()
     assert Linear not in find_classes(adapters.merge(adapted)).values()
+
+
+def test_precision_is_one_door_for_quantized_weights():
+    assert precision.quantize is adapters.quantize and precision.dequantize is adapters.dequantize
+    assert {"fp8", "quantize", "dequantize"} <= set(dir(precision))
+    with pytest.raises(AttributeError, match=r"'zoo.precision' has no attribute 'int8'"):
+        precision.int8  # noqa: B018
+
+
+def test_import_of_precision_imports_no_adapters():
+    code = "import sys, zoo.precision; sys.exit('zoo.adapters' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

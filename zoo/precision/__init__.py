@@ -1,4 +1,6 @@
-"""Low-precision training: linear layers whose products run in FP8, by a recipe."""
+"""Low precision: linear layers with products in FP8 or FP4, by a recipe; frozen weights quantized to 8 or 4 bits."""
+
+from typing import TYPE_CHECKING, Any
 
 from zoo.ops.quantized.blocks import BlockScaling
 from zoo.ops.quantized.mxfp8 import MXFP8
@@ -9,6 +11,10 @@ from zoo.ops.quantized.recipe import AbstractRecipe
 from .delayed import update_amax
 from .surgery import fp8, remove_fp8
 
+if TYPE_CHECKING:
+    from zoo.adapters import dequantize as dequantize
+    from zoo.adapters import quantize as quantize
+
 __all__ = [
     "MXFP8",
     "NVFP4",
@@ -16,7 +22,21 @@ __all__ = [
     "BlockScaling",
     "CurrentScaling",
     "DelayedScaling",
+    "dequantize",
     "fp8",
+    "quantize",
     "remove_fp8",
     "update_amax",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("dequantize", "quantize"):
+        from zoo import adapters  # at first use: not every program needs adapters
+
+        return getattr(adapters, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__
