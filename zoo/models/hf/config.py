@@ -9,7 +9,6 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from .errors import ConfigError, shorten_repr, suggest_nearest
-from .kinds import validate_value
 from .rope_config import ROPE_CONFIG_KEYS, read_rope_parameters
 from .spec import Config, Family
 from .values import is_any_of
@@ -80,7 +79,7 @@ def read_config(family: Family, given: Mapping[str, Any], *, ignore: Collection[
         elif canonical in ROPE_CONFIG_KEYS and "rope_parameters" in family.defaults:
             continue
         elif canonical in family.defaults:
-            if error := validate_value(value, family.defaults[canonical], canonical):
+            if error := family.kinds[canonical].find_error(value):
                 errors.append(f"{key} = {shorten_repr(value)} {error}")
             elif canonical in read_from and given[read_from[canonical]] != value:
                 errors.append(f"{key} and {read_from[canonical]} are two words for one thing and say different things")

@@ -7,12 +7,18 @@ from zoo.layers import AbstractPooler
 
 from ..encoders.heads import FeatureHead
 from .errors import ConfigError
+from .kinds import Default, optional_count, optional_words
 from .spec import Config, NameMap
+from .values import WORD, optional, table_of
 
 LABEL_KEYS = ("id2label", "num_labels")
 """Keys of classifiers, which families of features alone do not have."""
 
-HEAD_DEFAULTS: dict[str, Any] = {"architectures": None, **dict.fromkeys(LABEL_KEYS)}
+HEAD_DEFAULTS: dict[str, Any] = {
+    "architectures": optional_words(),
+    "id2label": Default(None, optional(table_of(WORD))),
+    "num_labels": optional_count(),
+}
 """Defaults of the keys that choose and size a head."""
 
 HeadFactory = Callable[..., Any]

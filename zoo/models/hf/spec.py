@@ -15,6 +15,9 @@ from typing import Any
 
 import numpy as np
 
+from .kinds import Default, get_kind
+from .values import ValueKind
+
 Shape = tuple[int, ...]
 
 
@@ -108,7 +111,9 @@ class Family:
     - `build(config, *, key)` builds the model of a config.
     - `names(config)` returns its name map.
     - `defaults`: every config key that changes the result, with the default of the class in transformers, since files
-      omit keys equal to it.
+      omit keys equal to it. A key accepts what its default is: a bool, a whole number above 0, a number, a word. Where
+      it accepts something else, or the default is None, the table says so: `optional_count(8)` and its neighbors in
+      `zoo.models.hf.kinds`. The family has the plain defaults, and the kinds of values as `kinds`.
     - `aliases`: config keys of this family -> canonical keys. `build` and `names` see canonical keys only.
     - `required_values`: keys that would change the result, with the values that are implemented; others raise.
     - `scaled_rope_theta`: rope_theta of files that scale RoPE and leave it out, if that is not the default's.
@@ -148,6 +153,24 @@ class Family:
     head: str = "lm_head"
     embedding: str = "model.embed_tokens"
     describe: Callable[[Any], Mapping[str, Any]] | None = None
+    kinds: Mapping[str, ValueKind] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self):
+        kinds, plain = {}, {}
+        for key, default in self.defaults.items():
+            is_declared = isinstance(default, Default)
+            plain[key] = default.value if is_declared else default
+            if key in self.kinds and not is_declared:  # a copy of a family
+                kinds[key] = self.kinds[key]
+            elif key != "rope_parameters":
+                kinds[key] = get_kind(key, default)
+        object.__setattr__(self, "kinds", kinds)
+        object.__setattr__(self, "defaults", plain)
+
+    @property
+    def declared(self) -> dict[str, Any]:
+        """The defaults with the kinds of their values, for the table of a family that has the same keys and more."""
+        return {key: Default(x, self.kinds[key]) if key in self.kinds else x for key, x in self.defaults.items()}
 
     def __repr__(self) -> str:
         return f"Family({self.name!r})"

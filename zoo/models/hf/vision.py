@@ -15,6 +15,7 @@ from ..encoders.heads import ClassificationHead, take_first_token
 from ..encoders.image import ImageEncoder, build_image_encoder
 from .encoder_heads import HEAD_DEFAULTS, HeadFactory, count_classes
 from .errors import ConfigError
+from .kinds import SIZE, Default
 from .spec import Config
 
 VISION_DEFAULTS: dict[str, Any] = {
@@ -23,8 +24,8 @@ VISION_DEFAULTS: dict[str, Any] = {
     "num_hidden_layers": 12,
     "num_attention_heads": 12,
     "hidden_act": "gelu",
-    "image_size": 224,
-    "patch_size": 16,
+    "image_size": Default(224, SIZE),
+    "patch_size": Default(16, SIZE),
     "num_channels": 3,
 }
 """Defaults that the classes of vision Transformers have in common."""

@@ -20,7 +20,9 @@ from zoo.models.hf.builders import (
     make_sandwich_block,
     read_layer_types,
 )
+from zoo.models.hf.kinds import Default, non_negative, optional_count, optional_non_negative, optional_words
 from zoo.models.hf.spec import Config, Family, NameMap, prefixed
+from zoo.models.hf.values import POSITIVE_NUMBER
 
 from . import llama
 
@@ -82,18 +84,18 @@ AFMOE = Family(
         "hidden_size": 2048,
         "intermediate_size": 6144,
         "num_attention_heads": 16,
-        "head_dim": 128,
+        "head_dim": optional_count(128),
         "max_position_embeddings": 16384,
         "rms_norm_eps": 1e-5,
-        "sliding_window": 1024,
+        "sliding_window": optional_non_negative(1024),
         "global_attn_every_n_layers": 4,
-        "layer_types": None,
-        "num_dense_layers": 1,
+        "layer_types": optional_words(),
+        "num_dense_layers": non_negative(1),
         "moe_intermediate_size": 1408,
         "num_experts": 64,
         "num_experts_per_tok": 6,
         "num_shared_experts": 2,
-        "routed_scaling_factor": 1.0,
+        "routed_scaling_factor": Default(1.0, POSITIVE_NUMBER),
         "mup_enabled": False,
     },
     aliases={"route_scale": "routed_scaling_factor"},

@@ -17,6 +17,7 @@ from zoo.models.hf.builders import (
     make_layer_norm_factory,
     make_mlp_factory,
 )
+from zoo.models.hf.kinds import non_negative
 from zoo.models.hf.spec import Config, Family, NameMap, prefixed
 
 from .. import encoder_heads, text_encoders
@@ -89,7 +90,7 @@ DEFAULTS: dict[str, Any] = {
     "num_attention_heads": 12,
     "hidden_act": "gelu",
     "max_position_embeddings": 512,
-    "type_vocab_size": 2,
+    "type_vocab_size": non_negative(2),
     "layer_norm_eps": 1e-12,
 }
 

@@ -11,6 +11,7 @@ from zoo.models.hf.builders import (
     make_layerwise_attention_factories,
     read_layer_types,
 )
+from zoo.models.hf.kinds import WINDOW_PATTERN, Default, optional_non_negative, optional_words
 from zoo.models.hf.spec import Config, Family
 
 from . import cohere, llama
@@ -33,9 +34,9 @@ COHERE2 = Family(
     defaults={
         **cohere.DEFAULTS,
         "rope_parameters": {"rope_theta": 10000.0},
-        "sliding_window": 4096,
-        "sliding_window_pattern": 4,
-        "layer_types": None,
+        "sliding_window": optional_non_negative(4096),
+        "sliding_window_pattern": Default(4, WINDOW_PATTERN),
+        "layer_types": optional_words(),
     },
     aliases={"_sliding_window_pattern": "sliding_window_pattern"},
     required_values={

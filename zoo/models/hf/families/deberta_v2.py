@@ -21,10 +21,23 @@ from zoo.models.hf.builders import (
     make_mlp_factory,
 )
 from zoo.models.hf.errors import ConfigError
+from zoo.models.hf.kinds import Default, non_negative, optional_count
 from zoo.models.hf.spec import Config, Family, NameMap, prefixed
+from zoo.models.hf.values import WORD, ValueKind, integer, list_of, optional
 
 from .. import encoder_heads, text_encoders
 from .bert import DEFAULTS, map_bert_layers
+
+
+def _is_list_of_terms(value: Any) -> bool:
+    """Return True for the terms of position in the scores of DeBERTa."""
+    terms = [term.strip() for term in value.lower().split("|")] if isinstance(value, str) else value
+    return list_of(WORD).fits(terms) and set(terms) <= {"c2p", "p2c"}
+
+
+_TERMS = ValueKind("a list of c2p and p2c, or these words with | between", _is_list_of_terms)
+_COUNT_OR_NONE = ValueKind("a whole number above 0, or -1", lambda x: integer(minimum=-1).fits(x) and x != 0)
+_NORM_NAME = ValueKind("none or layer_norm", lambda value: WORD.fits(value) and value in ("none", "layer_norm"))
 
 
 def _build_deberta(config: Config, *, key: Key[Array, ""]) -> Encoder:
@@ -117,13 +130,14 @@ DEBERTA_V2 = Family(
         "intermediate_size": 6144,
         "num_hidden_layers": 24,
         "num_attention_heads": 24,
-        "type_vocab_size": 0,
+        "type_vocab_size": non_negative(0),
         "layer_norm_eps": 1e-7,
         **dict.fromkeys(("relative_attention", "share_att_key"), False),
         **dict.fromkeys(("position_biased_input", "legacy"), True),
-        **dict.fromkeys(("max_relative_positions", "position_buckets"), -1),
-        **dict.fromkeys(("pos_att_type", "attention_head_size", "pooler_hidden_size"), None),
-        "norm_rel_ebd": "none",
+        **dict.fromkeys(("max_relative_positions", "position_buckets"), Default(-1, _COUNT_OR_NONE)),
+        **dict.fromkeys(("attention_head_size", "pooler_hidden_size"), optional_count()),
+        "pos_att_type": Default(None, optional(_TERMS)),
+        "norm_rel_ebd": Default("none", _NORM_NAME),
         "pooler_hidden_act": "gelu",
     },
     required_values={"tie_word_embeddings": (True,), "conv_kernel_size": (None, 0), "embedding_size": (None,)},

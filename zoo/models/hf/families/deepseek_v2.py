@@ -18,6 +18,7 @@ from zoo.models.hf.builders import (
     make_rms_norm_factory,
 )
 from zoo.models.hf.errors import ConfigError
+from zoo.models.hf.kinds import optional_count
 from zoo.models.hf.spec import Config, Family, NameMap, fused, prefixed
 
 from . import dots1, llama
@@ -106,7 +107,7 @@ def map_latent_layers(experts: NameMap, attention: NameMap) -> NameMap:
 DEFAULTS = {
     **{key: value for key, value in dots1.DEFAULTS.items() if key != "norm_topk_prob"},
     "kv_lora_rank": 512,
-    "q_lora_rank": 1536,
+    "q_lora_rank": optional_count(1536),
     "qk_nope_head_dim": 128,
     "qk_rope_head_dim": 64,
     "v_head_dim": 128,
@@ -127,10 +128,10 @@ DEEPSEEK_V2 = Family(
         "moe_intermediate_size": 1407,
         "n_routed_experts": 64,
         "n_shared_experts": 2,
-        "num_experts_per_tok": None,
+        "num_experts_per_tok": optional_count(),
         "topk_method": "greedy",
-        "n_group": None,
-        "topk_group": None,
+        "n_group": optional_count(),
+        "topk_group": optional_count(),
     },
     aliases={"num_experts": "n_routed_experts"},
     required_values={"moe_layer_freq": (1,), "scoring_func": ("softmax",)},

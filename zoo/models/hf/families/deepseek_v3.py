@@ -9,7 +9,9 @@ from jaxtyping import Array, Key
 
 from zoo.models.decoder import Decoder
 from zoo.models.hf.builders import make_biased_router_factory, make_latent_attention_factory
+from zoo.models.hf.kinds import Default, non_negative, optional_count
 from zoo.models.hf.spec import Config, Family
+from zoo.models.hf.values import POSITIVE_NUMBER
 
 from . import deepseek_v2, llama
 
@@ -44,15 +46,15 @@ DEEPSEEK_V3 = Family(
         "intermediate_size": 18432,
         "num_hidden_layers": 61,
         "num_attention_heads": 128,
-        "num_key_value_heads": 128,
+        "num_key_value_heads": optional_count(128),
         "max_position_embeddings": 4096,
         "rope_interleave": True,
-        "first_k_dense_replace": 3,
+        "first_k_dense_replace": non_negative(3),
         "moe_intermediate_size": 2048,
         "n_routed_experts": 256,
         "n_shared_experts": 1,
         "num_experts_per_tok": 8,
-        "routed_scaling_factor": 2.5,
+        "routed_scaling_factor": Default(2.5, POSITIVE_NUMBER),
         "n_group": 8,
         "topk_group": 4,
         "norm_topk_prob": True,

@@ -10,6 +10,7 @@ from zoo.layers import LightningIndexer, SparseLatentAttention
 from zoo.models.decoder import Decoder
 from zoo.models.hf.builders import make_biased_router_factory, make_latent_attention_factory
 from zoo.models.hf.errors import ConfigError
+from zoo.models.hf.kinds import optional_words
 from zoo.models.hf.spec import Config, Family, NameMap, prefixed
 
 from . import deepseek_v2, deepseek_v3
@@ -65,9 +66,9 @@ DEEPSEEK_V32 = Family(
     build=_build_deepseek_v32,
     names=map_sparse_names,
     defaults={
-        **{key: value for key, value in _V3.defaults.items() if key != "rope_interleave"},
+        **{key: value for key, value in _V3.declared.items() if key != "rope_interleave"},
         "max_position_embeddings": 163840,
-        "mlp_layer_types": None,
+        "mlp_layer_types": optional_words(),
         "index_topk": 2048,
         "index_head_dim": 128,
         "index_n_heads": 64,

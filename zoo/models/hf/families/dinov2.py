@@ -12,6 +12,7 @@ from zoo.models.hf.builders import (
     make_layer_norm_factory,
     make_mlp_factory,
 )
+from zoo.models.hf.kinds import SIZE, Default, optional_count
 from zoo.models.hf.spec import Config, Family, NameMap, TensorMapping, fused, prefixed
 
 from .. import encoder_heads, vision
@@ -70,8 +71,8 @@ DINOV2 = Family(
     names=_map_dinov2_names,
     defaults={
         **vision.VISION_DEFAULTS,
-        "patch_size": 14,
-        "head_dim": None,
+        "patch_size": Default(14, SIZE),
+        "head_dim": optional_count(),
         "layer_norm_eps": 1e-6,
         "mlp_ratio": 4,
         "qkv_bias": True,

@@ -17,6 +17,7 @@ from zoo.models.hf.builders import (
     read_head_sizes,
 )
 from zoo.models.hf.errors import ConfigError
+from zoo.models.hf.kinds import non_negative
 from zoo.models.hf.spec import Config, Family, NameMap, TensorMapping, prefixed
 from zoo.ops.axial_rotary import AxialRotary
 
@@ -83,7 +84,7 @@ DINOV3_VIT = Family(
         **dict.fromkeys(("query_bias", "value_bias", "proj_bias", "mlp_bias"), True),
         "key_bias": False,
         "use_gated_mlp": False,
-        "num_register_tokens": 0,
+        "num_register_tokens": non_negative(0),
     },
     required_values=vision.ONLY_BIDIRECTIONAL,
     ignored_keys=vision.BACKBONE_KEYS

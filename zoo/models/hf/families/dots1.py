@@ -13,7 +13,9 @@ from zoo.models.hf.builders import (
     read_layer_types,
 )
 from zoo.models.hf.errors import ConfigError
+from zoo.models.hf.kinds import Default, non_negative, optional_count, optional_non_negative, optional_words
 from zoo.models.hf.spec import Config, Family, NameMap, prefixed
+from zoo.models.hf.values import POSITIVE_NUMBER, integer
 
 from ..describe import describe_mixture
 from . import llama, qwen2_moe
@@ -78,8 +80,8 @@ DEFAULTS = {
     "n_group": 1,
     "topk_group": 1,
     "norm_topk_prob": False,
-    "routed_scaling_factor": 1.0,
-    "first_k_dense_replace": 0,
+    "routed_scaling_factor": Default(1.0, POSITIVE_NUMBER),
+    "first_k_dense_replace": non_negative(0),
 }
 
 DOTS1 = Family(
@@ -92,13 +94,13 @@ DOTS1 = Family(
         "vocab_size": 152064,
         "hidden_size": 4608,
         "num_hidden_layers": 62,
-        "num_key_value_heads": 32,
-        "n_routed_experts": None,
-        "n_shared_experts": None,
-        "num_experts_per_tok": None,
-        "sliding_window": 4096,
-        "max_window_layers": 62,
-        "layer_types": None,
+        "num_key_value_heads": optional_count(32),
+        "n_routed_experts": optional_count(),
+        "n_shared_experts": optional_count(),
+        "num_experts_per_tok": optional_count(),
+        "sliding_window": optional_non_negative(4096),
+        "max_window_layers": Default(62, integer()),
+        "layer_types": optional_words(),
     },
     aliases={"num_local_experts": "n_routed_experts"},
     required_values={"moe_layer_freq": (1,)},

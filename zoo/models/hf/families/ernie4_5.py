@@ -10,6 +10,7 @@ from zoo.models.hf.builders import (
     make_gated_mlp_factory,
     make_rms_norm_factory,
 )
+from zoo.models.hf.kinds import optional_count
 from zoo.models.hf.spec import Config, Family
 
 from . import llama
@@ -34,8 +35,8 @@ ERNIE4_5 = Family(
         "intermediate_size": 3072,
         "num_hidden_layers": 18,
         "num_attention_heads": 16,
-        "num_key_value_heads": 2,
-        "head_dim": 128,
+        "num_key_value_heads": optional_count(2),
+        "head_dim": optional_count(128),
         "max_position_embeddings": 131072,
         "rms_norm_eps": 1e-5,
         "tie_word_embeddings": True,

@@ -9,7 +9,9 @@ from zoo.layers import BiasedRouter
 from zoo.models.decoder import Decoder
 from zoo.models.hf.builders import build_moe_decoder, build_rotary, make_mixture_factory
 from zoo.models.hf.errors import ConfigError
+from zoo.models.hf.kinds import Default, non_negative, optional_count
 from zoo.models.hf.spec import Config, Family, NameMap, TensorMapping, prefixed
+from zoo.models.hf.values import integer
 
 from . import llama, qwen2_moe
 
@@ -72,7 +74,7 @@ ERNIE4_5_MOE = Family(
         "intermediate_size": 12288,
         "num_hidden_layers": 28,
         "num_attention_heads": 20,
-        "num_key_value_heads": 4,
+        "num_key_value_heads": optional_count(4),
         "max_position_embeddings": 131072,
         "rms_norm_eps": 1e-5,
         "tie_word_embeddings": True,
@@ -80,9 +82,9 @@ ERNIE4_5_MOE = Family(
         "moe_intermediate_size": 1536,
         "num_experts": 64,
         "num_experts_per_tok": 6,
-        "moe_num_shared_experts": 2,
-        "moe_layer_start_index": 1,
-        "moe_layer_end_index": -1,
+        "moe_num_shared_experts": non_negative(2),
+        "moe_layer_start_index": non_negative(1),
+        "moe_layer_end_index": Default(-1, integer()),
         "moe_layer_interval": 1,
     },
     aliases={"moe_num_experts": "num_experts", "moe_k": "num_experts_per_tok"},

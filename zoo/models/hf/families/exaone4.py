@@ -19,6 +19,7 @@ from zoo.models.hf.builders import (
     make_rms_norm_factory,
     read_layer_types,
 )
+from zoo.models.hf.kinds import WINDOW_PATTERN, Default, optional_count, optional_non_negative, optional_words
 from zoo.models.hf.spec import Config, Family
 
 from . import llama, olmo2
@@ -49,11 +50,11 @@ DEFAULTS = {
     **{key: value for key, value in llama.DEFAULTS.items() if key not in ("attention_bias", "mlp_bias")},
     "vocab_size": 102400,
     "intermediate_size": 16384,
-    "num_key_value_heads": 32,
+    "num_key_value_heads": optional_count(32),
     "rms_norm_eps": 1e-5,
-    "sliding_window": 4096,
-    "sliding_window_pattern": 4,
-    "layer_types": None,
+    "sliding_window": optional_non_negative(4096),
+    "sliding_window_pattern": Default(4, WINDOW_PATTERN),
+    "layer_types": optional_words(),
 }
 
 EXAONE4 = Family(

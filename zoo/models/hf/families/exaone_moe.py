@@ -11,7 +11,9 @@ from zoo.models.hf.builders import (
     make_mixture_factory,
     make_rms_norm_factory,
 )
+from zoo.models.hf.kinds import Default, non_negative, optional_words
 from zoo.models.hf.spec import Config, Family, NameMap, prefixed
+from zoo.models.hf.values import POSITIVE_NUMBER
 
 from . import dots1, exaone4, llama, qwen2_moe
 
@@ -38,14 +40,14 @@ EXAONE_MOE = Family(
     names=_map_exaone_moe_names,
     defaults={
         **exaone4.DEFAULTS,
-        "mlp_layer_types": None,
-        "first_k_dense_replace": 1,
+        "mlp_layer_types": optional_words(),
+        "first_k_dense_replace": non_negative(1),
         "moe_intermediate_size": 1024,
         "num_experts": 64,
         "num_experts_per_tok": 8,
         "num_shared_experts": 1,
         "norm_topk_prob": True,
-        "routed_scaling_factor": 2.5,
+        "routed_scaling_factor": Default(2.5, POSITIVE_NUMBER),
         "n_group": 1,
         "topk_group": 1,
     },

@@ -17,6 +17,7 @@ from zoo.models.hf.builders import (
     make_one_norm_block,
 )
 from zoo.models.hf.errors import ConfigError
+from zoo.models.hf.kinds import optional_count
 from zoo.models.hf.spec import Config, Family, NameMap, fused, prefixed
 
 from . import llama, mpt
@@ -82,16 +83,16 @@ FALCON = Family(
     defaults={
         "vocab_size": 65024,
         "hidden_size": 4544,
-        "intermediate_size": None,
+        "intermediate_size": optional_count(),
         "num_hidden_layers": 32,
         "num_attention_heads": 71,
-        "num_key_value_heads": None,
+        "num_key_value_heads": optional_count(),
         "hidden_act": "gelu",
         "max_position_embeddings": 2048,
         "layer_norm_eps": 1e-5,
         "tie_word_embeddings": True,
         "rope_parameters": {"rope_theta": 10000.0},
-        "num_ln_in_parallel_attn": None,
+        "num_ln_in_parallel_attn": optional_count(),
         "alibi": False,
         "new_decoder_architecture": False,
         "multi_query": True,

@@ -10,6 +10,7 @@ from zoo.models.hf.builders import (
     make_gated_mlp_factory,
     make_rms_norm_factory,
 )
+from zoo.models.hf.kinds import optional_count
 from zoo.models.hf.spec import Config, Family
 
 from . import llama
@@ -31,8 +32,8 @@ DEFAULTS = {
     "intermediate_size": 24576,
     "num_hidden_layers": 28,
     "num_attention_heads": 16,
-    "num_key_value_heads": 16,
-    "head_dim": 256,
+    "num_key_value_heads": optional_count(16),
+    "head_dim": optional_count(256),
     "hidden_act": "gelu_pytorch_tanh",
     "max_position_embeddings": 8192,
     "tie_word_embeddings": True,

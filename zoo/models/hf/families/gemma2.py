@@ -17,6 +17,7 @@ from zoo.models.hf.builders import (
     make_windowed_attention_factories,
     read_layer_types,
 )
+from zoo.models.hf.kinds import optional_count, optional_non_negative, optional_number, optional_words
 from zoo.models.hf.spec import Config, Family, NameMap, prefixed
 
 from . import gemma, llama
@@ -64,12 +65,12 @@ DEFAULTS = {
     "intermediate_size": 9216,
     "num_hidden_layers": 26,
     "num_attention_heads": 8,
-    "num_key_value_heads": 4,
+    "num_key_value_heads": optional_count(4),
     "query_pre_attn_scalar": 256,
-    "attn_logit_softcapping": 50.0,
-    "final_logit_softcapping": 30.0,
-    "sliding_window": 4096,
-    "layer_types": None,
+    "attn_logit_softcapping": optional_number(50.0),
+    "final_logit_softcapping": optional_number(30.0),
+    "sliding_window": optional_non_negative(4096),
+    "layer_types": optional_words(),
 }
 
 GEMMA2 = Family(

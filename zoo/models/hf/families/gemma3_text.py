@@ -12,6 +12,7 @@ from zoo.models.hf.builders import (
     make_layerwise_attention_factories,
     read_layer_types,
 )
+from zoo.models.hf.kinds import WINDOW_PATTERN, Default, optional_number
 from zoo.models.hf.spec import Config, Family
 
 from . import gemma2, llama
@@ -38,10 +39,10 @@ GEMMA3_TEXT = Family(
             "sliding_attention": {"rope_theta": 10000.0},
             "full_attention": {"rope_theta": 1000000.0},
         },
-        "attn_logit_softcapping": None,
-        "final_logit_softcapping": None,
-        "sliding_window_pattern": 6,
-        "sliding_rope_theta": None,
+        "attn_logit_softcapping": optional_number(),
+        "final_logit_softcapping": optional_number(),
+        "sliding_window_pattern": Default(6, WINDOW_PATTERN),
+        "sliding_rope_theta": optional_number(),
     },
     aliases={
         "hidden_activation": "hidden_act",

@@ -20,10 +20,26 @@ from zoo.models.hf.builders import (
     read_layer_types,
 )
 from zoo.models.hf.errors import ConfigError
+from zoo.models.hf.kinds import (
+    COUNT,
+    COUNT_PER_LAYER,
+    Default,
+    non_negative,
+    optional_count,
+    optional_non_negative,
+    optional_number,
+    optional_words,
+)
 from zoo.models.hf.spec import Config, Family, NameMap, prefixed
+from zoo.models.hf.values import NON_NEGATIVE_NUMBER, ValueKind, list_of, optional
 from zoo.models.layer_inputs import LayerInputProjection
 
 from . import gemma, gemma2, gemma3_text, gemma4_text, llama
+
+_NUM_INPUTS = ValueKind(  # each is a matrix to build
+    "a whole number from 1 to 1024", lambda value: COUNT.fits(value) and value <= 1024
+)
+_SPARSITY = ValueKind("a number from 0 to below 1", lambda value: NON_NEGATIVE_NUMBER.fits(value) and value < 1)
 
 
 def _build_gemma3n_text(config: Config, *, key: Key[Array, ""]) -> Decoder:
@@ -111,23 +127,23 @@ GEMMA3N_TEXT = Family(
         **{key: value for key, value in gemma.DEFAULTS.items() if key != "intermediate_size"},
         "vocab_size": 262400,
         "hidden_size": 2048,
-        "intermediate_size_by_layer": 16384,
+        "intermediate_size_by_layer": Default(16384, COUNT_PER_LAYER),
         "num_hidden_layers": 35,
         "num_attention_heads": 8,
-        "num_key_value_heads": 2,
+        "num_key_value_heads": optional_count(2),
         "max_position_embeddings": 32768,
-        "final_logit_softcapping": 30.0,
-        "layer_types": None,
+        "final_logit_softcapping": optional_number(30.0),
+        "layer_types": optional_words(),
         "rope_parameters": gemma3_text.GEMMA3_TEXT.defaults["rope_parameters"],
-        "sliding_rope_theta": None,
-        "sliding_window": 512,
-        "hidden_size_per_layer_input": 256,
+        "sliding_rope_theta": optional_number(),
+        "sliding_window": optional_non_negative(512),
+        "hidden_size_per_layer_input": non_negative(256),
         "vocab_size_per_layer_input": 262144,
-        "num_kv_shared_layers": 15,
-        "altup_num_inputs": 4,
-        "altup_active_idx": 0,
+        "num_kv_shared_layers": non_negative(15),
+        "altup_num_inputs": Default(4, _NUM_INPUTS),
+        "altup_active_idx": non_negative(0),
         "laurel_rank": 64,
-        "activation_sparsity_pattern": None,
+        "activation_sparsity_pattern": Default(None, optional(list_of(_SPARSITY))),
     },
     aliases={
         "hidden_activation": "hidden_act",

@@ -2,7 +2,7 @@
 proportional RoPE in layers that see all tokens, inputs of each layer besides the residual stream, keys and values that
 later layers reuse, and in some models a mixture of experts beside the MLP."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 
 import jax.numpy as jnp
@@ -24,10 +24,24 @@ from zoo.models.hf.builders import (
     read_layer_types,
 )
 from zoo.models.hf.errors import ConfigError
+from zoo.models.hf.kinds import (
+    Default,
+    non_negative,
+    optional_count,
+    optional_non_negative,
+    optional_number,
+    optional_words,
+)
 from zoo.models.hf.spec import Config, Family, NameMap, prefixed
+from zoo.models.hf.values import ValueKind, optional
 from zoo.models.layer_inputs import LayerInputBlock, LayerInputProjection, LayerInputs
 
 from . import gemma, gemma2, llama
+
+_TABLE_PER_LAYER = ValueKind(
+    "a table of layer numbers, each with a table of keys and values",
+    lambda value: isinstance(value, Mapping) and all(isinstance(x, Mapping) for x in value.values()),
+)
 
 
 def _build_gemma4_text(config: Config, *, key: Key[Array, ""]) -> Decoder:
@@ -193,25 +207,25 @@ GEMMA4_TEXT = Family(
         "intermediate_size": 9216,
         "num_hidden_layers": 30,
         "num_attention_heads": 8,
-        "num_key_value_heads": 4,
+        "num_key_value_heads": optional_count(4),
         "max_position_embeddings": 131072,
-        "final_logit_softcapping": None,
-        "layer_types": None,
+        "final_logit_softcapping": optional_number(),
+        "layer_types": optional_words(),
         "rope_parameters": {
             "sliding_attention": {"rope_theta": 10000.0},
             "full_attention": {"rope_theta": 1000000.0, "rope_type": "proportional", "partial_rotary_factor": 0.25},
         },
-        "sliding_window": 512,
-        "hidden_size_per_layer_input": 256,
+        "sliding_window": optional_non_negative(512),
+        "hidden_size_per_layer_input": non_negative(256),
         "vocab_size_per_layer_input": 262144,
         "attention_k_eq_v": False,
-        "num_kv_shared_layers": 0,
+        "num_kv_shared_layers": non_negative(0),
         "use_double_wide_mlp": False,
         "global_head_dim": 512,
-        "num_global_key_value_heads": None,
-        "per_layer_config": None,
+        "num_global_key_value_heads": optional_count(),
+        "per_layer_config": Default(None, optional(_TABLE_PER_LAYER)),
         "enable_moe_block": False,
-        **dict.fromkeys(_MIXTURE_SIZES),
+        **dict.fromkeys(_MIXTURE_SIZES, optional_count()),
     },
     aliases={"hidden_activation": "hidden_act"},
     required_values={"use_bidirectional_attention": (None, "vision")},

@@ -14,6 +14,7 @@ from zoo.models.hf.builders import (
     make_gated_mlp_factory,
     make_rms_norm_factory,
 )
+from zoo.models.hf.kinds import optional_count
 from zoo.models.hf.spec import Config, Family, NameMap
 
 from . import llama, phi3
@@ -41,8 +42,8 @@ DEFAULTS = {
     "vocab_size": 151552,
     "intermediate_size": 13696,
     "num_hidden_layers": 40,
-    "num_key_value_heads": 2,
-    "head_dim": 128,
+    "num_key_value_heads": optional_count(2),
+    "head_dim": optional_count(128),
     "max_position_embeddings": 131072,
     "rms_norm_eps": 1.5625e-7,
     "rope_parameters": {"rope_theta": 10000.0, "partial_rotary_factor": 0.5},

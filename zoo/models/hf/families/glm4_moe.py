@@ -12,6 +12,7 @@ from zoo.models.hf.builders import (
     make_head_norm_factory,
     make_mixture_factory,
 )
+from zoo.models.hf.kinds import non_negative, optional_count
 from zoo.models.hf.spec import Config, Family
 
 from ..describe import describe_mixture
@@ -44,7 +45,7 @@ GLM4_MOE = Family(
         "vocab_size": 151552,
         "num_hidden_layers": 46,
         "num_attention_heads": 96,
-        "num_key_value_heads": 8,
+        "num_key_value_heads": optional_count(8),
         "max_position_embeddings": 131072,
         "rms_norm_eps": 1e-5,
         "rope_parameters": {"rope_theta": 10000.0, "partial_rotary_factor": 0.5},
@@ -52,7 +53,7 @@ GLM4_MOE = Family(
         "n_shared_experts": 1,
         "num_experts_per_tok": 8,
         "norm_topk_prob": True,
-        "first_k_dense_replace": 1,
+        "first_k_dense_replace": non_negative(1),
         "use_qk_norm": False,
     },
     aliases={"num_local_experts": "n_routed_experts"},

@@ -7,10 +7,14 @@ from jaxtyping import Array, Key
 from zoo.models.decoder import Block, Decoder
 from zoo.models.hf.builders import make_biased_router_factory
 from zoo.models.hf.errors import ConfigError
+from zoo.models.hf.kinds import Default, non_negative, optional_count, optional_words
 from zoo.models.hf.spec import Config, Family
+from zoo.models.hf.values import WORD, ValueKind, optional
 from zoo.models.selection import SelectionBlock
 
 from . import deepseek_v2, deepseek_v3, deepseek_v32
+
+_PATTERN = ValueKind("a word of the letters F and S", lambda value: WORD.fits(value) and set(value) <= set("FS"))
 
 
 def _build_glm_moe_dsa(config: Config, *, key: Key[Array, ""]) -> Decoder:
@@ -53,25 +57,25 @@ GLM_MOE_DSA = Family(
     build=_build_glm_moe_dsa,
     names=deepseek_v32.map_sparse_names,
     defaults={
-        **_V32.defaults,
+        **_V32.declared,
         "vocab_size": 154880,
         "hidden_size": 6144,
         "intermediate_size": 12288,
         "num_hidden_layers": 78,
         "num_attention_heads": 64,
-        "num_key_value_heads": 64,
+        "num_key_value_heads": optional_count(64),
         "max_position_embeddings": 202752,
         "rms_norm_eps": 1e-5,
-        "q_lora_rank": 2048,
+        "q_lora_rank": optional_count(2048),
         "qk_nope_head_dim": 192,
         "v_head_dim": 256,
         "n_group": 1,
         "topk_group": 1,
         "index_n_heads": 32,
-        "indexer_types": None,
-        "index_topk_pattern": None,
+        "indexer_types": optional_words(),
+        "index_topk_pattern": Default(None, optional(_PATTERN)),
         "index_topk_freq": 1,
-        "index_skip_topk_offset": 2,
+        "index_skip_topk_offset": non_negative(2),
     },
     aliases=_V32.aliases,
     required_values={**_V32.required_values, "indexer_rope_interleave": (True,)},

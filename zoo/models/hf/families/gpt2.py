@@ -13,6 +13,7 @@ from zoo.models.hf.builders import (
     make_mlp_factory,
     read_head_sizes,
 )
+from zoo.models.hf.kinds import optional_count
 from zoo.models.hf.spec import Config, Family, NameMap, fused, prefixed
 
 
@@ -50,7 +51,7 @@ GPT2 = Family(
     defaults={
         "vocab_size": 50257,
         "hidden_size": 768,
-        "intermediate_size": None,
+        "intermediate_size": optional_count(),
         "num_hidden_layers": 12,
         "num_attention_heads": 12,
         "hidden_act": "gelu_new",

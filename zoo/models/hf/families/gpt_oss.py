@@ -17,6 +17,7 @@ from zoo.models.hf.builders import (
     read_layer_types,
 )
 from zoo.models.hf.errors import ConfigError
+from zoo.models.hf.kinds import MXFP4, Default, optional_count, optional_non_negative, optional_words
 from zoo.models.hf.spec import Config, Family, NameMap, fused, prefixed
 from zoo.ops.quantized.mxfp4 import BLOCK_SIZE
 
@@ -79,8 +80,8 @@ GPT_OSS = Family(
         "intermediate_size": 2880,
         "num_hidden_layers": 36,
         "num_attention_heads": 64,
-        "num_key_value_heads": 8,
-        "head_dim": 64,
+        "num_key_value_heads": optional_count(8),
+        "head_dim": optional_count(64),
         "num_experts": 128,
         "num_experts_per_tok": 4,
         "max_position_embeddings": 131072,
@@ -96,11 +97,11 @@ GPT_OSS = Family(
             "truncate": False,
         },
         "attention_bias": True,
-        "sliding_window": 128,
-        "layer_types": None,
+        "sliding_window": optional_non_negative(128),
+        "layer_types": optional_words(),
         "swiglu_alpha": 1.702,
         "swiglu_limit": 7.0,
-        "quantization_config": None,
+        "quantization_config": Default(None, MXFP4),
     },
     aliases={"num_local_experts": "num_experts"},
     ignored_keys=frozenset(

@@ -13,6 +13,7 @@ from zoo.models.hf.builders import (
     read_head_sizes,
 )
 from zoo.models.hf.errors import ConfigError
+from zoo.models.hf.kinds import optional_count
 from zoo.models.hf.spec import Config, Family, NameMap, prefixed
 from zoo.ops.rotary import Rotary
 
@@ -47,13 +48,13 @@ GPTJ = Family(
     defaults={
         "vocab_size": 50400,
         "hidden_size": 4096,
-        "intermediate_size": None,
+        "intermediate_size": optional_count(),
         "num_hidden_layers": 28,
         "num_attention_heads": 16,
         "hidden_act": "gelu_new",
         "layer_norm_eps": 1e-5,
         "tie_word_embeddings": False,
-        "rotary_dim": 64,
+        "rotary_dim": optional_count(64),
     },
     aliases={key: value for key, value in gpt2.GPT2.aliases.items() if key != "n_positions"},
     required_values={

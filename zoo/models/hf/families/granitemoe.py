@@ -31,7 +31,7 @@ def map_granitemoe_memory_names(config: Config) -> NameMap:
 
 
 DEFAULTS = {
-    **{key: value for key, value in granite.GRANITE.defaults.items() if key != "mlp_bias"},
+    **{key: value for key, value in granite.GRANITE.declared.items() if key != "mlp_bias"},
     "num_local_experts": 8,
     "num_experts_per_tok": 2,
 }

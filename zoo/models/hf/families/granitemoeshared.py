@@ -6,6 +6,7 @@ from jaxtyping import Array, Key
 from zoo.layers import TopSoftmaxRouter
 from zoo.models.decoder import Decoder
 from zoo.models.hf.builders import make_mixture_factory
+from zoo.models.hf.kinds import non_negative
 from zoo.models.hf.spec import Config, Family, NameMap, fused, prefixed
 
 from . import granite, granitemoe, llama
@@ -37,7 +38,7 @@ GRANITEMOESHARED = Family(
     architecture="GraniteMoeSharedForCausalLM",
     build=_build_granitemoeshared,
     names=_map_granitemoeshared_names,
-    defaults={**granitemoe.DEFAULTS, "shared_intermediate_size": 0},
+    defaults={**granitemoe.DEFAULTS, "shared_intermediate_size": non_negative(0)},
     ignored_tensors=llama.LLAMA.ignored_tensors,
     memory_names=_map_granitemoeshared_memory_names,
 )

@@ -7,6 +7,7 @@ from zoo.layers import SoftmaxRouter
 from zoo.models.decoder import Decoder
 from zoo.models.hf.builders import build_config_decoder, make_mixture_factory, make_rms_norm_factory
 from zoo.models.hf.errors import ConfigError
+from zoo.models.hf.kinds import COUNT_PER_LAYER, Default
 from zoo.models.hf.spec import Config, Family, NameMap, prefixed
 
 from . import hunyuan_v1_dense, llama
@@ -35,7 +36,7 @@ HUNYUAN_V1_MOE = Family(
     architecture="HunYuanMoEV1ForCausalLM",
     build=_build_hunyuan_v1_moe,
     names=lambda config: _map_hunyuan_v1_moe_layers(prefixed("experts.*", "experts.*", llama.GATED_MLP_NAMES)),
-    defaults={**hunyuan_v1_dense.DEFAULTS, "num_experts": 1, "moe_topk": 1},
+    defaults={**hunyuan_v1_dense.DEFAULTS, "num_experts": 1, "moe_topk": Default(1, COUNT_PER_LAYER)},
     aliases={"num_experts_per_tok": "moe_topk", "num_local_experts": "num_experts"},
     required_values={
         **hunyuan_v1_dense.REQUIRED_VALUES,

@@ -10,7 +10,9 @@ from zoo.models.hf.builders import (
     make_head_norm_factory,
     make_mixture_factory,
 )
+from zoo.models.hf.kinds import Default, optional_count, optional_words
 from zoo.models.hf.spec import Config, Family, NameMap, prefixed
+from zoo.models.hf.values import POSITIVE_NUMBER
 
 from . import deepseek_v3, dots1, llama, qwen2_moe
 
@@ -55,17 +57,17 @@ HY_V3 = Family(
         "intermediate_size": 13312,
         "num_hidden_layers": 80,
         "num_attention_heads": 64,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
+        "num_key_value_heads": optional_count(8),
+        "head_dim": optional_count(128),
         "max_position_embeddings": 131072,
         "rms_norm_eps": 1e-5,
         "rope_parameters": {"rope_theta": 11158840.0},
-        "mlp_layer_types": None,
+        "mlp_layer_types": optional_words(),
         "moe_intermediate_size": 1536,
         "num_experts": 192,
         "num_experts_per_tok": 8,
         "num_shared_experts": 1,
-        "routed_scaling_factor": 2.826,
+        "routed_scaling_factor": Default(2.826, POSITIVE_NUMBER),
     },
     aliases={"router_scaling_factor": "routed_scaling_factor"},
     required_values={"mlp_bias": (False,)},

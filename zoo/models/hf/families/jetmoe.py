@@ -16,6 +16,7 @@ from zoo.models.hf.builders import (
     make_rms_norm_factory,
 )
 from zoo.models.hf.errors import ConfigError
+from zoo.models.hf.kinds import optional_count
 from zoo.models.hf.spec import Config, Family, NameMap, fused, prefixed
 
 from . import llama
@@ -72,7 +73,7 @@ JETMOE = Family(
         "hidden_size": 2048,
         "intermediate_size": 5632,
         "num_hidden_layers": 12,
-        "num_key_value_heads": 16,
+        "num_key_value_heads": optional_count(16),
         "kv_channels": 128,
         "hidden_act": "silu",
         "max_position_embeddings": 4096,

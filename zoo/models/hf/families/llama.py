@@ -11,6 +11,7 @@ from zoo.models.hf.builders import (
     make_gated_mlp_factory,
     make_rms_norm_factory,
 )
+from zoo.models.hf.kinds import optional_count
 from zoo.models.hf.spec import Config, Family, NameMap, fused, prefixed
 
 from ..describe import describe_dense
@@ -59,8 +60,8 @@ DEFAULTS: dict[str, Any] = {
     "intermediate_size": 11008,
     "num_hidden_layers": 32,
     "num_attention_heads": 32,
-    "num_key_value_heads": None,
-    "head_dim": None,
+    "num_key_value_heads": optional_count(),
+    "head_dim": optional_count(),
     "hidden_act": "silu",
     "max_position_embeddings": 2048,
     "rms_norm_eps": 1e-6,

@@ -19,6 +19,7 @@ from zoo.models.hf.builders import (
     read_layer_types,
 )
 from zoo.models.hf.errors import ConfigError
+from zoo.models.hf.kinds import optional_count, optional_layer_numbers, optional_words
 from zoo.models.hf.spec import Config, Family, NameMap, fused, prefixed
 
 from . import llama
@@ -93,20 +94,20 @@ LLAMA4_TEXT = Family(
         "intermediate_size_mlp": 16384,
         "num_hidden_layers": 48,
         "num_attention_heads": 40,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
+        "num_key_value_heads": optional_count(8),
+        "head_dim": optional_count(128),
         "max_position_embeddings": 131072,
         "rms_norm_eps": 1e-5,
         "rope_parameters": {"rope_theta": 500000.0},
         "num_experts": 16,
         "num_experts_per_tok": 1,
-        "moe_layers": None,
+        "moe_layers": optional_layer_numbers(),
         "interleave_moe_layer_step": 1,
         "use_qk_norm": True,
-        "no_rope_layers": None,
+        "no_rope_layers": optional_layer_numbers(),
         "no_rope_layer_interval": 4,
         "attention_chunk_size": 8192,
-        "layer_types": None,
+        "layer_types": optional_words(),
         "attn_temperature_tuning": True,
         "floor_scale": 8192,
         "attn_scale": 0.1,

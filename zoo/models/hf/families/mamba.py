@@ -10,9 +10,14 @@ from zoo.layers import Mamba, RMSNorm
 from zoo.models.blocks import MixerBlock
 from zoo.models.decoder import Decoder
 from zoo.models.hf.builders import build_config_decoder, make_rms_norm_factory
+from zoo.models.hf.kinds import COUNT, Default, optional_count
 from zoo.models.hf.spec import Config, Family, NameMap, fused, prefixed
+from zoo.models.hf.values import ValueKind
 
 from ..describe import check_type, eval_shape_blocks, has_bias
+
+_COUNT_OR_AUTO = ValueKind("a whole number above 0, or auto", lambda value: value == "auto" or COUNT.fits(value))
+
 
 _MIXER_NAMES: NameMap = {
     "in_proj": fused("x", "gate"),
@@ -88,12 +93,12 @@ def _describe_mamba(model: Any) -> dict[str, Any]:
 DEFAULTS: dict[str, Any] = {
     "vocab_size": 50280,
     "hidden_size": 768,
-    "intermediate_size": None,
+    "intermediate_size": optional_count(),
     "num_hidden_layers": 32,
     "state_size": 16,
     "expand": 2,
     "conv_kernel": 4,
-    "time_step_rank": "auto",
+    "time_step_rank": Default("auto", _COUNT_OR_AUTO),
     "use_bias": False,
     "use_conv_bias": True,
     "rms_norm_eps": 1e-5,

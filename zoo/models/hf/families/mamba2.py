@@ -11,9 +11,23 @@ from zoo.models.blocks import MixerBlock
 from zoo.models.decoder import Decoder
 from zoo.models.hf.builders import build_config_decoder, make_rms_norm_factory
 from zoo.models.hf.errors import ConfigError
+from zoo.models.hf.kinds import Default, optional_count
 from zoo.models.hf.spec import Config, Family, NameMap, fused, prefixed
+from zoo.models.hf.values import ValueKind, is_number
 
 from ..describe import check_type, eval_shape_blocks, has_bias
+
+
+def _is_interval(value: Any) -> bool:
+    """Return True for two increasing numbers not below 0. Infinity is written {"__float__": "Infinity"}."""
+    if not isinstance(value, list | tuple) or len(value) != 2:
+        return False
+    low, high = (float("inf") if x == {"__float__": "Infinity"} else x for x in value)
+    return is_number(low) and is_number(high) and 0 <= low < high
+
+
+_INTERVAL = ValueKind("two numbers not below 0, the second the larger", _is_interval)
+
 
 _MIXER_NAMES: NameMap = {
     "in_proj": fused("gate", "x", "B", "C", "dt"),
@@ -109,7 +123,7 @@ MAMBA2 = Family(
         "hidden_size": 4096,
         "num_hidden_layers": 64,
         "num_heads": 128,
-        "head_dim": 64,
+        "head_dim": optional_count(64),
         "n_groups": 8,
         "state_size": 128,
         "expand": 2,
@@ -117,7 +131,7 @@ MAMBA2 = Family(
         "use_bias": False,
         "use_conv_bias": True,
         "rms_norm_eps": 1e-5,
-        "time_step_limit": [0.0, float("inf")],
+        "time_step_limit": Default([0.0, float("inf")], _INTERVAL),
         "tie_word_embeddings": False,
     },
     aliases={"layer_norm_epsilon": "rms_norm_eps"},

@@ -21,6 +21,13 @@ from zoo.models.hf.builders import (
     read_layer_types,
 )
 from zoo.models.hf.errors import ConfigError
+from zoo.models.hf.kinds import (
+    optional_count,
+    optional_layer_numbers,
+    optional_non_negative,
+    optional_number,
+    optional_words,
+)
 from zoo.models.hf.spec import Config, Family, NameMap, prefixed
 
 from . import dots1, llama
@@ -96,8 +103,8 @@ MIMO_V2_FLASH = Family(
         "intermediate_size": 16384,
         "num_hidden_layers": 48,
         "num_attention_heads": 64,
-        "num_key_value_heads": 4,
-        "head_dim": 192,
+        "num_key_value_heads": optional_count(4),
+        "head_dim": optional_count(192),
         "v_head_dim": 128,
         "max_position_embeddings": 131072,
         "rms_norm_eps": 1e-5,
@@ -105,20 +112,22 @@ MIMO_V2_FLASH = Family(
             "full_attention": {"rope_theta": 5000000.0, **_ROPE},
             "sliding_attention": {"rope_theta": 10000.0, **_ROPE},
         },
-        "sliding_rope_theta": None,
-        "sliding_window": 129,
-        "sliding_window_size": None,
-        "layer_types": None,
-        "mlp_layer_types": None,
-        "hybrid_layer_pattern": None,
-        "moe_layer_pattern": None,
-        **dict.fromkeys(("swa_num_attention_heads", "swa_num_key_value_heads", "swa_head_dim", "swa_v_head_dim")),
-        "attention_value_scale": 0.707,
+        "sliding_rope_theta": optional_number(),
+        "sliding_window": optional_non_negative(129),
+        "sliding_window_size": optional_count(),
+        "layer_types": optional_words(),
+        "mlp_layer_types": optional_words(),
+        "hybrid_layer_pattern": optional_layer_numbers(),
+        "moe_layer_pattern": optional_layer_numbers(),
+        **dict.fromkeys(
+            ("swa_num_attention_heads", "swa_num_key_value_heads", "swa_head_dim", "swa_v_head_dim"), optional_count()
+        ),
+        "attention_value_scale": optional_number(0.707),
         "moe_intermediate_size": 2048,
         "n_routed_experts": 256,
         "num_experts_per_tok": 8,
         "norm_topk_prob": True,
-        "routed_scaling_factor": None,
+        "routed_scaling_factor": optional_number(),
     },
     aliases={
         "num_local_experts": "n_routed_experts",

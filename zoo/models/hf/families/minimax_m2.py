@@ -8,6 +8,7 @@ from jaxtyping import Array, Key
 from zoo.layers import BiasedRouter, RMSNorm
 from zoo.models.decoder import Decoder
 from zoo.models.hf.builders import build_moe_decoder, make_mixture_factory, read_head_sizes
+from zoo.models.hf.kinds import optional_count
 from zoo.models.hf.spec import Config, Family, NameMap, prefixed
 
 from . import llama, mixtral
@@ -46,11 +47,11 @@ MINIMAX_M2 = Family(
         "intermediate_size": 1536,
         "num_hidden_layers": 62,
         "num_attention_heads": 48,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
+        "num_key_value_heads": optional_count(8),
+        "head_dim": optional_count(128),
         "max_position_embeddings": 196608,
         "rope_parameters": {"rope_theta": 5000000.0, "partial_rotary_factor": 1.0},
-        "rotary_dim": None,
+        "rotary_dim": optional_count(),
         "num_experts": 256,
         "num_experts_per_tok": 8,
     },

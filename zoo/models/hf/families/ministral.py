@@ -12,6 +12,7 @@ from zoo.models.hf.builders import (
     make_windowed_attention_factories,
     read_layer_types,
 )
+from zoo.models.hf.kinds import optional_words
 from zoo.models.hf.spec import Config, Family
 
 from . import llama, mistral
@@ -29,6 +30,6 @@ MINISTRAL = Family(
     architecture="MinistralForCausalLM",
     build=_build_ministral,
     names=llama.map_llama_names,
-    defaults={**mistral.DEFAULTS, "layer_types": None},
+    defaults={**mistral.DEFAULTS, "layer_types": optional_words()},
     ignored_tensors=llama.LLAMA.ignored_tensors,
 )

@@ -11,6 +11,7 @@ from zoo.models.hf.builders import (
     make_rms_norm_factory,
 )
 from zoo.models.hf.errors import ConfigError
+from zoo.models.hf.kinds import optional_count, optional_non_negative
 from zoo.models.hf.spec import Config, Family, NameMap, prefixed
 
 from . import llama, mistral
@@ -56,10 +57,10 @@ MINISTRAL3 = Family(
         **mistral.DEFAULTS,
         "vocab_size": 131072,
         "num_hidden_layers": 34,
-        "head_dim": 128,
+        "head_dim": optional_count(128),
         "max_position_embeddings": 262144,
         "rms_norm_eps": 1e-5,
-        "sliding_window": None,
+        "sliding_window": optional_non_negative(),
         "rope_parameters": {
             **ROPE_PARAMETERS,
             "rope_theta": 1000000.0,

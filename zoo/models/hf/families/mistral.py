@@ -9,6 +9,7 @@ from zoo.models.hf.builders import (
     make_gated_mlp_factory,
     make_rms_norm_factory,
 )
+from zoo.models.hf.kinds import optional_count, optional_non_negative
 from zoo.models.hf.spec import Config, Family
 
 from . import llama
@@ -24,9 +25,9 @@ def _build_mistral(config: Config, *, key: Key[Array, ""]) -> Decoder:
 DEFAULTS = {
     **{key: value for key, value in llama.DEFAULTS.items() if key not in ("attention_bias", "mlp_bias")},
     "intermediate_size": 14336,
-    "num_key_value_heads": 8,
+    "num_key_value_heads": optional_count(8),
     "max_position_embeddings": 131072,
-    "sliding_window": 4096,
+    "sliding_window": optional_non_negative(4096),
 }
 
 MISTRAL = Family(

@@ -8,6 +8,7 @@ from jaxtyping import Array, Key
 from zoo.layers import SoftmaxRouter
 from zoo.models.decoder import Decoder
 from zoo.models.hf.builders import make_latent_attention_factory
+from zoo.models.hf.kinds import optional_count
 from zoo.models.hf.spec import Config, Family
 
 from . import deepseek_v2, llama, ministral3
@@ -37,7 +38,7 @@ MISTRAL4 = Family(
         "vocab_size": 131072,
         "intermediate_size": 12288,
         "num_hidden_layers": 36,
-        "num_key_value_heads": 32,
+        "num_key_value_heads": optional_count(32),
         "max_position_embeddings": 1048576,
         "rope_parameters": {
             **ministral3.ROPE_PARAMETERS,
@@ -48,7 +49,7 @@ MISTRAL4 = Family(
         },
         "rope_interleave": True,
         "kv_lora_rank": 256,
-        "q_lora_rank": 1024,
+        "q_lora_rank": optional_count(1024),
         "qk_nope_head_dim": 64,
         "moe_intermediate_size": 2048,
         "n_routed_experts": 128,

@@ -11,6 +11,7 @@ from zoo.models.hf.builders import (
     make_mixture_factory,
     make_rms_norm_factory,
 )
+from zoo.models.hf.kinds import optional_non_negative
 from zoo.models.hf.spec import Config, Family, NameMap, prefixed
 
 from ..describe import describe_mixture
@@ -44,7 +45,7 @@ MIXTRAL = Family(
         **mistral.DEFAULTS,
         "rms_norm_eps": 1e-5,
         "rope_parameters": {"rope_theta": 1000000.0},
-        "sliding_window": None,
+        "sliding_window": optional_non_negative(),
         "num_experts": 8,
         "num_experts_per_tok": 2,
     },

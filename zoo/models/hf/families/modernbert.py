@@ -23,7 +23,9 @@ from zoo.models.hf.builders import (
     make_layer_norm_factory,
     read_layer_types,
 )
+from zoo.models.hf.kinds import Default, optional_number, optional_words
 from zoo.models.hf.spec import Config, Family, NameMap, fused, prefixed
+from zoo.models.hf.values import integer
 from zoo.ops.rotary import Rotary
 
 from .. import encoder_heads, text_encoders
@@ -128,14 +130,14 @@ MODERNBERT = Family(
         "layer_norm_eps": 1e-5,
         **dict.fromkeys(("norm_bias", "attention_bias", "mlp_bias", "classifier_bias"), False),
         "decoder_bias": True,
-        "layer_types": None,
+        "layer_types": optional_words(),
         "global_attn_every_n_layers": 3,
-        "local_attention": 128,
+        "local_attention": Default(128, integer()),
         "rope_parameters": {
             "full_attention": {"rope_theta": 160000.0},
             "sliding_attention": {"rope_theta": 10000.0},
         },
-        "sliding_rope_theta": None,
+        "sliding_rope_theta": optional_number(),
         "classifier_pooling": "cls",
         "classifier_activation": "gelu",
         "tie_word_embeddings": True,

@@ -1,6 +1,6 @@
 """MPT (MosaicML, "MPT-7B", 2023): GPT-2's layers with linear biases of attention (ALiBi), and no biases otherwise."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,9 @@ from zoo.models.hf.builders import (
     read_head_sizes,
 )
 from zoo.models.hf.config import read_config
+from zoo.models.hf.kinds import Default, optional_number
 from zoo.models.hf.spec import Config, Family, NameMap, fused, prefixed
+from zoo.models.hf.values import ValueKind
 
 
 def _build_mpt(config: Config, *, key: Key[Array, ""]) -> Decoder:
@@ -51,7 +53,7 @@ _ATTENTION = Family(
     architecture="",
     build=_build_mpt,
     names=_map_mpt_names,
-    defaults={"clip_qkv": None, "softmax_scale": None},
+    defaults={"clip_qkv": optional_number(), "softmax_scale": optional_number()},
     required_values={
         "attn_type": ("multihead_attention",),
         "alibi": (True,),
@@ -74,7 +76,7 @@ MPT = Family(
         "num_attention_heads": 16,
         "layer_norm_eps": 1e-5,
         "tie_word_embeddings": True,
-        "attn_config": {},
+        "attn_config": Default({}, ValueKind("a table", lambda value: isinstance(value, Mapping))),
     },
     aliases={
         "d_model": "hidden_size",

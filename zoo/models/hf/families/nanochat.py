@@ -16,6 +16,7 @@ from zoo.models.hf.builders import (
     make_mlp_factory,
     make_rms_norm_factory,
 )
+from zoo.models.hf.kinds import optional_number
 from zoo.models.hf.spec import Config, Family, NameMap, prefixed
 from zoo.ops.rotary import ReversedRotation
 
@@ -50,7 +51,7 @@ NANOCHAT = Family(
         "num_hidden_layers": 12,
         "num_attention_heads": 6,
         "hidden_act": "relu2",
-        "final_logit_softcapping": 15.0,
+        "final_logit_softcapping": optional_number(15.0),
     },
     ignored_tensors=llama.LLAMA.ignored_tensors,
 )

@@ -8,6 +8,7 @@ from jaxtyping import Array, Key
 from zoo.layers import LayerNorm
 from zoo.models.decoder import Decoder
 from zoo.models.hf.builders import build_config_decoder, make_attention_factory, make_gated_mlp_factory
+from zoo.models.hf.kinds import optional_number
 from zoo.models.hf.spec import Config, Family
 
 from . import llama
@@ -28,7 +29,7 @@ OLMO = Family(
     defaults={
         **{key: value for key, value in llama.DEFAULTS.items() if key not in ("mlp_bias", "rms_norm_eps")},
         "vocab_size": 50304,
-        "clip_qkv": None,
+        "clip_qkv": optional_number(),
     },
     ignored_tensors=llama.LLAMA.ignored_tensors,
 )

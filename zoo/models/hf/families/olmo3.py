@@ -18,6 +18,7 @@ from zoo.models.hf.builders import (
     make_rms_norm_factory,
     read_layer_types,
 )
+from zoo.models.hf.kinds import optional_non_negative, optional_words
 from zoo.models.hf.rope_config import LAYER_TYPES
 from zoo.models.hf.spec import Config, Family
 
@@ -45,8 +46,8 @@ OLMO3 = Family(
     defaults={
         **olmo2.DEFAULTS,
         "rope_parameters": {kind: {"rope_theta": 500000.0} for kind in LAYER_TYPES},
-        "sliding_window": 4096,
-        "layer_types": None,
+        "sliding_window": optional_non_negative(4096),
+        "layer_types": optional_words(),
     },
     ignored_tensors=llama.LLAMA.ignored_tensors,
 )

@@ -8,6 +8,7 @@ from jaxtyping import Array, Key
 from zoo.layers import RMSNorm, SoftmaxRouter
 from zoo.models.decoder import Decoder
 from zoo.models.hf.builders import build_moe_decoder, make_mixture_factory
+from zoo.models.hf.kinds import optional_number
 from zoo.models.hf.spec import Config, Family
 
 from . import llama, qwen2_moe
@@ -42,7 +43,7 @@ OLMOE = Family(
         "num_experts": 64,
         "num_experts_per_tok": 8,
         "norm_topk_prob": False,
-        "clip_qkv": None,
+        "clip_qkv": optional_number(),
     },
     aliases={"num_local_experts": "num_experts"},
     required_values={"sliding_window": (None,)},

@@ -8,6 +8,7 @@ from zoo.layers import LayerNorm
 from zoo.models.decoder import Decoder
 from zoo.models.hf.builders import build_config_decoder, make_attention_factory, make_mlp_factory
 from zoo.models.hf.errors import ConfigError
+from zoo.models.hf.kinds import optional_count
 from zoo.models.hf.spec import Config, Family, NameMap, prefixed
 
 
@@ -50,7 +51,7 @@ OPT = Family(
         "hidden_act": "relu",
         "max_position_embeddings": 2048,
         "tie_word_embeddings": True,
-        "word_embed_proj_dim": None,
+        "word_embed_proj_dim": optional_count(),
         "enable_bias": True,
         "layer_norm_elementwise_affine": True,
     },

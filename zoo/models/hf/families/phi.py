@@ -15,6 +15,7 @@ from zoo.models.hf.builders import (
     make_one_norm_block,
     read_head_sizes,
 )
+from zoo.models.hf.kinds import optional_count
 from zoo.models.hf.spec import Config, Family, NameMap, prefixed
 from zoo.parallel import Dim
 
@@ -53,8 +54,8 @@ PHI = Family(
         "intermediate_size": 8192,
         "num_hidden_layers": 24,
         "num_attention_heads": 32,
-        "num_key_value_heads": None,
-        "head_dim": None,
+        "num_key_value_heads": optional_count(),
+        "head_dim": optional_count(),
         "hidden_act": "gelu_new",
         "max_position_embeddings": 2048,
         "layer_norm_eps": 1e-5,

@@ -10,6 +10,7 @@ from zoo.models.hf.builders import (
     make_gated_mlp_factory,
     make_rms_norm_factory,
 )
+from zoo.models.hf.kinds import optional_non_negative
 from zoo.models.hf.spec import Config, Family, NameMap, fused, prefixed
 
 from . import llama
@@ -44,7 +45,7 @@ PHI3 = Family(
         "max_position_embeddings": 4096,
         "rms_norm_eps": 1e-5,
         "rope_parameters": {"rope_theta": 10000.0, "partial_rotary_factor": 1.0},
-        "sliding_window": None,
+        "sliding_window": optional_non_negative(),
     },
     required_values={"attention_bias": (False,)},
     ignored_tensors=llama.LLAMA.ignored_tensors,

@@ -10,7 +10,9 @@ from zoo.layers import LayerNorm, SparseMixerRouter
 from zoo.models.decoder import Decoder
 from zoo.models.hf.builders import build_config_decoder, make_attention_factory, make_mixture_factory
 from zoo.models.hf.errors import ConfigError
+from zoo.models.hf.kinds import Default
 from zoo.models.hf.spec import Config, Family, NameMap, prefixed
+from zoo.models.hf.values import NON_NEGATIVE_NUMBER
 
 from . import llama, mixtral
 
@@ -56,13 +58,13 @@ PHIMOE = Family(
     build=_build_phimoe,
     names=mixtral.map_mixtral_names,
     defaults={
-        **{key: value for key, value in mixtral.MIXTRAL.defaults.items() if key != "num_experts_per_tok"},
+        **{key: value for key, value in mixtral.MIXTRAL.declared.items() if key != "num_experts_per_tok"},
         "vocab_size": 32064,
         "intermediate_size": 6400,
         "num_experts": 16,
         "attention_bias": False,
         "lm_head_bias": False,
-        "router_jitter_noise": 0.01,
+        "router_jitter_noise": Default(0.01, NON_NEGATIVE_NUMBER),
     },
     aliases=mixtral.MIXTRAL.aliases,
     required_values={**mixtral.MIXTRAL.required_values, "num_experts_per_tok": (2,)},

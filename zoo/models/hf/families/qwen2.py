@@ -14,7 +14,9 @@ from zoo.models.hf.builders import (
     make_windowed_attention_factories,
     read_layer_types,
 )
+from zoo.models.hf.kinds import Default, optional_count, optional_non_negative, optional_words
 from zoo.models.hf.spec import Config, Family
+from zoo.models.hf.values import integer
 
 from . import llama
 
@@ -38,12 +40,12 @@ DEFAULTS = {
     **{key: value for key, value in llama.DEFAULTS.items() if key not in ("attention_bias", "mlp_bias")},
     "vocab_size": 151936,
     "intermediate_size": 22016,
-    "num_key_value_heads": 32,
+    "num_key_value_heads": optional_count(32),
     "max_position_embeddings": 32768,
     "use_sliding_window": False,
-    "sliding_window": 4096,
-    "max_window_layers": 28,
-    "layer_types": None,
+    "sliding_window": optional_non_negative(4096),
+    "max_window_layers": Default(28, integer()),
+    "layer_types": optional_words(),
 }
 
 QWEN2 = Family(

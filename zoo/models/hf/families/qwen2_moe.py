@@ -8,6 +8,7 @@ from jaxtyping import Array, Key
 from zoo.layers import SoftmaxRouter
 from zoo.models.decoder import Decoder
 from zoo.models.hf.builders import build_moe_decoder, list_layer_windows, make_mixture_factory, read_layer_types
+from zoo.models.hf.kinds import optional_count, optional_layer_numbers
 from zoo.models.hf.spec import Config, Family, NameMap, prefixed
 
 from . import llama, qwen2
@@ -67,13 +68,13 @@ DEFAULTS = {
     "intermediate_size": 5632,
     "num_hidden_layers": 24,
     "num_attention_heads": 16,
-    "num_key_value_heads": 16,
+    "num_key_value_heads": optional_count(16),
     "moe_intermediate_size": 1408,
     "num_experts": 60,
     "num_experts_per_tok": 4,
     "norm_topk_prob": False,
     "decoder_sparse_step": 1,
-    "mlp_only_layers": None,
+    "mlp_only_layers": optional_layer_numbers(),
 }
 
 QWEN2_MOE = Family(

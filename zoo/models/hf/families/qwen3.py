@@ -4,6 +4,7 @@ from jaxtyping import Array, Key
 
 from zoo.models.decoder import Decoder
 from zoo.models.hf.builders import make_head_norm_factory
+from zoo.models.hf.kinds import optional_count
 from zoo.models.hf.spec import Config, Family
 
 from . import llama, qwen2
@@ -21,7 +22,7 @@ QWEN3 = Family(
     architecture="Qwen3ForCausalLM",
     build=_build_qwen3,
     names=llama.map_llama_names,
-    defaults={**qwen2.DEFAULTS, "head_dim": 128, "attention_bias": False},
+    defaults={**qwen2.DEFAULTS, "head_dim": optional_count(128), "attention_bias": False},
     ignored_tensors=llama.LLAMA.ignored_tensors,
     describe=llama.describe_dense,
 )

@@ -19,6 +19,7 @@ from zoo.models.hf.builders import (
     read_layer_types,
 )
 from zoo.models.hf.errors import ConfigError
+from zoo.models.hf.kinds import optional_count, optional_words
 from zoo.models.hf.spec import Config, Family, NameMap, fused, prefixed
 
 from . import llama
@@ -85,11 +86,11 @@ QWEN3_5_TEXT = Family(
         "vocab_size": 248320,
         "intermediate_size": 12288,
         "num_attention_heads": 16,
-        "num_key_value_heads": 4,
-        "head_dim": 256,
+        "num_key_value_heads": optional_count(4),
+        "head_dim": optional_count(256),
         "max_position_embeddings": 32768,
         "rope_parameters": {"rope_theta": 10000.0, "partial_rotary_factor": 0.25},
-        "layer_types": None,
+        "layer_types": optional_words(),
         "full_attention_interval": 4,
         "linear_conv_kernel_dim": 4,
         "linear_key_head_dim": 128,

@@ -7,6 +7,7 @@ from jaxtyping import Array, Key
 from zoo.layers import SoftmaxRouter
 from zoo.models.decoder import Decoder
 from zoo.models.hf.builders import build_moe_decoder, make_head_norm_factory, make_mixture_factory
+from zoo.models.hf.kinds import optional_count
 from zoo.models.hf.spec import Config, Family
 
 from ..describe import describe_mixture
@@ -33,7 +34,7 @@ QWEN3_MOE = Family(
         **{key: value for key, value in qwen2_moe.DEFAULTS.items() if key not in _OMITTED_DEFAULTS},
         "intermediate_size": 6144,
         "num_attention_heads": 32,
-        "num_key_value_heads": 4,
+        "num_key_value_heads": optional_count(4),
         "attention_bias": False,
         "moe_intermediate_size": 768,
         "num_local_experts": 128,

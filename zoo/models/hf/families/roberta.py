@@ -12,6 +12,7 @@ from zoo.models.encoders.heads import DenseTransform
 from zoo.models.encoders.text import Encoder
 from zoo.models.hf.builders import find_activation, make_layer_norm_factory
 from zoo.models.hf.errors import ConfigError
+from zoo.models.hf.kinds import non_negative
 from zoo.models.hf.spec import Config, NameMap
 
 from .. import encoder_heads, text_encoders
@@ -55,7 +56,7 @@ ROBERTA = dataclasses.replace(
     architecture="RobertaForMaskedLM",
     build=partial(_build_roberta, "Roberta"),
     names=partial(_map_roberta_names, "Roberta"),
-    defaults={**DEFAULTS, "vocab_size": 50265, "pad_token_id": 1},
+    defaults={**DEFAULTS, "vocab_size": 50265, "pad_token_id": non_negative(1)},
     ignored_tensors=(r"embeddings\.position_ids$", r"^lm_head\.decoder\.bias$"),
     find_ignored_tensors=partial(
         text_encoders.find_other_heads, partial(_map_roberta_names, "Roberta"), "roberta", _HEADS
@@ -72,5 +73,5 @@ XLM_ROBERTA = dataclasses.replace(
     find_ignored_tensors=partial(
         text_encoders.find_other_heads, partial(_map_roberta_names, "XLMRoberta"), "roberta", _HEADS
     ),
-    defaults={**DEFAULTS, "pad_token_id": 1},
+    defaults={**DEFAULTS, "pad_token_id": non_negative(1)},
 )

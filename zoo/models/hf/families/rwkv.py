@@ -11,6 +11,7 @@ from zoo.layers import RWKV4, LayerNorm, RWKV4ChannelMixing
 from zoo.models.blocks import TwoMixerBlock
 from zoo.models.decoder import AbstractBlock, Decoder
 from zoo.models.hf.builders import build_config_decoder, compute_out_scale, make_layer_norm_factory
+from zoo.models.hf.kinds import non_negative, optional_count
 from zoo.models.hf.spec import Config, Family, NameMap, TensorMapping, prefixed
 
 _COMMON_MIXING_NAMES: NameMap = {
@@ -67,11 +68,11 @@ RWKV = Family(
     defaults={
         "vocab_size": 50277,
         "hidden_size": 4096,
-        "attention_hidden_size": None,
-        "intermediate_size": None,
+        "attention_hidden_size": optional_count(),
+        "intermediate_size": optional_count(),
         "num_hidden_layers": 32,
         "layer_norm_eps": 1e-5,
-        "rescale_every": 6,
+        "rescale_every": non_negative(6),
         "tie_word_embeddings": False,
     },
     aliases={"layer_norm_epsilon": "layer_norm_eps"},

@@ -9,6 +9,7 @@ from zoo.models.hf.builders import (
     make_gated_mlp_factory,
     make_rms_norm_factory,
 )
+from zoo.models.hf.kinds import optional_count
 from zoo.models.hf.spec import Config, Family
 
 from . import llama
@@ -32,8 +33,8 @@ SEED_OSS = Family(
         "intermediate_size": 27648,
         "num_hidden_layers": 64,
         "num_attention_heads": 80,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
+        "num_key_value_heads": optional_count(8),
+        "head_dim": optional_count(128),
         "max_position_embeddings": 524288,
         "attention_bias": True,
         "attention_out_bias": False,

@@ -14,6 +14,7 @@ from zoo.models.hf.builders import (
     read_layer_types,
 )
 from zoo.models.hf.errors import ConfigError
+from zoo.models.hf.kinds import optional_count, optional_layer_numbers, optional_non_negative, optional_words
 from zoo.models.hf.spec import Config, Family
 
 from . import llama
@@ -52,14 +53,14 @@ SMOLLM3 = Family(
         "hidden_size": 2048,
         "num_hidden_layers": 36,
         "num_attention_heads": 16,
-        "num_key_value_heads": 4,
+        "num_key_value_heads": optional_count(4),
         "max_position_embeddings": 32768,
         "tie_word_embeddings": True,
         "rope_parameters": {"rope_theta": 2000000.0},
         "use_sliding_window": False,
-        "sliding_window": None,
-        "layer_types": None,
-        "no_rope_layers": None,
+        "sliding_window": optional_non_negative(),
+        "layer_types": optional_words(),
+        "no_rope_layers": optional_layer_numbers(),
         "no_rope_layer_interval": 4,
     },
     ignored_keys=frozenset({"max_window_layers"}),

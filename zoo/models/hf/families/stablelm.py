@@ -14,6 +14,7 @@ from zoo.models.hf.builders import (
     make_layer_norm_factory,
     make_one_norm_block,
 )
+from zoo.models.hf.kinds import optional_count
 from zoo.models.hf.spec import Config, Family, NameMap, prefixed
 
 from . import llama
@@ -45,7 +46,7 @@ STABLELM = Family(
         "intermediate_size": 6912,
         "num_hidden_layers": 32,
         "num_attention_heads": 32,
-        "num_key_value_heads": 32,
+        "num_key_value_heads": optional_count(32),
         "hidden_act": "silu",
         "max_position_embeddings": 4096,
         "layer_norm_eps": 1e-5,

@@ -10,6 +10,7 @@ from zoo.models.hf.builders import (
     make_layer_norm_factory,
     make_mlp_factory,
 )
+from zoo.models.hf.kinds import optional_count, optional_non_negative
 from zoo.models.hf.spec import Config, Family, NameMap, prefixed
 
 from . import llama
@@ -37,13 +38,13 @@ STARCODER2 = Family(
         "intermediate_size": 12288,
         "num_hidden_layers": 30,
         "num_attention_heads": 24,
-        "num_key_value_heads": 2,
-        "head_dim": None,
+        "num_key_value_heads": optional_count(2),
+        "head_dim": optional_count(),
         "hidden_act": "gelu_pytorch_tanh",
         "max_position_embeddings": 4096,
         "layer_norm_eps": 1e-5,
         "rope_parameters": {"rope_theta": 10000.0},
-        "sliding_window": None,
+        "sliding_window": optional_non_negative(),
         "tie_word_embeddings": True,
         "use_bias": True,
     },

@@ -18,6 +18,7 @@ from zoo.models.hf.builders import (
     make_layer_norm_factory,
     make_mlp_factory,
 )
+from zoo.models.hf.kinds import optional_count
 from zoo.models.hf.spec import Config, Family, NameMap, TensorMapping, prefixed
 
 from .. import encoder_heads, vision
@@ -111,10 +112,10 @@ VIT = Family(
     defaults={
         **vision.VISION_DEFAULTS,
         "intermediate_size": 3072,
-        "head_dim": None,
+        "head_dim": optional_count(),
         "layer_norm_eps": 1e-12,
         "qkv_bias": True,
-        "pooler_output_size": None,
+        "pooler_output_size": optional_count(),
         "pooler_act": "tanh",
     },
     required_values=vision.ONLY_BIDIRECTIONAL,
