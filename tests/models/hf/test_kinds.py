@@ -1,4 +1,4 @@
-"""Kinds of config values: those of the defaults, those that stand beside one, and none for a default that does not tell."""
+"""Kinds of config values: kinds of defaults, kinds that stand beside one, and defaults that do not tell."""
 
 import dataclasses
 
