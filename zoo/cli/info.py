@@ -95,7 +95,10 @@ def _build_json(summary: Summary, preset: str | None) -> dict[str, Any]:
     mesh = {}
     if model.mesh is not None:
         mesh["mesh"] = {**model.mesh.shape, "bytes_per_device": model.bytes_per_device}
-    origin = {} if preset is None else {"preset": preset, "source": find_preset(preset).source}
+    if preset is None:
+        origin = {}
+    else:
+        origin = {"preset": preset, "source": find_preset(preset).source}
     stored = {}
     if summary.stored is not None:
         stored = {"files": summary.stored.files, "bytes": summary.stored.bytes, "tensors": summary.stored.tensors}
@@ -120,7 +123,10 @@ def _build_json(summary: Summary, preset: str | None) -> dict[str, Any]:
 
 def _format_summary(summary: Summary, preset: str | None, names: bool) -> list[str]:
     model = summary.model
-    rows = [] if preset is None else [("preset", f"{preset}, with the sizes of {find_preset(preset).source}")]
+    if preset is None:
+        rows = []
+    else:
+        rows = [("preset", f"{preset}, with the sizes of {find_preset(preset).source}")]
     rows += [
         ("family", f"{summary.family} ({summary.architecture} in transformers)"),
         ("tested", str(families()[summary.family])),
@@ -134,5 +140,8 @@ def _format_summary(summary: Summary, preset: str | None, names: bool) -> list[s
         rows.append(("on disk", f"{format_bytes(stored.bytes)} in {files}, {stored.tensors:,} tensors of {dtypes}"))
         rows += [("left aside", stored.left_aside)] if stored.left_aside else []
     rows += [*model.describe_layers(), *model.describe_mesh()]
-    chosen = [] if summary.implementations is None else ["", str(summary.implementations)]
+    if summary.implementations is None:
+        chosen = []
+    else:
+        chosen = ["", str(summary.implementations)]
     return [*align_columns(rows), "", *model.format_table(names=names), *chosen]

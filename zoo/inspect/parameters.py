@@ -99,7 +99,10 @@ class ModelSummary:
 
     def describe_parameters(self) -> list[tuple[str, str]]:
         """Return what is counted: all parameters, and those that are trained or active if they are fewer."""
-        trained = "" if self.count == self.num_parameters else f", {self.count:,} of them trainable"
+        if self.count == self.num_parameters:
+            trained = ""
+        else:
+            trained = f", {self.count:,} of them trainable"
         tied = ", head tied to the embedding" if self.tied else ""
         rows = [("parameters", f"{self.num_parameters:,}{trained}{tied}")]
         if self.active < self.count:
@@ -159,7 +162,10 @@ def summary(model: Any, mesh: Mesh | None = None) -> ModelSummary:
     shapes = merge_rounds(shapes)
     dtypes = [(str(x.dtype),) for x in jax.tree.leaves(shapes)]
     origin = getattr(model, "origin", None)
-    config = {} if origin is None else read_config(origin.family, json.loads(origin.config))
+    if origin is None:
+        config = {}
+    else:
+        config = read_config(origin.family, json.loads(origin.config))
     return summarize_model(shapes, dtypes, mesh, cached_model=shapes, max_length=config.get("max_position_embeddings"))
 
 
@@ -211,7 +217,10 @@ def _summarize_parameters(
     rows = []
     for (name, shape), arrays in groups.items():
         path, _, _ = arrays[0]
-        layers = [number for path, _, _ in arrays for number in path.ranges[0]] if name.startswith("layers.*.") else []
+        if name.startswith("layers.*."):
+            layers = [number for path, _, _ in arrays for number in path.ranges[0]]
+        else:
+            layers = []
         row_dtypes = tuple(dict.fromkeys(dtype for _, _, array_dtypes in arrays for dtype in array_dtypes))
         specs = [None if mesh is None else mesh.spec(path.dims, full, path.name) for path, full, _ in arrays]
         largest = max(range(len(arrays)), key=lambda i: math.prod(arrays[i][1]))  # its segment has the dim `layers`
@@ -296,7 +305,9 @@ def _format_cells(row: ParameterSummary, total: int) -> list[str]:
         ", ".join(row.dtypes),
         _format_percentage(row.count, total),
     ]
-    return here if row.spec is None else [*here, str(row.spec), format_bytes(row.bytes_per_device)]
+    if row.spec is None:
+        return here
+    return [*here, str(row.spec), format_bytes(row.bytes_per_device)]
 
 
 def _format_percentage(count: int, total: int) -> str:

@@ -122,7 +122,7 @@ class Stack(AbstractStack):
         if self.routing != "rows":
             raise NotImplementedError(
                 f"routing={self.routing!r} has the decisions for every token, which do not travel through a pipeline: "
-                'use zoo.models.set_routing(model, "rows"), or a mesh with pipe=1'
+                'use zoo.configure(model, routing="rows"), or a mesh with pipe=1'
             )
         mesh, is_cut = current_mesh(), len(segment.layers) > 1 and segment.rounds == 1  # to the round that 1F1B runs
         if mesh is not None and not is_cut and mesh.layout.rounds != segment.rounds:

@@ -133,12 +133,16 @@ def _describe(module: Module, name: str, num_stacked: int) -> _Part:
 def _describe_field(module: Module, field: dataclasses.Field, child: Any, num_stacked: int) -> list[_Part | str]:
     has_wrapped = any(WRAPPED in other.metadata for other in dataclasses.fields(module))
     adapter = getattr(module, "adapter_name", "") if has_wrapped else ""
-    word = to_snake_case(type(child).__name__) if NAMED_BY_CLASS in field.metadata else field.name
+    if NAMED_BY_CLASS in field.metadata:
+        word = to_snake_case(type(child).__name__)
+    else:
+        word = field.name
     name = f"{adapter}.{word}" if adapter else word
     if STACKED in field.metadata:
         num_dims = len(resolve_stacked_dims(module, field.metadata[STACKED]))
         sizes = [x.shape[num_stacked] for x in jax.tree.leaves(child) if len(getattr(x, "shape", ())) > num_stacked]
-        name = f"{name} x {sizes[0]}" if sizes else name
+        if sizes:
+            name = f"{name} x {sizes[0]}"
         num_stacked += num_dims
     return _describe_value(module, field, child, name, num_stacked)
 
@@ -187,7 +191,10 @@ def _describe_layers(segments: Iterable[Any], num_stacked: int) -> list[_Part | 
     found: list[_Part | str] = []
     before: _Part | None = None
     for kind, numbers in kinds.items():
-        name = "layers" if len(kinds) == 1 else f"layers {_format_numbers(sorted(numbers))}"
+        if len(kinds) == 1:
+            name = "layers"
+        else:
+            name = f"layers {_format_numbers(sorted(numbers))}"
         part = kind if before is None else _shorten(kind, before)
         found.append(dataclasses.replace(part, name=f"{name} x {len(numbers)}"))
         before = kind
