@@ -63,7 +63,7 @@ def test_moved_names_say_where_to(name, path):
     assert pkgutil.resolve_name(path) is not None
 
 
-@pytest.mark.parametrize("package", [models, train])
+@pytest.mark.parametrize("package", [zoo.inspect, models, train], ids=lambda package: package.__name__)
 def test_moved_names_of_packages_say_where_to(package):
     for name, path in package._MOVED.items():
         with pytest.raises(ImportError, match=f"{package.__name__}.{name} has moved to {path}"):
