@@ -15,7 +15,7 @@ from ..methods.dora import DoRA
 from ..methods.ia3 import IA3
 from ..methods.lora import LoRA
 from ..methods.vera import VeRA
-from .names import VERA_SHARED, PeftModule, PeftTensor, list_peft_tensors
+from ..names import VERA_SHARED, PeftModule, PeftTensor, list_peft_tensors
 
 ModuleParts = Mapping[int, tuple[PeftModule, Any, Any]]
 """Parts of one PEFT module, by number: the module, our adapter, and the adapter that values are read from."""

@@ -26,10 +26,7 @@ from ..methods.ia3 import IA3
 from ..methods.lora import LoRA
 from ..methods.low_rank import check_dropout_rate
 from ..methods.modules_to_save import make_trainable
-from . import base_tensors
-from .config import CONFIG_FILE, rank_from_config, read_config, scale_from_config
-from .forms import format_shapes, plan_adalora, plan_oft, promote_dtypes, read_adalora, read_oft
-from .names import (
+from ..names import (
     PREFIX,
     WEIGHTS_FILE,
     PeftModule,
@@ -38,7 +35,10 @@ from .names import (
     nest_parameters,
     read_floats,
 )
-from .shared_forms import plan_lycoris, plan_vera, read_lycoris, read_vera
+from . import base_tensors
+from .build_config import plan_lycoris, plan_vera, read_lycoris, read_vera
+from .config import CONFIG_FILE, rank_from_config, read_config, scale_from_config
+from .methods import format_shapes, plan_adalora, plan_oft, promote_dtypes, read_adalora, read_oft
 from .targeting import is_feedforward, is_targeted, is_targeted_parameter
 from .tying import find_tied_modules, resolve_tying
 

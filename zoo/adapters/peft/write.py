@@ -27,11 +27,7 @@ from ..methods.lora import LoRA
 from ..methods.lycoris import LoHa, LoKr
 from ..methods.oft import OFT
 from ..methods.vera import VeRA
-from . import base_tensors
-from .config import CONFIG_FILE
-from .forms import build_adalora_config, build_oft_config
-from .join import Experts, get_joined_rank, join_experts, join_parts, keep_largest_shared, sum_parts
-from .names import (
+from ..names import (
     PREFIX,
     WEIGHTS_FILE,
     PeftModule,
@@ -40,7 +36,11 @@ from .names import (
     list_peft_tensors,
     nest_parameters,
 )
-from .shared_forms import build_lycoris_config, refuse_fused_vera
+from . import base_tensors
+from .build_config import build_lycoris_config, refuse_fused_vera
+from .config import CONFIG_FILE
+from .join import Experts, get_joined_rank, join_experts, join_parts, keep_largest_shared, sum_parts
+from .methods import build_adalora_config, build_oft_config
 from .tying import add_head_tensors, build_tying_config, find_tied_modules
 
 

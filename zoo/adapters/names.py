@@ -23,17 +23,17 @@ from zoo.weights.plan import invert_name_map
 from zoo.weights.safetensors import DTYPES, LazyTensor
 from zoo.weights.save import read_name_map, resolve_origin
 
-from ..base import AbstractAdapter
-from ..compose import strip_adapters
-from ..methods.adalora import AdaLoRA
-from ..methods.dora import DoRA
-from ..methods.embedding import EmbeddingLoRA
-from ..methods.ia3 import IA3
-from ..methods.lora import LoRA
-from ..methods.lycoris import LoHa, LoKr
-from ..methods.oft import OFT
-from ..methods.vera import VeRA
-from ..quantize import dequantize
+from .base import AbstractAdapter
+from .compose import strip_adapters
+from .methods.adalora import AdaLoRA
+from .methods.dora import DoRA
+from .methods.embedding import EmbeddingLoRA
+from .methods.ia3 import IA3
+from .methods.lora import LoRA
+from .methods.lycoris import LoHa, LoKr
+from .methods.oft import OFT
+from .methods.vera import VeRA
+from .quantize import dequantize
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 PREFIX = "base_model.model."

@@ -14,9 +14,9 @@ from zoo.weights import CheckpointError
 from ..base import AbstractAdapter
 from ..methods.lycoris import LoHa, LoKr, factorize
 from ..methods.vera import VeRA
+from ..names import LYCORIS_FIELDS, VERA_SHARED, PeftModule, read_floats
 from .config import scale_from_config
-from .forms import AdapterSource, format_shapes
-from .names import LYCORIS_FIELDS, VERA_SHARED, PeftModule, read_floats
+from .methods import AdapterSource, format_shapes
 
 _LayerArrays = Mapping[tuple[int, ...], dict[str, Any]]
 """Index into the stacked dims -> the arrays of that layer."""

@@ -14,7 +14,7 @@ from zoo.weights.safetensors import LazyTensor
 
 from ..methods.adalora import RANK_EPSILON, AdaLoRA
 from ..methods.oft import OFT
-from .names import PeftModule
+from ..names import PeftModule
 
 _LayerArrays = Mapping[tuple[int, ...], dict[str, Any]]
 """Index into the stacked dims -> the arrays of that layer."""
