@@ -9,7 +9,7 @@ import pytest
 
 import zoo
 from zoo import adapters
-from zoo.adapters.checkpoint_names import translate_patterns, translate_targets
+from zoo.adapters.names import translate_patterns, translate_targets
 
 MODELS = Path(__file__).parents[1] / "fixtures/models"
 load = cache(lambda name: zoo.load(MODELS / name, dtype="float32"))

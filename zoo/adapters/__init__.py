@@ -4,6 +4,7 @@ from zoo.models.targets import find_linears, match_targets
 
 from .base import AbstractAdapter, AbstractLinearAdapter
 from .compose import adapter_names, remove, select_per_row, set_strength
+from .dequantize import dequantize
 from .lora_plus import lora_plus
 from .merge import merge, unmerge
 from .methods.adalora import AdaLoRA, adalora, orthogonality
@@ -18,7 +19,7 @@ from .methods.rank_allocation import keep_top_ranks, rank_importance
 from .methods.vera import VeRA, vera
 from .peft.read import load
 from .peft.write import save
-from .quantize import dequantize, quantize
+from .quantize import quantize
 from .rank_search import find_rank
 
 __all__ = [

@@ -15,7 +15,6 @@ from zoo.models.targets import LinearSite, Targets, find_linears, is_linear_site
 from zoo.parallel import TrainableCopy
 
 from .base import AbstractAdapter, get_base_layer
-from .checkpoint_names import translate_targets
 from .merged_layers import require_unmerged
 
 _Model = TypeVar("Model")
@@ -73,8 +72,7 @@ def apply_uniform(
 ) -> _Model:
     """Wrap the target modules with adapters of one size in all layers. The factory's argument `applies` is False in
     layers that are stacked with a target module and are none."""
-    sites = find_linears(model, include_embeddings=True)
-    is_target = match_targets(translate_targets(model, targets, sites), sites)
+    is_target = match_targets(targets, find_linears(model, include_embeddings=True))
 
     def plan(site: LinearSite) -> Any:
         applies = site.tabulate(is_target, bool)

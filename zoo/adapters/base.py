@@ -1,6 +1,7 @@
 """Base classes of adapters: modules that wrap a frozen linear layer or embedding and change its output."""
 
 import abc
+from collections.abc import Callable
 from typing import Any, Self
 
 import equinox as eqx
@@ -120,6 +121,17 @@ def get_base_layer(module: Any) -> Any:
     while is_adapter(module):
         module = module.base
     return module
+
+
+def map_base_layer(function: Callable[[Any], AbstractLinear]) -> Callable[[AbstractLinear], AbstractLinear]:
+    """Apply `function` to the layer beneath all adapters."""
+
+    def map_base(module: AbstractLinear) -> AbstractLinear:
+        if not isinstance(module, AbstractLinearAdapter):
+            return function(module)
+        return module.with_base(map_base(module.base))
+
+    return map_base
 
 
 def get_dims(base: AbstractLinear) -> tuple[Dim, Dim]:

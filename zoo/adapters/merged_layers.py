@@ -14,8 +14,7 @@ from zoo.layers import AbstractEmbedding, AbstractLinear
 from zoo.parallel import Dim, buffer, wrapped
 from zoo.shapes import ResidualStream, Tokens
 
-from .base import AbstractLinearAdapter, BiasVector, Matrix
-from .methods.embedding import EmbeddingLoRA
+from .base import AbstractAdapter, AbstractLinearAdapter, BiasVector, Matrix
 
 _Model = TypeVar("Model")
 
@@ -24,7 +23,7 @@ class MergedEmbedding(AbstractEmbedding):
     """An embedding with a merged adapter, and the original adapter, which `adapters.unmerge` restores."""
 
     base: AbstractEmbedding = wrapped()
-    made_of: EmbeddingLoRA = buffer()
+    made_of: AbstractAdapter = buffer()
 
     adapter_name: str = eqx.field(static=True)
     multiplier: float = eqx.field(static=True)

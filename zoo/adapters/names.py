@@ -1,126 +1,28 @@
-"""Map an adapter's arrays to tensor names in PEFT's files.
+"""Names that modules have in a family's checkpoints, which are their names in PEFT's files: `q_proj` for `query`.
 
-The module names come from the name table of the model family. For a fused projection, the rows of B are split and
-concatenated as the rows of its weight are. All parts share one A in the file; here each part has a copy. Experts whose
-matrices are one parameter in PyTorch (`target_parameters`) have one LoRA in the file: A of shape [experts rank, in],
-with an expert's ranks together, and B of shape [out, rank experts], with a rank's experts together.
+The names come from the name table of the model family. A fused projection is one module there, and several layers
+here. Experts whose matrices are one parameter in PyTorch (`target_parameters`) have the module that holds it.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
-from operator import attrgetter
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import equinox as eqx
-import numpy as np
+import jax
 
 from zoo.models.hf.spec import NameMap, Origin, TensorMapping, prefixed
 from zoo.models.hf.wrappers import name_as_modules, rename
 from zoo.models.parameter_paths import format_path, iterate_indices
-from zoo.models.targets import LinearSite, find_linears
+from zoo.models.targets import ALL_LINEAR, LinearSite, Targets, find_linears, matches, suggest_words
+from zoo.parallel.trainable_copy import is_trainable_copy
 from zoo.weights import CheckpointError
 from zoo.weights.plan import invert_name_map
-from zoo.weights.safetensors import DTYPES, LazyTensor
 from zoo.weights.save import read_name_map, resolve_origin
 
-from .base import AbstractAdapter
-from .compose import strip_adapters
-from .methods.adalora import AdaLoRA
-from .methods.dora import DoRA
-from .methods.embedding import EmbeddingLoRA
-from .methods.ia3 import IA3
-from .methods.lora import LoRA
-from .methods.lycoris import LoHa, LoKr
-from .methods.oft import OFT
-from .methods.vera import VeRA
-from .quantize import dequantize
-
-WEIGHTS_FILE = "adapter_model.safetensors"
-PREFIX = "base_model.model."
-VERA_SHARED = {"base_model.vera_A": lambda vera: vera.down.weight, "base_model.vera_B": lambda vera: vera.up.weight}
-"""Tensors that VeRA stores once for all modules."""
-
-_FLOAT_DTYPES = {DTYPES[code]: code for code in ("F64", "F32", "F16", "BF16")}
-
-LYCORIS_FIELDS = {
-    "LOHA": {"hada_w1_a": "up", "hada_w1_b": "down", "hada_w2_a": "other_up", "hada_w2_b": "other_down"},
-    "LOKR": {
-        "lokr_w1": "left", "lokr_w1_a": "left_up", "lokr_w1_b": "left_down", "lokr_w2": "right",
-        "lokr_w2_a": "right_up", "lokr_w2_b": "right_down",
-    },
-}  # fmt: skip
-"""For LyCORIS methods: PEFT's tensor suffix -> our field."""
-
-
-def read_floats(tensor: LazyTensor, name: str, path: str) -> np.ndarray:
-    """Read a tensor of an adapter. **Raises** `CheckpointError` unless it has finite floating-point numbers."""
-    if tensor.dtype not in _FLOAT_DTYPES:
-        raise CheckpointError(
-            f"{path}: {name} is of {tensor.dtype}, where floating-point numbers were expected: "
-            f"{', '.join(_FLOAT_DTYPES.values())}"
-        )
-    array = np.asarray(tensor.read())
-    if not np.isfinite(array).all():
-        raise CheckpointError(f"{path}: {name} has a number that is not finite")
-    return array
-
-
-class PeftTensor(NamedTuple):
-    """One array of an adapter in PEFT's format."""
-
-    suffix: str
-    get: Callable[[Any], Any]
-    """Read it from one of our adapters, in PEFT's layout."""
-    has_rows: bool = False
-    """True if it has one row per output, so that it is split for a fused projection. Otherwise all parts share it."""
-    rank_dim: int | None = None
-    """The dim whose size is the rank."""
-
-
-def list_peft_tensors(adapter: AbstractAdapter) -> list[PeftTensor]:
-    """List the arrays of an adapter. **Raises** `NotImplementedError` for a method that PEFT does not have."""
-    match adapter:
-        case LoRA() | DoRA():
-            tensors = [
-                PeftTensor("lora_A.weight", lambda lora: lora.down.weight, rank_dim=0),
-                PeftTensor("lora_B.weight", lambda lora: lora.up.weight, has_rows=True, rank_dim=1),
-            ]
-            if isinstance(adapter, DoRA):
-                tensors.append(PeftTensor("lora_magnitude_vector", lambda dora: dora.magnitude, has_rows=True))
-            return tensors
-        case EmbeddingLoRA():
-            return [
-                PeftTensor("lora_embedding_A", lambda lora: lora.down.swapaxes(-1, -2), rank_dim=0),
-                PeftTensor("lora_embedding_B", lambda lora: lora.up.weight, rank_dim=1),
-            ]
-        case IA3(of_in=None):
-            return [PeftTensor("ia3_l", lambda ia3: ia3.of_out[..., None], has_rows=True)]
-        case IA3():
-            return [PeftTensor("ia3_l", lambda ia3: ia3.of_in[..., None, :])]
-        case VeRA():
-            return [
-                PeftTensor("vera_lambda_d", lambda vera: vera.down_scale),
-                PeftTensor("vera_lambda_b", lambda vera: vera.up_scale, has_rows=True),
-            ]
-        case OFT(shared=None):
-            return [PeftTensor("oft_R.weight", lambda oft: oft.blocks)]
-        case OFT():
-            return [PeftTensor("oft_R.weight", lambda oft: oft.shared[..., None, :])]
-        case AdaLoRA():
-            return [
-                PeftTensor("lora_A", lambda ada: ada.down.weight, rank_dim=0),
-                PeftTensor("lora_B", lambda ada: ada.up.weight, has_rows=True, rank_dim=1),
-                PeftTensor("lora_E", lambda ada: ada.values[..., None], rank_dim=0),
-            ]
-        case LoHa() | LoKr():
-            fields = LYCORIS_FIELDS[type(adapter).__name__.upper()].items()
-            has_rows = isinstance(adapter, LoHa)
-            return [
-                PeftTensor(suffix, attrgetter(field), has_rows=has_rows and suffix.endswith("_a"))
-                for suffix, field in fields
-                if getattr(adapter, field) is not None
-            ]
-    raise NotImplementedError(f"{type(adapter).__name__} has no form in PEFT's files")
+from .base import get_base_layer, is_adapter
+from .dequantize import dequantize
+from .merged_layers import restore_adapters
 
 
 class PeftModule(NamedTuple):
@@ -212,7 +114,73 @@ def get_embedding_and_head_names(model: Any) -> tuple[str, str]:
 
 def _resolve_module_origin(model: Any) -> Origin:
     """Return a model's origin; in a multimodal checkpoint with the names of the modules of transformers 5."""
-    origin, _ = resolve_origin(eqx.filter_eval_shape(dequantize, strip_adapters(model)), None, {})
+    origin, _ = resolve_origin(_get_base_shapes(model), None, {})
     if origin.wrapping is None:
         return origin
     return dataclasses.replace(origin, wrapping=name_as_modules(origin.wrapping))
+
+
+def _get_base_shapes(model: Any) -> Any:
+    """Return the shapes of a model without adapters and quantization, without computing any array."""
+    model = restore_adapters(model)
+    model = jax.tree.map(lambda node: node.base if is_trainable_copy(node) else node, model, is_leaf=is_trainable_copy)
+    return eqx.filter_eval_shape(dequantize, jax.tree.map(get_base_layer, model, is_leaf=is_adapter))
+
+
+def translate_targets(model: Any, targets: Targets, sites: Sequence[LinearSite]) -> Targets:
+    """Return targets in the paths of this library. A target that matches none of them, but modules in the checkpoints
+    of the model's family, becomes the paths of these: GPT-2's `c_attn` those of query, key and value,
+    `experts.down_proj` those of `down` in all experts.
+
+    **Raises** `ValueError` for a target that matches neither, with similar names.
+    """
+    if callable(targets):
+        return targets
+    own = {name for site in sites for name in site.list_names().values()}
+    given = [targets] if isinstance(targets, str) else list(targets)
+    unknown = [target for target in given if not any(matches(target, name) for name in own)]
+    if not unknown:
+        return targets
+    names = [(theirs, ours) for theirs, ours in _list_checkpoint_names(model) if ours in own]
+    paths = {
+        target: list(dict.fromkeys(ours for theirs, ours in names if matches(target, theirs))) for target in unknown
+    }
+    for target in unknown:
+        if not paths[target]:
+            raise ValueError(
+                f"no matrix of the model is meant by the target {target!r}. {_suggest(target, sites, names)}"
+            )
+    return [path for target in given for path in paths.get(target, [target])]
+
+
+def translate_patterns(model: Any, patterns: Mapping[str, Any] | None, sites: Sequence[LinearSite]) -> dict[str, Any]:
+    """Return a table of values by target, such as `rank_pattern`, in the paths of this library."""
+    translated: dict[str, Any] = {}
+    for pattern, value in (patterns or {}).items():
+        paths = translate_targets(model, pattern, sites)
+        for path in [paths] if isinstance(paths, str) or callable(paths) else paths:
+            translated.setdefault(str(path), value)
+    return translated
+
+
+def _list_checkpoint_names(model: Any) -> Iterator[tuple[str, str]]:
+    """Yield pairs of a module's name in checkpoints and its path here. No pairs for a model of no family."""
+    from .names import get_name_table, list_peft_modules  # it imports the methods, which import this file
+
+    try:
+        tables = [get_name_table(model, in_memory=in_memory) for in_memory in (False, True)]
+    except CheckpointError:
+        return
+    for table in tables:
+        for module in list_peft_modules(model, table):
+            indices = tuple(run[i] for run, i in zip(module.site.ranges, module.index, strict=True))
+            yield module.parameter or module.peft_name, format_path(module.site.name, indices)
+
+
+def _suggest(target: str, sites: Sequence[LinearSite], names: Sequence[tuple[str, str]]) -> str:
+    """Suggest similar names, and list all: those of this library, and those of checkpoints."""
+    last_words = lambda paths: sorted({path.rpartition(".")[2] for path in paths})
+    ours, theirs = last_words(site.name for site in sites), last_words(name for name, _ in names)
+    suggestion = suggest_words(target, [*ours, *(word for word in theirs if word not in ours)])
+    note = "" if names else " The model is of no family, so that it has no names of PEFT's."
+    return f"{suggestion[:-1]}, or {ALL_LINEAR!r}.{note}"

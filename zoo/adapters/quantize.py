@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, TypeVar
 
-from zoo.layers import AbstractGroupLinear, AbstractLinear, AbstractPackedLinear, Int8Linear, Linear, NF4Linear
+from zoo.layers import AbstractLinear, Int8Linear, Linear, NF4Linear
 from zoo.models.parameter_paths import IndexRanges, list_parameter_paths, map_modules
 from zoo.models.targets import (
     ALL_LINEAR,
@@ -16,17 +16,14 @@ from zoo.models.targets import (
 )
 from zoo.parallel.rounds import in_one_round
 
-from .base import AbstractLinearAdapter, get_base_layer
-from .checkpoint_names import translate_targets
+from .base import get_base_layer, map_base_layer
 from .merged_layers import require_unmerged
+from .names import translate_targets
 
 _Model = TypeVar("Model")
 _PackedFormat = Literal["nf4", "int8"]
 
 _PACKED_LINEAR_CLASSES: dict[str, type[Int8Linear] | type[NF4Linear]] = {"nf4": NF4Linear, "int8": Int8Linear}
-
-
-_DEQUANTIZED = Int8Linear | NF4Linear | AbstractGroupLinear
 
 
 @in_one_round
@@ -68,7 +65,7 @@ def quantize(model: _Model, format: _PackedFormat = "nf4", *, targets: Targets =
         return _PACKED_LINEAR_CLASSES[format](base.dense_weight, base.dense_bias, in_=base.in_, out=base.out)
 
     def quantize_stacked(name: str, ranges: IndexRanges, module: Any) -> Any:
-        return vmap_stacked(_map_base_layer(quantize_layer), ranges)(module) if name in names else module
+        return vmap_stacked(map_base_layer(quantize_layer), ranges)(module) if name in names else module
 
     return map_modules(quantize_stacked, model, is_linear_site)
 
@@ -85,31 +82,3 @@ def _find_quantization_errors(
         yield f"it is {type(base).__name__}, and no Linear"
     elif reason := _PACKED_LINEAR_CLASSES[format].get_packing_error(site.get_shape()[1], base.in_):
         yield f"{reason}: take int8, or leave it out"
-
-
-@in_one_round
-def dequantize(model: _Model) -> _Model:
-    """Replace every layer that `quantize` made, or that `zoo.load(packed=True)` read from a quantized file, with a
-    float32 `Linear` of the same values, in 4 to 8 times the memory. **Raises** `ValueError` for a model whose adapters
-    are merged."""
-    require_unmerged(model)
-
-    def dequantize_layer(base: AbstractLinear) -> AbstractLinear:
-        return base.to_linear(base.dense_weight, base.dense_bias) if isinstance(base, _DEQUANTIZED) else base
-
-    def dequantize_stacked(name: str, ranges: IndexRanges, module: Any) -> Any:
-        is_packed = isinstance(get_base_layer(module), AbstractPackedLinear)
-        return vmap_stacked(_map_base_layer(dequantize_layer), ranges)(module) if is_packed else module
-
-    return map_modules(dequantize_stacked, model, is_linear_site)
-
-
-def _map_base_layer(function: Callable[[Any], AbstractLinear]) -> Callable[[AbstractLinear], AbstractLinear]:
-    """Apply `function` to the layer beneath all adapters."""
-
-    def map_base(module: AbstractLinear) -> AbstractLinear:
-        if not isinstance(module, AbstractLinearAdapter):
-            return function(module)
-        return module.with_base(map_base(module.base))
-
-    return map_base

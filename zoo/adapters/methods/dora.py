@@ -20,7 +20,7 @@ from zoo.parallel.tokens import match_tokens
 from ..base import Matrix, Strength, is_adapter
 from .lora import LoRA, LoRAInit, apply_low_rank
 from .low_rank import AbstractLowRankAdapter, check_dropout_rate, linear_from_weight, low_rank_product
-from .modules_to_save import BiasOption, train_biases_and_modules
+from .modules_to_save import BiasOption
 
 _Model = TypeVar("Model")
 _Rows = Float[Array, "*rows out"]
@@ -198,5 +198,16 @@ def dora(
     """Wrap each target module with a `DoRA` and freeze the rest of the model. Arguments and errors are those of
     `lora`."""
     factory = partial(DoRA, init=init, dropout=check_dropout_rate(dropout), adapter_name=adapter_name)
-    model = apply_low_rank(model, factory, targets, rank, alpha, rank_pattern, alpha_pattern, rank_stabilized, key)
-    return train_biases_and_modules(model, targets, bias, modules_to_save, adapter_name)
+    return apply_low_rank(
+        model,
+        factory,
+        targets=targets,
+        rank=rank,
+        alpha=alpha,
+        rank_pattern=rank_pattern,
+        alpha_pattern=alpha_pattern,
+        rank_stabilized=rank_stabilized,
+        bias=bias,
+        modules_to_save=modules_to_save,
+        key=key,
+    )

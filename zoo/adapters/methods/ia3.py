@@ -15,7 +15,7 @@ from zoo.parallel.rounds import in_one_round
 
 from ..apply import apply_adapters, refuse_embedding
 from ..base import AbstractLinearAdapter, BiasVector, Matrix, Strength, full_strength, get_dims
-from ..checkpoint_names import translate_targets
+from ..names import translate_targets
 
 _Model = TypeVar("Model")
 
@@ -107,9 +107,10 @@ def ia3(
     nothing."""
     sites = find_linears(model, include_embeddings=True)
     is_target = match_targets(translate_targets(model, targets, sites), sites)
-    multiplies_inputs = (
-        (lambda _: False) if inputs is None else match_targets(translate_targets(model, inputs, sites), sites)
-    )
+    if inputs is None:
+        multiplies_inputs = lambda _: False
+    else:
+        multiplies_inputs = match_targets(translate_targets(model, inputs, sites), sites)
 
     def plan(site: LinearSite) -> Any:
         applies = site.tabulate(is_target, bool)

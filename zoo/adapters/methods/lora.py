@@ -19,7 +19,7 @@ from zoo.parallel.tokens import match_tokens
 
 from ..apply import apply_adapters, check_rank, refuse_embedding
 from ..base import Matrix, Strength, full_strength, get_dims
-from ..checkpoint_names import translate_patterns, translate_targets
+from ..names import translate_patterns, translate_targets
 from .embedding import EmbeddingLoRA
 from .low_rank import AbstractLowRankAdapter, check_dropout_rate, linear_from_weight, low_rank_product
 from .modules_to_save import BiasOption, train_biases_and_modules
@@ -152,27 +152,45 @@ def lora(
     **Raises** `ValueError` for a target or pattern that matches nothing, and for a rank below 1.
     """
     factory = partial(LoRA, init=init, dropout=check_dropout_rate(dropout), adapter_name=adapter_name)
-    model = apply_low_rank(model, factory, targets, rank, alpha, rank_pattern, alpha_pattern, rank_stabilized, key)
-    return train_biases_and_modules(model, targets, bias, modules_to_save, adapter_name)
+    return apply_low_rank(
+        model,
+        factory,
+        targets=targets,
+        rank=rank,
+        alpha=alpha,
+        rank_pattern=rank_pattern,
+        alpha_pattern=alpha_pattern,
+        rank_stabilized=rank_stabilized,
+        bias=bias,
+        modules_to_save=modules_to_save,
+        key=key,
+    )
 
 
 def apply_low_rank(
     model: _Model,
     factory: partial[Any],
+    *,
     targets: Targets,
     rank: int,
     alpha: float | int | None,
     rank_pattern: Mapping[str, int] | None,
     alpha_pattern: Mapping[str, float | int] | None,
     rank_stabilized: bool,
+    bias: BiasOption,
+    modules_to_save: Sequence[str],
     key: Key[Array, ""],
 ) -> _Model:
-    """Wrap each target module with a low-rank adapter whose rank and scale may differ between layers."""
+    """Wrap each target module with a low-rank adapter whose rank and scale may differ between layers, and train biases
+    and modules in full: what `lora` and `dora` share."""
     sites = find_linears(model, include_embeddings=True)
-    ranks, alphas = translate_patterns(model, rank_pattern, sites), translate_patterns(model, alpha_pattern, sites)
+    ranks = translate_patterns(model, rank_pattern, sites)
+    alphas = translate_patterns(model, alpha_pattern, sites)
     check_rank(min([rank, *ranks.values()]))
-    is_target = match_targets(translate_targets(model, targets, sites), sites)
-    get_rank, get_alpha = lookup_by_pattern(ranks, rank), lookup_by_pattern(alphas, rank if alpha is None else alpha)
+    targets = translate_targets(model, targets, sites)
+    is_target = match_targets(targets, sites)
+    get_rank = lookup_by_pattern(ranks, rank)
+    get_alpha = lookup_by_pattern(alphas, rank if alpha is None else alpha)
 
     def get_scale(name: str) -> float:
         return get_alpha(name) / (get_rank(name) ** 0.5 if rank_stabilized else get_rank(name))
@@ -191,7 +209,8 @@ def apply_low_rank(
         tables = {"rank": site_ranks, "scale": site.tabulate(get_scale, np.float32)}
         return partial(factory, max_rank=int(site_ranks.max())), tables
 
-    return apply_adapters(model, plan, key)
+    model = apply_adapters(model, plan, key)
+    return train_biases_and_modules(model, targets, bias, modules_to_save, factory.keywords["adapter_name"])
 
 
 def _plan_embedding(factory: partial[Any], ranks: np.ndarray, site: LinearSite, get_scale: Callable) -> Any:

@@ -11,13 +11,14 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from zoo.layers import AbstractLinear, Linear
-from zoo.models.targets import Targets, get_linear_shape
+from zoo.models.targets import Targets, find_linears, get_linear_shape
 from zoo.ops.moe.grouped_matmul import expand_group_values
 from zoo.parallel import Dim, adapter_parameter, buffer, shard_offset, wrapped
 from zoo.parallel.rounds import in_one_round
 
 from ..apply import apply_uniform, compute_scale
 from ..base import AbstractLinearAdapter, Matrix, Strength, full_strength, get_dims
+from ..names import translate_targets
 from .low_rank import linear_from_weight
 
 _Model = TypeVar("Model")
@@ -185,6 +186,7 @@ def loha(
     """Wrap each target module with a `LoHa` and freeze the rest of the model. The update is scaled by alpha / rank;
     `alpha` defaults to `rank`. **Raises** `ValueError` for a target that matches nothing, and for a rank below 1."""
     factory = partial(LoHa, rank=rank, scale=compute_scale(alpha, rank), adapter_name=adapter_name)
+    targets = translate_targets(model, targets, find_linears(model, include_embeddings=True))
     return apply_uniform(model, factory, targets, key, adapter_name)
 
 
@@ -211,6 +213,7 @@ def lokr(
         decompose_both=decompose_both,
         adapter_name=adapter_name,
     )
+    targets = translate_targets(model, targets, find_linears(model, include_embeddings=True))
     return apply_uniform(model, factory, targets, key, adapter_name)
 
 

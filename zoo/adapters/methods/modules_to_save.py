@@ -14,7 +14,6 @@ from zoo.parallel import TrainableCopy
 from zoo.parallel.module import is_parameter
 from zoo.parallel.rounds import in_one_round
 
-from ..checkpoint_names import translate_targets
 from ..merged_layers import require_unmerged
 
 _Model = TypeVar("Model")
@@ -69,17 +68,16 @@ def make_trainable(
 def train_biases_and_modules(
     model: _Model, targets: Targets, bias: BiasOption, modules_to_save: Sequence[str], adapter_name: str
 ) -> _Model:
-    """Apply an adapter's `bias` and `modules_to_save` options: train these parameters in full, under its name."""
+    """Apply an adapter's `bias` and `modules_to_save` options: train these parameters in full, under its name.
+    `targets` are paths of this library."""
     if bias not in typing.get_args(BiasOption):
         raise ValueError(f"bias is one of {', '.join(typing.get_args(BiasOption))}, not {bias!r}")
     names = _list_parameter_names(model)
     is_saved = _match_parameters(modules_to_save, names) if modules_to_save else lambda _: False
-    sites = find_linears(model, include_embeddings=True)
-    has_trainable_bias = (
-        match_targets(translate_targets(model, targets, sites), sites)
-        if bias == "lora_only"
-        else (lambda _: bias == "all")
-    )
+    if bias == "lora_only":
+        has_trainable_bias = match_targets(targets, find_linears(model, include_embeddings=True))
+    else:
+        has_trainable_bias = lambda _: bias == "all"
 
     def is_trainable(name: str) -> bool:
         module, _, field = name.rpartition(".")

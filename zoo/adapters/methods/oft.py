@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from zoo.layers import AbstractLinear
-from zoo.models.targets import Targets, get_linear_shape
+from zoo.models.targets import Targets, find_linears, get_linear_shape
 from zoo.ops.matmul import einsum_fp32_accum
 from zoo.ops.moe.grouped_matmul import grouped_matmul
 from zoo.parallel import Dim, adapter_parameter, buffer, wrapped
@@ -17,6 +17,7 @@ from zoo.parallel.rounds import in_one_round
 
 from ..apply import apply_uniform
 from ..base import AbstractLinearAdapter, Matrix, Strength, full_strength, get_dims
+from ..names import translate_targets
 
 _Model = TypeVar("Model")
 _Blocks = Float[Array, "blocks size size"]
@@ -201,4 +202,5 @@ def oft(
             **applies,
         )
 
+    targets = translate_targets(model, targets, find_linears(model, include_embeddings=True))
     return apply_uniform(model, factory, targets, jax.random.key(0) if key is None else key, adapter_name)

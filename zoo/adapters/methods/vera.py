@@ -17,7 +17,7 @@ from zoo.parallel.tokens import match_tokens
 
 from ..apply import apply_uniform, check_rank
 from ..base import AbstractLinearAdapter, Matrix, Strength, full_strength, get_dims
-from ..checkpoint_names import translate_targets
+from ..names import translate_targets
 from .low_rank import linear_from_weight
 
 _Model = TypeVar("Model")
@@ -113,7 +113,8 @@ def vera(
     rank below 1."""
     check_rank(rank)
     sites = find_linears(model, include_embeddings=True)
-    is_target = match_targets(translate_targets(model, targets, sites), sites)
+    targets = translate_targets(model, targets, sites)
+    is_target = match_targets(targets, sites)
     shapes = [site.get_shape() for site in sites if site.tabulate(is_target, bool).any()]
     out_size, in_size = (max(sizes) for sizes in zip(*shapes, strict=True))
     shared = _init_shared_projections(rank, out_size, in_size, wrap_key(key))

@@ -16,7 +16,7 @@ from zoo.weights.safetensors import LazyTensor
 from zoo.weights.save import gather_to_host
 
 from ..compose import strip_adapters
-from ..names import read_floats
+from .source import read_floats
 from .targeting import is_saved, is_saved_by
 
 _BASE_LAYER = ".base_layer."

@@ -1,175 +1,158 @@
-"""Read and write VeRA, LoHa and LoKr in PEFT's format: tensors of a module, the adapter they build, and the config."""
+"""Build PEFT's adapter_config.json of an adapter: the options that every module of it is read with."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import equinox as eqx
-import jax.numpy as jnp
 import numpy as np
 
-from zoo.models.targets import LinearSite
 from zoo.weights import CheckpointError
 
-from ..base import AbstractAdapter
-from ..methods.lycoris import LoHa, LoKr, factorize
+from ..methods.adalora import RANK_EPSILON, AdaLoRA
+from ..methods.dora import DoRA
+from ..methods.embedding import EmbeddingLoRA
+from ..methods.ia3 import IA3
+from ..methods.lora import LoRA
+from ..methods.lycoris import LoHa, LoKr
+from ..methods.oft import OFT
 from ..methods.vera import VeRA
-from ..names import LYCORIS_FIELDS, VERA_SHARED, PeftModule, read_floats
-from .config import scale_from_config
-from .methods import AdapterSource, format_shapes
+from ..names import PeftModule
+from .join import Experts, get_first_layer, get_joined_rank
+from .methods import METHODS, find_factor_shapes, find_nearest_divisor
 
-_LayerArrays = Mapping[tuple[int, ...], dict[str, Any]]
-"""Index into the stacked dims -> the arrays of that layer."""
-_LYCORIS_CLASSES = {"LOHA": LoHa, "LOKR": LoKr}
-
-
-def read_vera(source: AdapterSource, module: PeftModule) -> dict[str, Any] | None:
-    """Read the scaling vectors of a module's VeRA, or None if it has none."""
-    refuse_fused_vera(module, source.path)
-    source.names_read |= VERA_SHARED.keys() & source.source.keys()
-    down = source.read_vector(module, "vera_lambda_d", source.config["r"])
-    up = source.read_vector(module, "vera_lambda_b", module.site.get_shape()[0], has_rows=True)
-    if down is None and up is None:
-        return None
-    if down is None or up is None:
-        raise CheckpointError(f"{source.path}: {module.peft_name} has one of vera_lambda_d and vera_lambda_b, not both")
-    return {"down_scale": down, "up_scale": up}
+_Adapters = Mapping[str, tuple[PeftModule, Any, Any]]
+"""PEFT's module names -> the module, its adapter (of one part or expert, if there are several), and its values."""
 
 
-def refuse_fused_vera(module: PeftModule, path: str) -> None:
-    """**Raises** `CheckpointError` for a projection that is several matrices here: each would have its own rows of the
-    shared B."""
-    if len(module.mapping.parts) > 1:
-        raise CheckpointError(
-            f"{path}: {module.peft_name} holds {', '.join(module.mapping.parts)}, which are separate matrices here, "
-            "and VeRA's B is not cut into theirs"
-        )
-
-
-def plan_vera(source: AdapterSource, site: LinearSite, layers: _LayerArrays) -> Any:
-    """Plan the VeRA of a linear layer: scaling vectors of all stacked layers, and the shared A and B."""
-    if missing := [name for name in VERA_SHARED if name not in source.source]:
-        raise CheckpointError(
-            f"{source.path} has no {missing[0]}: PEFT drew it from PyTorch's generator, and saves it with "
-            "save_projection=True"
-        )
-    down, up = (read_floats(source.source[name], name, source.path) for name in VERA_SHARED)
-    stacked_shape, rank = [len(run) for run in site.ranges], source.config["r"]
-    outputs, inputs = site.get_shape()
-    is_large_enough = down.ndim == up.ndim == 2 and down.shape[1] >= inputs and len(up) >= outputs
-    if not is_large_enough or (len(down), up.shape[1]) != (rank, rank):
-        raise CheckpointError(
-            f"{source.path}: vera_A and vera_B are {format_shapes([down.shape, up.shape])}, where r = {rank} and the "
-            f"largest module are expected, {format_shapes([(rank, inputs), (outputs, rank)])} or more"
-        )
-    tables = {
-        "down_scale": np.zeros((*stacked_shape, rank), np.float32),
-        "up_scale": np.zeros((*stacked_shape, outputs), np.float32),
-        "applies": np.zeros(stacked_shape, bool),
+def build_config(by_module: Mapping[str, Experts], *, bias: str) -> dict[str, Any]:
+    """Build the options of an adapter's method, and its target modules. **Raises** `CheckpointError` for an adapter
+    that no options of PEFT's describe."""
+    adapters = {name: get_first_layer(experts) for name, experts in by_module.items()}
+    for module, adapter, _ in adapters.values():
+        _refuse_strength(module, adapter)
+    _, adapter, _ = next(iter(adapters.values()))
+    if bias != "none" and not isinstance(adapter, LoRA | DoRA | EmbeddingLoRA):
+        raise CheckpointError(f"biases are trained with {type(adapter).__name__}, which PEFT's files do not have")
+    parameters = _list_target_parameters(adapters)
+    config = {
+        "fan_in_fan_out": any(
+            module.mapping.transposed and not module.holds_experts for module, _, _ in adapters.values()
+        ),
+        "target_modules": sorted(adapters.keys() - parameters.keys()),
     }
-    for index, arrays in layers.items():
-        for field, array in arrays.items():
-            tables[field][index] = array
-        tables["applies"][index] = True
+    match adapter:
+        case IA3():
+            options = _build_ia3_config(adapters)
+        case VeRA():
+            options = _build_vera_config(adapter)
+        case LoHa() | LoKr():
+            options = _build_lycoris_config(adapters)
+        case OFT():
+            options = _build_oft_config(adapters)
+        case AdaLoRA():
+            options = _build_adalora_config(adapters)
+        case _:
+            options = _build_lora_config(by_module, parameters, bias)
+    return {**config, **options}
 
-    def factory(base: Any, *, key: Any, applies: Any, down_scale: Any, up_scale: Any) -> VeRA:
-        adapter = VeRA(
-            base, shared=(jnp.asarray(down), jnp.asarray(up)), applies=applies, adapter_name=source.adapter_name
-        )
-        return eqx.tree_at(lambda vera: (vera.down_scale, vera.up_scale), adapter, (down_scale, up_scale))
 
-    return factory, tables
-
-
-def read_lycoris(source: AdapterSource, module: PeftModule) -> dict[str, Any] | None:
-    """Read the factors and the scale of a module's LoHa or LoKr, or None if it has none."""
-    config, method = source.config, source.config["peft_type"]
-    fields = LYCORIS_FIELDS[method]
-    if len(module.mapping.parts) > 1 and method == "LOKR":
+def _refuse_strength(module: PeftModule, adapter: Any) -> None:
+    """**Raises** `CheckpointError` for a strength that PEFT's files cannot hold: theirs is the factor of a LoRA."""
+    strength = np.asarray(adapter.strength)[module.index]
+    if strength != 1 and not isinstance(adapter, LoRA | EmbeddingLoRA):
         raise CheckpointError(
-            f"{source.path}: {module.peft_name} holds {', '.join(module.mapping.parts)}, which are separate matrices "
-            "here, and a Kronecker product is not cut into theirs"
+            f"the adapter {adapter.adapter_name!r} has the strength {strength:g}, and PEFT's files of "
+            f"{type(adapter).__name__} hold no factor: save it at strength 1 (adapters.set_strength), or merge it"
         )
-    arrays = {
-        field: source.read_tensor(module, suffix, has_rows=method == "LOHA" and suffix.endswith("_a"))
-        for suffix, field in fields.items()
+
+
+def _list_target_parameters(adapters: _Adapters) -> dict[str, str]:
+    """Map the modules that hold a parameter of `target_parameters` to its name: all experts, and their routers, whose
+    module is no Linear where experts are one parameter."""
+    modules = {name: module for name, (module, _, _) in adapters.items()}
+    if not any(module.holds_experts for module in modules.values()):
+        return {}
+    holders = {name: module.parameter for name, module in modules.items() if module.holds_experts}
+    routers = {name: f"{name}.weight" for name, module in modules.items() if ".router." in module.site.name}
+    if any(isinstance(adapter, DoRA) for _, adapter, _ in adapters.values()):
+        raise CheckpointError("use_dora and target_parameters, all experts in one, exclude each other in PEFT's files")
+    return holders | routers
+
+
+def _build_lora_config(by_module: Mapping[str, Experts], parameters: Mapping[str, str], bias: str) -> dict[str, Any]:
+    ranks: dict[str, int] = {}
+    alphas: dict[str, float | int] = {}
+    for name, experts in by_module.items():
+        key = parameters.get(name, name)
+        ranks[key] = max(get_joined_rank(parts) for parts in experts.values())
+        alphas[key] = _get_module_scale(name, experts) * ranks[key]
+    rank = _get_most_common(ranks)
+    alpha = _get_most_common(alphas)
+    adapters = [get_first_layer(experts)[1] for experts in by_module.values()]
+    config: dict[str, Any] = {
+        "peft_type": "LORA",
+        "r": rank,
+        "lora_alpha": alpha,
+        "rank_pattern": {name: value for name, value in ranks.items() if value != rank},
+        "alpha_pattern": {name: value for name, value in alphas.items() if value != alpha},
+        "bias": bias,
+        "lora_dropout": max((lora.dropout for lora in adapters if isinstance(lora, LoRA | DoRA)), default=0.0),
+        "use_dora": any(isinstance(adapter, DoRA) for adapter in adapters),
+        "use_rslora": False,
+        "init_lora_weights": True,
     }
-    if all(array is None for array in arrays.values()):
-        return None
-    outputs, inputs = module.site.get_shape()
-    expected = (
-        _list_loha_shapes(config["r"], outputs, inputs)
-        if method == "LOHA"
-        else _list_lokr_shapes(config["r"], config["decompose_factor"], config["decompose_both"], outputs, inputs)
-    )
-    for suffix, field in fields.items():
-        shapes = [None if (array := arrays[field]) is None else array.shape, expected.get(field)]
-        if shapes[0] != shapes[1]:
-            found, wanted = map(format_shapes, ([shapes[0]], [shapes[1]]))
-            raise CheckpointError(
-                f"{source.path}: {module.peft_name}.{suffix} is {found}, where {wanted} was expected: r = {config['r']}"
-            )
-    arrays = {field: array for field, array in arrays.items() if array is not None}
-    return {"scale": scale_from_config(config, module.peft_name, config["r"]), **arrays}
+    if parameters:
+        config["target_parameters"] = sorted(parameters.values())
+        config["lora_dropout"] = 0.0  # PEFT has no dropout there, and reads no file that asks for it
+    return config
 
 
-def _list_loha_shapes(rank: int, outputs: int, inputs: int) -> dict[str, tuple[int, ...]]:
-    up, down = (outputs, rank), (rank, inputs)
-    return {"up": up, "down": down, "other_up": up, "other_down": down}
+def _get_most_common(values: Mapping[str, Any]) -> Any:
+    return Counter(values.values()).most_common(1)[0][0]
 
 
-def _list_lokr_shapes(rank: int, factor: int, both: bool, outputs: int, inputs: int) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the factors that PEFT makes of a matrix."""
-    (left_out, right_out), (left_in, right_in) = (
-        (factor, size // factor) if factor > 0 and size % factor == 0 else factorize(size, factor)
-        for size in (outputs, inputs)
-    )
-    is_left_low_rank = both and rank < max(left_out, left_in) / 2
-    left = {"left_up": (left_out, rank), "left_down": (rank, left_in)}
-    right = {"right_up": (right_out, rank), "right_down": (rank, right_in)}
+def _get_module_scale(peft_name: str, experts: Experts) -> float | int:
+    """Return alpha / rank of one module, times the strength. **Raises** `CheckpointError` if its experts, or the parts
+    of a fused module, differ."""
+    layers = [layer for parts in experts.values() for layer in parts.values()]
+    factors = [np.asarray(adapter.scale) * np.asarray(adapter.strength) for _, adapter, _ in layers]
+    scales = {float(factor[module.index]) for factor, (module, _, _) in zip(factors, layers, strict=True)}
+    if len(scales) > 1:
+        raise CheckpointError(
+            f"{peft_name} is one module in PEFT's files, and its parts are scaled by {sorted(scales)}"
+        )
+    return _as_integer(scales.pop())
+
+
+def _as_integer(value: float) -> float | int:
+    """Return an integer if the number is one, as PEFT's configs have it."""
+    return int(value) if value.is_integer() else value
+
+
+def _build_ia3_config(adapters: _Adapters) -> dict[str, Any]:
+    inputs = sorted(name for name, (_, ia3, _) in adapters.items() if ia3.of_in is not None)
+    return {"peft_type": "IA3", "feedforward_modules": inputs, "init_ia3_weights": True}
+
+
+def _build_vera_config(adapter: VeRA) -> dict[str, Any]:
     return {
-        **(left if is_left_low_rank else {"left": (left_out, left_in)}),
-        **(right if rank < max(right_out, right_in) / 2 else {"right": (right_out, right_in)}),
-    }
+        "peft_type": "VERA", "r": adapter.down_scale.shape[-1], "bias": "none", "save_projection": True,
+        "projection_prng_key": 0, "vera_dropout": 0.0, "d_initial": 0.1, "init_weights": True,
+    }  # fmt: skip
 
 
-def plan_lycoris(source: AdapterSource, site: LinearSite, layers: _LayerArrays) -> Any:
-    """Plan the LoHa or LoKr of a linear layer: factors of all stacked layers."""
-    stacked_shape, first = [len(run) for run in site.ranges], next(iter(layers.values()))
-    tables = {field: np.zeros((*stacked_shape, *np.shape(array)), np.float32) for field, array in first.items()}
-    tables["applies"] = np.zeros(stacked_shape, bool)
-    for index, arrays in layers.items():
-        tables["applies"][index] = True
-        for field, array in arrays.items():
-            tables[field][index] = array
-    method = source.config["peft_type"]
-    fields = list(LYCORIS_FIELDS[method].values())
-
-    def factory(base: Any, *, key: Any, scale: Any, applies: Any, **arrays: Any) -> AbstractAdapter:
-        adapter = _LYCORIS_CLASSES[method](
-            base, rank=1, scale=scale, applies=applies, adapter_name=source.adapter_name, key=key
-        )
-        where = lambda adapter: [getattr(adapter, field) for field in fields]
-        return eqx.tree_at(where, adapter, [arrays.get(field) for field in fields], is_leaf=lambda x: x is None)
-
-    return factory, tables
-
-
-def build_lycoris_config(adapters: Mapping[str, tuple[PeftModule, Any, Any]]) -> dict[str, Any]:
+def _build_lycoris_config(adapters: _Adapters) -> dict[str, Any]:
     """Build the config of a LoHa or LoKr. The scale is stored as alpha / rank. **Raises** `CheckpointError` if PEFT's
     one rank, factor and `decompose_both` do not give the factors of all modules."""
     _, adapter, _ = next(iter(adapters.values()))
     options = _find_lokr_options(adapters) if isinstance(adapter, LoKr) else {"r": adapter.down.shape[-2]}
     if options is None or any(type(other) is not type(adapter) for _, other, _ in adapters.values()):
         raise CheckpointError("PEFT's files have one method, one rank and one decompose_factor for all modules")
-    rank = options["r"]
     scales = {name: float(np.asarray(adapter.scale)[module.index]) for name, (module, adapter, _) in adapters.items()}
-    alphas = {
-        name: int(scale * rank) if (scale * rank).is_integer() else scale * rank for name, scale in scales.items()
-    }
-    alpha = Counter(alphas.values()).most_common(1)[0][0]
+    alphas = {name: _as_integer(scale * options["r"]) for name, scale in scales.items()}
+    alpha = _get_most_common(alphas)
     return {
-        "peft_type": type(adapter).__name__.upper(),
+        "peft_type": METHODS[type(adapter)].peft_type,
         "alpha": alpha,
         "alpha_pattern": {name: value for name, value in alphas.items() if value != alpha},
         "rank_pattern": {},
@@ -178,25 +161,73 @@ def build_lycoris_config(adapters: Mapping[str, tuple[PeftModule, Any, Any]]) ->
     }
 
 
-def _find_lokr_options(adapters: Mapping[str, tuple[PeftModule, Any, Any]]) -> dict[str, Any] | None:
+def _find_lokr_options(adapters: _Adapters) -> dict[str, Any] | None:
     """Return the options of a LoKr for which PEFT makes factors of these shapes; None if there are none."""
-    fields = LYCORIS_FIELDS["LOKR"].values()
 
     def list_shapes(module: PeftModule, adapter: LoKr) -> dict[str, tuple[int, ...]]:
-        arrays = {field: getattr(adapter, field) for field in fields}
+        arrays = {tensor.field: tensor.get(adapter) for tensor in METHODS[LoKr].tensors}
         stacked = len(module.site.ranges)
         return {field: tuple(array.shape[stacked:]) for field, array in arrays.items() if array is not None}
 
     actual = {(module.site.get_shape(), tuple(list_shapes(module, a).items())) for module, a, _ in adapters.values()}
 
-    def list_candidates() -> Iterator[tuple[int, int, bool]]:
+    def list_candidates() -> Iterator[dict[str, Any]]:
         sizes = [size for _, shapes in actual for _, shape in shapes for size in shape]
         ranks = {shape[0] for _, shapes in actual for field, shape in shapes if field.endswith("_down")}
         for rank in ranks or {max(sizes)}:  # without low-rank factors, any rank that PEFT does not decompose for
             for factor in (-1, *range(1, max(sizes) + 1)):
-                yield from ((rank, factor, both) for both in (False, True))
+                for both in (False, True):
+                    yield {"rank": rank, "factor": factor, "both": both}
 
-    for rank, factor, both in list_candidates():
-        if all(_list_lokr_shapes(rank, factor, both, *shape) == dict(shapes) for shape, shapes in actual):
+    for options in list_candidates():
+        if all(find_factor_shapes(*shape, **options) == dict(shapes) for shape, shapes in actual):
+            rank, factor, both = options.values()
             return {"r": rank, "decompose_factor": factor, "decompose_both": both}
     return None
+
+
+def _build_oft_config(adapters: _Adapters) -> dict[str, Any]:
+    """Build the config of an OFT. It has one block size, or one block count, for all modules, and PEFT takes the
+    nearest divisor of each module's inputs. **Raises** `CheckpointError` if no number gives the blocks of all
+    modules."""
+    sizes = [(module.site.get_shape()[1], adapter) for module, adapter, _ in adapters.values()]
+    expected = {
+        "oft_block_size": {(inputs, adapter.block_size) for inputs, adapter in sizes},
+        "r": {(inputs, inputs // adapter.block_size) for inputs, adapter in sizes},
+    }
+    candidates = [(key, sorted({number for _, number in pairs})) for key, pairs in expected.items()]
+    candidates += [(key, range(1, max(inputs for inputs, _ in sizes) + 1)) for key in expected]
+
+    def fits(key: str, value: int) -> bool:
+        return all(find_nearest_divisor(inputs, value) == number for inputs, number in expected[key])
+
+    chosen = next(({key: value} for key, values in candidates for value in values if fits(key, value)), None)
+    options = {(adapter.shared is not None, adapter.neumann_terms) for _, adapter in sizes}
+    if chosen is None or len(options) > 1:
+        raise CheckpointError("PEFT's files have one size of blocks, or one count, and one form of OFT for all modules")
+    shared, terms = options.pop()
+    # PEFT checks the version that wrote a file: 0.18 is the first with this Neumann series.
+    return {
+        "peft_type": "OFT", "peft_version": "0.18.0", "r": 0, "oft_block_size": 0, **chosen, "bias": "none",
+        "block_share": shared, "use_cayley_neumann": terms is not None, "num_cayley_neumann_terms": terms or 5,
+        "coft": False, "module_dropout": 0.0, "init_weights": True,
+    }  # fmt: skip
+
+
+def _build_adalora_config(adapters: _Adapters) -> dict[str, Any]:
+    """Build the config of an AdaLoRA, where a module keeps its first `rank` ranks. **Raises** `CheckpointError` if
+    scales differ between modules, which the format cannot store."""
+    ranks = {name: int(np.asarray(adapter.rank)[module.index]) for name, (module, adapter, _) in adapters.items()}
+    scales = {float(np.asarray(adapter.scale)[module.index]) for module, adapter, _ in adapters.values()}
+    if len(scales) > 1:
+        raise CheckpointError(f"PEFT's files have one alpha for all AdaLoRA's modules, and they have {sorted(scales)}")
+    max_rank = max(1, *ranks.values())
+    alpha = float(f"{scales.pop() * (max_rank + RANK_EPSILON):.6g}")
+    rank_pattern = {
+        f"{name}.lora_E": [True] * rank + [False] * (max_rank - rank) for name, rank in ranks.items() if rank < max_rank
+    }
+    return {
+        "peft_type": "ADALORA", "init_r": max_rank, "lora_alpha": _as_integer(alpha),
+        "rank_pattern": rank_pattern or None, "total_step": 1, "bias": "none", "lora_dropout": 0.0,
+        "init_lora_weights": True,
+    }  # fmt: skip

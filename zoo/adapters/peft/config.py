@@ -184,7 +184,7 @@ def _find_wrong_values(config: Mapping[str, Any]) -> Iterator[str]:
     kinds = {**_KINDS, **_KINDS_BY_METHOD.get(method, {})}
     for key, value in config.items():
         if key in kinds and (error := kinds[key].find_error(value)):
-            yield f"{key} = {_shorten_repr(value)} {error}"
+            yield f"{key} = {shorten_repr(value)} {error}"
             return  # the checks below read these options
     patterns: list[tuple[str, Callable[[str], Any], Any]] = []
     for key in ("target_modules", "exclude_modules", "feedforward_modules"):
@@ -197,11 +197,11 @@ def _find_wrong_values(config: Mapping[str, Any]) -> Iterator[str]:
         try:
             compile_pattern(pattern)
         except (re.error, RecursionError, OverflowError) as error:
-            yield f"{key} has the pattern {_shorten_repr(pattern)}, which is not a regular expression: {error}"
+            yield f"{key} has the pattern {shorten_repr(pattern)}, which is not a regular expression: {error}"
     words = config.get("layers_pattern") or ()
     for word in [words] if isinstance(words, str) else words:
         if re.fullmatch(r"\w+", word) is None:
-            yield f"layers_pattern = {_shorten_repr(word)} should be the name of a list of layers, without a pattern"
+            yield f"layers_pattern = {shorten_repr(word)} should be the name of a list of layers, without a pattern"
     if not config["target_modules"] and not config.get("target_parameters"):
         yield "target_modules names no module"
     if method == "OFT" and bool(config["r"]) == bool(config["oft_block_size"]):
@@ -226,7 +226,7 @@ def _compile_suffix(pattern: str) -> re.Pattern[str]:
     return re.compile(rf"(.*\.)?({pattern})$")
 
 
-def _shorten_repr(value: Any) -> str:
+def shorten_repr(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
 

@@ -1,6 +1,7 @@
 """Join the arrays of one PEFT module: the parts of a fused projection, and all experts of one parameter."""
 
 from collections.abc import Mapping
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -12,10 +13,9 @@ from zoo.weights.save import gather_to_host
 
 from ..compose import strip_adapters
 from ..methods.dora import DoRA
-from ..methods.ia3 import IA3
 from ..methods.lora import LoRA
-from ..methods.vera import VeRA
-from ..names import VERA_SHARED, PeftModule, PeftTensor, list_peft_tensors
+from ..names import PeftModule
+from .methods import PeftMethod, PeftTensor, list_peft_tensors
 
 ModuleParts = Mapping[int, tuple[PeftModule, Any, Any]]
 """Parts of one PEFT module, by number: the module, our adapter, and the adapter that values are read from."""
@@ -23,9 +23,14 @@ Experts = Mapping[int, ModuleParts]
 """The parts of each expert of one PEFT module that holds several; number 0 alone for any other module."""
 
 
+def get_first_layer(experts: Experts) -> tuple[PeftModule, Any, Any]:
+    """Return the first part of the first expert of a module."""
+    return next(iter(next(iter(experts.values())).values()))
+
+
 def _get_layer_array(field: PeftTensor, module: PeftModule, adapter: Any, value: Any) -> np.ndarray:
     """Return one layer's array without the padding of its rank; with the initial factors, if the base gave them up."""
-    array = gather_to_host(field.get(value), module.index)
+    array = field.to_peft(gather_to_host(field.get(value), module.index))
     if field.rank_dim is None:
         return array
     ranks = range(int(np.asarray(adapter.rank)[module.index]))
@@ -45,8 +50,7 @@ def join_parts(field: PeftTensor, parts: ModuleParts, model: Any = None) -> np.n
         return arrays[0]
     if not isinstance(adapter, LoRA | DoRA):
         if field.has_rows:
-            fill = 1 if isinstance(adapter, IA3) else 0
-            return _join_rows(module, arrays, fill)
+            return _join_rows(module, arrays, field.fill or 0)
         first = next(iter(arrays.values()))
         if any(not np.array_equal(array, first) for array in arrays.values()):
             raise CheckpointError(
@@ -94,7 +98,7 @@ def sum_parts(field: PeftTensor, parts: ModuleParts) -> np.ndarray:
     return _join_rows(module, arrays) if field.has_rows else sum(arrays.values(), start=np.zeros((), np.float32))
 
 
-def _join_rows(module: PeftModule, arrays: Mapping[int, np.ndarray], fill: int = 0) -> np.ndarray:
+def _join_rows(module: PeftModule, arrays: Mapping[int, np.ndarray], fill: float = 0) -> np.ndarray:
     """Concatenate the rows of parts in the layout of the fused weight, with `fill` for a part without the adapter."""
     first = next(iter(arrays.values()))
     joined = np.full((sum(module.part_sizes), *first.shape[1:]), fill, first.dtype)
@@ -121,9 +125,14 @@ def join_experts(field: PeftTensor, module: PeftModule, arrays: Mapping[int, np.
     return joined.reshape(len(first), -1)
 
 
-def keep_largest_shared(tensors: Mapping[str, np.ndarray], vera: VeRA, index: tuple[int, ...]) -> dict[str, np.ndarray]:
-    """Return VeRA's shared A and B: those of this layer if they are larger than the ones collected so far. Each layer
-    has a slice of the largest."""
-    arrays = {name: gather_to_host(get(vera), index) for name, get in VERA_SHARED.items()}
-    is_larger = lambda name, x: name not in tensors or x.size > tensors[name].size
-    return {name: x if is_larger(name, x) else tensors[name] for name, x in arrays.items()}
+def keep_largest_shared(
+    tensors: Mapping[str, np.ndarray], method: PeftMethod, adapter: Any, index: tuple[int, ...]
+) -> dict[str, np.ndarray]:
+    """Return the tensors that all modules share, such as VeRA's A and B: those of this layer if they are larger than
+    the ones collected so far. Each layer has a slice of the largest."""
+    largest = {}
+    for name, field in method.shared.items():
+        array = gather_to_host(attrgetter(field)(adapter), index)
+        is_larger = name not in tensors or array.size > tensors[name].size
+        largest[name] = array if is_larger else tensors[name]
+    return largest

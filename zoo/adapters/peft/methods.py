@@ -1,188 +1,425 @@
-"""Read and write OFT and AdaLoRA in PEFT's format: tensors of a module, the adapter they build, and the config."""
+"""PEFT's methods as one table: the tensors of a module in its files, their shapes, and the adapter they are fields of.
 
-from collections.abc import Mapping, Sequence
-from functools import reduce
-from typing import Any, Protocol, runtime_checkable
+`read.py` goes through it from files to adapters, `join.py` and `write.py` from adapters to files.
+"""
 
-import equinox as eqx
+import dataclasses
+from collections.abc import Callable, Mapping
+from operator import attrgetter
+from typing import Any
+
 import jax.numpy as jnp
 import numpy as np
 
-from zoo.models.targets import LinearSite
+from zoo.layers import AbstractEmbedding
+from zoo.models.targets import get_linear_shape
 from zoo.weights import CheckpointError
-from zoo.weights.safetensors import LazyTensor
 
+from ..base import AbstractAdapter
 from ..methods.adalora import RANK_EPSILON, AdaLoRA
+from ..methods.dora import DoRA
+from ..methods.embedding import EmbeddingLoRA
+from ..methods.ia3 import IA3
+from ..methods.lora import LoRA
+from ..methods.lycoris import LoHa, LoKr, factorize
 from ..methods.oft import OFT
+from ..methods.vera import VeRA
 from ..names import PeftModule
+from .config import rank_from_config, scale_from_config
+from .source import AdapterSource, read_floats
+from .targeting import is_feedforward
 
-_LayerArrays = Mapping[tuple[int, ...], dict[str, Any]]
-"""Index into the stacked dims -> the arrays of that layer."""
-
-
-@runtime_checkable
-class AdapterSource(Protocol):
-    """The tensors and config of one adapter file."""
-
-    config: Mapping[str, Any]
-    source: Mapping[str, LazyTensor]
-    path: str
-    adapter_name: str
-    names_read: set[str]
-
-    def read_tensor(self, module: PeftModule, suffix: str, *, has_rows: bool = False) -> np.ndarray | None: ...
-
-    def read_vector(
-        self, module: PeftModule, suffix: str, size: int, *, has_rows: bool = False
-    ) -> np.ndarray | None: ...
+Shapes = Mapping[str, tuple[int, ...]]
+"""Field of an adapter -> the shape of its tensor in the file."""
+_Scalars = dict[str, np.generic]
 
 
-def promote_dtypes(layers: _LayerArrays) -> Any:
-    """Return the dtype that holds the numbers of all layers without rounding them."""
-    arrays = [x for layer in layers.values() for x in layer.values() if isinstance(x, np.ndarray)]
-    return reduce(jnp.promote_types, {x.dtype for x in arrays})
+@dataclasses.dataclass(frozen=True)
+class PeftTensor:
+    """One array of an adapter in PEFT's format."""
+
+    suffix: str
+    field: str
+    """Path of the array in the adapter."""
+    has_rows: bool = False
+    """True if it has one row per output, so that it is split for a fused projection. Otherwise all parts share it."""
+    rank_dim: int | None = None
+    """The dim of the tensor whose size is the rank."""
+    added_dim: int | None = None
+    """A dim of size 1 that the tensor has and the field does not."""
+    transposed: bool = False
+    """True if the field is the transpose of the tensor."""
+    fill: float | None = 0
+    """Value in a layer, or in a part of a fused module, that has no adapter. None for the value of a new adapter."""
+
+    def get(self, adapter: Any) -> Any:
+        """Return the field of an adapter."""
+        return attrgetter(self.field)(adapter)
+
+    def to_peft(self, array: np.ndarray) -> np.ndarray:
+        """Return the field of one layer in the layout of the tensor."""
+        if self.added_dim is not None:
+            return np.expand_dims(array, self.added_dim)
+        return array.T if self.transposed else array
+
+    def from_peft(self, array: np.ndarray) -> np.ndarray:
+        """Return the tensor of one layer in the layout of the field."""
+        if self.added_dim is not None:
+            return array.squeeze(self.added_dim)
+        return array.T if self.transposed else array
 
 
-def format_shapes(shapes: Sequence[tuple[int, ...] | None]) -> str:
-    """Return shapes as text, "nothing" for a tensor that is missing."""
-    return ", ".join("nothing" if shape is None else str(list(shape)) for shape in shapes)
+def _mark_applied(source: AdapterSource, module: PeftModule) -> _Scalars:
+    return {"applies": np.True_}
 
 
-def read_oft(source: AdapterSource, module: PeftModule) -> dict[str, Any] | None:
-    """Read the block size and parameters of a module's OFT, or None if it has none."""
-    pairs = source.read_tensor(module, "oft_R.weight")
-    if pairs is None:
-        return None
-    _, inputs = module.site.get_shape()
-    shared, block_size, r = source.config["block_share"], source.config["oft_block_size"], source.config["r"]
-    size = _find_nearest_divisor(inputs, block_size) if block_size else inputs // _find_nearest_divisor(inputs, r)
-    expected = (1 if shared else inputs // size, size * (size - 1) // 2)
-    if pairs.shape != expected:
+@dataclasses.dataclass(frozen=True)
+class PeftMethod:
+    """The form of one class of adapters in PEFT's files."""
+
+    peft_type: str
+    tensors: tuple[PeftTensor, ...]
+    """Every tensor that a module may have. Two of one suffix are two forms of it, of which a module has one."""
+    find_shapes: Callable[[AdapterSource, PeftModule], Shapes]
+    """Return the shapes of the tensors that a module must have. The others must be absent."""
+    shape_options: tuple[str, ...]
+    """The options that the shapes follow from, for errors."""
+    make: Callable[[AdapterSource, Any, Any], AbstractAdapter]
+    """Make an adapter from source, base and key. Its fields are then replaced by the file's."""
+    find_scalars: Callable[[AdapterSource, PeftModule], _Scalars] = _mark_applied
+    """Return the other fields of a layer that follow from the config. They are 0 in a layer without the adapter."""
+    shared: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Tensors that the file has once for all modules, by name -> their fields."""
+    undivided: str = ""
+    """For a method that cannot wrap the parts of a fused module: what would have to be divided among them."""
+    dtype: Any = None
+    """Dtype of the fields. None for the tensors' own."""
+
+    def list_tensors(self, fields: Any) -> list[PeftTensor]:
+        """List the tensors, without the form of a suffix that is not among `fields` if the other form is."""
+        suffixes = {tensor.suffix for tensor in self.tensors if tensor.field in fields}
+        return [tensor for tensor in self.tensors if tensor.field in fields or tensor.suffix not in suffixes]
+
+
+def _find_lora_shapes(source: AdapterSource, module: PeftModule) -> Shapes:
+    outputs, inputs = module.site.get_shape()
+    rank = rank_from_config(source.config, module.pattern_name)
+    return {"down.weight": (rank, inputs), "up.weight": (outputs, rank)}
+
+
+def _find_dora_shapes(source: AdapterSource, module: PeftModule) -> Shapes:
+    outputs, _ = module.site.get_shape()
+    return {**_find_lora_shapes(source, module), "magnitude": (outputs,)}
+
+
+def _find_embedding_shapes(source: AdapterSource, module: PeftModule) -> Shapes:
+    vocab, embed = module.site.get_shape()
+    rank = rank_from_config(source.config, module.pattern_name)
+    return {"down": (rank, vocab), "up.weight": (embed, rank)}
+
+
+def _find_lora_scalars(source: AdapterSource, module: PeftModule) -> _Scalars:
+    rank = rank_from_config(source.config, module.pattern_name)
+    scale = scale_from_config(source.config, module.pattern_name, rank)
+    return {"rank": np.int32(rank), "scale": np.float32(scale)}
+
+
+def _make_lora(source: AdapterSource, base: Any, key: Any) -> LoRA:
+    name = source.adapter_name
+    return LoRA(base, max_rank=1, rank=1, scale=1.0, dropout=source.dropout, adapter_name=name, key=key)
+
+
+def _make_dora(source: AdapterSource, base: Any, key: Any) -> DoRA:
+    name = source.adapter_name
+    return DoRA(base, max_rank=1, rank=1, scale=1.0, dropout=source.dropout, adapter_name=name, key=key)
+
+
+def _make_embedding_lora(source: AdapterSource, base: Any, key: Any) -> EmbeddingLoRA:
+    return EmbeddingLoRA(base, max_rank=1, rank=1, scale=1.0, adapter_name=source.adapter_name, key=key)
+
+
+def _find_ia3_shapes(source: AdapterSource, module: PeftModule) -> Shapes:
+    outputs, inputs = module.site.get_shape()
+    if is_feedforward(source.config, module.peft_name):
+        return {"of_in": (1, inputs)}
+    return {"of_out": (outputs, 1)}
+
+
+def _make_ia3(source: AdapterSource, base: Any, key: Any) -> IA3:
+    return IA3(base, inputs=False, adapter_name=source.adapter_name)
+
+
+def _find_vera_shapes(source: AdapterSource, module: PeftModule) -> Shapes:
+    outputs, _ = module.site.get_shape()
+    return {"down_scale": (source.config["r"],), "up_scale": (outputs,)}
+
+
+_VERA_SHARED = {"base_model.vera_A": "down.weight", "base_model.vera_B": "up.weight"}
+
+
+def _make_vera(source: AdapterSource, base: Any, key: Any) -> VeRA:
+    for name in _VERA_SHARED:
+        if name not in source.tensors:
+            raise CheckpointError(
+                f"{source.path} has no {name}: PEFT drew it from PyTorch's generator, and saves it with "
+                "save_projection=True"
+            )
+    down, up = (read_floats(source.tensors[name], name, source.path) for name in _VERA_SHARED)
+    outputs, inputs = get_linear_shape(base)
+    rank = source.config["r"]
+    is_large_enough = down.ndim == up.ndim == 2 and down.shape[1] >= inputs and len(up) >= outputs
+    if not is_large_enough or (len(down), up.shape[1]) != (rank, rank):
         raise CheckpointError(
-            f"{source.path}: {module.peft_name} multiplies {inputs} numbers, and its oft_R is {list(pairs.shape)}, "
-            f"where {list(expected)} was expected: blocks of {size}"
+            f"{source.path}: vera_A and vera_B are {list(down.shape)}, {list(up.shape)}, where r = {rank} and the "
+            f"largest module are expected, {[rank, inputs]}, {[outputs, rank]} or more"
         )
-    return {"size": size, "pairs": pairs[0] if shared else pairs}
+    return VeRA(base, shared=(jnp.asarray(down), jnp.asarray(up)), adapter_name=source.adapter_name)
 
 
-def plan_oft(source: AdapterSource, site: LinearSite, layers: _LayerArrays) -> Any:
-    """Plan the OFT of a linear layer: its factory, and the arrays of all stacked layers."""
-    stacked_shape, first = [len(run) for run in site.ranges], next(iter(layers.values()))
-    pairs = np.zeros((*stacked_shape, *first["pairs"].shape), promote_dtypes(layers))
-    applies = np.zeros(stacked_shape, bool)
-    for index, arrays in layers.items():
-        pairs[index], applies[index] = arrays["pairs"], True
-    shared, exact = source.config["block_share"], not source.config["use_cayley_neumann"]
-    terms = None if exact else source.config["num_cayley_neumann_terms"]
-
-    def factory(base: Any, *, key: Any, pairs: Any, applies: Any) -> OFT:
-        adapter = OFT(
-            base,
-            block_size=first["size"],
-            shared=shared,
-            neumann_terms=terms,
-            applies=applies,
-            adapter_name=source.adapter_name,
-        )
-        return eqx.tree_at(lambda oft: oft.shared if shared else oft.blocks, adapter, pairs)
-
-    return factory, {"pairs": pairs, "applies": applies}
+def _find_loha_shapes(source: AdapterSource, module: PeftModule) -> Shapes:
+    outputs, inputs = module.site.get_shape()
+    up = (outputs, source.config["r"])
+    down = (source.config["r"], inputs)
+    return {"up": up, "down": down, "other_up": up, "other_down": down}
 
 
-def build_oft_config(adapters: Mapping[str, tuple[PeftModule, Any, Any]]) -> dict[str, Any]:
-    """Build the config of an OFT. It has one block size, or one block count, for all modules, and PEFT takes the
-    nearest divisor of each module's inputs. **Raises** `CheckpointError` if no number gives the blocks of all
-    modules."""
-    sizes = [(module.site.get_shape()[1], adapter) for module, adapter, _ in adapters.values()]
-    expected = {
-        "oft_block_size": {(inputs, adapter.block_size) for inputs, adapter in sizes},
-        "r": {(inputs, inputs // adapter.block_size) for inputs, adapter in sizes},
-    }
-    candidates = [(key, sorted({number for _, number in pairs})) for key, pairs in expected.items()]
-    candidates += [(key, range(1, max(inputs for inputs, _ in sizes) + 1)) for key in expected]
-    fits = lambda key, value: all(_find_nearest_divisor(inputs, value) == number for inputs, number in expected[key])
-    chosen = next(({key: value} for key, values in candidates for value in values if fits(key, value)), None)
-    options = {(adapter.shared is not None, adapter.neumann_terms) for _, adapter in sizes}
-    if chosen is None or len(options) > 1:
-        raise CheckpointError("PEFT's files have one size of blocks, or one count, and one form of OFT for all modules")
-    shared, terms = options.pop()
-    # PEFT checks the version that wrote a file: 0.18 is the first with this Neumann series.
-    return {
-        "peft_type": "OFT", "peft_version": "0.18.0", "r": 0, "oft_block_size": 0, **chosen, "bias": "none",
-        "block_share": shared, "use_cayley_neumann": terms is not None, "num_cayley_neumann_terms": terms or 5,
-        "coft": False, "module_dropout": 0.0, "init_weights": True,
-    }  # fmt: skip
+def _find_lycoris_scalars(source: AdapterSource, module: PeftModule) -> _Scalars:
+    scale = scale_from_config(source.config, module.peft_name, source.config["r"])
+    return {"applies": np.True_, "scale": np.float32(scale)}
 
 
-def _find_nearest_divisor(inputs: int, requested: int) -> int:
+def _make_loha(source: AdapterSource, base: Any, key: Any) -> LoHa:
+    return LoHa(base, rank=1, scale=1.0, adapter_name=source.adapter_name, key=key)
+
+
+def _find_lokr_shapes(source: AdapterSource, module: PeftModule) -> Shapes:
+    config = source.config
+    return find_factor_shapes(
+        *module.site.get_shape(), rank=config["r"], factor=config["decompose_factor"], both=config["decompose_both"]
+    )
+
+
+def find_factor_shapes(outputs: int, inputs: int, *, rank: int, factor: int, both: bool) -> Shapes:
+    """Return the shapes of the factors that PEFT makes of a matrix for a LoKr, by field."""
+    left_out, right_out = _factorize_as_peft(outputs, factor)
+    left_in, right_in = _factorize_as_peft(inputs, factor)
+    shapes: dict[str, tuple[int, ...]] = {}
+    if both and rank < max(left_out, left_in) / 2:
+        shapes["left_up"] = (left_out, rank)
+        shapes["left_down"] = (rank, left_in)
+    else:
+        shapes["left"] = (left_out, left_in)
+    if rank < max(right_out, right_in) / 2:
+        shapes["right_up"] = (right_out, rank)
+        shapes["right_down"] = (rank, right_in)
+    else:
+        shapes["right"] = (right_out, right_in)
+    return shapes
+
+
+def _factorize_as_peft(size: int, factor: int) -> tuple[int, int]:
+    """Factor `size` into two numbers. A factor that divides it comes first, even if it is the larger one."""
+    if factor > 0 and size % factor == 0:
+        return factor, size // factor
+    return factorize(size, factor)
+
+
+def _make_lokr(source: AdapterSource, base: Any, key: Any) -> LoKr:
+    return LoKr(base, rank=1, scale=1.0, adapter_name=source.adapter_name, key=key)
+
+
+def find_nearest_divisor(inputs: int, requested: int) -> int:
     """Return the divisor of `inputs` that is nearest to a block size or count, the smaller of two, as PEFT does."""
     if requested >= inputs:
         return inputs
     return min((n for n in range(1, inputs + 1) if inputs % n == 0), key=lambda n: (abs(n - requested), n))
 
 
-def read_adalora(source: AdapterSource, module: PeftModule) -> dict[str, Any] | None:
-    """Read A, B, e and the scale of a module's AdaLoRA, or None if it has none."""
-    down, values = source.read_tensor(module, "lora_A"), source.read_tensor(module, "lora_E")
-    up = source.read_tensor(module, "lora_B", has_rows=True)
-    if down is None and up is None and values is None:
-        return None
-    outputs, inputs = module.site.get_shape()
-    shapes = [None if x is None else x.shape for x in (down, up, values)]
+def _get_block_size(source: AdapterSource, inputs: int) -> int:
+    """Return the size of an OFT's blocks for a module that multiplies `inputs` numbers."""
+    requested = source.config["oft_block_size"]
+    if requested:
+        return find_nearest_divisor(inputs, requested)
+    return inputs // find_nearest_divisor(inputs, source.config["r"])
+
+
+def _find_oft_shapes(source: AdapterSource, module: PeftModule) -> Shapes:
+    _, inputs = module.site.get_shape()
+    size = _get_block_size(source, inputs)
+    pairs = size * (size - 1) // 2
+    if source.config["block_share"]:
+        return {"shared": (1, pairs)}
+    return {"blocks": (inputs // size, pairs)}
+
+
+def _make_oft(source: AdapterSource, base: Any, key: Any) -> OFT:
+    _, inputs = get_linear_shape(base)
+    size = _get_block_size(source, inputs)
+    terms = source.config["num_cayley_neumann_terms"] if source.config["use_cayley_neumann"] else None
+    return OFT(base, block_size=size, neumann_terms=terms, adapter_name=source.adapter_name)
+
+
+def _get_kept_rank(source: AdapterSource, module: PeftModule) -> int:
+    """Return the number of ranks that an AdaLoRA of this module keeps."""
     kept = (source.config["rank_pattern"] or {}).get(f"{module.peft_name}.lora_E")
-    rank = source.config["init_r"] if kept is None else sum(kept)
-    expected = [(rank, inputs), (outputs, rank), (rank, 1)]
-    if down is None or up is None or values is None or shapes != expected:
-        raise CheckpointError(
-            f"{source.path}: lora_A, lora_B and lora_E of {module.peft_name} are {format_shapes(shapes)}, where "
-            f"{format_shapes(expected)} were expected: init_r and rank_pattern give it the rank {rank}"
-        )
+    return source.config["init_r"] if kept is None else sum(kept)
+
+
+def _find_adalora_shapes(source: AdapterSource, module: PeftModule) -> Shapes:
+    outputs, inputs = module.site.get_shape()
+    rank = _get_kept_rank(source, module)
+    return {"down.weight": (rank, inputs), "up.weight": (outputs, rank), "values": (rank, 1)}
+
+
+def _find_adalora_scalars(source: AdapterSource, module: PeftModule) -> _Scalars:
+    rank = _get_kept_rank(source, module)
     alpha = source.config["lora_alpha"]
-    scale = (alpha if alpha > 0 else len(down)) / (source.config["init_r"] + RANK_EPSILON)
-    return {"down": down, "up": up, "values": values[:, 0], "scale": scale}
+    if alpha <= 0:
+        alpha = rank
+    scale = alpha / (source.config["init_r"] + RANK_EPSILON)
+    return {"applies": np.True_, "rank": np.int32(rank), "scale": np.float32(scale)}
 
 
-def plan_adalora(source: AdapterSource, site: LinearSite, layers: _LayerArrays) -> Any:
-    """Plan the AdaLoRA of a linear layer: factors of all stacked layers, padded with zeros to the largest rank."""
-    stacked_shape, (outputs, inputs) = [len(run) for run in site.ranges], site.get_shape()
-    max_rank = max(1, *(len(arrays["down"]) for arrays in layers.values()))
-    dtype = promote_dtypes(layers)
-    tables = {
-        "rank": np.zeros(stacked_shape, np.int32),
-        "applies": np.zeros(stacked_shape, bool),
-        "scale": np.zeros(stacked_shape, np.float32),
-        "down": np.zeros((*stacked_shape, max_rank, inputs), dtype),
-        "up": np.zeros((*stacked_shape, outputs, max_rank), dtype),
-        "values": np.zeros((*stacked_shape, max_rank), dtype),
-    }
-    for index, arrays in layers.items():
-        rank = len(arrays["down"])
-        tables["rank"][index], tables["applies"][index], tables["scale"][index] = rank, True, arrays["scale"]
-        tables["down"][index][:rank], tables["up"][index][:, :rank] = arrays["down"], arrays["up"]
-        tables["values"][index][:rank] = arrays["values"]
-
-    def factory(base: Any, *, key: Any, scale: Any, applies: Any, **arrays: Any) -> AdaLoRA:
-        adapter = AdaLoRA(base, rank=max_rank, scale=scale, applies=applies, adapter_name=source.adapter_name, key=key)
-        where = lambda adapter: (adapter.rank, adapter.down.weight, adapter.up.weight, adapter.values)
-        return eqx.tree_at(where, adapter, tuple(arrays[name] for name in ("rank", "down", "up", "values")))
-
-    return factory, tables
+def _make_adalora(source: AdapterSource, base: Any, key: Any) -> AdaLoRA:
+    return AdaLoRA(base, rank=1, scale=1.0, adapter_name=source.adapter_name, key=key)
 
 
-def build_adalora_config(adapters: Mapping[str, tuple[PeftModule, Any, Any]]) -> dict[str, Any]:
-    """Build the config of an AdaLoRA, where a module keeps its first `rank` ranks. **Raises** `CheckpointError` if
-    scales differ between modules, which the format cannot store."""
-    ranks = {name: int(np.asarray(adapter.rank)[module.index]) for name, (module, adapter, _) in adapters.items()}
-    scales = {float(np.asarray(adapter.scale)[module.index]) for module, adapter, _ in adapters.values()}
-    if len(scales) > 1:
-        raise CheckpointError(f"PEFT's files have one alpha for all AdaLoRA's modules, and they have {sorted(scales)}")
-    max_rank = max(1, *ranks.values())
-    alpha = float(f"{scales.pop() * (max_rank + RANK_EPSILON):.6g}")
-    rank_pattern = {
-        f"{name}.lora_E": [True] * rank + [False] * (max_rank - rank) for name, rank in ranks.items() if rank < max_rank
-    }
-    return {
-        "peft_type": "ADALORA", "init_r": max_rank, "lora_alpha": int(alpha) if alpha.is_integer() else alpha,
-        "rank_pattern": rank_pattern or None, "total_step": 1, "bias": "none", "lora_dropout": 0.0,
-        "init_lora_weights": True,
-    }  # fmt: skip
+_LORA_TENSORS = (
+    PeftTensor("lora_A.weight", "down.weight", rank_dim=0),
+    PeftTensor("lora_B.weight", "up.weight", has_rows=True, rank_dim=1),
+)
+
+METHODS: Mapping[type, PeftMethod] = {
+    LoRA: PeftMethod(
+        peft_type="LORA",
+        tensors=_LORA_TENSORS,
+        find_shapes=_find_lora_shapes,
+        shape_options=("r", "rank_pattern"),
+        make=_make_lora,
+        find_scalars=_find_lora_scalars,
+    ),
+    DoRA: PeftMethod(
+        peft_type="LORA",
+        tensors=(*_LORA_TENSORS, PeftTensor("lora_magnitude_vector", "magnitude", has_rows=True, fill=None)),
+        find_shapes=_find_dora_shapes,
+        shape_options=("r", "rank_pattern", "use_dora"),
+        make=_make_dora,
+        find_scalars=_find_lora_scalars,
+    ),
+    EmbeddingLoRA: PeftMethod(
+        peft_type="LORA",
+        tensors=(
+            PeftTensor("lora_embedding_A", "down", rank_dim=0, transposed=True),
+            PeftTensor("lora_embedding_B", "up.weight", rank_dim=1),
+        ),
+        find_shapes=_find_embedding_shapes,
+        shape_options=("r", "rank_pattern"),
+        make=_make_embedding_lora,
+        find_scalars=_find_lora_scalars,
+    ),
+    IA3: PeftMethod(
+        peft_type="IA3",
+        tensors=(
+            PeftTensor("ia3_l", "of_out", has_rows=True, added_dim=1, fill=1),
+            PeftTensor("ia3_l", "of_in", added_dim=0, fill=1),
+        ),
+        find_shapes=_find_ia3_shapes,
+        shape_options=("feedforward_modules",),
+        make=_make_ia3,
+    ),
+    VeRA: PeftMethod(
+        peft_type="VERA",
+        tensors=(
+            PeftTensor("vera_lambda_d", "down_scale"),
+            PeftTensor("vera_lambda_b", "up_scale", has_rows=True),
+        ),
+        find_shapes=_find_vera_shapes,
+        shape_options=("r",),
+        make=_make_vera,
+        shared=_VERA_SHARED,
+        undivided="VeRA's B",
+        dtype=np.float32,
+    ),
+    LoHa: PeftMethod(
+        peft_type="LOHA",
+        tensors=(
+            PeftTensor("hada_w1_a", "up", has_rows=True),
+            PeftTensor("hada_w1_b", "down"),
+            PeftTensor("hada_w2_a", "other_up", has_rows=True),
+            PeftTensor("hada_w2_b", "other_down"),
+        ),
+        find_shapes=_find_loha_shapes,
+        shape_options=("r",),
+        make=_make_loha,
+        find_scalars=_find_lycoris_scalars,
+        dtype=np.float32,
+    ),
+    LoKr: PeftMethod(
+        peft_type="LOKR",
+        tensors=(
+            PeftTensor("lokr_w1", "left"),
+            PeftTensor("lokr_w1_a", "left_up"),
+            PeftTensor("lokr_w1_b", "left_down"),
+            PeftTensor("lokr_w2", "right"),
+            PeftTensor("lokr_w2_a", "right_up"),
+            PeftTensor("lokr_w2_b", "right_down"),
+        ),
+        find_shapes=_find_lokr_shapes,
+        shape_options=("r", "decompose_factor", "decompose_both"),
+        make=_make_lokr,
+        find_scalars=_find_lycoris_scalars,
+        undivided="a Kronecker product",
+        dtype=np.float32,
+    ),
+    OFT: PeftMethod(
+        peft_type="OFT",
+        tensors=(PeftTensor("oft_R.weight", "blocks"), PeftTensor("oft_R.weight", "shared", added_dim=0)),
+        find_shapes=_find_oft_shapes,
+        shape_options=("r", "oft_block_size", "block_share"),
+        make=_make_oft,
+    ),
+    AdaLoRA: PeftMethod(
+        peft_type="ADALORA",
+        tensors=(
+            PeftTensor("lora_A", "down.weight", rank_dim=0),
+            PeftTensor("lora_B", "up.weight", has_rows=True, rank_dim=1),
+            PeftTensor("lora_E", "values", rank_dim=0, added_dim=1),
+        ),
+        find_shapes=_find_adalora_shapes,
+        shape_options=("init_r", "rank_pattern"),
+        make=_make_adalora,
+        find_scalars=_find_adalora_scalars,
+    ),
+}
+"""One entry per class of adapters that PEFT has."""
+
+
+def get_method(adapter: AbstractAdapter) -> PeftMethod:
+    """Return the form of an adapter. **Raises** `NotImplementedError` for a method that PEFT does not have."""
+    for adapter_class, method in METHODS.items():
+        if isinstance(adapter, adapter_class):
+            return method
+    raise NotImplementedError(f"{type(adapter).__name__} has no form in PEFT's files")
+
+
+def select_method(config: Mapping[str, Any], layer: Any) -> PeftMethod:
+    """Return the form of the adapter that a config describes for a linear layer or embedding."""
+    if config["peft_type"] != "LORA":
+        return next(method for method in METHODS.values() if method.peft_type == config["peft_type"])
+    if isinstance(layer, AbstractEmbedding):
+        return METHODS[EmbeddingLoRA]
+    return METHODS[DoRA if config["use_dora"] else LoRA]
+
+
+def list_peft_tensors(adapter: AbstractAdapter) -> list[PeftTensor]:
+    """List the arrays of an adapter. **Raises** `NotImplementedError` for a method that PEFT does not have."""
+    return [tensor for tensor in get_method(adapter).tensors if tensor.get(adapter) is not None]
+
+
+def refuse_fused(method: PeftMethod, module: PeftModule, path: str) -> None:
+    """**Raises** `CheckpointError` for a fused projection, several matrices here, if the method is not divided."""
+    if method.undivided and len(module.mapping.parts) > 1:
+        raise CheckpointError(
+            f"{path}: {module.peft_name} holds {', '.join(module.mapping.parts)}, which are separate matrices here, "
+            f"and {method.undivided} is not cut into theirs"
+        )

@@ -1,6 +1,8 @@
 """Read PEFT's files: adapter_config.json and adapter_model.safetensors."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import reduce
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -10,41 +12,30 @@ import jax.numpy as jnp
 import numpy as np
 
 from zoo.layers import AbstractEmbedding
-from zoo.models.hf.spec import NameMap, TensorMapping
+from zoo.models.hf.spec import NameMap
 from zoo.models.parameter_paths import IndexRanges
 from zoo.models.targets import LinearSite
 from zoo.parallel.rounds import in_one_round
 from zoo.weights import CheckpointError
 from zoo.weights.directory import resolve_directory
-from zoo.weights.safetensors import LazyTensor, open_safetensors
+from zoo.weights.safetensors import open_safetensors
 
 from ..apply import apply_adapters
+from ..base import AbstractAdapter
 from ..merged_layers import require_unmerged
-from ..methods.dora import DoRA
-from ..methods.embedding import EmbeddingLoRA
-from ..methods.ia3 import IA3
-from ..methods.lora import LoRA
 from ..methods.low_rank import check_dropout_rate
 from ..methods.modules_to_save import make_trainable
-from ..names import (
-    PREFIX,
-    WEIGHTS_FILE,
-    PeftModule,
-    get_name_table,
-    list_peft_modules,
-    nest_parameters,
-    read_floats,
-)
+from ..names import PeftModule, get_name_table, list_peft_modules, nest_parameters
 from . import base_tensors
-from .build_config import plan_lycoris, plan_vera, read_lycoris, read_vera
-from .config import CONFIG_FILE, rank_from_config, read_config, scale_from_config
-from .methods import format_shapes, plan_adalora, plan_oft, promote_dtypes, read_adalora, read_oft
-from .targeting import is_feedforward, is_targeted, is_targeted_parameter
+from .config import CONFIG_FILE, read_config, shorten_repr
+from .methods import PeftMethod, PeftTensor, refuse_fused, select_method
+from .source import PREFIX, WEIGHTS_FILE, AdapterSource
+from .targeting import is_targeted, is_targeted_parameter
 from .tying import find_tied_modules, resolve_tying
 
 _Model = TypeVar("Model")
-_LayerArrays = Mapping[tuple[int, ...], dict[str, Any]]
-"""Index into the stacked dims -> the arrays of that layer."""
+_LayerArrays = Mapping[tuple[int, ...], Mapping[str, Any]]
+"""Index into the stacked dims -> the arrays and scalars of that layer, by field of the adapter."""
 
 
 @in_one_round
@@ -63,242 +54,223 @@ def load(model: _Model, directory: str | Path, *, dropout: float | int = 0.0, ad
     """
     require_unmerged(model)
     path = resolve_directory(directory)
-    config, source = read_config(path), open_safetensors(path / WEIGHTS_FILE)
+    config = read_config(path)
+    tensors = open_safetensors(path / WEIGHTS_FILE)
     table = get_name_table(model, in_memory=bool(config.get("target_parameters")))
-    config, source = resolve_tying(config, source, find_tied_modules(model), str(path))
-    reader = _AdapterReader(config, source, str(path / WEIGHTS_FILE), adapter_name, check_dropout_rate(dropout))
+    config, tensors = resolve_tying(config, tensors, find_tied_modules(model), str(path))
+    source = AdapterSource(config, tensors, str(path / WEIGHTS_FILE), adapter_name, check_dropout_rate(dropout))
+    reader = _AdapterReader(source)
     reader.read_modules(model, table)
-    remaining = {name.removeprefix(PREFIX): tensor for name, tensor in source.items() if name not in reader.names_read}
+    remaining = {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items() if name not in source.names_read}
     trained, names_read = base_tensors.read_base_tensors(
-        model, table, remaining, config, reader.targeted_names, reader.path
+        model, table, remaining, config, reader.targeted_names, source.path
     )
-    reader.names_read |= {PREFIX + name for name in names_read}
+    source.names_read |= {PREFIX + name for name in names_read}
     reader.check_all_read()
-    return make_trainable(apply_adapters(model, reader.plan_adapter, jax.random.key(0)), trained, adapter_name)
+    adapted = apply_adapters(model, reader.plan_adapter, jax.random.key(0))
+    return make_trainable(adapted, trained, adapter_name)
 
 
 class _AdapterReader:
     """Reads the tensors of one adapter module by module, and collects them per linear layer of the model."""
 
-    def __init__(
-        self, config: Mapping[str, Any], source: Mapping[str, LazyTensor], path: str, adapter_name: str, dropout: float
-    ):
-        self.config, self.source, self.path = config, source, path
-        self.adapter_name, self.dropout = adapter_name, dropout
-        self.names_read: set[str] = set()
+    def __init__(self, source: AdapterSource):
+        self.source = source
         self.targeted_names: set[str] = set()
         """PEFT's names of the modules that the config targets."""
         self._other_names: set[str] = set()
         """PEFT's names of the other modules."""
-        self.layers: dict[tuple[str, IndexRanges], dict[tuple[int, ...], dict[str, Any]]] = {}
+        self._layers: dict[tuple[str, IndexRanges], dict[tuple[int, ...], dict[str, Any]]] = {}
         """Identity of a `LinearSite` -> index into its stacked dims -> the arrays of that layer."""
-        self._read_method = _READERS[config["peft_type"]]
 
     def read_modules(self, model: Any, table: NameMap) -> None:
         """Read the arrays of every module that the config targets. **Raises** `CheckpointError` if the config targets
         no module of the model, and for targeted modules without tensors."""
+        source = self.source
         modules = list(list_peft_modules(model, table))
         targeted = nest_parameters([found for module in modules if (found := self._find_target(module)) is not None])
         self.targeted_names = {module.peft_name for module in targeted}
         self._other_names = {module.peft_name for module in modules} - self.targeted_names
         if not targeted:
-            wanted = [self.config[key] for key in ("target_modules", "target_parameters") if self.config.get(key)]
-            raise CheckpointError(f"{self.path}: {CONFIG_FILE} targets {wanted[0]}, which no module of the model is")
+            wanted = [source.config[key] for key in ("target_modules", "target_parameters") if source.config.get(key)]
+            raise CheckpointError(f"{source.path}: {CONFIG_FILE} targets {wanted[0]}, which no module of the model is")
         missing: dict[str, None] = {}
         for module in targeted:
-            arrays = self._read_method(self, module)
+            arrays = read_module(source, module)
             if arrays is None:
                 missing[module.peft_name] = None
             else:
-                self.layers.setdefault(module.site.identity, {})[module.index] = arrays
+                self._layers.setdefault(module.site.identity, {})[module.index] = arrays
         if missing:
             raise CheckpointError(
-                f"{self.path} is incomplete: it has no tensors for {len(missing)} of the {len(self.targeted_names)} "
+                f"{source.path} is incomplete: it has no tensors for {len(missing)} of the {len(self.targeted_names)} "
                 f"modules that {CONFIG_FILE} targets, {next(iter(missing))} the first"
             )
 
     def _find_target(self, module: PeftModule) -> PeftModule | None:
         """Return a module that the config targets, by itself or by its parameter; None for another."""
+        config = self.source.config
         is_embedding = isinstance(module.site.module, AbstractEmbedding)
         in_all_linear = not is_embedding and module.site.name != "head"
-        if not module.parameter and is_targeted(self.config, module.peft_name, in_all_linear=in_all_linear):
+        if not module.parameter and is_targeted(config, module.peft_name, in_all_linear=in_all_linear):
             return module
         parameter = module.parameter or f"{module.peft_name}.weight"
-        if not is_targeted_parameter(self.config, parameter):
+        if not is_targeted_parameter(config, parameter):
             return None
         if is_embedding or (module.mapping.transposed and not module.parameter):
-            raise CheckpointError(f"{self.path}: {parameter} is a target parameter, which is read for matrices only")
+            raise CheckpointError(
+                f"{self.source.path}: {parameter} is a target parameter, which is read for matrices only"
+            )
         return module._replace(parameter=parameter)
-
-    def read_vector(self, module: PeftModule, suffix: str, size: int, *, has_rows: bool = False) -> np.ndarray | None:
-        """Read a tensor as a vector. **Raises** `CheckpointError` unless it has `size` elements."""
-        tensor = self.read_tensor(module, suffix, has_rows=has_rows)
-        if tensor is not None and tensor.size != size:
-            raise CheckpointError(
-                f"{self.path}: {module.peft_name}.{suffix} has the shape {list(tensor.shape)}, where {size} numbers "
-                "were expected"
-            )
-        return None if tensor is None else tensor.reshape(-1)
-
-    def read_tensor(self, module: PeftModule, suffix: str, *, has_rows: bool = False) -> np.ndarray | None:
-        """Read a tensor of a module, of one expert, or with `has_rows` the rows of one part of a fused module; None if
-        missing."""
-        name = f"{PREFIX}{module.peft_name}.{suffix}"
-        if name not in self.source:
-            return None
-        array = self.source[name].read() if name in self.names_read else read_floats(self.source[name], name, self.path)
-        self.names_read.add(name)
-        if module.holds_experts:
-            array = self._select_expert(module, name, np.asarray(array), has_rows=has_rows)
-        if not has_rows or len(module.mapping.parts) == 1:
-            return array
-        if array.ndim == 0 or len(array) != sum(module.part_sizes):
-            raise CheckpointError(
-                f"{self.path}: {name} has the shape {list(array.shape)}, and its parts {sum(module.part_sizes)} rows"
-            )
-        mapping = TensorMapping(module.mapping.parts, module.mapping.groups)
-        shapes = [(size, *array.shape[1:]) for size in module.part_sizes]
-        return mapping.views(array, shapes, 0)[module.part].reshape(shapes[module.part])
-
-    def _select_expert(self, module: PeftModule, name: str, array: np.ndarray, *, has_rows: bool) -> np.ndarray:
-        """Return one expert's A of shape [rank, in], or with `has_rows` its B of shape [out, rank]."""
-        experts, expert = module.num_experts, module.index[-1]
-        if array.ndim != 2 or array.shape[1 if has_rows else 0] % experts:
-            raise CheckpointError(
-                f"{self.path}: {name} has the shape {list(array.shape)}, which is not that of {experts} experts"
-            )
-        if has_rows:
-            return array.reshape(len(array), -1, experts)[:, :, expert]
-        return array.reshape(experts, -1, array.shape[1])[expert]
 
     def check_all_read(self) -> None:
         """**Raises** `CheckpointError` for tensors that fit no module of the model, or none that the config targets."""
-        unread = sorted(set(self.source) - self.names_read)
+        path = self.source.path
+        unread = sorted(set(self.source.tensors) - self.source.names_read)
         if not unread:
             return
         parents = [unread[0].removeprefix(PREFIX).rsplit(".", count)[0] for count in (1, 2)]
         if self._other_names & set(parents):
             raise CheckpointError(
-                f"{self.path} has {len(unread)} tensors of modules that {CONFIG_FILE} does not target, {unread[0]} the "
-                "first"
+                f"{path} has {len(unread)} tensors of modules that {CONFIG_FILE} does not target, {unread[0]} the first"
             )
         raise CheckpointError(
-            f"{self.path} has {len(unread)} tensors for which the model has no module, {unread[0]} the first"
+            f"{path} has {len(unread)} tensors for which the model has no module, {unread[0]} the first"
         )
 
     def plan_adapter(self, site: LinearSite) -> Any:
         """Plan the adapter of a linear layer for `apply_adapters`, or return None if the file has none for it."""
-        if site.identity not in self.layers:
+        if site.identity not in self._layers:
             return None
-        return _PLANNERS[self.config["peft_type"]](self, site, self.layers[site.identity])
+        return plan_adapter(self.source, site, self._layers[site.identity])
 
 
-def _read_lora(reader: _AdapterReader, module: PeftModule) -> dict[str, Any] | None:
-    is_embedding = isinstance(module.site.module, AbstractEmbedding)
-    suffixes = ("lora_embedding_A", "lora_embedding_B") if is_embedding else ("lora_A.weight", "lora_B.weight")
-    down, up = reader.read_tensor(module, suffixes[0]), reader.read_tensor(module, suffixes[1], has_rows=True)
-    if down is None and up is None:
+def read_module(source: AdapterSource, module: PeftModule) -> dict[str, Any] | None:
+    """Read the arrays of a module's adapter, by field, and its scalars. Return None if the file has no tensors of it.
+
+    **Raises** `CheckpointError` for a tensor that is missing, that should not be there, or of another shape.
+    """
+    method = select_method(source.config, module.site.module)
+    _refuse_table(source, module)
+    refuse_fused(method, module, source.path)
+    source.names_read |= method.shared.keys() & source.tensors.keys()
+    shapes = method.find_shapes(source, module)
+    arrays: dict[str, np.ndarray] = {}
+    wrong: list[tuple[PeftTensor, np.ndarray | None]] = []
+    for tensor in method.list_tensors(shapes):
+        array = source.read_tensor(module, tensor.suffix, has_rows=tensor.has_rows)
+        if array is not None:
+            arrays[tensor.field] = array
+        if _get_shape(array) != shapes.get(tensor.field):
+            wrong.append((tensor, array))
+    if not arrays:
         return None
-    outputs, inputs = module.site.get_shape()[:: -1 if is_embedding else 1]
-    rank = rank_from_config(reader.config, module.pattern_name)
-    shapes, expected = [None if x is None else x.shape for x in (down, up)], [(rank, inputs), (outputs, rank)]
-    if down is None or up is None or shapes != expected:
-        raise CheckpointError(
-            f"{reader.path}: lora_A and lora_B of {module.peft_name} are {format_shapes(shapes)}, where "
-            f"{format_shapes(expected)} were expected: it multiplies {inputs} numbers and gives {outputs}, and r and "
-            f"rank_pattern give it the rank {rank}"
-        )
-    arrays = {"down": down, "up": up, "scale": scale_from_config(reader.config, module.pattern_name, rank)}
-    if reader.config["use_dora"] and is_embedding:
-        raise CheckpointError(
-            f"{reader.path}: use_dora is set, and {module.peft_name} is a table: it is read with LoRA only"
-        )
-    if reader.config["use_dora"]:
-        arrays["magnitude"] = reader.read_vector(module, "lora_magnitude_vector", outputs, has_rows=True)
-        if arrays["magnitude"] is None:
-            raise CheckpointError(
-                f"{reader.path}: use_dora is set, and {module.peft_name} has no lora_magnitude_vector"
-            )
-    return arrays
+    if wrong:
+        raise CheckpointError(_describe_wrong_shapes(source, module, method, shapes, wrong))
+    for tensor in method.tensors:
+        if tensor.field in arrays:
+            arrays[tensor.field] = tensor.from_peft(arrays[tensor.field])
+    return {**arrays, **method.find_scalars(source, module)}
 
 
-def _plan_lora(reader: _AdapterReader, site: LinearSite, layers: _LayerArrays) -> Any:
-    """Plan the LoRA or DoRA of a linear layer: factors of all stacked layers, padded with zeros to the largest rank."""
-    if reader.dropout and not site.supports_dropout:
-        raise CheckpointError(
-            f"{reader.path}: what {site.name} reads is not dropped: read the adapter without dropout="
-        )
-    stacked_shape, (outputs, inputs) = [len(run) for run in site.ranges], site.get_shape()
-    if isinstance(site.module, AbstractEmbedding):
-        outputs, inputs = inputs, outputs
-    max_rank = max(len(arrays["down"]) for arrays in layers.values())
-    dtype = promote_dtypes(layers)
-    tables = {
-        "rank": np.zeros(stacked_shape, np.int32),
-        "scale": np.zeros(stacked_shape, np.float32),
-        "down": np.zeros((*stacked_shape, max_rank, inputs), dtype),
-        "up": np.zeros((*stacked_shape, outputs, max_rank), dtype),
-    }
-    for index, arrays in layers.items():
-        rank = len(arrays["down"])
-        tables["rank"][index], tables["scale"][index] = rank, arrays["scale"]
-        tables["down"][index][:rank], tables["up"][index][:, :rank] = arrays["down"], arrays["up"]
-    if reader.config["use_dora"]:
-        tables["magnitude"] = np.zeros((*stacked_shape, outputs), dtype)
-        for index, arrays in layers.items():
-            tables["magnitude"][index] = arrays["magnitude"]
+def _refuse_table(source: AdapterSource, module: PeftModule) -> None:
+    """**Raises** `CheckpointError` for an embedding with another method than LoRA."""
+    if not isinstance(module.site.module, AbstractEmbedding):
+        return
+    config = source.config
+    if config["peft_type"] == "LORA" and not config["use_dora"]:
+        return
+    given = "use_dora is set" if config["peft_type"] == "LORA" else f"peft_type is {config['peft_type']}"
+    raise CheckpointError(f"{source.path}: {given}, and {module.peft_name} is a table: it is read with LoRA only")
 
-    def factory(base: Any, *, rank: Any, scale: Any, key: Any, down: Any, up: Any, magnitude: Any = None) -> Any:
-        options = {"max_rank": max_rank, "rank": rank, "scale": scale, "adapter_name": reader.adapter_name, "key": key}
-        if isinstance(base, AbstractEmbedding):
-            adapter = EmbeddingLoRA(base, **options)
-            return eqx.tree_at(lambda lora: (lora.down, lora.up.weight), adapter, (down.T, up))
-        adapter = (LoRA if magnitude is None else DoRA)(base, dropout=reader.dropout, **options)
-        adapter = eqx.tree_at(lambda lora: (lora.down.weight, lora.up.weight), adapter, (down, up))
-        if magnitude is None:
-            return adapter
-        magnitude = jnp.where(rank > 0, magnitude, adapter.magnitude)  # a layer without the adapter keeps |W|
-        return eqx.tree_at(lambda dora: dora.magnitude, adapter, magnitude)
+
+def _get_shape(array: np.ndarray | None) -> tuple[int, ...] | None:
+    return None if array is None else array.shape
+
+
+def _describe_wrong_shapes(
+    source: AdapterSource,
+    module: PeftModule,
+    method: PeftMethod,
+    shapes: Mapping[str, tuple[int, ...]],
+    wrong: Sequence[tuple[PeftTensor, np.ndarray | None]],
+) -> str:
+    """Return an error that names the tensors, their shapes, and the options that the expected shapes follow from."""
+    names = " and ".join(tensor.suffix.removesuffix(".weight") for tensor, _ in wrong)
+    found = _format_shapes([_get_shape(array) for _, array in wrong])
+    expected = _format_shapes([shapes.get(tensor.field) for tensor, _ in wrong])
+    options = ", ".join(f"{key} = {shorten_repr(source.config[key])}" for key in method.shape_options)
+    verbs = ("is", "was") if len(wrong) == 1 else ("are", "were")
+    return (
+        f"{source.path}: {names} of {module.peft_name} {verbs[0]} {found}, where {expected} {verbs[1]} expected: the "
+        f"model's matrix is {list(module.site.get_shape())}, and {CONFIG_FILE} has {options}"
+    )
+
+
+def _format_shapes(shapes: Sequence[tuple[int, ...] | None]) -> str:
+    """Return shapes as text, "nothing" for a tensor that is missing."""
+    return ", ".join("nothing" if shape is None else str(list(shape)) for shape in shapes)
+
+
+def plan_adapter(
+    source: AdapterSource, site: LinearSite, layers: _LayerArrays
+) -> tuple[Callable[..., AbstractAdapter], dict[str, np.ndarray]]:
+    """Plan the adapter of a linear layer: its factory, and the fields of all stacked layers, padded to the largest
+    rank. **Raises** `CheckpointError` for layers with different fields, and for dropout where none is applied."""
+    method = select_method(source.config, site.module)
+    if source.dropout and method.peft_type == "LORA" and not site.supports_dropout:
+        raise CheckpointError(
+            f"{source.path}: what {site.name} reads is not dropped: read the adapter without dropout="
+        )
+    _require_equal_fields(source, site, method, layers)
+    fills = {tensor.field: tensor.fill or 0 for tensor in method.tensors}
+    dtype = method.dtype or _promote_dtypes(layers)
+    tables = {}
+    for field, value in next(iter(layers.values())).items():
+        is_array = isinstance(value, np.ndarray)
+        values = {index: fields[field] for index, fields in layers.items()}
+        tables[field] = _stack_layers(site, values, fills.get(field, 0), dtype if is_array else value.dtype)
+
+    def factory(base: Any, *, key: Any, **fields: Any) -> AbstractAdapter:
+        return _replace_fields(method, method.make(source, base, key), fields)
 
     return factory, tables
 
 
-def _read_ia3(reader: _AdapterReader, module: PeftModule) -> dict[str, Any] | None:
-    name = f"{PREFIX}{module.peft_name}.ia3_l"
-    if name not in reader.source:
-        return None
-    inputs = is_feedforward(reader.config, module.peft_name)
-    shape, sizes = reader.source[name].shape, (sum(module.part_sizes), module.site.get_shape()[1])
-    if shape != ((1, sizes[1]) if inputs else (sizes[0], 1)):
+def _require_equal_fields(source: AdapterSource, site: LinearSite, method: PeftMethod, layers: _LayerArrays) -> None:
+    """**Raises** `CheckpointError` if stacked layers have different forms of an adapter."""
+    forms = {tuple(field for field in fields if fields[field].ndim) for fields in layers.values()}
+    if len(forms) > 1:
+        described = " and ".join(", ".join(form) for form in sorted(forms))
         raise CheckpointError(
-            f"{reader.path}: {name} has the shape {list(shape)}, where {sizes[inputs]} numbers were expected, one per "
-            f"{'input, a row' if inputs else 'output, a column'}: feedforward_modules says which"
+            f"{source.path}: the layers of {site.name} are one array, and have different forms of {method.peft_type}, "
+            f"{described}: {', '.join(method.shape_options)} should be the same for all of them"
         )
-    factors = reader.read_vector(module, "ia3_l", module.site.get_shape()[1 if inputs else 0], has_rows=not inputs)
-    return {"inputs": inputs, "factors": factors}
 
 
-def _plan_ia3(reader: _AdapterReader, site: LinearSite, layers: _LayerArrays) -> Any:
-    """Plan the IA3 of a linear layer: factors of all stacked layers."""
+def _promote_dtypes(layers: _LayerArrays) -> Any:
+    """Return the dtype that holds the numbers of all layers without rounding them."""
+    dtypes = {x.dtype for fields in layers.values() for x in fields.values() if isinstance(x, np.ndarray)}
+    return reduce(jnp.promote_types, dtypes)
+
+
+def _stack_layers(site: LinearSite, layers: Mapping[tuple[int, ...], Any], fill: float, dtype: Any) -> np.ndarray:
+    """Stack one field of all layers, with `fill` in layers without the adapter. Smaller arrays are padded with it."""
     stacked_shape = [len(run) for run in site.ranges]
-    sides = {arrays["inputs"] for arrays in layers.values()}
-    if len(sides) > 1:
-        raise CheckpointError(f"{reader.path}: {site.name} multiplies inputs in some layers and outputs in others")
-    inputs = sides.pop()
-    first = next(iter(layers.values()))["factors"]
-    factors = np.ones((*stacked_shape, len(first)), promote_dtypes(layers))
-    applies = np.zeros(stacked_shape, bool)
-    for index, arrays in layers.items():
-        factors[index], applies[index] = arrays["factors"], True
-
-    def factory(base: Any, *, key: Any, factors: Any, applies: Any) -> IA3:
-        adapter = IA3(base, inputs=inputs, applies=applies, adapter_name=reader.adapter_name)
-        return eqx.tree_at(lambda ia3: ia3.of_in if inputs else ia3.of_out, adapter, factors)
-
-    return factory, {"factors": factors, "applies": applies}
+    largest = [max(1, *sizes) for sizes in zip(*(np.shape(x) for x in layers.values()), strict=True)]
+    table = np.full((*stacked_shape, *largest), fill, dtype)
+    for index, x in layers.items():
+        table[(*index, *(slice(size) for size in np.shape(x)))] = x
+    return table
 
 
-_READERS = {"LORA": _read_lora, "IA3": _read_ia3, "VERA": read_vera, "LOHA": read_lycoris, "LOKR": read_lycoris}
-_READERS |= {"OFT": read_oft, "ADALORA": read_adalora}
-_PLANNERS = {"LORA": _plan_lora, "IA3": _plan_ia3, "VERA": plan_vera, "LOHA": plan_lycoris, "LOKR": plan_lycoris}
-_PLANNERS |= {"OFT": plan_oft, "ADALORA": plan_adalora}
+def _replace_fields(method: PeftMethod, made: AbstractAdapter, fields: Mapping[str, Any]) -> AbstractAdapter:
+    """Replace the fields of an adapter that was just made. Tensors of the method that `fields` lacks become None."""
+    values = {**dict.fromkeys(tensor.field for tensor in method.tensors), **fields}
+    where = lambda adapter: [attrgetter(field)(adapter) for field in values]
+    adapter = eqx.tree_at(where, made, list(values.values()), is_leaf=lambda x: x is None)
+    for tensor in method.tensors:
+        if tensor.fill is None:
+            value = jnp.where(adapter.has_adapter, tensor.get(adapter), tensor.get(made))
+            adapter = eqx.tree_at(tensor.get, adapter, value)
+    return adapter

@@ -18,8 +18,9 @@ from zoo.models.encoders.heads import MaskedLMHead
 from zoo.weights import CheckpointError
 from zoo.weights.safetensors import LazyTensor
 
-from ..names import PREFIX, get_embedding_and_head_names, read_floats
+from ..names import get_embedding_and_head_names
 from .config import rank_from_config, scale_from_config
+from .source import PREFIX, read_floats
 from .targeting import is_saved, is_targeted
 
 _Array = TypeVar("_Array", np.ndarray, LazyTensor)

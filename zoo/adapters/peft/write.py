@@ -2,7 +2,6 @@
 
 import json
 import os
-from collections import Counter
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -19,28 +18,14 @@ from zoo.weights.safetensors import write_tensors
 
 from ..compose import adapter_names, check_adapter_name, is_adapter
 from ..merged_layers import restore_adapters
-from ..methods.adalora import AdaLoRA
-from ..methods.dora import DoRA
-from ..methods.embedding import EmbeddingLoRA
-from ..methods.ia3 import IA3
 from ..methods.lora import LoRA
-from ..methods.lycoris import LoHa, LoKr
-from ..methods.oft import OFT
-from ..methods.vera import VeRA
-from ..names import (
-    PREFIX,
-    WEIGHTS_FILE,
-    PeftModule,
-    get_name_table,
-    list_peft_modules,
-    list_peft_tensors,
-    nest_parameters,
-)
+from ..names import PeftModule, get_name_table, list_peft_modules, nest_parameters
 from . import base_tensors
-from .build_config import build_lycoris_config, refuse_fused_vera
+from .build_config import build_config
 from .config import CONFIG_FILE
-from .join import Experts, get_joined_rank, join_experts, join_parts, keep_largest_shared, sum_parts
-from .methods import build_adalora_config, build_oft_config
+from .join import Experts, get_first_layer, join_experts, join_parts, keep_largest_shared, sum_parts
+from .methods import get_method, list_peft_tensors, refuse_fused
+from .source import PREFIX, WEIGHTS_FILE
 from .tying import add_head_tensors, build_tying_config, find_tied_modules
 
 
@@ -109,13 +94,13 @@ def collect_tensors(model: Any, tree: Any = None, *, adapter_name: str) -> dict[
     by_module = _group_by_module(model, tree, table, adapter_name)
     combine_parts = partial(join_parts, model=model) if tree is None else sum_parts
     for peft_name, experts in by_module.items():
-        module, adapter, value = _get_first(experts)
+        module, adapter, value = get_first_layer(experts)
         for field in list_peft_tensors(adapter):
             arrays = {expert: combine_parts(field, parts) for expert, parts in experts.items()}
             array = join_experts(field, module, arrays) if module.holds_experts else arrays[0]
             tensors[f"{PREFIX}{peft_name}.{field.suffix}"] = array
-        if isinstance(adapter, VeRA) and tree is None:
-            tensors |= keep_largest_shared(tensors, value, module.index)
+        if tree is None:
+            tensors.update(keep_largest_shared(tensors, get_method(adapter), value, module.index))
     of_base, _ = base_tensors.collect_base_tensors(model, tree, table, adapter_name, set(by_module))
     tensors |= {PREFIX + name: array for name, array in of_base.items()}
     return dict(sorted(add_head_tensors(tensors, find_tied_modules(model)).items()))
@@ -159,22 +144,7 @@ def _refuse_unwritable(module: PeftModule, adapter: Any) -> None:
         raise CheckpointError(
             f"{module.parameter} holds all experts, for which PEFT has LoRA only, not {type(adapter).__name__}"
         )
-    if isinstance(adapter, VeRA):
-        refuse_fused_vera(module, WEIGHTS_FILE)
-
-
-def _refuse_strength(module: PeftModule, adapter: Any) -> None:
-    """**Raises** `CheckpointError` for a strength that PEFT's files cannot hold: theirs is the factor of a LoRA."""
-    strength = np.asarray(adapter.strength)[module.index]
-    if strength != 1 and not isinstance(adapter, LoRA | EmbeddingLoRA):
-        raise CheckpointError(
-            f"the adapter {adapter.adapter_name!r} has the strength {strength:g}, and PEFT's files of "
-            f"{type(adapter).__name__} hold no factor: save it at strength 1 (adapters.set_strength), or merge it"
-        )
-
-
-def _get_first(experts: Experts) -> tuple[PeftModule, Any, Any]:
-    return next(iter(next(iter(experts.values())).values()))
+    refuse_fused(get_method(adapter), module, WEIGHTS_FILE)
 
 
 def _find_adapter(node: Any, adapter_name: str) -> Any:
@@ -193,86 +163,10 @@ def _build_adapter_config(model: Any, adapter_name: str, base: str | None) -> di
             f"{adapter_name!r} has parameters trained in full only: zoo.save writes them with the model"
         )
     _, base_options = base_tensors.collect_base_tensors(model, None, table, adapter_name, set(by_module))
-    adapters = {name: _get_first(experts) for name, experts in by_module.items()}
-    for module, written, _ in adapters.values():
-        _refuse_strength(module, written)
-    _, adapter, _ = next(iter(adapters.values()))
-    parameters = _list_target_parameters(adapters)
-    config: dict[str, Any] = {
+    return {
         "base_model_name_or_path": base,
-        "fan_in_fan_out": any(
-            module.mapping.transposed and not module.holds_experts for module, _, _ in adapters.values()
-        ),
         "inference_mode": True,
         "modules_to_save": base_options["modules_to_save"],
-        "target_modules": sorted(adapters.keys() - parameters.keys()),
         "task_type": "CAUSAL_LM",
+        **build_config(by_module, bias=base_options["bias"]),
     }
-    if base_options["bias"] != "none" and not isinstance(adapter, LoRA | DoRA | EmbeddingLoRA):
-        raise CheckpointError(f"biases are trained with {type(adapter).__name__}, which PEFT's files do not have")
-    match adapter:
-        case IA3():
-            inputs = sorted(name for name, (_, ia3, _) in adapters.items() if ia3.of_in is not None)
-            return config | {"peft_type": "IA3", "feedforward_modules": inputs, "init_ia3_weights": True}
-        case VeRA():
-            return config | {"peft_type": "VERA", "r": adapter.down_scale.shape[-1], "bias": "none"} | {
-                "save_projection": True, "projection_prng_key": 0, "vera_dropout": 0.0, "d_initial": 0.1,
-                "init_weights": True,
-            }  # fmt: skip
-        case LoHa() | LoKr():
-            return config | build_lycoris_config(adapters)
-        case OFT():
-            return config | build_oft_config(adapters)
-        case AdaLoRA():
-            return config | build_adalora_config(adapters)
-    ranks = {
-        parameters.get(name, name): max(get_joined_rank(parts) for parts in experts.values())
-        for name, experts in by_module.items()
-    }
-    alphas = {
-        (key := parameters.get(name, name)): _get_module_scale(name, experts) * ranks[key]
-        for name, experts in by_module.items()
-    }
-    rank, alpha = (Counter(values.values()).most_common(1)[0][0] for values in (ranks, alphas))
-    dropout_rates = [lora.dropout for _, lora, _ in adapters.values() if isinstance(lora, LoRA | DoRA)]
-    if parameters:  # PEFT has no dropout there, and reads no file that asks for it
-        config["target_parameters"], dropout_rates = sorted(parameters.values()), []
-    return config | {
-        "peft_type": "LORA",
-        "r": rank,
-        "lora_alpha": alpha,
-        "rank_pattern": {name: value for name, value in ranks.items() if value != rank},
-        "alpha_pattern": {name: value for name, value in alphas.items() if value != alpha},
-        "bias": base_options["bias"],
-        "lora_dropout": max(dropout_rates, default=0.0),
-        "use_dora": any(isinstance(lora, DoRA) for _, lora, _ in adapters.values()),
-        "use_rslora": False,
-        "init_lora_weights": True,
-    }
-
-
-def _list_target_parameters(adapters: Mapping[str, tuple[PeftModule, Any, Any]]) -> dict[str, str]:
-    """Map the modules that hold a parameter of `target_parameters` to its name: all experts, and their routers, whose
-    module is no Linear where experts are one parameter."""
-    modules = {name: module for name, (module, _, _) in adapters.items()}
-    if not any(module.holds_experts for module in modules.values()):
-        return {}
-    holders = {name: module.parameter for name, module in modules.items() if module.holds_experts}
-    routers = {name: f"{name}.weight" for name, module in modules.items() if ".router." in module.site.name}
-    if any(isinstance(adapter, DoRA) for _, adapter, _ in adapters.values()):
-        raise CheckpointError("use_dora and target_parameters, all experts in one, exclude each other in PEFT's files")
-    return holders | routers
-
-
-def _get_module_scale(peft_name: str, experts: Experts) -> float | int:
-    """Return alpha / rank of one module, times the strength. **Raises** `CheckpointError` if its experts, or the parts
-    of a fused module, differ."""
-    layers = [layer for parts in experts.values() for layer in parts.values()]
-    factors = [np.asarray(adapter.scale) * np.asarray(adapter.strength) for _, adapter, _ in layers]
-    scales = {float(factor[module.index]) for factor, (module, _, _) in zip(factors, layers, strict=True)}
-    if len(scales) > 1:
-        raise CheckpointError(
-            f"{peft_name} is one module in PEFT's files, and its parts are scaled by {sorted(scales)}"
-        )
-    scale = scales.pop()
-    return int(scale) if scale.is_integer() else scale
