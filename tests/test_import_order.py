@@ -91,6 +91,16 @@ def test_import_order_of_the_repository():
     assert not found, "\n" + "\n".join(found)
 
 
+def test_adapters_import_at_the_top_of_their_files():
+    """An import inside a function would hide a circle: the names of modules lie below the methods that wrap them."""
+    found = []
+    for path in sorted((ROOT / "zoo/adapters").rglob("*.py")):
+        functions = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)]
+        imports = [node for function in functions for node in ast.walk(function)]
+        found += [f"{path}:{x.lineno}" for x in imports if isinstance(x, ast.Import | ast.ImportFrom)]
+    assert not found, "\n" + "\n".join(found)
+
+
 PLANTED = {
     "absolute, upward": ("zoo/ops/a.py", "import zoo.layers.linear", 1, "upward"),
     "relative, upward": ("zoo/layers/a.py", "\nfrom ..models import blocks", 2, "upward"),

@@ -1,6 +1,6 @@
 """Targets by PEFT's names, for models that have a family."""
 
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import equinox as eqx
@@ -9,6 +9,7 @@ import pytest
 
 import zoo
 from zoo import adapters
+from zoo.adapters import names
 from zoo.adapters.names import translate_patterns, translate_targets
 
 MODELS = Path(__file__).parents[1] / "fixtures/models"
@@ -28,10 +29,10 @@ load = cache(lambda name: zoo.load(MODELS / name, dtype="float32"))
 def test_names_of_checkpoints_are_targets(base, targets, ours):
     model = eqx.filter_eval_shape(lambda: load(base))
     sites = adapters.find_linears(model, include_embeddings=True)
-    names = [name for site in sites for name in site.list_names().values()]
+    paths = [name for site in sites for name in site.list_names().values()]
     found = adapters.match_targets(translate_targets(model, targets, sites), sites)
     expected = adapters.match_targets(ours, sites)
-    assert [name for name in names if found(name)] == [name for name in names if expected(name)]
+    assert [name for name in paths if found(name)] == [name for name in paths if expected(name)]
     assert set(translate_patterns(model, {"q_proj": 3, "value": 4} if base == "llama" else {}, sites).values()) <= {
         3,
         4,
@@ -44,6 +45,26 @@ def test_lora_by_peft_names_is_that_by_ours():
     first = adapters.lora(model, targets=["q_proj", "v_proj"], rank_pattern={"layers.1.self_attn.v_proj": 1}, **options)
     second = adapters.lora(model, rank_pattern={"layers.1.attention.value": 1}, **options)
     assert eqx.tree_equal(first, second)
+
+
+@pytest.mark.parametrize(("method", "options"), [("lora", {"bias": "lora_only"}), ("vera", {"rank": 2}), ("ia3", {})])
+def test_names_of_targets_are_translated_once(method, options, monkeypatch):
+    calls = []
+    list_names = names._list_checkpoint_names
+    monkeypatch.setattr(names, "_list_checkpoint_names", lambda model: calls.append(model) or list_names(model))
+    adapt = partial(getattr(adapters, method), targets=["c_attn"], key=jax.random.key(0), **options)
+    eqx.filter_eval_shape(adapt, load("gpt2"))
+    assert len(calls) == 1
+
+
+def test_names_of_an_adapted_model_are_those_of_its_base():
+    """Adapters, merged ones too, trained copies and quantized layers have the names of the layers beneath them."""
+    model, key = load("llama"), jax.random.key(0)
+    adapted = adapters.dora(adapters.lora(model, init="pissa", modules_to_save=["norm"], key=key), key=key)
+    merged = adapters.merge(adapters.lora(adapters.quantize(model, "int8"), key=key), keep=True, quantized="round")
+    expected = names.get_name_table(model)
+    assert names.get_name_table(adapted) == expected
+    assert names.get_name_table(merged) == expected
 
 
 def test_unknown_names_list_those_of_both():

@@ -165,8 +165,6 @@ def translate_patterns(model: Any, patterns: Mapping[str, Any] | None, sites: Se
 
 def _list_checkpoint_names(model: Any) -> Iterator[tuple[str, str]]:
     """Yield pairs of a module's name in checkpoints and its path here. No pairs for a model of no family."""
-    from .names import get_name_table, list_peft_modules  # it imports the methods, which import this file
-
     try:
         tables = [get_name_table(model, in_memory=in_memory) for in_memory in (False, True)]
     except CheckpointError:

@@ -46,6 +46,29 @@ def test_load_with_vectors_of_wrong_length_raises(method, suffix, tmp_path):
         adapters.load(model, tmp_path)
 
 
+def test_load_with_inputs_and_outputs_of_one_stack_raises(tmp_path):
+    """An IA3 multiplies the inputs of all layers that are stacked, or the outputs of all."""
+    model = make_model()
+    adapters.save(adapters.ia3(model, targets="query", inputs=None), tmp_path)
+    file = tmp_path / "adapter_model.safetensors"
+    tensors = {name: np.array(tensor.read()) for name, tensor in open_safetensors(file).items()}
+    mixed = {name: x.T if ".layers.1." in name else x for name, x in tensors.items()}
+    write_copy(tmp_path, None, mixed, feedforward_modules=r".*\.layers\.1\..*")
+    with pytest.raises(zoo.CheckpointError, match=r"layers.*query is one .* of_in and for others of_out: feedforward_"):
+        adapters.load(model, tmp_path)
+
+
+@pytest.mark.one_case
+def test_load_of_a_table_with_another_method_raises(tmp_path):
+    model = make_model(layers=1)
+    adapters.save(adapters.ia3(model, targets="query", inputs=None), tmp_path)
+    vector = np.ones((32, 1), np.float32)
+    tensors = {"base_model.model.model.embed_tokens.ia3_l": vector}
+    write_copy(tmp_path, None, tensors, target_modules=["embed_tokens"])
+    with pytest.raises(zoo.CheckpointError, match="embed_tokens"):
+        adapters.load(model, tmp_path)
+
+
 def test_load_with_tensors_of_another_model_raises(adapted, tmp_path):
     adapters.save(adapted, tmp_path)
     other = make_model(layers=1)
@@ -78,9 +101,11 @@ def read_fixture(name):
 
 
 def write_copy(path, source, tensors, **config):
-    """Write an adapter with these tensors, and with the config of another adapter in which some keys are changed."""
+    """Write an adapter with these tensors, and with the config of another adapter in which some keys are changed; that
+    of the path itself without a source."""
     path.mkdir(exist_ok=True)
-    shutil.copy(source / "adapter_config.json", path)
+    if source is not None:
+        shutil.copy(source / "adapter_config.json", path)
     if config:
         given = json.loads((path / "adapter_config.json").read_text())
         (path / "adapter_config.json").write_text(json.dumps(given | config))

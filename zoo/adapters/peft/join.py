@@ -49,6 +49,7 @@ def join_parts(field: PeftTensor, parts: ModuleParts, model: Any = None) -> np.n
     if len(module.mapping.parts) == 1:
         return arrays[0]
     if not isinstance(adapter, LoRA | DoRA):
+        _require_all_parts(module, adapter, arrays)
         if field.has_rows:
             return _join_rows(module, arrays, field.fill or 0)
         first = next(iter(arrays.values()))
@@ -72,6 +73,17 @@ def join_parts(field: PeftTensor, parts: ModuleParts, model: Any = None) -> np.n
     elif model is not None:  # the magnitudes of a DoRA
         arrays = {**_compute_row_norms(model, module), **arrays}
     return _join_rows(module, arrays)
+
+
+def _require_all_parts(module: PeftModule, adapter: Any, arrays: Mapping[int, np.ndarray]) -> None:
+    """**Raises** `CheckpointError` for a fused module, some of whose parts have no adapter, if no tensor of the method
+    has rows that could leave them unchanged."""
+    without = [name for part, name in enumerate(module.mapping.parts) if part not in arrays]
+    if without and not any(tensor.has_rows for tensor in list_peft_tensors(adapter)):
+        raise CheckpointError(
+            f"{module.peft_name} is one module in PEFT's files, whose {type(adapter).__name__} would also change "
+            f"{', '.join(without)}: target all of its parts, or merge the adapter and save the model"
+        )
 
 
 def _compute_row_norms(model: Any, module: PeftModule) -> dict[int, np.ndarray]:

@@ -241,10 +241,10 @@ def _require_equal_fields(source: AdapterSource, site: LinearSite, method: PeftM
     """**Raises** `CheckpointError` if stacked layers have different forms of an adapter."""
     forms = {tuple(field for field in fields if fields[field].ndim) for fields in layers.values()}
     if len(forms) > 1:
-        described = " and ".join(", ".join(form) for form in sorted(forms))
+        described = " and for others ".join(", ".join(form) for form in sorted(forms))
         raise CheckpointError(
-            f"{source.path}: the layers of {site.name} are one array, and have different forms of {method.peft_type}, "
-            f"{described}: {', '.join(method.shape_options)} should be the same for all of them"
+            f"{source.path}: {site.name} is one array over its layers, and for some the file has {described}: "
+            f"{', '.join(method.shape_options)} should give all of them one form of {method.peft_type}"
         )
 
 
