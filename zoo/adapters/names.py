@@ -59,7 +59,8 @@ class PeftModule(NamedTuple):
 def list_peft_modules(model: Any, table: NameMap) -> Iterator[PeftModule]:
     """Yield every linear layer and embedding of a model, one per layer, with its module name in PEFT's files. Experts
     whose matrices are one parameter in `table` have the module that holds it."""
-    mappings, sites = invert_name_map(table), find_linears(model, include_embeddings=True)
+    mappings = invert_name_map(table)
+    sites = find_linears(model, include_embeddings=True)
     rows = {pattern: number for number, pattern in enumerate(prefixed("", "", table))}
     num_outputs = {site.name: site.get_shape()[0] for site in sites}
     for site in sites:
@@ -68,12 +69,14 @@ def list_peft_modules(model: Any, table: NameMap) -> Iterator[PeftModule]:
             continue
         pattern, mapping, part = mappings[name]
         part_sizes = tuple(num_outputs[part.removesuffix(".weight")] for part in mapping.parts)
-        stars, is_parameter = pattern.count("*"), name != site.name
+        stars = pattern.count("*")
+        is_parameter = name != site.name
         if (is_parameter, stars) not in ((False, len(site.ranges)), (True, len(site.ranges) - 1)):
             continue  # all experts in the weight of one module, which PEFT does not know
         for index, indices in iterate_indices(site.ranges):
             path = format_path(pattern, indices[:stars])
-            peft_name, parameter = (path.rpartition(".")[0], path) if is_parameter else (path, "")
+            peft_name = path.rpartition(".")[0] if is_parameter else path
+            parameter = path if is_parameter else ""
             yield PeftModule(peft_name, site, index, mapping, part, part_sizes, parameter, rows[pattern])
 
 
@@ -177,8 +180,8 @@ def _list_checkpoint_names(model: Any) -> Iterator[tuple[str, str]]:
 
 def _suggest(target: str, sites: Sequence[LinearSite], names: Sequence[tuple[str, str]]) -> str:
     """Suggest similar names, and list all: those of this library, and those of checkpoints."""
-    last_words = lambda paths: sorted({path.rpartition(".")[2] for path in paths})
-    ours, theirs = last_words(site.name for site in sites), last_words(name for name, _ in names)
+    ours = sorted({site.name.rpartition(".")[2] for site in sites})
+    theirs = sorted({name.rpartition(".")[2] for name, _ in names})
     suggestion = suggest_words(target, [*ours, *(word for word in theirs if word not in ours)])
     note = "" if names else " The model is of no family, so that it has no names of PEFT's."
     return f"{suggestion[:-1]}, or {ALL_LINEAR!r}.{note}"

@@ -87,16 +87,17 @@ class PeftMethod:
     make: Callable[[AdapterSource, Any, Any], AbstractAdapter]
     """Make an adapter from source, base and key. Its fields are then replaced by the file's."""
     find_scalars: Callable[[AdapterSource, PeftModule], _Scalars] = _mark_applied
-    """Return the other fields of a layer that follow from the config. They are 0 in a layer without the adapter."""
+    """Return the fields of a layer that are not tensors, such as its scale. A layer without the adapter has zeros."""
     shared: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Tensors that the file has once for all modules, by name -> their fields."""
     undivided: str = ""
-    """For a method that cannot wrap the parts of a fused module: what would have to be divided among them."""
+    """What cannot be divided among the parts of a fused module, as words in errors. "" if the parts have adapters."""
     dtype: Any = None
     """Dtype of the fields. None for the tensors' own."""
 
     def list_tensors(self, fields: Any) -> list[PeftTensor]:
-        """List the tensors, without the form of a suffix that is not among `fields` if the other form is."""
+        """List the tensors to read for a module that has these fields: of two forms of a suffix the one among them,
+        and every tensor that the file must not have."""
         suffixes = {tensor.suffix for tensor in self.tensors if tensor.field in fields}
         return [tensor for tensor in self.tensors if tensor.field in fields or tensor.suffix not in suffixes]
 

@@ -89,7 +89,8 @@ def _resolve_adapter_name(model: Any, adapter_name: str | None) -> str:
 def collect_tensors(model: Any, tree: Any = None, *, adapter_name: str) -> dict[str, np.ndarray]:
     """Return an adapter's arrays by PEFT's tensor names: those of `model`, or their gradients from a tree of its
     structure, summed over the parts of a fused module that share an array."""
-    (model, tree), tensors = merge_rounds((model, tree)), {}
+    model, tree = merge_rounds((model, tree))
+    tensors: dict[str, np.ndarray] = {}
     table = _choose_name_table(model, adapter_name)
     by_module = _group_by_module(model, tree, table, adapter_name)
     combine_parts = partial(join_parts, model=model) if tree is None else sum_parts
@@ -102,7 +103,8 @@ def collect_tensors(model: Any, tree: Any = None, *, adapter_name: str) -> dict[
         if tree is None:
             tensors.update(keep_largest_shared(tensors, get_method(adapter), value, module.index))
     of_base, _ = base_tensors.collect_base_tensors(model, tree, table, adapter_name, set(by_module))
-    tensors |= {PREFIX + name: array for name, array in of_base.items()}
+    for name, array in of_base.items():
+        tensors[PREFIX + name] = array
     return dict(sorted(add_head_tensors(tensors, find_tied_modules(model)).items()))
 
 
