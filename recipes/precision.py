@@ -104,7 +104,10 @@ def main(config: Config) -> None:
     schedule = jax.jit(schedule)  # the log asks for it in each step: one program instead of ten
 
     def make_optimizer(method):
-        moment = train.BFloat16Moment() if method.rounding == "stochastic" else train.Float32Moment()
+        if method.rounding == "stochastic":
+            moment = train.BFloat16Moment()
+        else:
+            moment = train.Float32Moment()
         adamw = train.adamw(schedule, b2=0.95, mask=train.decay_mask, weight_decay=0.1, first=moment, second=moment)
         optimizer = optax.chain(optax.clip_by_global_norm(1.0), adamw)
         if method.dtype == "float16":

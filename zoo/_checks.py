@@ -184,7 +184,10 @@ def parse_dtype(dtype: Any, *, name: str = "dtype") -> np.dtype:
     if parsed is None:
         word = str(dtype).removeprefix("torch.").lower()
         nearest = _DTYPE_WORDS.get(word) or next(iter(difflib.get_close_matches(word, _DTYPES, n=1, cutoff=0.5)), None)
-        suggestion = f"; did you mean {nearest!r}?" if nearest else f", as one of {', '.join(_DTYPES)}"
+        if nearest:
+            suggestion = f"; did you mean {nearest!r}?"
+        else:
+            suggestion = f", as one of {', '.join(_DTYPES)}"
         raise TypeError(f"{name}={dtype!r}: a dtype was expected{suggestion}")
     if not jax.numpy.issubdtype(parsed, np.floating):
         raise ValueError(f"{name}={parsed}: parameters are floating point, say {', '.join(_DTYPES)}")
@@ -219,7 +222,10 @@ def check_batch(batch: Any, vocab: int | None = None) -> None:
     for key, x in batch.items():
         _require_array(x, key)
         if np.shape(x) != shape:
-            hint = ": one target per token, tokens[:, 1:] for tokens[:, :-1]" if key == "targets" else ""
+            if key == "targets":
+                hint = ": one target per token, tokens[:, 1:] for tokens[:, :-1]"
+            else:
+                hint = ""
             raise ValueError(f"{key}: the shape of tokens, {shape}, was expected, not {np.shape(x)}{hint}")
         if key != "weights":
             _check_integers(x, key)

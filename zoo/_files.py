@@ -143,7 +143,9 @@ def parse_json(content: bytes, make_object: Callable[[list[tuple[str, Any]]], An
 def _measure_depth(value: Any) -> int:
     if isinstance(value, dict):
         value = list(value.values())
-    return 1 + max(map(_measure_depth, value), default=0) if isinstance(value, list) else 0
+    if isinstance(value, list):
+        return 1 + max(map(_measure_depth, value), default=0)
+    return 0
 
 
 def to_jsonable(value: object) -> Any:

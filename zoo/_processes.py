@@ -123,7 +123,10 @@ def find_cluster(environment: Mapping[str, str]) -> Cluster | None:
     if "JAX_NUM_PROCESSES" in environment or (source is None and address is not None):
         source = "JAX's variables"
         count_name = "JAX_NUM_PROCESSES"
-        index_name = "JAX_PROCESS_ID" if "JAX_PROCESS_ID" in environment else "JOB_COMPLETION_INDEX"
+        if "JAX_PROCESS_ID" in environment:
+            index_name = "JAX_PROCESS_ID"
+        else:
+            index_name = "JOB_COMPLETION_INDEX"
         _require_all(environment, ("JAX_COORDINATOR_ADDRESS", count_name, index_name))
     elif source is not None:
         count_name, index_name, local_name = _LAUNCHERS[source]

@@ -42,7 +42,8 @@ def show_error(text: str) -> None:
 
 def _escape_record(record: logging.LogRecord) -> bool:
     """Escape the message of a log record, which names tensors, keys and files."""
-    record.msg, record.args = escape_controls(record.getMessage(), keep="\n\t"), None
+    record.msg = escape_controls(record.getMessage(), keep="\n\t")
+    record.args = None
     return True
 
 

@@ -136,7 +136,8 @@ def map_base_layer(function: Callable[[Any], AbstractLinear]) -> Callable[[Abstr
 
 def get_dims(base: AbstractLinear) -> tuple[Dim, Dim]:
     """Return the dims `in_` and `out` of a linear layer. **Raises** `TypeError` for one that declares none."""
-    in_, out = getattr(base, "in_", None), getattr(base, "out", None)
+    in_ = getattr(base, "in_", None)
+    out = getattr(base, "out", None)
     if not isinstance(in_, Dim) or not isinstance(out, Dim):
         raise TypeError(f"{type(base).__name__} does not say what it multiplies (`in_`, `out`): no adapter fits it")
     return in_, out

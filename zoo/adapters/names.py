@@ -183,5 +183,8 @@ def _suggest(target: str, sites: Sequence[LinearSite], names: Sequence[tuple[str
     ours = sorted({site.name.rpartition(".")[2] for site in sites})
     theirs = sorted({name.rpartition(".")[2] for name, _ in names})
     suggestion = suggest_words(target, [*ours, *(word for word in theirs if word not in ours)])
-    note = "" if names else " The model is of no family, so that it has no names of PEFT's."
+    if names:
+        note = ""
+    else:
+        note = " The model is of no family, so that it has no names of PEFT's."
     return f"{suggestion[:-1]}, or {ALL_LINEAR!r}.{note}"

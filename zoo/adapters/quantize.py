@@ -47,11 +47,10 @@ def quantize(model: _Model, format: _PackedFormat = "nf4", *, targets: Targets =
     require_unmerged(model)
     sites = find_linears(model)
     is_target = match_targets(translate_targets(model, targets, sites), sites)
-    full_precision = (
-        {path.name for path in list_parameter_paths(model) if path.leaf.full_precision}
-        if targets == ALL_LINEAR
-        else set()
-    )
+    if targets == ALL_LINEAR:
+        full_precision = {path.name for path in list_parameter_paths(model) if path.leaf.full_precision}
+    else:
+        full_precision = set()
     selected = [
         site for site in sites if f"{site.name}.weight" not in full_precision and site.tabulate(is_target, bool).any()
     ]
@@ -65,7 +64,9 @@ def quantize(model: _Model, format: _PackedFormat = "nf4", *, targets: Targets =
         return _PACKED_LINEAR_CLASSES[format](base.dense_weight, base.dense_bias, in_=base.in_, out=base.out)
 
     def quantize_stacked(name: str, ranges: IndexRanges, module: Any) -> Any:
-        return vmap_stacked(map_base_layer(quantize_layer), ranges)(module) if name in names else module
+        if name in names:
+            return vmap_stacked(map_base_layer(quantize_layer), ranges)(module)
+        return module
 
     return map_modules(quantize_stacked, model, is_linear_site)
 
@@ -74,7 +75,8 @@ def _find_quantization_errors(
     site: LinearSite, is_target: Callable[[str], bool], format: _PackedFormat
 ) -> Iterator[str]:
     """Yield the reasons why a target module cannot be quantized."""
-    base, is_targeted = get_base_layer(site.module), site.tabulate(is_target, bool)
+    base = get_base_layer(site.module)
+    is_targeted = site.tabulate(is_target, bool)
     if not is_targeted.all():
         count = f"{is_targeted.sum()} of the {is_targeted.size} that are one array"
         yield f"targets mean {count}: all of them become integers, or none"

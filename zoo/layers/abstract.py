@@ -159,8 +159,14 @@ def mix_tokens(mixer: AbstractMixer, x: HiddenStates, info: TokenInfo, state: An
     if state is None or mixer.shards_state or not sharded_axes(x, "seq"):
         y, state = mixer(x, info, state)
         return checkpoint_name(y, "mixer_output"), state
-    positions = None if info.positions is None else all_gather(info.positions, "seq", axis=1)
-    segment_ids = None if info.segment_ids is None else all_gather(info.segment_ids, "seq", axis=1)
+    if info.positions is None:
+        positions = None
+    else:
+        positions = all_gather(info.positions, "seq", axis=1)
+    if info.segment_ids is None:
+        segment_ids = None
+    else:
+        segment_ids = all_gather(info.segment_ids, "seq", axis=1)
     info = dataclasses.replace(info, positions=positions, segment_ids=segment_ids)
     y, state = mixer(all_gather(x, "seq", axis=1), info, state)
     return shard(y, "seq", axis=1), state

@@ -65,7 +65,8 @@ class KeyValueCache(Module):
     ) -> "KeyValueCache":
         """Return a cache of `slots` slots, rounded up to a multiple of the devices that share them. `value_dim` is
         `head_dim` by default, and `drops_oldest` is true for fewer slots than `length`."""
-        drops_oldest = slots < length if drops_oldest is None else drops_oldest
+        if drops_oldest is None:
+            drops_oldest = slots < length
         slots, axes = _local_slots(slots)
         sizes = head_dim, head_dim if value_dim is None else value_dim
         key, value = (jnp.zeros((batch, kv_heads, slots, size), dtype) for size in sizes)
@@ -178,7 +179,10 @@ def check_room(states: Any, positions: Positions | None) -> None:
     for cache in jax.tree.leaves(states, is_leaf=_is_cache):
         if not _is_cache(cache) or cache.drops_oldest:
             continue
-        before = np.asarray(jax.device_get(cache.written)) if is_host_readable(cache.written) else 0
+        if is_host_readable(cache.written):
+            before = np.asarray(jax.device_get(cache.written))
+        else:
+            before = 0
         if len(overfull := np.flatnonzero(before + new > cache.length)):
             row = int(overfull[0])
             total = int(np.broadcast_to(before + new, new.shape)[row])
@@ -215,7 +219,8 @@ def _assign_slots(
 
     Padding has a slot out of range, and so have tokens that later ones overwrite or that another device holds.
     """
-    local, shards = ring.shape[1], num_shards(ring, "slots")
+    local = ring.shape[1]
+    shards = num_shards(ring, "slots")
     is_real = positions >= 0
     order = written[:, None] + jnp.cumsum(is_real, axis=1, dtype=jnp.int32) - 1
     written = written + is_real.sum(axis=1, dtype=jnp.int32)

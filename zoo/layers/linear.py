@@ -41,7 +41,8 @@ class Linear(AbstractLinear):
         deviation `scale / sqrt(in_size)`, and the bias with zeros."""
         self.weight = truncated_normal(key, (out_size, in_size), scale * in_size**-0.5)
         self.bias = jnp.zeros(out_size, jnp.float32) if bias else None
-        self.in_, self.out = in_, out
+        self.in_ = in_
+        self.out = out
 
     @property
     def out_size(self) -> int:

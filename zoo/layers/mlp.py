@@ -15,7 +15,8 @@ from zoo.shapes import HiddenStates, ResidualStream
 from .abstract import AbstractFeedForward, AbstractLinear
 from .linear import Linear
 
-_EMBED, _MLP_DIM = Dim("embed"), Dim("mlp")
+_EMBED = Dim("embed")
+_MLP_DIM = Dim("mlp")
 
 
 class MLP(AbstractFeedForward):
@@ -107,14 +108,16 @@ class ClampedGatedMLP(AbstractFeedForward):
         if not 0 < limit < math.inf:
             raise ValueError(f"values are clipped to a limit above 0, not to {limit}")
         self.gate, self.up, self.down = _make_gated_projections(embed, mlp, linear, bias, out_scale, key)
-        self.alpha, self.limit = float(alpha), float(limit)
+        self.alpha = float(alpha)
+        self.limit = float(limit)
 
     def __call__(self, x: HiddenStates) -> tuple[ResidualStream, tuple[()]]:
         hidden = clamped_swiglu(self.gate(x), self.up(x), alpha=self.alpha, limit=self.limit)
         return self.down(checkpoint_name(hidden, "mlp_hidden")), ()
 
     def grouped(self, x: Float[Array, "rows embed"], sizes: Int[Array, "experts"]) -> Float[Array, "rows embed"]:
-        gate, up = self.gate.grouped(x, sizes), self.up.grouped(x, sizes)
+        gate = self.gate.grouped(x, sizes)
+        up = self.up.grouped(x, sizes)
         return self.down.grouped(clamped_swiglu(gate, up, alpha=self.alpha, limit=self.limit), sizes)
 
 

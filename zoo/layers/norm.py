@@ -43,7 +43,9 @@ class RMSNorm(AbstractNorm):
     ):
         """`scaled`: if False, the norm has no weight."""
         self.weight = jnp.full(size, 1.0 - offset, jnp.float32) if scaled else None
-        self.features, self.epsilon, self.offset = features, epsilon, offset
+        self.features = features
+        self.epsilon = epsilon
+        self.offset = offset
 
     def __call__(self, x: Float[Array, "*rows features"]) -> Float[Array, "*rows features"]:
         mean = partial(sharded_mean, self.features.name)
@@ -76,7 +78,9 @@ class LayerNorm(AbstractNorm):
         """`scaled`: if False, the norm has no weight."""
         self.weight = jnp.full(size, 1.0 - offset, jnp.float32) if scaled else None
         self.bias = jnp.zeros(size, jnp.float32) if bias else None
-        self.features, self.epsilon, self.offset = features, epsilon, offset
+        self.features = features
+        self.epsilon = epsilon
+        self.offset = offset
 
     def __call__(self, x: Float[Array, "*rows features"]) -> Float[Array, "*rows features"]:
         mean = partial(sharded_mean, self.features.name)
@@ -99,7 +103,8 @@ class PerHeadLayerNorm(AbstractNorm):
     def __init__(self, size: int, *, features: Dim, epsilon: float = 1e-5):
         make = lambda _: LayerNorm(features.unit, features=Dim("head_dim"), epsilon=epsilon, bias=False)
         self.norms = jax.vmap(make)(jnp.arange(size // features.unit))
-        self.features, self.heads = features, Dim(features.name)
+        self.features = features
+        self.heads = Dim(features.name)
 
     def __call__(self, x: Float[Array, "*rows features"]) -> Float[Array, "*rows features"]:
         return self.norms(x.reshape(*x.shape[:-1], -1, self.features.unit)).reshape(x.shape)
@@ -108,4 +113,6 @@ class PerHeadLayerNorm(AbstractNorm):
 def sharded_mean(dim: str, x: Float[Array, "*rows features"]) -> Float[Array, "*rows 1"]:
     """Return the mean over the last dim, `dim`, all-reduced if it is sharded."""
     shards = num_shards(x, dim)
-    return reduce(x.sum(-1, keepdims=True), over=dim) / (x.shape[-1] * shards) if shards > 1 else mean_last_dim(x)
+    if shards > 1:
+        return reduce(x.sum(-1, keepdims=True), over=dim) / (x.shape[-1] * shards)
+    return mean_last_dim(x)

@@ -55,7 +55,9 @@ class TokenInfo(Module):
 
 def token_positions(x: HiddenStates | Tokens, info: TokenInfo) -> Int[Array, "*batch seq"]:
     """Return `info.positions`, or 0, 1, 2, ... along the (possibly sharded) sequence."""
-    return jnp.arange(x.shape[1]) + shard_offset(x, "seq", x.shape[1]) if info.positions is None else info.positions
+    if info.positions is None:
+        return jnp.arange(x.shape[1]) + shard_offset(x, "seq", x.shape[1])
+    return info.positions
 
 
 def token_info(

@@ -36,8 +36,10 @@ class Xielu(Module):
                 f"xIELU has positive > 0, negative > beta and eps < 0, not {positive}, {negative}, {beta} and {eps}"
             )
         inverse_softplus = lambda x: jnp.array([math.log(math.expm1(x))], jnp.float32)
-        self.alpha_p, self.alpha_n = inverse_softplus(positive), inverse_softplus(negative - beta)
-        self.beta, self.eps = jnp.float32(beta), jnp.float32(eps)
+        self.alpha_p = inverse_softplus(positive)
+        self.alpha_n = inverse_softplus(negative - beta)
+        self.beta = jnp.float32(beta)
+        self.eps = jnp.float32(eps)
 
     def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
         x_fp32 = x.astype(jnp.float32)
@@ -56,7 +58,8 @@ class XieluMLP(AbstractFeedForward):
 
     def __init__(self, embed: int, mlp: int, *, bias: bool = False, out_scale: float = 1.0, key: Key[Array, ""]):
         up_key, down_key = jax.random.split(key)
-        embed_dim, mlp_dim = Dim("embed"), Dim("mlp")
+        embed_dim = Dim("embed")
+        mlp_dim = Dim("mlp")
         self.up = Linear(embed, mlp, in_=embed_dim, out=mlp_dim, bias=bias, key=up_key)
         self.down = Linear(mlp, embed, in_=mlp_dim, out=embed_dim, bias=bias, scale=out_scale, key=down_key)
         self.xielu = Xielu()

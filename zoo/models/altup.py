@@ -68,8 +68,10 @@ class AltUp(Module):
         self.router = Linear(embed, streams, in_=Dim("embed"), key=router_key)
         self.prediction = Linear(streams, streams**2, key=prediction_key)
         self.correction = Linear(streams, streams, key=correction_key)
-        self.router_norm, self.output_scale = norm(), jnp.ones(embed, jnp.float32)
-        self.streams, self.active = streams, active
+        self.router_norm = norm()
+        self.output_scale = jnp.ones(embed, jnp.float32)
+        self.streams = streams
+        self.active = active
 
     def predict(self, streams: _Streams) -> _Streams:
         """Return the predictions p of all streams."""
@@ -103,7 +105,8 @@ class AltUpInputs(AbstractLayerInputs):
         """Arguments are those of `LayerInputs`, and the number of streams."""
         inputs_key, *keys = jax.random.split(key, streams)
         self.inputs = LayerInputs(vocab, embed, layers, width, epsilon=epsilon, key=inputs_key)
-        self.projections, self.vocab = _make_projections(embed, keys), vocab
+        self.projections = _make_projections(embed, keys)
+        self.vocab = vocab
 
     def __call__(self, tokens: Tokens, x: ResidualStream) -> LayerHidden:
         hidden = self.inputs(jnp.where(tokens < self.vocab, tokens, 0), x)
@@ -118,7 +121,8 @@ class AltUpNorm(AbstractNorm):
     projections: tuple[AbstractLinear, ...]
 
     def __init__(self, embed: int, streams: int, norm: Callable[[], AbstractNorm], *, key: Key[Array, ""]):
-        self.norm, self.projections = norm(), _make_projections(embed, list(jax.random.split(key, streams - 1)))
+        self.norm = norm()
+        self.projections = _make_projections(embed, list(jax.random.split(key, streams - 1)))
 
     def __call__(self, x: Float[Array, "*rows features"]) -> Float[Array, "*rows embed"]:
         first, *others = jnp.split(x, 1 + len(self.projections), axis=-1)

@@ -295,7 +295,9 @@ class Decoder(Module):
         if self.embedding_norm is not None:
             x = gather(self.embedding_norm)(x)
         x = self.dropout(x, info, site=EMBEDDING_DROPOUT_SITE)
-        return Hidden(x) if self.layer_inputs is None else gather(self.layer_inputs)(tokens, x)
+        if self.layer_inputs is None:
+            return Hidden(x)
+        return gather(self.layer_inputs)(tokens, x)
 
     def logits(self, x: Float[Array, "*rows embed"]) -> Float[Array, "*rows vocab"]:
         """Return the logits of normalized hidden states. If the vocabulary is sharded, those of this device's shard."""
@@ -344,6 +346,12 @@ class _Unembedding(Module):
     multiplier: float = eqx.field(static=True, default=1.0)
 
     def __call__(self, x: Float[Array, "*rows embed"]) -> Float[Array, "*rows vocab"]:
-        logits = self.table.transposed(x) if isinstance(self.table, AbstractEmbedding) else self.table(x)
-        logits = logits if self.multiplier == 1 else self.multiplier * logits
-        return logits if self.soft_cap is None else self.soft_cap * jnp.tanh(logits / self.soft_cap)
+        if isinstance(self.table, AbstractEmbedding):
+            logits = self.table.transposed(x)
+        else:
+            logits = self.table(x)
+        if self.multiplier != 1:
+            logits = self.multiplier * logits
+        if self.soft_cap is None:
+            return logits
+        return self.soft_cap * jnp.tanh(logits / self.soft_cap)

@@ -54,7 +54,10 @@ def check_factory(role: str, factory: Callable[..., Any]) -> None:
 def _require_factory(role: str, factory: Any) -> None:
     inner = factory.func if isinstance(factory, functools.partial) else factory
     if isinstance(inner, eqx.Module) or not callable(inner):
-        came = f"a layer, {type(inner).__name__}" if isinstance(inner, eqx.Module) else repr(inner)
+        if isinstance(inner, eqx.Module):
+            came = f"a layer, {type(inner).__name__}"
+        else:
+            came = repr(inner)
         raise TypeError(
             f"{role}: a class, a function or functools.partial of one was expected, which is called with key= for each "
             f"layer, not {came}"
@@ -66,7 +69,9 @@ def _list_keywords(factory: Callable[..., Any]) -> set[str] | None:
     try:
         parameters = inspect.signature(factory).parameters.values()
     except (TypeError, ValueError):  # of a partial also if the function does not take what it sets
-        return _list_keywords(factory.func) if isinstance(factory, functools.partial) else None
+        if isinstance(factory, functools.partial):
+            return _list_keywords(factory.func)
+        return None
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return None
     by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)

@@ -79,11 +79,15 @@ class LayerInputs(AbstractLayerInputs):
     def __init__(self, vocab: int, embed: int, layers: int, width: int, *, epsilon: float = 1e-6, key: Key[Array, ""]):
         """`vocab`: rows of the table of per-layer embeddings. `width`: features of a layer's input."""
         embedding_key, projection_key = jax.random.split(key)
-        self.embedding, self.projection, self.norm, self.width = None, None, None, width
+        self.embedding = None
+        self.projection = None
+        self.norm = None
+        self.width = width
         if width:
             options = {"scale": width**-0.5, "multiplier": width**0.5}
             self.embedding = Embedding(vocab, layers * width, **options, key=embedding_key)
-            size, dims = layers * width, (Dim("embed"), Dim("latent"))
+            size = layers * width
+            dims = (Dim("embed"), Dim("latent"))
             self.projection = Linear(embed, size, in_=dims[0], out=dims[1], key=projection_key)
             self.norm = RMSNorm(width, features=Dim("head_dim"), epsilon=epsilon)
 
@@ -114,7 +118,9 @@ class LayerInputProjection(Module):
         gate_key, out_key = jax.random.split(key)
         self.gate = Linear(embed, width, in_=Dim("embed"), out=Dim("latent"), key=gate_key)
         self.out = Linear(width, embed, in_=Dim("latent"), out=Dim("embed"), key=out_key)
-        self.norm, self.activation, self.width = norm(), activation, width
+        self.norm = norm()
+        self.activation = activation
+        self.width = width
 
     def __call__(self, x: ResidualStream, inputs: Float[Array, "batch tokens features"]) -> ResidualStream:
         return self.norm(self.out(self.activation(self.gate(x)) * inputs))

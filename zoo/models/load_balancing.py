@@ -69,7 +69,8 @@ def balance_loss(
         num_tokens = jnp.maximum(num_tokens, 1)  # a micro-batch may be padding
         counts, scores = (reduce(x.sum(1), over="batch") / num_tokens for x in (counts, scores))
         if over == "layers":
-            counts, scores = counts.mean(0), scores.mean(0)
+            counts = counts.mean(0)
+            scores = scores.mean(0)
         product = (counts * scores).sum(-1).mean()
     return product * counts.shape[-1]
 

@@ -51,4 +51,6 @@ def find_drawback(layers: int, remat: Remat) -> str | None:
         return "sharded parameters are gathered again"
     if remat not in _FAST_POLICIES:
         return f"remat={remat}"
-    return f"{layers} layers, more than {MAX_PLAIN_LAYERS}" if layers > MAX_PLAIN_LAYERS else None
+    if layers > MAX_PLAIN_LAYERS:
+        return f"{layers} layers, more than {MAX_PLAIN_LAYERS}"
+    return None

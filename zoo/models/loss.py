@@ -79,8 +79,12 @@ def cross_entropy_and_routing(
     check_batch(batch, find_checkable_vocab(model))
     check_chunk(chunk, batch["tokens"].shape)
     hidden, _ = model.hidden(batch["tokens"], batch_token_info(batch, key))
-    targets, weights = batch["targets"], batch.get("weights")
-    weights = jnp.ones(targets.shape, jnp.float32) if weights is None else weights.astype(jnp.float32)
+    targets = batch["targets"]
+    weights = batch.get("weights")
+    if weights is None:
+        weights = jnp.ones(targets.shape, jnp.float32)
+    else:
+        weights = weights.astype(jnp.float32)
     weights = jnp.where(targets < 0, 0, weights)
     x = hidden.x.reshape(-1, hidden.x.shape[-1])
     sum_losses = LOSS.select(implementation, LossRequest(len(x), chunk)).function
@@ -146,7 +150,10 @@ def chunked_cross_entropy(
     # here, the gradient of that cast all-reduces the head's gradient.
     axes = frozenset().union(*map(varying, padded))
     chunks = [y.reshape(-1, size, *y.shape[1:]) for y in vary(padded, axes)]
-    sum_chunks = _sum_rematerialized_losses if x.dtype == jnp.float16 else _sum_chunk_losses
+    if x.dtype == jnp.float16:
+        sum_chunks = _sum_rematerialized_losses
+    else:
+        sum_chunks = _sum_chunk_losses
     return sum_chunks(chunk_loss, vary(parameters, axes), vary(integer_arrays, axes), *chunks)
 
 
@@ -210,7 +217,8 @@ def _sum_chunk_losses_fwd(chunk_loss: Callable, *perturbed_args: Any):
 
 
 def _sum_chunk_losses_bwd(chunk_loss: Callable, residuals: Any, cotangent: Any):
-    cotangent = jnp.zeros((), jnp.float32) if isinstance(cotangent, SymbolicZero) else cotangent
+    if isinstance(cotangent, SymbolicZero):
+        cotangent = jnp.zeros((), jnp.float32)
     parameters, d_x, d_weights = jax.tree.map(lambda g: (g * cotangent).astype(g.dtype), residuals)
     return parameters, None, d_x, None, d_weights
 

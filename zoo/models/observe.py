@@ -117,7 +117,8 @@ def observe_logits(
     observed; `chunk` tokens at a time."""
     if model.logit_maximum is None:
         return total
-    head, x = model.gather_unembedding(), lax.stop_gradient(x)
+    head = model.gather_unembedding()
+    x = lax.stop_gradient(x)
     size = min(chunk, len(x))
     padded = jnp.pad(x, ((0, -len(x) % size), (0, 0))).reshape(-1, size, x.shape[-1])
     return _record(

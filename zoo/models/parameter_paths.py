@@ -86,7 +86,8 @@ def walk_parameters(
     elif isinstance(node, Stack):
         start = 0
         for segment in node.segments:
-            period, repeats = len(segment.blocks), segment.num_repeats
+            period = len(segment.blocks)
+            repeats = segment.num_repeats
             for i, block in enumerate(segment.blocks):
                 layer_numbers = range(start + i, start + period * repeats, period)
                 extra_dims = len(segment.layers) - 1
@@ -101,8 +102,10 @@ def walk_parameters(
                 yield from walk(child, name, ranges)
                 continue
             word = "layers" if isinstance(child, Stack) else field.name
-            word = to_snake_case(type(child).__name__) if NAMED_BY_CLASS in field.metadata else word
-            word = _join_path(getattr(node, "adapter_name", ""), word) if is_wrapper else word
+            if NAMED_BY_CLASS in field.metadata:
+                word = to_snake_case(type(child).__name__)
+            if is_wrapper:
+                word = _join_path(getattr(node, "adapter_name", ""), word)
             if STACKED in field.metadata and jax.tree.leaves(child):
                 experts = range(jax.tree.leaves(child)[0].shape[len(ranges) + extra_dims])
                 yield from walk(child, _join_path(name, word, "*"), (*ranges, experts))
@@ -111,7 +114,10 @@ def walk_parameters(
     elif isinstance(node, TrainableCopy):
         yield from walk(node.base, name, ranges)
         for word in ("array", "applies", "strength"):
-            suffix = node.adapter_name if word == "array" else _join_path(node.adapter_name, word)
+            if word == "array":
+                suffix = node.adapter_name
+            else:
+                suffix = _join_path(node.adapter_name, word)
             yield from walk(getattr(node, word), _join_path(name, suffix), ranges)
     elif isinstance(node, tuple | list):
         for i, item in enumerate(node):
@@ -168,7 +174,8 @@ def _compare(first: Any, second: Any, name: str) -> Iterator[str]:
         yield f"{name or 'the model'} is {_format_value(first)}, not {_format_value(second)}"
     elif isinstance(first, Module):
         for field in dataclasses.fields(first):
-            child, other = getattr(first, field.name), getattr(second, field.name)
+            child = getattr(first, field.name)
+            other = getattr(second, field.name)
             is_missing_buffer = child is None and not field.metadata.get(TRAINABLE, True)
             if IMPLEMENTATION_OPTION not in field.metadata and not is_missing_buffer:
                 yield from _compare(child, other, _join_path(name, field.name))

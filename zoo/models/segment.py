@@ -91,7 +91,8 @@ class Segment(AbstractLayers):
     def merge_rounds(self) -> "Segment":
         if len(self.layers) == 1:
             return self
-        mesh, is_empty = current_mesh(), not jax.tree.leaves(self.blocks)
+        mesh = current_mesh()
+        is_empty = not jax.tree.leaves(self.blocks)
         if mesh is not None and mesh.layout.rounds > self.rounds and not is_empty:
             raise NotImplementedError(
                 f"the layers of all {mesh.layout.rounds} rounds at once, for a penalty on parameters or a plain call, "

@@ -57,7 +57,9 @@ class Stack(AbstractStack):
         into segments. **Raises** `ValueError` for an unknown `remat` or `loop`."""
         self.remat = check_remat(remat)
         self.loop = check_loop(loop)
-        keys, segments, start = jax.random.split(wrap_key(key), len(factories)), [], 0
+        keys = jax.random.split(wrap_key(key), len(factories))
+        segments = []
+        start = 0
         patterns = find_patterns(factories)
         longest = max(range(len(patterns)), key=lambda i: math.prod(patterns[i]), default=0)
         for number, (period, repeats) in enumerate(patterns):
@@ -96,14 +98,19 @@ class Stack(AbstractStack):
         self, hidden: Hidden, info: TokenInfo, states: LayerStates | None = None
     ) -> tuple[Hidden, LayerStates | None]:
         check_room(states, info.positions)  # a scan traces the layers, and they cannot read the number of tokens
-        first, new_states = 0, ()
+        first = 0
+        new_states = ()
         for segment in self.segments:
             layers = segment.num_repeats * len(segment.blocks)
             if segment.is_pipelined:
                 self._check_pipelined(segment, states)
-                hidden, segment_states = self._run_stages(segment, first, hidden, info), None
+                hidden = self._run_stages(segment, first, hidden, info)
+                segment_states = None
             else:
-                segment_states = None if states is None else states[first : first + layers]
+                if states is None:
+                    segment_states = None
+                else:
+                    segment_states = states[first : first + layers]
                 local = segment.merge_rounds()
                 run = self._choose_loop(local, hidden)
                 hidden, segment_states = run(local, first, hidden, info, segment_states)
@@ -185,7 +192,8 @@ class Stack(AbstractStack):
         states: LayerStates | None,
     ) -> tuple[Hidden, LayerStates | None]:
         """Run the repeats of a pattern, whose first layer is number `first`, one after the other."""
-        pattern, new_states = self._make_pattern(segment, info, prevent_cse=True), []
+        pattern = self._make_pattern(segment, info, prevent_cse=True)
+        new_states = []
         for blocks in unstack_tree(segment.vary_arrays()):
             for block, run in zip(blocks, pattern, strict=True):
                 layer = len(new_states)
@@ -206,14 +214,20 @@ class Stack(AbstractStack):
         unroll: int,
     ) -> tuple[Hidden, LayerStates | None]:
         """Scan over the repeats of a pattern, whose first layer is number `first`."""
-        arrays, period, repeats = segment.vary_arrays(), len(segment.blocks), segment.local_repeats
+        arrays = segment.vary_arrays()
+        period = len(segment.blocks)
+        repeats = segment.local_repeats
         numbers = first + period * jnp.arange(repeats)
-        stacked_states = None if states is None else tuple(stack_trees(states[i::period]) for i in range(period))
+        if states is None:
+            stacked_states = None
+        else:
+            stacked_states = tuple(stack_trees(states[i::period]) for i in range(period))
         pattern = self._make_pattern(segment, info, prevent_cse=1 < repeats <= unroll)  # then no loop remains
 
         def step(hidden: Hidden, xs: Any):
             arrays, number, states = xs
-            new_states, routing = [], []
+            new_states = []
+            routing = []
             for i, run in enumerate(pattern):
                 hidden, state = run(arrays[i], number + i, hidden, None if states is None else states[i])
                 new_states.append(state)
@@ -352,9 +366,13 @@ def describe_loop(stack: Stack) -> str:
     """Describe the loop over layers on the platform that is compiled for: "plain", or "scan" and why `"auto"` takes
     it."""
     if stack.loop != "auto":
-        return f"scan, {stack.loop} repeats per iteration" if isinstance(stack.loop, int) else stack.loop
+        if isinstance(stack.loop, int):
+            return f"scan, {stack.loop} repeats per iteration"
+        return stack.loop
     drawback = find_drawback(stack.count_layers(), stack.remat)
-    return f"scan ({drawback})" if drawback else f"plain (scan under {MIN_PLAIN_SIZE:,} elements of the hidden states)"
+    if drawback:
+        return f"scan ({drawback})"
+    return f"plain (scan under {MIN_PLAIN_SIZE:,} elements of the hidden states)"
 
 
 def swap_stack(model: Any, make: Callable[[Any], AbstractStack]) -> Any:

@@ -82,7 +82,8 @@ def _embed(
     x = hidden.x.astype(jnp.float32)
     if pooling.size not in (None, x.shape[-1]):
         raise ValueError(f"the checkpoint pools {pooling.size} features of a token, and the model has {x.shape[-1]}")
-    mask = jnp.ones(tokens.shape, bool) if mask is None else mask
+    if mask is None:
+        mask = jnp.ones(tokens.shape, bool)
     pooled = jnp.concatenate([POOLINGS[mode](x, mask) for mode in pooling.modes], axis=-1)
     pooled = jnp.where(mask.any(1, keepdims=True), pooled, jnp.nan)
     if not pooling.normalized:
@@ -175,7 +176,12 @@ def _read_pooling_config(path: str, config: Mapping[str, Any], *, normalized: bo
         raise ValueError(f"{path} leaves prompts out (include_prompt), which is not covered: pass pooling=")
     switched_on = [mode for key, mode in _MODE_KEYS.items() if config.get(key)] or ["mean"]
     named = config.get("pooling_mode", switched_on)
-    modes = (named,) if isinstance(named, str) else tuple(named) if isinstance(named, list) else ()
+    if isinstance(named, str):
+        modes = (named,)
+    elif isinstance(named, list):
+        modes = tuple(named)
+    else:
+        modes = ()
     if not modes or not all(mode in list(POOLINGS) for mode in modes):
         raise ValueError(f"{path} has pooling_mode = {named!r}, and known are {', '.join(POOLINGS)}: pass pooling=")
     return Pooling(modes, normalized, sizes[0] if sizes else None)

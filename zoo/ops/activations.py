@@ -36,7 +36,8 @@ def clamped_swiglu(
     With alpha 1.702 the gate is nearly a GELU (arXiv 1606.08415, section 2). Clipped values get no gradient. Source:
     GPT-OSS, arXiv 2508.10925, section 2.2, and its code.
     """
-    gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
+    gate = jnp.minimum(gate, limit)
+    up = jnp.clip(up, -limit, limit)
     return (up + 1) * gate * jax.nn.sigmoid(alpha * gate)
 
 

@@ -87,11 +87,13 @@ def _causal_conv1d_fwd(*operands: Any) -> tuple:
 def _causal_conv1d_bwd(residuals: tuple, gradient: Float[Array, "batch seq features"]) -> tuple:
     """Return cotangents: a convolution for the inputs, and for each tap the sum of lagged inputs times cotangents."""
     inputs, weight, bias, segment_ids = residuals
-    history, length = weight.shape[-1] - 1, inputs.shape[1]
+    history = weight.shape[-1] - 1
+    length = inputs.shape[1]
     # The loop reads only the padded copy, which XLA materializes once; the producers of `gradient` it would fuse per
     # tap.
     gradient = jnp.pad(gradient.astype(jnp.float32), [(0, 0), (history, history), (0, 0)])
-    grad_inputs, grad_taps = jnp.zeros_like(inputs, jnp.float32), []
+    grad_inputs = jnp.zeros_like(inputs, jnp.float32)
+    grad_taps = []
     for lag in range(history, -1, -1):
         lagged = gradient[:, lag : lag + length]
         same = _is_same_segment(segment_ids, lag, length - history)
@@ -101,7 +103,10 @@ def _causal_conv1d_bwd(residuals: tuple, gradient: Float[Array, "batch seq featu
         grad_inputs = grad_inputs + weight[:, ~lag] * lagged
         grad_taps.append(_sum_over_rows(lagged * inputs))
     grad_weight = jnp.stack(grad_taps, axis=-1).astype(weight.dtype)
-    grad_bias = None if bias is None else _sum_over_rows(gradient[:, :length]).astype(bias.dtype)
+    if bias is None:
+        grad_bias = None
+    else:
+        grad_bias = _sum_over_rows(gradient[:, :length]).astype(bias.dtype)
     return grad_inputs.astype(inputs.dtype), grad_weight, grad_bias, None
 
 

@@ -77,7 +77,10 @@ class Operation(Generic[_Request]):
         **Raises** `ValueError` for an unknown name; `ObstacleError`, a `ValueError`, for an implementation that cannot
         compute the request, with the reason and the names of the ones that can.
         """
-        selected = self._select(name, request) if isinstance(name, str) else _wrap_function(name)
+        if isinstance(name, str):
+            selected = self._select(name, request)
+        else:
+            selected = _wrap_function(name)
         if (observe := _observer.get()) is not None:
             observe(Decision(self, name == AUTO, selected.name, self.explain(request)))
         return selected
@@ -108,7 +111,10 @@ class Operation(Generic[_Request]):
         choices = []
         for each in self.implementations:
             obstacle = each.find_obstacle(request)
-            reason = None if each.name == chosen else obstacle or each.find_drawback(request)
+            if each.name == chosen:
+                reason = None
+            else:
+                reason = obstacle or each.find_drawback(request)
             choices.append(Choice(each.name, each.name == chosen, reason, obstacle is None))
         return tuple(choices)
 

@@ -35,7 +35,8 @@ def einsum_fp32_accum(
     **Raises** `ValueError` for a letter in one term only.
     """
     left, right, out = _parse_einsum_terms(spec)
-    dtype = jnp.result_type(x, y) if dtype is None else dtype
+    if dtype is None:
+        dtype = jnp.result_type(x, y)
     if x.dtype != y.dtype or x.dtype not in _HALF_DTYPES:
         return einsum_dot_general(left, right, out, x, y, dtype)
     return _half_precision_einsum((left, right, out, dtype), *align_varying(x, y))
@@ -131,7 +132,8 @@ def einsum_round_once(
     if is_over_rows:  # the fast kernels do not support a contraction over the rows of both
         if left[1] != out[0]:
             x, y, left, right = y, x, right, left
-        x, left = blocked_transpose(x), left[::-1]
+        x = blocked_transpose(x)
+        left = left[::-1]
     return einsum_dot_general(left, right, out, x, y, jnp.float32).astype(dtype)
 
 
@@ -148,7 +150,9 @@ def einsum_dot_general(
     dims_of = lambda letters: ([left.index(letter) for letter in letters], [right.index(letter) for letter in letters])
     product = lax.dot_general(x, y, (dims_of(contracted), dims_of(batch)), preferred_element_type=dtype)
     product = lax.optimization_barrier(product) if swapped else product  # else XLA swaps them back
-    return product if dims == list(out) else product.transpose([dims.index(letter) for letter in out])
+    if dims == list(out):
+        return product
+    return product.transpose([dims.index(letter) for letter in out])
 
 
 def _has_few_rows(left: str, right: str, contracted: list[str], x: Array, y: Array) -> bool:

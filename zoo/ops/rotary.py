@@ -99,7 +99,8 @@ class Llama3Scaling(RopeScaling):
     def __call__(self, dim: int, base: _Number, length: _Length) -> tuple[_Frequencies, float]:
         frequencies = _inverse_frequencies(dim, base)
         turns = self.original_length * frequencies / (2 * math.pi)
-        low, high = self.low_frequency_factor, self.high_frequency_factor
+        low = self.low_frequency_factor
+        high = self.high_frequency_factor
         ramp = np.clip((turns - low) / (high - low), 0, 1)
         return frequencies * (ramp + (1 - ramp) / self.factor), 1.0
 
@@ -128,10 +129,13 @@ class YarnScaling(RopeScaling):
         def pair_index(turns: _Number) -> float:
             return dim / 2 * math.log(self.original_length / (2 * math.pi * turns)) / math.log(base)
 
-        first, last = pair_index(self.beta_fast), pair_index(self.beta_slow)
+        first = pair_index(self.beta_fast)
+        last = pair_index(self.beta_slow)
         if self.truncate:
-            first, last = math.floor(first), math.ceil(last)
-        first, last = max(first, 0), min(last, dim - 1)
+            first = math.floor(first)
+            last = math.ceil(last)
+        first = max(first, 0)
+        last = min(last, dim - 1)
         width = last - first or 0.001  # as in transformers, against a division by zero
         ramp = 1 - np.clip((np.arange(dim // 2) - first) / width, 0, 1)
         return _inverse_frequencies(dim, base) * (ramp + (1 - ramp) / self.factor), self.magnitude
@@ -187,7 +191,9 @@ class LongRopeScaling(RopeScaling):
     def magnitude(self) -> float:
         if self.attention_factor is not None:
             return float(self.attention_factor)
-        return math.sqrt(1 + math.log(self.factor) / math.log(self.original_length)) if self.factor > 1 else 1.0
+        if self.factor > 1:
+            return math.sqrt(1 + math.log(self.factor) / math.log(self.original_length))
+        return 1.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -247,7 +253,8 @@ class Rotary:
         `length` is the total sequence length, which `DynamicScaling` and `LongRopeScaling` depend on; the default is
         the largest position plus one, over all rows. Pass it if the sequence is sharded.
         """
-        length = jnp.max(positions) + 1 if length is None else length
+        if length is None:
+            length = jnp.max(positions) + 1
         scaling = self.scaling or LinearScaling(1)
         frequencies, magnitude = scaling(self.dim, self.base, length)
         angles = positions[..., None].astype(jnp.float32) * jnp.asarray(frequencies, jnp.float32)
@@ -274,8 +281,10 @@ def apply_rotary(
     dim = 2 * cos.shape[-1]
     if dim > x.shape[-1]:
         raise ValueError(f"apply_rotary: {dim} features per head are to be rotated, and there are {x.shape[-1]}.")
-    cos, sin = cos[..., None, :], sin[..., None, :]
-    to_rotate, rest = x[..., :dim].astype(jnp.float32), x[..., dim:]
+    cos = cos[..., None, :]
+    sin = sin[..., None, :]
+    to_rotate = x[..., :dim].astype(jnp.float32)
+    rest = x[..., dim:]
     a, b = (to_rotate[..., 0::2], to_rotate[..., 1::2]) if interleaved else jnp.split(to_rotate, 2, axis=-1)
     rotated = a * cos - b * sin, b * cos + a * sin
     if interleaved:

@@ -48,8 +48,10 @@ def filter_logits(
     The size of the vocabulary, 1 and 0 keep every token, as None does. Sorts once if `top_k` or `top_p` excludes
     tokens, decided when the program runs, and not at all for `min_p`.
     """
-    top_k = logits.shape[1] if top_k is None else top_k
-    top_p = 1.0 if top_p is None else top_p
+    if top_k is None:
+        top_k = logits.shape[1]
+    if top_p is None:
+        top_p = 1.0
     excludes = jnp.logical_or(top_k < logits.shape[1], top_p < 1)
     keep = lax.cond(excludes, _keep_top, _keep_all, logits, top_k, top_p)
     if min_p is not None:
@@ -66,7 +68,8 @@ def _keep_top(logits: Float[Array, "batch vocab"], top_k: _Number, top_p: _Numbe
     is_kept = ((tail > 1 - top_p) | (top_p >= 1)) & (descending > -jnp.inf)
     count = jnp.maximum(is_kept.sum(-1, keepdims=True), 1)
     last = jnp.take_along_axis(descending, count - 1, axis=1)
-    is_larger, is_tied = logits > last, logits == last
+    is_larger = logits > last
+    is_tied = logits == last
     ties = count - is_larger.sum(-1, keepdims=True)  # that many stay, the lower ids
     return is_larger | (is_tied & (lax.cumsum(is_tied.astype(jnp.int32), axis=1) <= ties))
 

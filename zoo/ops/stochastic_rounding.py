@@ -41,7 +41,8 @@ def stochastic_round(x: Float[Array, "*dims"], bits: UInt32[Array, "*dims"], dty
 def _round_to_bfloat16(x: Float[Array, "*dims"], bits: UInt32[Array, "*dims"]) -> BFloat16[Array, "*dims"]:
     """Add the random bits to the 16 that a bfloat16 lacks, and cut these off: the numbers of `_round_by_spacing` in a
     few integer operations. The floor there rounds negative values away from zero, so their noise is inverted."""
-    word, noise = lax.bitcast_convert_type(x, jnp.uint32), bits >> (32 - _NOISE_BITS)
+    word = lax.bitcast_convert_type(x, jnp.uint32)
+    noise = bits >> (32 - _NOISE_BITS)
     noise = jnp.where(x < 0, 0xFFFF - noise, noise)
     y = lax.bitcast_convert_type(((word + noise) >> 16).astype(jnp.uint16), jnp.bfloat16)
     return jnp.where(jnp.isfinite(x), y, x.astype(jnp.bfloat16))

@@ -35,6 +35,7 @@ def update_amax(model: _Model, seen: PyTree) -> _Model:
 def _prepend_amax(
     history: Float[Array, "*stacked history"], seen: Float[Array, "*stacked history"]
 ) -> Float[Array, "*stacked history"]:
-    latest, before = seen[..., :1], history[..., :1]
+    latest = seen[..., :1]
+    before = history[..., :1]
     latest = jnp.where(jnp.isfinite(latest) & (latest > 0), latest, before)
     return jnp.concatenate([latest, history[..., :-1]], axis=-1)

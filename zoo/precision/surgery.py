@@ -42,7 +42,8 @@ def fp8(model: _Model, recipe: AbstractRecipe = _DEFAULT_RECIPE, *, targets: Tar
     plain `Linear`, stacked with layers that `targets` exclude, trained in full beside adapters, multiplied head by
     head, or experts or a head for which the recipe has no scales.
     """
-    sites, paths = find_linears(model), list_parameter_paths(model)
+    sites = find_linears(model)
+    paths = list_parameter_paths(model)
     is_target = match_targets(targets, sites)
     excluded = set()
     if targets == ALL_LINEAR:
@@ -92,7 +93,8 @@ def _find_errors(
     per_head: set[str],
 ) -> Iterator[str]:
     """Yield the reasons why a target module cannot be replaced."""
-    is_targeted, method = site.tabulate(is_target, bool), type(recipe).__name__
+    is_targeted = site.tabulate(is_target, bool)
+    method = type(recipe).__name__
     if not is_targeted.all():
         yield f"targets mean {is_targeted.sum()} of the {is_targeted.size} that are one array: target all or none"
     if type(site.module) is not Linear:

@@ -67,11 +67,15 @@ class AdaLoRA(AbstractLinearAdapter):
         (self.in_, self.out), (out_size, in_size), keys = get_dims(base), get_linear_shape(base), jax.random.split(key)
         down = 0.02 * jax.random.normal(keys[0], (rank, in_size), jnp.float32)
         up = 0.02 * jax.random.normal(keys[1], (out_size, rank), jnp.float32)
-        self.base, self.values = base, jnp.zeros(rank, jnp.float32)
+        self.base = base
+        self.values = jnp.zeros(rank, jnp.float32)
         self.down = linear_from_weight(down, in_=self.in_, out=Dim("rank"))
         self.up = linear_from_weight(up, in_=Dim("rank"), out=self.out)
-        self.rank, self.applies = jnp.asarray(rank, jnp.int32), jnp.asarray(applies)
-        self.scale, self.strength, self.adapter_name = jnp.asarray(scale, jnp.float32), full_strength(), adapter_name
+        self.rank = jnp.asarray(rank, jnp.int32)
+        self.applies = jnp.asarray(applies)
+        self.scale = jnp.asarray(scale, jnp.float32)
+        self.strength = full_strength()
+        self.adapter_name = adapter_name
 
     @property
     def has_adapter(self) -> Bool[Array, "*stacked"]:
@@ -105,7 +109,8 @@ class AdaLoRA(AbstractLinearAdapter):
     def orthogonality_penalty(self) -> Float[Array, ""]:
         """Return |A Aᵀ - I|² + |Bᵀ B - I|², over the ranks of this layer."""
         is_used = self.applies & (jnp.arange(len(self.values)) < self.rank)
-        down, up = self.down.dense_weight, self.up.dense_weight
+        down = self.down.dense_weight
+        up = self.up.dense_weight
         down_gram = reduce(jnp.matmul(down, down.T, precision="highest"), over=self.in_.name)
         up_gram = reduce(jnp.matmul(up.T, up, precision="highest"), over=self.out.name)
         identity = jnp.eye(len(is_used), dtype=jnp.float32)

@@ -87,11 +87,19 @@ class DoRA(AbstractLowRankAdapter):
             adapter_name=adapter_name,
             key=key,
         )
-        self.base, self.down, self.up, self.rank, self.scale = base, lora.down, lora.up, lora.rank, lora.scale
+        self.base = base
+        self.down = lora.down
+        self.up = lora.up
+        self.rank = lora.rank
+        self.scale = lora.scale
         self.squares = _sum_squares(base.dense_weight)
         self.magnitude = jnp.sqrt(self.squares)
-        self.strength, self.keys, self.dropout = lora.strength, lora.keys, lora.dropout
-        self.in_, self.out, self.adapter_name = lora.in_, lora.out, adapter_name
+        self.strength = lora.strength
+        self.keys = lora.keys
+        self.dropout = lora.dropout
+        self.in_ = lora.in_
+        self.out = lora.out
+        self.adapter_name = adapter_name
 
     def with_base(self, base: AbstractLinear) -> Self:
         dora = super().with_base(base)
@@ -148,7 +156,8 @@ class DoRA(AbstractLowRankAdapter):
 
     def _expand_norm(self, base_times_down: Float[Array, "rank out"]) -> Float[Array, "out"]:
         """Return |W + scale B A| from |W|² and W Aᵀ, `base_times_down`."""
-        up, down = self.up.weight.astype(jnp.float32), self.down.weight.astype(jnp.float32)
+        up = self.up.weight.astype(jnp.float32)
+        down = self.down.weight.astype(jnp.float32)
         down_gram = reduce(jnp.matmul(down, down.T, precision="highest"), over=self.in_.name)
         cross_term = 2 * self.scale * (up * base_times_down.T.astype(jnp.float32)).sum(-1)
         update_squares = jnp.square(self.scale) * (jnp.matmul(up, down_gram, precision="highest") * up).sum(-1)

@@ -46,12 +46,15 @@ class EmbeddingLoRA(AbstractAdapter, AbstractEmbedding):
     ):
         """`max_rank` is the rank of the arrays, of which `rank` is used."""
         vocab, embed = materialize(base).table_shape
-        self.base, self.multiplier = base, base.multiplier
-        self.rank, self.scale = jnp.asarray(rank, jnp.int32), jnp.asarray(scale, jnp.float32)
+        self.base = base
+        self.multiplier = base.multiplier
+        self.rank = jnp.asarray(rank, jnp.int32)
+        self.scale = jnp.asarray(scale, jnp.float32)
         up = jnp.where(jnp.arange(max_rank) < rank, jax.random.normal(key, (embed, max_rank), jnp.float32), 0)
         self.down = jnp.zeros((vocab, max_rank), jnp.float32)
         self.up = linear_from_weight(up, in_=Dim("rank"), out=Dim("embed"))
-        self.strength, self.adapter_name = full_strength(), adapter_name
+        self.strength = full_strength()
+        self.adapter_name = adapter_name
 
     @property
     def has_adapter(self) -> Bool[Array, "*stacked"]:

@@ -40,7 +40,9 @@ class IA3(AbstractLinearAdapter):
     def __init__(self, base: AbstractLinear, *, inputs: bool, applies: bool | Array = True, adapter_name: str = "ia3"):
         """`inputs`: multiply the inputs instead of the outputs."""
         (self.in_, self.out), (out_size, in_size) = get_dims(base), get_linear_shape(base)
-        self.base, self.applies, self.strength = base, jnp.asarray(applies), full_strength()
+        self.base = base
+        self.applies = jnp.asarray(applies)
+        self.strength = full_strength()
         self.of_in = jnp.ones(in_size, jnp.float32) if inputs else None
         self.of_out = None if inputs else jnp.ones(out_size, jnp.float32)
         self.adapter_name = adapter_name
@@ -60,7 +62,8 @@ class IA3(AbstractLinearAdapter):
         strength = self.strength_per_expert(self.applies)
         factors = jax.vmap(IA3._apply_strength)
         expand = lambda values: expand_group_values(factors(self, values, strength), sizes, len(x))
-        x = x if self.of_in is None else (x * expand(self.of_in)).astype(x.dtype)
+        if self.of_in is not None:
+            x = (x * expand(self.of_in)).astype(x.dtype)
         y = self.base.grouped(x, sizes)
         return y if self.of_out is None else (y * expand(self.of_out)).astype(y.dtype)
 

@@ -82,7 +82,9 @@ class LoRA(AbstractLowRankAdapter):
         rank = jnp.asarray(rank, jnp.int32)
         scale = jnp.where(rank > 0, jnp.asarray(scale, jnp.float32), 0)
         is_used = jnp.arange(max_rank) < rank
-        up, self.first_down, self.first_up = jnp.zeros((out_size, max_rank), jnp.float32), None, None
+        up = jnp.zeros((out_size, max_rank), jnp.float32)
+        self.first_down = None
+        self.first_up = None
         if init == "gaussian":
             down = jax.random.normal(key, (max_rank, in_size), jnp.float32) / jnp.maximum(rank, 1)
         elif init == "zero":
@@ -91,12 +93,17 @@ class LoRA(AbstractLowRankAdapter):
             down, up = _factorize_weight(base.dense_weight, max_rank, jnp.where(scale == 0, 1, scale), init)
             up = jnp.where(is_used, up, 0)
             base = _subtract_from_base(base, scale * jnp.matmul(up, down, precision="highest"))
-            self.first_down, self.first_up = jnp.where(is_used[:, None], down, 0), up
+            self.first_down = jnp.where(is_used[:, None], down, 0)
+            self.first_up = up
         self.base = base
         self.down = linear_from_weight(jnp.where(is_used[:, None], down, 0), in_=self.in_, out=Dim("rank"))
         self.up = linear_from_weight(up, in_=Dim("rank"), out=self.out)
-        self.rank, self.scale, self.strength = rank, scale, full_strength()
-        self.keys, self.dropout, self.adapter_name = None, check_dropout_rate(dropout), adapter_name
+        self.rank = rank
+        self.scale = scale
+        self.strength = full_strength()
+        self.keys = None
+        self.dropout = check_dropout_rate(dropout)
+        self.adapter_name = adapter_name
 
     def __call__(self, x: Float[Array, "*rows in"]) -> Float[Array, "*tokens out"]:
         """Return W x + b + scale B A x."""
@@ -215,7 +222,8 @@ def apply_low_rank(
 
 def _plan_embedding(factory: partial[Any], ranks: np.ndarray, site: LinearSite, get_scale: Callable) -> Any:
     """Plan the LoRA of an embedding. **Raises** `ValueError` for another method or initialization."""
-    adapter_name, init = factory.keywords["adapter_name"], factory.keywords["init"]
+    adapter_name = factory.keywords["adapter_name"]
+    init = factory.keywords["init"]
     if factory.func is not LoRA:
         refuse_embedding(site, adapter_name)
     if init != "zero":

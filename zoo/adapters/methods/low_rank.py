@@ -52,7 +52,8 @@ class AbstractLowRankAdapter(AbstractLinearAdapter):
                 f"the adapter {self.adapter_name!r} has dropout={self.dropout} and reads {list(x.shape)}, where rows "
                 "of tokens were expected: leave dropout out"
             )
-        seq_offset, feature_offset = shard_offset(x, "seq", x.shape[1]), shard_offset(x, self.in_.name, x.shape[2])
+        seq_offset = shard_offset(x, "seq", x.shape[1])
+        feature_offset = shard_offset(x, self.in_.name, x.shape[2])
         return dropout(x, self.keys, rate=self.dropout, seq_offset=seq_offset, feature_offset=feature_offset)
 
     def strength_per_expert(self, like: Float[Array, "*experts"]) -> Float[Array, "*experts"]:

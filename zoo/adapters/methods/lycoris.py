@@ -98,12 +98,15 @@ class LoHa(_AbstractDeltaAdapter):
         """Initialize as PEFT does: A1 and A2 normal with standard deviation 1, B1 with 0.1, B2 zero."""
         (self.in_, self.out), (out_size, in_size) = get_dims(base), get_linear_shape(base)
         keys = jax.random.split(key, 3)
-        self.base, self.other_up = base, jnp.zeros((out_size, rank), jnp.float32)
+        self.base = base
+        self.other_up = jnp.zeros((out_size, rank), jnp.float32)
         self.down = jax.random.normal(keys[0], (rank, in_size), jnp.float32)
         self.up = 0.1 * jax.random.normal(keys[1], (out_size, rank), jnp.float32)
         self.other_down = jax.random.normal(keys[2], (rank, in_size), jnp.float32)
-        self.scale, self.applies = jnp.asarray(scale, jnp.float32), jnp.asarray(applies)
-        self.strength, self.adapter_name = full_strength(), adapter_name
+        self.scale = jnp.asarray(scale, jnp.float32)
+        self.applies = jnp.asarray(applies)
+        self.strength = full_strength()
+        self.adapter_name = adapter_name
 
     def get_delta_weight(self) -> Matrix:
         return _matmul_fp32(self.up, self.down) * _matmul_fp32(self.other_up, self.other_down)
@@ -156,19 +159,29 @@ class LoKr(_AbstractDeltaAdapter):
         self.base = base
         self.left = self.left_up = self.left_down = self.right = self.right_up = self.right_down = None
         if decompose_both and rank < max(left_out, left_in) / 2:
-            self.left_up, self.left_down = jnp.zeros((left_out, rank), jnp.float32), uniform(keys[0], rank, left_in)
+            self.left_up = jnp.zeros((left_out, rank), jnp.float32)
+            self.left_down = uniform(keys[0], rank, left_in)
         else:
             self.left = jnp.zeros((left_out, left_in), jnp.float32)
         if rank < max(right_out, right_in) / 2:
-            self.right_up, self.right_down = uniform(keys[1], right_out, rank), uniform(keys[2], rank, right_in)
+            self.right_up = uniform(keys[1], right_out, rank)
+            self.right_down = uniform(keys[2], rank, right_in)
         else:
             self.right = uniform(keys[1], right_out, right_in)
-        self.scale, self.applies = jnp.asarray(scale, jnp.float32), jnp.asarray(applies)
-        self.strength, self.adapter_name = full_strength(), adapter_name
+        self.scale = jnp.asarray(scale, jnp.float32)
+        self.applies = jnp.asarray(applies)
+        self.strength = full_strength()
+        self.adapter_name = adapter_name
 
     def get_delta_weight(self) -> Matrix:
-        left = _matmul_fp32(self.left_up, self.left_down) if self.left is None else self.left.astype(jnp.float32)
-        right = _matmul_fp32(self.right_up, self.right_down) if self.right is None else self.right.astype(jnp.float32)
+        if self.left is None:
+            left = _matmul_fp32(self.left_up, self.left_down)
+        else:
+            left = self.left.astype(jnp.float32)
+        if self.right is None:
+            right = _matmul_fp32(self.right_up, self.right_down)
+        else:
+            right = self.right.astype(jnp.float32)
         delta = (left[:, None, :, None] * right[None, :, None, :]).reshape(len(left) * len(right), -1)
         return _slice_local_shard(_slice_local_shard(delta, 0, self.base, self.out), 1, self.base, self.in_)
 

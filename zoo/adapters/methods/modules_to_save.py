@@ -73,7 +73,10 @@ def train_biases_and_modules(
     if bias not in typing.get_args(BiasOption):
         raise ValueError(f"bias is one of {', '.join(typing.get_args(BiasOption))}, not {bias!r}")
     names = _list_parameter_names(model)
-    is_saved = _match_parameters(modules_to_save, names) if modules_to_save else lambda _: False
+    if modules_to_save:
+        is_saved = _match_parameters(modules_to_save, names)
+    else:
+        is_saved = lambda _: False
     if bias == "lora_only":
         has_trainable_bias = match_targets(targets, find_linears(model, include_embeddings=True))
     else:
@@ -83,7 +86,9 @@ def train_biases_and_modules(
         module, _, field = name.rpartition(".")
         return is_saved(name) or ("bias" in field and has_trainable_bias(module))
 
-    return unfreeze(model, is_trainable, adapter_name=adapter_name) if any(map(is_trainable, names)) else model
+    if any(map(is_trainable, names)):
+        return unfreeze(model, is_trainable, adapter_name=adapter_name)
+    return model
 
 
 def _list_parameters(model: Any) -> list[tuple[ParameterPath, Any]]:

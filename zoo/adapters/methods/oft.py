@@ -74,12 +74,18 @@ class OFT(AbstractLinearAdapter):
         (self.in_, self.out), (_, in_size) = get_dims(base), get_linear_shape(base)
         self.block_size = size = _resolve_block_size(in_size, block_size, blocks)
         pairs = size * (size - 1) // 2
-        self.base, self.applies, self.strength = base, jnp.asarray(applies), full_strength()
-        self.blocks = None if shared else jnp.zeros((in_size // size, pairs), jnp.float32)
+        self.base = base
+        self.applies = jnp.asarray(applies)
+        self.strength = full_strength()
+        if shared:
+            self.blocks = None
+        else:
+            self.blocks = jnp.zeros((in_size // size, pairs), jnp.float32)
         self.shared = jnp.zeros(pairs, jnp.float32) if shared else None
         divides_unit = self.in_.unit % size == 0
         self.in_blocks = Dim(self.in_.name, self.in_.unit // size if divides_unit else 1)
-        self.neumann_terms, self.adapter_name = neumann_terms, adapter_name
+        self.neumann_terms = neumann_terms
+        self.adapter_name = adapter_name
 
     @property
     def has_adapter(self) -> Bool[Array, "*stacked"]:
@@ -133,7 +139,8 @@ class OFT(AbstractLinearAdapter):
         return x.reshape(-1, x.shape[-1] // self.block_size, self.block_size)
 
     def merge_weight(self, weight: Matrix) -> Matrix:
-        blocks, rotations = self._split_blocks(weight), self._compute_rotations()
+        blocks = self._split_blocks(weight)
+        rotations = self._compute_rotations()
         rotations = jnp.broadcast_to(rotations, (blocks.shape[1], *rotations.shape[1:]))
         return jnp.einsum("rbi,boi->rbo", blocks, rotations, precision="highest").reshape(weight.shape)
 
@@ -152,7 +159,8 @@ def _resolve_block_size(in_size: int, block_size: int | None, blocks: int | None
 def skew_symmetric(pairs: Float[Array, "blocks pairs"], size: int) -> _Blocks:
     """Return skew-symmetric matrices from their entries above the diagonal, in row-major order."""
     rows, columns = np.triu_indices(size, 1)
-    index, sign = np.zeros((size, size), np.int32), np.zeros((size, size), np.float32)
+    index = np.zeros((size, size), np.int32)
+    sign = np.zeros((size, size), np.float32)
     index[rows, columns] = index[columns, rows] = np.arange(len(rows))
     sign[rows, columns], sign[columns, rows] = 1, -1
     return pairs[:, index] * sign
@@ -166,7 +174,8 @@ def cayley_transform(skewed: _Blocks, neumann_terms: int | None) -> _Blocks:
         return jnp.linalg.solve(identity + skewed, identity - skewed)
     if neumann_terms < 2:
         return jnp.broadcast_to(identity, skewed.shape)
-    total, power = identity + 2 * skewed, skewed
+    total = identity + 2 * skewed
+    power = skewed
     last = max(neumann_terms, 4) - 1 if neumann_terms > 2 else 1
     for exponent in range(2, last + 1):
         power = jnp.matmul(power, skewed, precision="highest")

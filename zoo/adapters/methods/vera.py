@@ -62,8 +62,11 @@ class VeRA(AbstractLinearAdapter):
         self.base = base
         self.down = linear_from_weight(down[:, :in_size], in_=self.in_, out=Dim("rank"))
         self.up = linear_from_weight(up[:out_size], in_=Dim("rank"), out=self.out)
-        self.down_scale, self.up_scale = d_initial * jnp.ones(len(down), jnp.float32), jnp.zeros(out_size, jnp.float32)
-        self.applies, self.strength, self.adapter_name = jnp.asarray(applies), full_strength(), adapter_name
+        self.down_scale = d_initial * jnp.ones(len(down), jnp.float32)
+        self.up_scale = jnp.zeros(out_size, jnp.float32)
+        self.applies = jnp.asarray(applies)
+        self.strength = full_strength()
+        self.adapter_name = adapter_name
 
     @property
     def has_adapter(self) -> Bool[Array, "*stacked"]:

@@ -59,7 +59,9 @@ def read_base_tensors(
 
     **Raises** `CheckpointError` for a tensor that is missing, of another shape, or no floating-point numbers.
     """
-    base, trained, names_read = _plan_base_tensors(model, table), {}, set()
+    base = _plan_base_tensors(model, table)
+    trained = {}
+    names_read = set()
     leaves = jax.tree.leaves(base.base_model)
     _check_complete(base.plan, set(tensors), config, targeted, path)
     for name, tensor in tensors.items():
@@ -67,7 +69,8 @@ def read_base_tensors(
         if base_name not in base.plan or not _is_expected(base_name, name, config):
             continue
         names_read.add(name)
-        planned, array = base.plan[base_name], read_floats(tensor, name, path)
+        planned = base.plan[base_name]
+        array = read_floats(tensor, name, path)
         if array.shape != planned.shape:
             raise CheckpointError(
                 f"{path}: {name} has the shape {list(array.shape)}, and the model's {list(planned.shape)}"
@@ -79,7 +82,8 @@ def read_base_tensors(
         if _is_embedding_weight(base_name, name) and is_unchanged:
             continue
         for part, values in zip(planned.slices, after, strict=True):
-            x, key = leaves[part.leaf], base.parameter_keys[part.leaf]
+            x = leaves[part.leaf]
+            key = base.parameter_keys[part.leaf]
             if key not in trained:
                 stacked_shape = x.shape[: x.ndim - len(part.shape)]
                 trained[key] = np.zeros(stacked_shape, bool), np.array(x, np.float32)
@@ -133,7 +137,8 @@ def collect_base_tensors(
     base = _plan_base_tensors(model, table)
     copies = _find_trainable_copies(model, adapter_name)
     value_copies = _find_trainable_copies(model if tree is None else tree, adapter_name)
-    leaves, tensors = jax.tree.leaves(base.base_model), {}
+    leaves = jax.tree.leaves(base.base_model)
+    tensors = {}
     trainable = {
         name
         for name, planned in base.plan.items()

@@ -145,7 +145,10 @@ def _build_lycoris_config(adapters: _Adapters) -> dict[str, Any]:
     """Build the config of a LoHa or LoKr. The scale is stored as alpha / rank. **Raises** `CheckpointError` if PEFT's
     one rank, factor and `decompose_both` do not give the factors of all modules."""
     _, adapter, _ = next(iter(adapters.values()))
-    options = _find_lokr_options(adapters) if isinstance(adapter, LoKr) else {"r": adapter.down.shape[-2]}
+    if isinstance(adapter, LoKr):
+        options = _find_lokr_options(adapters)
+    else:
+        options = {"r": adapter.down.shape[-2]}
     if options is None or any(type(other) is not type(adapter) for _, other, _ in adapters.values()):
         raise CheckpointError("PEFT's files have one method, one rank and one decompose_factor for all modules")
     scales = {name: float(np.asarray(adapter.scale)[module.index]) for name, (module, adapter, _) in adapters.items()}

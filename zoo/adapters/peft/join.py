@@ -107,7 +107,9 @@ def sum_parts(field: PeftTensor, parts: ModuleParts) -> np.ndarray:
     """Join the gradients of a fused module's parts, summed for an array that they share."""
     arrays = {part: _get_layer_array(field, *layer) for part, layer in parts.items()}
     module = next(iter(parts.values()))[0]
-    return _join_rows(module, arrays) if field.has_rows else sum(arrays.values(), start=np.zeros((), np.float32))
+    if field.has_rows:
+        return _join_rows(module, arrays)
+    return sum(arrays.values(), start=np.zeros((), np.float32))
 
 
 def _join_rows(module: PeftModule, arrays: Mapping[int, np.ndarray], fill: float = 0) -> np.ndarray:

@@ -256,7 +256,10 @@ def _find_oft_shapes(source: AdapterSource, module: PeftModule) -> Shapes:
 def _make_oft(source: AdapterSource, base: Any, key: Any) -> OFT:
     _, inputs = get_linear_shape(base)
     size = _get_block_size(source, inputs)
-    terms = source.config["num_cayley_neumann_terms"] if source.config["use_cayley_neumann"] else None
+    if source.config["use_cayley_neumann"]:
+        terms = source.config["num_cayley_neumann_terms"]
+    else:
+        terms = None
     return OFT(base, block_size=size, neumann_terms=terms, adapter_name=source.adapter_name)
 
 

@@ -180,7 +180,10 @@ def _refuse_table(source: AdapterSource, module: PeftModule) -> None:
     config = source.config
     if config["peft_type"] == "LORA" and not config["use_dora"]:
         return
-    given = "use_dora is set" if config["peft_type"] == "LORA" else f"peft_type is {config['peft_type']}"
+    if config["peft_type"] == "LORA":
+        given = "use_dora is set"
+    else:
+        given = f"peft_type is {config['peft_type']}"
     raise CheckpointError(f"{source.path}: {given}, and {module.peft_name} is a table: it is read with LoRA only")
 
 

@@ -18,7 +18,9 @@ def is_targeted(config: Mapping[str, Any], module: str, *, in_all_linear: bool) 
     if _matches(config["exclude_modules"] or (), module) or is_saved(config, module):
         return False
     if isinstance(targets, str):
-        return in_all_linear if targets.lower() == _ALL_LINEAR else re.fullmatch(targets, module) is not None
+        if targets.lower() == _ALL_LINEAR:
+            return in_all_linear
+        return re.fullmatch(targets, module) is not None
     return module in targets or (_matches(targets, module) and _is_selected_layer(config, module))
 
 
@@ -56,7 +58,8 @@ def _matches(targets: str | Collection[str], name: str) -> bool:
 def _is_selected_layer(config: Mapping[str, Any], module: str) -> bool:
     """Return True unless `layers_to_transform` leaves the module's layer out. `layers_pattern` has the name of the list
     of layers; without it, the first number of the name counts."""
-    layers, patterns = config["layers_to_transform"], config["layers_pattern"] or ()
+    layers = config["layers_to_transform"]
+    patterns = config["layers_pattern"] or ()
     if layers is None or layers == []:
         return True
     words = [patterns] if isinstance(patterns, str) else patterns

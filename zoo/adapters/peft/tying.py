@@ -164,7 +164,8 @@ def build_tying_config(config: Mapping[str, Any], tied: TiedModules | None) -> d
 
     **Raises** `CheckpointError` for a method and for module names that PEFT does not tie.
     """
-    saved, targets = config["modules_to_save"] or [], config["target_modules"]
+    saved = config["modules_to_save"] or []
+    targets = config["target_modules"]
     if tied is None or tied.embedding not in {*saved, *targets}:
         return dict(config)
     option: TyingOption = "modules_to_save" if tied.embedding in saved else "target_modules"

@@ -98,7 +98,10 @@ def collect_tensors(model: Any, tree: Any = None, *, adapter_name: str) -> dict[
         module, adapter, value = get_first_layer(experts)
         for field in list_peft_tensors(adapter):
             arrays = {expert: combine_parts(field, parts) for expert, parts in experts.items()}
-            array = join_experts(field, module, arrays) if module.holds_experts else arrays[0]
+            if module.holds_experts:
+                array = join_experts(field, module, arrays)
+            else:
+                array = arrays[0]
             tensors[f"{PREFIX}{peft_name}.{field.suffix}"] = array
         if tree is None:
             tensors.update(keep_largest_shared(tensors, get_method(adapter), value, module.index))

@@ -81,9 +81,12 @@ class AlibiAttention(AbstractMixer):
         options = {"bias": bias, "out_bias": out_bias, "out_scale": out_scale}
         projections = make_projections(embed, heads, heads, head_dim, key=key, **options)
         self.query, self.key, self.value, self.out = projections
-        self.head_dim, self.scale = head_dim, head_dim**-0.5 if scale is None else float(scale)
-        self.slopes, self.rounded = compute_alibi_slopes(heads), rounded
-        self.clip, self.implementation = None if clip is None else float(clip), implementation
+        self.head_dim = head_dim
+        self.scale = head_dim**-0.5 if scale is None else float(scale)
+        self.slopes = compute_alibi_slopes(heads)
+        self.rounded = rounded
+        self.clip = None if clip is None else float(clip)
+        self.implementation = implementation
 
     def __call__(
         self, x: HiddenStates, info: TokenInfo, state: KeyValueCache | None = None
@@ -110,7 +113,8 @@ class AlibiAttention(AbstractMixer):
         heads = key.shape[2]
         slopes = jnp.array(self.slopes, jnp.float32)
         slopes = lax.dynamic_slice_in_dim(slopes, shard_offset(key, "kv_heads", heads), heads)
-        rest, pieces = _compute_biases(slopes, positions, self.scale, self.rounded), []
+        rest = _compute_biases(slopes, positions, self.scale, self.rounded)
+        pieces = []
         for _ in range(_BIAS_CHANNELS):
             pieces.append(_round_to_bfloat16(rest))
             rest = rest - pieces[-1]
@@ -119,7 +123,8 @@ class AlibiAttention(AbstractMixer):
 
     def init_state(self, batch: int, length: int, dtype: Any = jnp.float32) -> KeyValueCache:
         """Return an empty KV cache for `length` tokens, whose keys have the channels of the biases."""
-        heads, size = self.key.out_size // self.head_dim, self.head_dim + _BIAS_CHANNELS
+        heads = self.key.out_size // self.head_dim
+        size = self.head_dim + _BIAS_CHANNELS
         return make_cache(batch, length, heads, size, dtype, value_dim=self.head_dim)
 
 

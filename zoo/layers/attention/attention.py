@@ -131,6 +131,7 @@ class Attention(AbstractGroupedAttention):
         self, x: Float[Array, "batch seq _"], norm: AbstractNorm | None
     ) -> Float[Array, "batch seq _ head_dim"]:
         """Reshape features to heads, with QK norm and clip."""
-        x = norm(x) if norm is not None and self.norm_over_heads else x
+        if norm is not None and self.norm_over_heads:
+            x = norm(x)
         x = split_heads(x, self.head_dim, None if self.norm_over_heads else norm)
         return x if self.clip is None else jnp.clip(x, -self.clip, self.clip)

@@ -110,7 +110,8 @@ def check_attention_sizes(
 
     **Raises** `ValueError` if kv_heads does not divide heads or heads does not divide embed, and for an empty window.
     """
-    kv_heads = heads if kv_heads is None else kv_heads
+    if kv_heads is None:
+        kv_heads = heads
     if heads % kv_heads:
         raise ValueError(f"{heads} heads do not share out over {kv_heads} kv_heads")
     if window is not None and window < 1:
@@ -132,7 +133,8 @@ def make_projections(
 ) -> tuple[Linear, Linear, Linear, Linear]:
     """Initialize the projections of attention: query, key, value and out. `value_dim` is `head_dim` by default."""
     query_key, key_key, value_key, out_key = jax.random.split(key, 4)
-    value_dim = head_dim if value_dim is None else value_dim
+    if value_dim is None:
+        value_dim = head_dim
     embed_dim = Dim("embed")
     project = partial(Linear, embed, in_=embed_dim, bias=bias)
     return (

@@ -52,11 +52,13 @@ def cached_attention(
     into = "seq" if sharded_axes(query, "seq") else None
     places = {"query_positions": mask.query_positions, "query_segments": mask.query_segments}
     places = {name: x if x is None else all_gather(x, "seq", axis=1) for name, x in places.items()}
-    query, mask = all_gather(query, "seq", axis=1), dataclasses.replace(mask, **places)
+    query = all_gather(query, "seq", axis=1)
+    mask = dataclasses.replace(mask, **places)
     output, lse = attention_with_lse(query, key, value, mask, **options)
     highest = lax.pmax(lse, axes)
     sinks = None if sinks is None else sinks.astype(jnp.float32)
-    highest = highest if sinks is None else jnp.maximum(highest, sinks)
+    if sinks is not None:
+        highest = jnp.maximum(highest, sinks)
     weight = jnp.exp(lse - highest)[..., None]
     sums = jnp.concatenate([weight * output.astype(jnp.float32), weight], axis=-1)
     if sinks is not None:  # once: on the first device

@@ -46,7 +46,8 @@ class ChunkedAttention(AbstractMixer):
         """
         if chunk is not None and chunk < 1:
             raise ValueError(f"a chunk holds at least 1 token, not {chunk}")
-        self.attention, self.chunk = PostRotaryAttention(embed, heads, **options, key=key), chunk
+        self.attention = PostRotaryAttention(embed, heads, **options, key=key)
+        self.chunk = chunk
 
     def __call__(
         self, x: HiddenStates, info: TokenInfo, state: KeyValueCache | None = None
@@ -59,7 +60,8 @@ class ChunkedAttention(AbstractMixer):
         if state is not None and self.chunk is not None:
             mixed, state = self._attend_to_cached_chunk(query, key, value, info, state)
         else:
-            info = info if self.chunk is None else TokenInfo(info.positions, fold_chunks(x, info, self.chunk))
+            if self.chunk is not None:
+                info = TokenInfo(info.positions, fold_chunks(x, info, self.chunk))
             options = {"group": self.attention.group, "implementation": self.attention.implementation}
             mixed, state = attend(query, key, value, info, state, **options)
         return self.attention.out(mixed.reshape(*mixed.shape[:2], -1)), state

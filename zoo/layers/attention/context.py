@@ -65,7 +65,8 @@ def causal_attention(
     mesh = current_mesh()
     assert mesh is not None  # there are sharded axes
     if _draws(expand):  # a dropout mask is one of tokens by their places, which are known where they are
-        tokens, expand = expand(tokens), pass_through
+        tokens = expand(tokens)
+        expand = pass_through
     kv_heads = jax.eval_shape(lambda tokens: expand(tokens)[0], tokens).shape[2]
     request = _Request({axis: mesh.shape[axis] for axis in axes}, kv_heads, selected is not None, implementation)
     attend = CONTEXT_ATTENTION.select(mesh.layout.context, request).function
@@ -158,7 +159,8 @@ def _find_ring_obstacle(request: _Request) -> str | None:
     name = request.implementation
     if name in (AUTO, "blockwise"):
         return None
-    name = name if isinstance(name, str) else getattr(name, "__name__", type(name).__name__)
+    if not isinstance(name, str):
+        name = getattr(name, "__name__", type(name).__name__)
     return f"it attends to a share of the keys by 'blockwise', and the layer names {name!r}"
 
 

@@ -104,13 +104,20 @@ class CrossLayerAttention(AbstractMixer):
         options = {"bias": bias, "out_bias": out_bias, "out_scale": out_scale}
         projections = make_projections(embed, heads, kv_heads, head_dim, key=key, **options)
         self.query, self.key, self.value, self.out = projections
-        self.query_norm, self.key_norm, self.value_norm = qk_norm(), qk_norm(), value_norm()
+        self.query_norm = qk_norm()
+        self.key_norm = qk_norm()
+        self.value_norm = value_norm()
         if reuses is not None:
             self.key = self.value = self.key_norm = self.value_norm = None
         elif key_is_value:
             self.value = None
-        self.head_dim, self.group, self.rotary, self.window = head_dim, heads // kv_heads, rotary, window
-        self.scale, self.stores, self.reuses = None if scale is None else float(scale), stores, reuses
+        self.head_dim = head_dim
+        self.group = heads // kv_heads
+        self.rotary = rotary
+        self.window = window
+        self.scale = None if scale is None else float(scale)
+        self.stores = stores
+        self.reuses = reuses
         self.implementation = implementation
 
     def __call__(
@@ -143,7 +150,8 @@ class CrossLayerAttention(AbstractMixer):
         mixed = self._attend(query, keys, info)
         if isinstance(state, KeyValueCache):
             mixed = mark_overfull(mixed, state)
-        shared = shared if self.stores is None else {**shared, self.stores: keys}
+        if self.stores is not None:
+            shared = {**shared, self.stores: keys}
         y = self.out(checkpoint_name(mixed, "attention").reshape(*mixed.shape[:2], -1))
         return checkpoint_name(y, "mixer_output"), (state, shared)
 
@@ -155,8 +163,10 @@ class CrossLayerAttention(AbstractMixer):
         assert self.key is not None  # this layer does not reuse those of another
         key = split_heads(self.key(x), self.head_dim)
         value = key if self.value is None else split_heads(self.value(x), self.head_dim)
-        key = key if self.key_norm is None else self.key_norm(key)
-        value = value if self.value_norm is None else self.value_norm(value)
+        if self.key_norm is not None:
+            key = self.key_norm(key)
+        if self.value_norm is not None:
+            value = self.value_norm(value)
         query, key = rotate(query, key, self.rotary, x, info, state)
         query, key, value = map(checkpoint_name, (query, key, value), ("query", "key", "value"))
         if state is None:

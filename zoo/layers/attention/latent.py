@@ -116,14 +116,17 @@ class LatentAttention(AbstractMixer):
 
         **Raises** `ValueError` for a size below 1.
         """
-        value_dim = head_dim if value_dim is None else value_dim
+        if value_dim is None:
+            value_dim = head_dim
         sizes = {"heads": heads, "latent": latent, "head_dim": head_dim, "value_dim": value_dim}
         sizes |= {} if query_latent is None else {"query_latent": query_latent}
         if wrong := [name for name, size in sizes.items() if size < 1]:
             raise ValueError(f"{wrong[0]} is {sizes[wrong[0]]}, and a size is at least 1")
         query_key, latent_key, rotary_key, key_key, value_key, out_key = jax.random.split(key, 6)
         down_key, up_key = jax.random.split(query_key)
-        embed_dim, latent_dim, rotary_dim = Dim("embed"), Dim("latent"), Dim("head_dim")
+        embed_dim = Dim("embed")
+        latent_dim = Dim("latent")
+        rotary_dim = Dim("head_dim")
         query_dim = head_dim + rotary.dim
         queries, keys, values = (Dim("heads", size) for size in (query_dim, head_dim, value_dim))
         project = partial(Linear, embed, in_=embed_dim, bias=bias)
@@ -140,9 +143,14 @@ class LatentAttention(AbstractMixer):
         self.key_up = Linear(latent, heads * head_dim, in_=latent_dim, out=keys, key=key_key)
         self.value_up = Linear(latent, heads * value_dim, in_=latent_dim, out=values, key=value_key)
         self.out = Linear(heads * value_dim, embed, in_=values, out=embed_dim, bias=bias, scale=out_scale, key=out_key)
-        self.head_dim, self.rotary, self.implementation = head_dim, rotary, implementation
+        self.head_dim = head_dim
+        self.rotary = rotary
+        self.implementation = implementation
         self.query_scale = query_scale
-        self.scale = query_dim**-0.5 * _yarn_mscale(rotary) ** 2 if scale is None else float(scale)
+        if scale is None:
+            self.scale = query_dim**-0.5 * _yarn_mscale(rotary) ** 2
+        else:
+            self.scale = float(scale)
 
     def __call__(
         self, x: HiddenStates, info: TokenInfo, state: LatentCache | None = None
@@ -154,8 +162,10 @@ class LatentAttention(AbstractMixer):
         """
         require_positions(info, state)
         cos_sin = compute_cos_sin(self.rotary, x, info, None if state is None else state.rope_length)
-        query, features = self.project_queries(x, cos_sin), self.project_features(x, cos_sin)
-        query = query if self.query_scale is None else scale_queries(query, self.query_scale, x, info)
+        query = self.project_queries(x, cos_sin)
+        features = self.project_features(x, cos_sin)
+        if self.query_scale is not None:
+            query = scale_queries(query, self.query_scale, x, info)
         if state is None:
             mixed = self.attend_to_sequence(query, features, info)
         else:

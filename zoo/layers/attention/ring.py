@@ -56,7 +56,8 @@ def ring_attention(
     implementation: Any = None,
 ) -> HeadVectors:
     """Compute causal attention within a sequence that is sharded over `axes`, as `causal_attention` describes."""
-    shards, seq = lax.axis_size(axes), query.shape[1]
+    shards = lax.axis_size(axes)
+    seq = query.shape[1]
     steps = shards - 1 if window is None else min(shards - 1, -(-(window - 1) // seq))
     is_zigzag = window is None and seq % 2 == 0
     if is_zigzag:
@@ -113,7 +114,8 @@ class _Ring:
         place = jnp.arange(seq)
         if not self.is_zigzag:
             return owner * seq + place
-        size, last = seq // 2, 2 * self.shards - 1
+        size = seq // 2
+        last = 2 * self.shards - 1
         even = jnp.where(owner % 2 == 0, owner, last - owner)  # see `_deal`
         return jnp.where(place < size, even, last - even) * size + place % size
 
@@ -153,7 +155,8 @@ def _go_around_fwd(
         found, travels = carry
         return (attend(found, step, travels), ring.send(travels)), None  # sent while attending: neither needs the other
 
-    found, travels = nothing, (tokens, segments)
+    found = nothing
+    travels = (tokens, segments)
     if ring.steps:
         (found, travels), _ = lax.scan(turn, (found, travels), jnp.arange(ring.steps))
     output, lse = attend(found, jnp.int32(ring.steps), travels)
@@ -190,7 +193,8 @@ def _go_around_bwd(ring: _Ring, residuals: tuple, cotangents: tuple[Array, Array
         carry, _ = lax.scan(turn, carry, jnp.arange(ring.steps))
     sums, travels, token_sums = carry
     sums, token_sums = differentiate(sums, jnp.int32(ring.steps), travels, token_sums)
-    token_sums = ring.send(token_sums, -ring.steps) if ring.steps else token_sums
+    if ring.steps:
+        token_sums = ring.send(token_sums, -ring.steps)
     query_sum, parameter_sums = sums
     like = partial(jax.tree.map, lambda x, y: x.astype(y.dtype))
     return *like((query_sum, token_sums, parameter_sums), (query, tokens, parameters)), None, None, None
@@ -210,7 +214,8 @@ def _deal(tree: PyTree[Array], axes: tuple[str, ...], *, back: bool = False) -> 
     """Deal a row out in zigzag, or take it back: device i has the pieces i and 2n - 1 - i of 2n, the even one first."""
     shards = lax.axis_size(axes)
     ways = [[(i, min(2 * i + half, 2 * (shards - i) - 1 - half)) for i in range(shards)] for half in (0, 1)]
-    ways = [[(to, start) for start, to in way] for way in ways] if back else ways
+    if back:
+        ways = [[(to, start) for start, to in way] for way in ways]
 
     def permute(half: Array, way: list[tuple[int, int]]) -> Array:
         stays = all(start == to for start, to in way)  # with two shards: XLA would copy it

@@ -84,7 +84,9 @@ class LightningIndexer(Module):
         self.key = Linear(embed, head_dim, in_=Dim("embed"), out=Dim("head_dim"), key=key_key)
         self.key_norm = LayerNorm(head_dim, features=Dim("head_dim"), epsilon=epsilon)
         self.head_weights = Linear(embed, heads, in_=Dim("embed"), out=Dim("heads"), key=weight_key)
-        self.head_dim, self.top, self.interleaved = head_dim, top, interleaved
+        self.head_dim = head_dim
+        self.top = top
+        self.interleaved = interleaved
 
     def project_keys(self, x: HiddenStates, cos_sin: _Angles) -> Float[Array, "batch seq features"]:
         """Return the key of each token, as cached."""
@@ -182,7 +184,8 @@ class SparseLatentAttention(AbstractMixer):
         require_positions(info, state)
         attention = self.attention
         cos_sin = compute_cos_sin(attention.rotary, x, info, None if state is None else state.rope_length)
-        latent, features = attention.compress_queries(x), attention.project_features(x, cos_sin)
+        latent = attention.compress_queries(x)
+        features = attention.project_features(x, cos_sin)
         query = attention.expand_queries(latent, cos_sin)
         indexer, x, latent = lax.stop_gradient((self.indexer, x, latent))
         if state is None:
@@ -221,7 +224,8 @@ def _select_in_sequence(
     indexer: LightningIndexer, x: HiddenStates, latent: Array, cos_sin: _Angles, info: TokenInfo
 ) -> _Selected | None:
     """Return the keys of the whole row that each token selects; None if these are all."""
-    seq, key_seq = x.shape[1], x.shape[1] * num_shards(x, "seq")
+    seq = x.shape[1]
+    key_seq = x.shape[1] * num_shards(x, "seq")
     if key_seq <= indexer.top:
         return None
     keys = all_gather(indexer.project_keys(x, cos_sin), "seq", axis=1)

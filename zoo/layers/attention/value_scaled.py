@@ -69,7 +69,8 @@ class ValueScaledAttention(AbstractGroupedAttention):
         below 1.
         """
         kv_heads, head_dim = check_attention_sizes(embed, heads, kv_heads, head_dim, window)
-        value_dim = head_dim if value_dim is None else value_dim
+        if value_dim is None:
+            value_dim = head_dim
         if value_dim < 1:
             raise ValueError(f"value_dim is {value_dim}, and a size is at least 1")
         projections = make_projections(

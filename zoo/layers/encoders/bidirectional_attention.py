@@ -68,8 +68,11 @@ class BidirectionalAttention(AbstractMixer):
         options = {"bias": bias, "out_bias": out_bias, "out_scale": out_scale}
         projections = make_projections(embed, heads, kv_heads, head_dim, key=key, **options)
         self.query, self.key, self.value, self.out = projections
-        self.head_dim, self.group, self.rotary = head_dim, heads // kv_heads, rotary
-        self.window, self.implementation = window, implementation
+        self.head_dim = head_dim
+        self.group = heads // kv_heads
+        self.rotary = rotary
+        self.window = window
+        self.implementation = implementation
 
     def __call__(self, x: HiddenStates, info: TokenInfo, state: None = None) -> tuple[ResidualStream, None]:
         query, key, value = (split_heads(linear(x), self.head_dim) for linear in (self.query, self.key, self.value))

@@ -109,10 +109,18 @@ class DisentangledAttention(AbstractMixer):
         self.query, self.key, self.value, self.out = projections
         project = partial(Linear, embed, embed, in_=Dim("embed"), bias=bias)
         is_own = {term: term in terms and not shared for term in TERMS}
-        self.position_key = project(out=Dim("kv_heads", head_dim), key=position_key) if is_own["c2p"] else None
-        self.position_query = project(out=Dim("heads", head_dim), key=position_query) if is_own["p2c"] else None
-        self.head_dim, self.terms = head_dim, tuple(term for term in TERMS if term in terms)
-        self.max_distance, self.buckets = max_distance, buckets
+        if is_own["c2p"]:
+            self.position_key = project(out=Dim("kv_heads", head_dim), key=position_key)
+        else:
+            self.position_key = None
+        if is_own["p2c"]:
+            self.position_query = project(out=Dim("heads", head_dim), key=position_query)
+        else:
+            self.position_query = None
+        self.head_dim = head_dim
+        self.terms = tuple(term for term in TERMS if term in terms)
+        self.max_distance = max_distance
+        self.buckets = buckets
 
     def __call__(self, x: HiddenStates, info: TokenInfo, state: None = None) -> tuple[ResidualStream, None]:
         """**Raises** `ValueError`: the layer reads vectors of distances, too, which `mix` takes."""
@@ -126,7 +134,10 @@ class DisentangledAttention(AbstractMixer):
         distances = positions[..., :, None] - positions[..., None, :]
         index = compute_distance_index(distances, max_distance=self.max_distance, buckets=self.buckets)
         project_key = self.key if self.position_key is None else self.position_key
-        project_query = self.query if self.position_query is None else self.position_query
+        if self.position_query is None:
+            project_query = self.query
+        else:
+            project_query = self.position_query
         split_distances = lambda linear: linear(table).reshape(len(table), -1, self.head_dim)
         keys = split_distances(project_key) if "c2p" in self.terms else None
         queries = split_distances(project_query) if "p2c" in self.terms else None
@@ -151,18 +162,22 @@ def disentangled_attention(
     """Compute disentangled attention by its definition in float32, with the row `index` of the distance of each query
     to each key. The result has the dtype of `value`."""
     contract = partial(jnp.einsum, precision="highest", preferred_element_type=jnp.float32)
-    index, terms = index[:, None], 1
+    index = index[:, None]
+    terms = 1
     scores = contract("bqhd,bkhd->bhqk", query, key)
     if position_keys is not None:
         products = contract("bqhd,rhd->bhqr", query, position_keys)
-        scores, terms = scores + jnp.take_along_axis(products, index, axis=-1), terms + 1
+        scores = scores + jnp.take_along_axis(products, index, axis=-1)
+        terms = terms + 1
     if position_queries is not None:
         products = contract("bkhd,rhd->bhkr", key, position_queries)
         picked = jnp.take_along_axis(products, index.swapaxes(-1, -2), axis=-1)
-        scores, terms = scores + picked.swapaxes(-1, -2), terms + 1
+        scores = scores + picked.swapaxes(-1, -2)
+        terms = terms + 1
     scores = scores * (query.shape[-1] * terms) ** -0.5
     allowed = mask.materialize(query.shape[1], key.shape[1])  # a token attends to itself at least
-    scores = scores if allowed is None else jnp.where(allowed[:, None], scores, -jnp.inf)
+    if allowed is not None:
+        scores = jnp.where(allowed[:, None], scores, -jnp.inf)
     return contract("bhqk,bkhd->bqhd", jax.nn.softmax(scores, axis=-1), value.astype(jnp.float32)).astype(value.dtype)
 
 
@@ -194,7 +209,8 @@ def compute_distance_index(
 
 def _compute_log_buckets(max_distance: int, buckets: int) -> np.ndarray:
     """Return the buckets of the distances 0, 1, ..., `max_distance`; the last is that of all further ones, too."""
-    middle, distances = np.float32(buckets // 2), np.arange(max_distance + 1)
+    middle = np.float32(buckets // 2)
+    distances = np.arange(max_distance + 1)
     ratio = np.maximum(distances, middle).astype(np.float32) / middle
     logs = np.log(ratio) / np.log(np.float32((max_distance - 1) / (buckets // 2)))
     steps = np.where(distances <= middle, distances, np.ceil(logs * (middle - 1)) + middle).astype(np.int32)

@@ -45,7 +45,10 @@ class PatchEmbedding(Module):
         channels, or smaller than a patch."""
         (_, channels, *size), (_, expected, *patch) = images.shape, self.weight.shape
         if channels != expected:
-            hint = ": channels come before height and width" if images.shape[-1] == expected else ""
+            if images.shape[-1] == expected:
+                hint = ": channels come before height and width"
+            else:
+                hint = ""
             raise ValueError(f"images of {expected} channels were expected, not of shape {images.shape}{hint}")
         if size[0] < patch[0] or size[1] < patch[1]:
             raise ValueError(
@@ -126,13 +129,20 @@ class ImageEmbedding(Module):
             raise ValueError("registers have no learned positions: leave out registers, or grid")
         patch_key, class_key, register_key, position_key = jax.random.split(key, 4)
         self.patches = PatchEmbedding(channels, embed, patch_size, bias=bias, key=patch_key)
-        self.class_token = truncated_normal(class_key, (embed,), scale) if class_token else None
-        self.register_tokens = None if registers is None else truncated_normal(register_key, (registers, embed), scale)
+        if class_token:
+            self.class_token = truncated_normal(class_key, (embed,), scale)
+        else:
+            self.class_token = None
+        if registers is None:
+            self.register_tokens = None
+        else:
+            self.register_tokens = truncated_normal(register_key, (registers, embed), scale)
         self.mask_token = jnp.zeros(embed, jnp.float32) if mask_token else None
         num_other = int(class_token)
-        self.positions = (
-            None if grid is None else PatchPositions(grid, embed, num_other=num_other, scale=scale, key=position_key)
-        )
+        if grid is None:
+            self.positions = None
+        else:
+            self.positions = PatchPositions(grid, embed, num_other=num_other, scale=scale, key=position_key)
 
     @property
     def num_other(self) -> int:
@@ -154,7 +164,9 @@ class ImageEmbedding(Module):
         first += [] if self.register_tokens is None else [self.register_tokens]
         first = [jnp.broadcast_to(tokens, (len(x), *tokens.shape)).astype(x.dtype) for tokens in first]
         x = jnp.concatenate([*first, x], axis=1)
-        return x if self.positions is None else x + self.positions(self.patches.count_patches(images))
+        if self.positions is None:
+            return x
+        return x + self.positions(self.patches.count_patches(images))
 
     def compute_coordinates(self, images: Images) -> Float[Array, "batch seq 2"]:
         """Return row and column of each token, for `zoo.ops.axial_rotary`: of the patches' centers, and (0, 0) for

@@ -94,8 +94,10 @@ class AttentionPooler(AbstractPooler):
     ):
         """**Raises** `ValueError` if heads does not divide embed."""
         probe_key, query_key, key_key, value_key, out_key, up_key, down_key = jax.random.split(key, 7)
-        self.head_dim, self.implementation = resolve_head_dim(embed, heads, None), implementation
-        self.norm, self.activation = norm(), activation
+        self.head_dim = resolve_head_dim(embed, heads, None)
+        self.implementation = implementation
+        self.norm = norm()
+        self.activation = activation
         inner = {"in_": Dim("embed"), "out": Dim("heads", self.head_dim), "bias": True}
         self.probe = truncated_normal(probe_key, (embed,), embed**-0.5)
         self.query = Linear(embed, embed, **inner, key=query_key)

@@ -92,9 +92,13 @@ class MixtureOfAttention(AbstractMixer):
         project = lambda key: Linear(embed, heads * head_dim, in_=Dim("embed"), out=Dim("kv_heads", head_dim), key=key)
         self.router = router(key=router_key)
         self.experts = eqx.filter_vmap(make)(jax.random.split(experts_key, experts))
-        self.key, self.value, self.bias = project(key_key), project(value_key), jnp.zeros(embed, jnp.float32)
-        self.head_dim, self.rotary = head_dim, rotary
-        self.implementation, self.grouped_matmul = implementation, grouped_matmul
+        self.key = project(key_key)
+        self.value = project(value_key)
+        self.bias = jnp.zeros(embed, jnp.float32)
+        self.head_dim = head_dim
+        self.rotary = rotary
+        self.implementation = implementation
+        self.grouped_matmul = grouped_matmul
 
     def __call__(
         self, x: HiddenStates, info: TokenInfo, state: KeyValueCache | None = None

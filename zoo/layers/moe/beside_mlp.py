@@ -49,10 +49,14 @@ class MixtureBesideMLP(AbstractFeedForward):
         """`dense`, `router` and `expert` are factories, called with `key=`, `expert` once per expert; `norm` is one of
         each norm."""
         dense_key, router_key, experts_key = jax.random.split(key, 3)
-        self.dense, self.router = dense(key=dense_key), router(key=router_key)
+        self.dense = dense(key=dense_key)
+        self.router = router(key=router_key)
         self.experts = eqx.filter_vmap(lambda key: expert(key=key))(jax.random.split(experts_key, experts))
-        self.dense_norm, self.router_norm, self.experts_norm = norm(), norm(), norm()
-        self.dense_post_norm, self.experts_post_norm = norm(), norm()
+        self.dense_norm = norm()
+        self.router_norm = norm()
+        self.experts_norm = norm()
+        self.dense_post_norm = norm()
+        self.experts_post_norm = norm()
         self.implementation = implementation
 
     def __call__(self, x: HiddenStates) -> tuple[ResidualStream, tuple[Routing, ...]]:

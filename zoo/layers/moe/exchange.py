@@ -138,7 +138,8 @@ def _mix_gathered(
         x, weights, chosen = piece
         weights, local = _select_local(weights, chosen - first, request.held, choices)
         y = _apply_local(experts, x, weights, local, request.held, implementation, has_others=True)
-        y = lax.psum_scatter(y, gathered, scatter_dimension=0, tiled=True) if gathered else y
+        if gathered:
+            y = lax.psum_scatter(y, gathered, scatter_dimension=0, tiled=True)
         return lax.psum(y, others) if others else y
 
     pieces = math.ceil(copies * len(x) * choices / (request.shards * request.room))
@@ -214,7 +215,9 @@ def _find_gathered_drawback(request: _Request) -> str | None:
 
 
 def _find_boxes_obstacle(request: _Request) -> str | None:
-    return None if request.shards_tokens else f"{' x '.join(request.axes)} shard the experts, but not the tokens"
+    if request.shards_tokens:
+        return None
+    return f"{' x '.join(request.axes)} shard the experts, but not the tokens"
 
 
 def _find_ragged_obstacle(request: _Request) -> str | None:

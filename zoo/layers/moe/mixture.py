@@ -77,16 +77,25 @@ class MixtureOfExperts(AbstractFeedForward):
         self.experts = eqx.filter_vmap(lambda key: expert(key=key))(jax.random.split(experts_key, experts))
         self.shared = None if shared is None else shared(key=shared_key)
         self.shared_gate = None if shared_gate is None else shared_gate(key=gate_key)
-        self.capacity_factor = None if capacity_factor is None else float(capacity_factor)
+        if capacity_factor is None:
+            self.capacity_factor = None
+        else:
+            self.capacity_factor = float(capacity_factor)
         self.implementation = implementation
 
     def __call__(self, x: HiddenStates) -> tuple[ResidualStream, tuple[Routing, ...]]:
         weights, routing = self.router(x)
-        mix = self._mix_dropless if self.capacity_factor is None else self._mix_with_capacity
+        if self.capacity_factor is None:
+            mix = self._mix_dropless
+        else:
+            mix = self._mix_with_capacity
         y = mix(x, weights, routing)
         if self.shared is not None:
             shared, _ = self.shared(x)
-            gate = 1 if self.shared_gate is None else jax.nn.sigmoid(self.shared_gate(match_tokens(x, shared)))
+            if self.shared_gate is None:
+                gate = 1
+            else:
+                gate = jax.nn.sigmoid(self.shared_gate(match_tokens(x, shared)))
             y = y + gate * shared
         return y, (routing,)
 

@@ -55,7 +55,9 @@ class Rounds:
     """Boxes of every round: which rows are in which, by the numbers of rows that chose each expert."""
 
     def __init__(self, exchange: Exchange, rows: int, sizes: Int[Array, "experts"]):
-        self.exchange, self.shards, self.room = exchange, lax.axis_size(exchange.axes), exchange.room
+        self.exchange = exchange
+        self.shards = lax.axis_size(exchange.axes)
+        self.room = exchange.room
         by_device = sizes.reshape(self.shards, -1)
         self.counts = by_device.sum(1)
         """Rows for each device."""

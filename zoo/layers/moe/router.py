@@ -62,8 +62,11 @@ class SoftmaxRouter(AbstractRouter):
         """**Raises** `ValueError` if `top` exceeds the number of experts or of those in the kept groups."""
         check_routing_sizes(experts, top, groups, kept_groups)
         self.scores = _make_score_projection(embed, experts, bias, key)
-        self.top, self.renormalize, self.scale = top, renormalize, float(scale)
-        self.groups, self.kept_groups = groups, kept_groups
+        self.top = top
+        self.renormalize = renormalize
+        self.scale = float(scale)
+        self.groups = groups
+        self.kept_groups = kept_groups
 
     def choose(self, logits: Float[Array, "batch seq choices"]) -> tuple[_RoutingWeights, Int[Array, "batch seq top"]]:
         options = {"scale": self.scale, "groups": self.groups, "kept_groups": self.kept_groups}
@@ -80,7 +83,8 @@ class TopSoftmaxRouter(AbstractRouter):
     def __init__(self, embed: int, experts: int, top: int, *, bias: bool = False, key: Key[Array, ""]):
         """**Raises** `ValueError` if `top` exceeds the number of experts or of those in the kept groups."""
         check_routing_sizes(experts, top, 1, 1)
-        self.scores, self.top = _make_score_projection(embed, experts, bias, key), top
+        self.scores = _make_score_projection(embed, experts, bias, key)
+        self.top = top
 
     def choose(self, logits: Float[Array, "batch seq choices"]) -> tuple[_RoutingWeights, Int[Array, "batch seq top"]]:
         return top_k_softmax(logits, self.top)
@@ -96,7 +100,8 @@ class TopSigmoidRouter(AbstractRouter):
     def __init__(self, embed: int, experts: int, top: int, *, key: Key[Array, ""]):
         """**Raises** `ValueError` if `top` exceeds the number of experts."""
         check_routing_sizes(experts, top, 1, 1)
-        self.scores, self.top = _make_score_projection(embed, experts, False, key), top
+        self.scores = _make_score_projection(embed, experts, False, key)
+        self.top = top
 
     def choose(self, logits: Float[Array, "batch seq choices"]) -> tuple[_RoutingWeights, Int[Array, "batch seq top"]]:
         values, chosen = jax.lax.top_k(logits, self.top)
@@ -115,7 +120,8 @@ class ScaledSoftmaxRouter(AbstractRouter):
     def __init__(self, embed: int, experts: int, top: int, *, key: Key[Array, ""]):
         """**Raises** `ValueError` if `top` exceeds the number of experts."""
         check_routing_sizes(experts, top, 1, 1)
-        self.scores, self.top = _make_score_projection(embed, experts, False, key), top
+        self.scores = _make_score_projection(embed, experts, False, key)
+        self.top = top
         self.expert_scale = jnp.ones(experts, jnp.float32)
 
     def choose(self, logits: Float[Array, "batch seq choices"]) -> tuple[_RoutingWeights, Int[Array, "batch seq top"]]:
@@ -138,7 +144,8 @@ class SparseMixerRouter(AbstractRouter):
         check_routing_sizes(experts, top, 1, 1)
         if top != 2:
             raise ValueError(f"SparseMixer chooses 2 experts, not {top}")
-        self.scores, self.top = _make_score_projection(embed, experts, False, key), top
+        self.scores = _make_score_projection(embed, experts, False, key)
+        self.top = top
         self.jitter = float(jitter)
 
     def choose(self, logits: Float[Array, "batch seq choices"]) -> tuple[_RoutingWeights, Int[Array, "batch seq top"]]:
@@ -185,11 +192,19 @@ class BiasedRouter(AbstractRouter):
             raise ValueError(f"a score is 'sigmoid' or 'softmax', not {score!r}")
         self.scores = _make_score_projection(embed, experts, False, key)
         self.selection_bias = jnp.zeros(experts, jnp.float32)
-        self.top, self.score, self.renormalize, self.scale = top, score, renormalize, float(scale)
-        self.groups, self.kept_groups, self.smallest = groups, kept_groups, smallest
+        self.top = top
+        self.score = score
+        self.renormalize = renormalize
+        self.scale = float(scale)
+        self.groups = groups
+        self.kept_groups = kept_groups
+        self.smallest = smallest
 
     def choose(self, logits: Float[Array, "batch seq choices"]) -> tuple[_RoutingWeights, Int[Array, "batch seq top"]]:
-        scores = jax.nn.sigmoid(logits) if self.score == "sigmoid" else jax.nn.softmax(logits, axis=-1)
+        if self.score == "sigmoid":
+            scores = jax.nn.sigmoid(logits)
+        else:
+            scores = jax.nn.softmax(logits, axis=-1)
         options = {"scale": self.scale, "groups": self.groups, "kept_groups": self.kept_groups}
         options |= {"renormalize": self.renormalize, "smallest": self.smallest}
         return biased_top_k(scores, self.selection_bias.astype(jnp.float32), self.top, **options)

@@ -45,7 +45,10 @@ def sum_routing(routing: Routing, segment_ids: SegmentIds | None = None) -> Rout
     The gradient recomputes the scores from the logits.
     """
     logits = routing.logits
-    is_token = jnp.ones(logits.shape[:2], bool) if segment_ids is None else segment_ids != 0
+    if segment_ids is None:
+        is_token = jnp.ones(logits.shape[:2], bool)
+    else:
+        is_token = segment_ids != 0
     one_hot_sum = (routing.chosen[..., None] == jnp.arange(logits.shape[-1])).sum(2)
     visits = jnp.where(is_token[..., None], one_hot_sum, 0).sum(1).astype(jnp.float32)
     num_tokens = vary(is_token, varying(logits)).sum(1).astype(jnp.float32)

@@ -53,9 +53,17 @@ class FP8Linear(AbstractLinear):
 
     def __init__(self, linear: Linear, recipe: AbstractRecipe, *, stacked_dims: Sequence[str] = ()):
         """Take over the parameters of a linear layer."""
-        self.weight, self.bias, self.in_, self.out = linear.weight, linear.bias, linear.in_, linear.out
-        self.amax = AmaxHistory(recipe.history_length) if recipe.history_length else None
-        self.keys, self.recipe, self.stacked_dims = None, recipe, tuple(stacked_dims)
+        self.weight = linear.weight
+        self.bias = linear.bias
+        self.in_ = linear.in_
+        self.out = linear.out
+        if recipe.history_length:
+            self.amax = AmaxHistory(recipe.history_length)
+        else:
+            self.amax = None
+        self.keys = None
+        self.recipe = recipe
+        self.stacked_dims = tuple(stacked_dims)
 
     @property
     def out_size(self) -> int:
@@ -80,7 +88,8 @@ class FP8Linear(AbstractLinear):
 
     def to_linear(self) -> Linear:
         """Return a `Linear` with the same parameters, stacked as these are."""
-        shape, options = self.weight.shape[-2:], {"in_": self.in_, "out": self.out, "key": jax.random.key(0)}
+        shape = self.weight.shape[-2:]
+        options = {"in_": self.in_, "out": self.out, "key": jax.random.key(0)}
         linear = eqx.filter_eval_shape(Linear, *shape[::-1], bias=True, **options)
         return eqx.tree_at(lambda x: (x.weight, x.bias), linear, (self.weight, self.bias))
 
@@ -100,7 +109,10 @@ class FP8Linear(AbstractLinear):
         tokens = x.shape[-2] if x.ndim > 2 else 1
         self._check_blocks(x, tokens)
         rows = x.reshape(-1, tokens, x.shape[-1])
-        history = None if self.amax is None else AmaxArrays(self.amax.input, self.amax.weight, self.amax.gradient)
+        if self.amax is None:
+            history = None
+        else:
+            history = AmaxArrays(self.amax.input, self.amax.weight, self.amax.gradient)
         options = {"axes": self._find_axes(x), "history": history, "noise": self._find_noise(x, dim)}
         y = scaled_matmul(rows, self.weight, dim, self.recipe, **options)
         return y.reshape(*x.shape[:-1], y.shape[-1])
@@ -112,7 +124,8 @@ class FP8Linear(AbstractLinear):
         dims = ((self.in_.name, self.weight, in_), (self.out.name, self.weight, out), ("seq", x, tokens))
         for name, array, length in dims:
             if length % size and (count := num_shards(array, name)) > 1:
-                below, above = length // size * size * count, -(-length // size) * size * count
+                below = length // size * size * count
+                above = -(-length // size) * size * count
                 raise ValueError(
                     f"{type(self.recipe).__name__} has blocks of {size} along {name}, and a device has {length} of "
                     f"{length * count}: use {f'{below} or ' if below else ''}{above} {name}, fewer devices along "
@@ -133,6 +146,7 @@ class FP8Linear(AbstractLinear):
         """Return the keys of stochastic rounding and the offsets of this device's shard of the output."""
         if self.keys is None:
             return None
-        size, name = self.weight.shape[1 - dim], (self.out if dim == 1 else self.in_).name
+        size = self.weight.shape[1 - dim]
+        name = (self.out if dim == 1 else self.in_).name
         offsets = shard_offset(x, "seq", x.shape[-2]), shard_offset(self.weight, name, size)
         return NoiseKeys(jax.random.key_data(self.keys), *offsets)

@@ -57,7 +57,8 @@ class AbstractGroupLinear(AbstractPackedLinear):
 
     def _contract_per_head(self, spec: str, x: Float[Array, "*rows u k"]) -> Float[Array, "*rows u n"]:
         """Dequantize the whole matrix, and again in the backward pass."""
-        decode, unit = self.decode, self.out.unit
+        decode = self.decode
+        unit = self.out.unit
 
         @jax.checkpoint
         def contract(x: Array, *arrays: Array) -> Array:
@@ -131,20 +132,29 @@ class GroupQuantizedLinear(AbstractGroupLinear):
         self.scales = jnp.zeros((out_size, groups), jnp.float32)
         self.zeros = jnp.zeros((out_size, groups), jnp.uint8) if has_zeros else None
         self.group_index = jnp.zeros(in_size, jnp.int32) if reordered else None
-        self.bias, self.in_, self.out, self.kind, self.group_size = None, in_, out, kind, group_size
+        self.bias = None
+        self.in_ = in_
+        self.out = out
+        self.kind = kind
+        self.group_size = group_size
 
     @property
     def decode(self) -> Callable[..., Float[Array, "*rows in"]]:
-        has_zeros, indexed = self.zeros is not None, bool(self.shared_arrays)
+        has_zeros = self.zeros is not None
+        indexed = bool(self.shared_arrays)
         return get_group_dequantizer(self.kind, self.group_size, has_zeros=has_zeros, indexed=indexed)
 
     @property
     def packed_arrays(self) -> tuple[Array, ...]:
-        return (self.codes, self.scales) if self.zeros is None else (self.codes, self.scales, self.zeros)
+        if self.zeros is None:
+            return (self.codes, self.scales)
+        return (self.codes, self.scales, self.zeros)
 
     @property
     def shared_arrays(self) -> tuple[Int[Array, "*layers in"], ...]:
-        return self._index_groups(self.scales.shape[-1]) if self.group_index is None else (self.group_index,)
+        if self.group_index is None:
+            return self._index_groups(self.scales.shape[-1])
+        return (self.group_index,)
 
 
 class NestedNF4Linear(AbstractGroupLinear):
@@ -187,8 +197,11 @@ class NestedNF4Linear(AbstractGroupLinear):
         self.constants = jnp.zeros((out_size, groups), jnp.uint8)
         self.steps = jnp.zeros((out_size, self.count_steps(groups)), jnp.float32)
         self.first = jnp.zeros(out_size, jnp.uint8)
-        self.table, self.offset = jnp.zeros(256, jnp.float32), jnp.zeros(1, jnp.float32)
-        self.bias, self.in_, self.out = None, in_, out
+        self.table = jnp.zeros(256, jnp.float32)
+        self.offset = jnp.zeros(1, jnp.float32)
+        self.bias = None
+        self.in_ = in_
+        self.out = out
 
     @staticmethod
     def count_steps(groups: int) -> int:

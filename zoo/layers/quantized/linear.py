@@ -34,7 +34,9 @@ class Int8Linear(AbstractPackedLinear):
     def __init__(self, weight: Float[Array, "out in"], bias: Float[Array, "out"] | None = None, *, in_: Dim, out: Dim):
         """Quantize `weight`: see `zoo.ops.quantized.int8.quantize_int8`."""
         self.codes, self.scales = jax.jit(int8.quantize_int8)(weight)
-        self.bias, self.in_, self.out = bias, in_, out
+        self.bias = bias
+        self.in_ = in_
+        self.out = out
 
     @property
     def out_size(self) -> int:

@@ -42,7 +42,10 @@ class AbstractPackedLinear(AbstractLinear):
         """Return why a matrix with `in_size` inputs cannot be packed, or an empty string if it can."""
         if in_size % cls.block_size == 0 and (in_.unit == 1 or in_.unit % cls.block_size == 0):
             return ""
-        sizes = f"{in_size}" if in_.unit == 1 else f"{in_size}, {in_.unit} to each of {in_.name},"
+        if in_.unit == 1:
+            sizes = f"{in_size}"
+        else:
+            sizes = f"{in_size}, {in_.unit} to each of {in_.name},"
         return (
             f"{cls.format} packs the inputs of a matrix in blocks of {cls.block_size}, and {sizes} are no whole blocks"
         )
@@ -83,7 +86,9 @@ class AbstractPackedLinear(AbstractLinear):
         return eqx.filter_eval_shape(Linear, *weight.shape[::-1], **options).with_weight(weight, self._cast_bias(bias))
 
     def _cast_bias(self, bias: Float[Array, "out"] | None) -> Float[Array, "out"] | None:
-        return bias if bias is None or self.bias is None else bias.astype(self.bias.dtype)
+        if bias is None or self.bias is None:
+            return bias
+        return bias.astype(self.bias.dtype)
 
     def with_weight(self, weight: Float[Array, "out in"], bias: Float[Array, "out"] | None) -> "AbstractPackedLinear":
         raise NotImplementedError(
@@ -103,6 +108,7 @@ class AbstractPackedLinear(AbstractLinear):
         return add_expert_biases(y, self.bias, sizes, self.in_)
 
     def _contract(self, x: Float[Array, "*rows _"], weight_order: str) -> Float[Array, "*rows _"]:
-        rows, shared = x.reshape(-1, x.shape[-1]), self.shared_arrays
+        rows = x.reshape(-1, x.shape[-1])
+        shared = self.shared_arrays
         y = packed_matmul(rows, self.packed_arrays, self.decode, weight_order, shared=shared)
         return y.reshape(*x.shape[:-1], y.shape[-1])

@@ -79,21 +79,25 @@ class QKVProjections(Module):
                 ShortConvolution(heads * features, conv_width, features=Dim("heads", features), key=conv_key)
                 for features, conv_key in zip(features_per_head, conv_keys, strict=True)
             )
-        self.key_dim, self.value_dim, self.activation = key_dim, value_dim, activation
+        self.key_dim = key_dim
+        self.value_dim = value_dim
+        self.activation = activation
 
     def __call__(
         self, x: HiddenStates, context: RecurrenceContext, conv_states: tuple[ConvState, ...] | None
     ) -> tuple[HeadVectors, _HeadRows, _HeadRows, tuple[ConvState, ...]]:
         """Return queries, keys and values by head, keys and values with `num_householder` rows per token; and the
         updated convolution states, if there are any."""
-        qkv, new_states = [linear(x) for linear in (self.query, self.key, self.value)], []
+        qkv = [linear(x) for linear in (self.query, self.key, self.value)]
+        new_states = []
         if self.convolutions:
             old_states = (None, None, None) if conv_states is None else conv_states
             convolved = [
                 convolution(context.mask_padding(y), context, conv_state)
                 for convolution, y, conv_state in zip(self.convolutions, qkv, old_states, strict=True)
             ]
-            qkv, new_states = [y for y, _ in convolved], [state for _, state in convolved if state is not None]
+            qkv = [y for y, _ in convolved]
+            new_states = [state for _, state in convolved if state is not None]
         if self.activation is not None:
             qkv = [self.activation(y) for y in qkv]
         sizes = (self.key_dim, self.key_dim, self.value_dim)
@@ -145,14 +149,16 @@ class OutputGate(Module):
         - `norm_over_heads`: apply the norm to the concatenated heads.
         """
         gate_key, out_key = jax.random.split(key)
-        head_values, embed_dim = Dim("heads", value_dim), Dim("embed")
+        head_values = Dim("heads", value_dim)
+        embed_dim = Dim("embed")
         gate_factory = Linear if gate is True else gate
         self.gate = None
         if gate_factory:
             self.gate = gate_factory(embed, heads * value_dim, in_=embed_dim, out=head_values, key=gate_key)
         self.norm = None if norm is None else norm()
         self.out = Linear(heads * value_dim, embed, in_=head_values, out=embed_dim, scale=out_scale, key=out_key)
-        self.activation, self.norm_over_heads = activation, norm_over_heads
+        self.activation = activation
+        self.norm_over_heads = norm_over_heads
 
     def __call__(self, mixed: Values, x: HiddenStates) -> ResidualStream:
         if self.norm is not None and not self.norm_over_heads:
@@ -177,7 +183,9 @@ class HeadNorm(AbstractNorm):
     def __init__(self, heads: int, head_dim: int, *, epsilon: float = 1e-6, centered: bool = False, bias: bool = False):
         self.weight = jnp.ones(heads * head_dim, jnp.float32)
         self.bias = jnp.zeros(heads * head_dim, jnp.float32) if bias else None
-        self.features, self.epsilon, self.centered = Dim("heads", head_dim), epsilon, centered
+        self.features = Dim("heads", head_dim)
+        self.epsilon = epsilon
+        self.centered = centered
 
     def __call__(self, x: Float[Array, "*rows features"]) -> Float[Array, "*rows features"]:
         heads = x.reshape(*x.shape[:-1], -1, self.features.unit)

@@ -47,7 +47,8 @@ class RecurrenceContext(NamedTuple):
 
         **Raises** `NotImplementedError` for a state where the sequence is sharded.
         """
-        implementation = AUTO if x.shape[1] == 1 else implementation
+        if x.shape[1] == 1:
+            implementation = AUTO
         axes = sharded_axes(x, "seq")
         refuse_segments(info, state)
         if state is None:

@@ -78,7 +78,8 @@ class _DeltaInputs(Module):
         self.rate = Linear(
             embed, heads * num_householder, in_=Dim("embed"), out=Dim("heads", num_householder), key=rate_key
         )
-        self.num_householder, self.max_beta = num_householder, 2.0 if negative_eigenvalues else 1.0
+        self.num_householder = num_householder
+        self.max_beta = 2.0 if negative_eigenvalues else 1.0
 
     def __call__(self, x: HiddenStates, context: RecurrenceContext) -> tuple[_DeltaRuleArrays, tuple[ConvState, ...]]:
         """Return L2-normalized queries and keys, values, and betas (0 for padding); and the updated convolution states,
@@ -208,7 +209,8 @@ class KimiDeltaAttention(AbstractDeltaRule):
         low_rank = partial(LowRank, rank=key_dim if rank is None else rank)
         self.corrector = _DeltaInputs(embed, heads, key_dim, value_dim, **options, key=input_key)
         self.decay = DecayGate(partial(low_rank, embed), heads, key_dim, key=decay_key)
-        norm, gate = head_norm_factory(value_dim), {"gate": low_rank, "activation": jax.nn.sigmoid}
+        norm = head_norm_factory(value_dim)
+        gate = {"gate": low_rank, "activation": jax.nn.sigmoid}
         self.readout = OutputGate(embed, heads, value_dim, norm=norm, **gate, out_scale=out_scale, key=out_key)
         self.implementation = implementation
 

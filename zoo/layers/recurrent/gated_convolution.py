@@ -31,7 +31,8 @@ class GatedConvolution(AbstractMixer):
     def __init__(self, embed: int, *, conv_width: int = 3, out_scale: float = 1.0, key: Key[Array, ""]):
         """`conv_width`: tokens that the convolution spans, the present one included."""
         gate_key, in_key, conv_key, out_key = jax.random.split(key, 4)
-        embed_dim, channel_dim = Dim("embed"), Dim("inner")
+        embed_dim = Dim("embed")
+        channel_dim = Dim("inner")
         self.gate = Linear(embed, embed, in_=embed_dim, out=channel_dim, bias=True, key=gate_key)
         self.into = Linear(embed, embed, in_=embed_dim, out=channel_dim, key=in_key)
         self.convolution = ShortConvolution(embed, conv_width, features=channel_dim, bias=True, key=conv_key)

@@ -32,13 +32,16 @@ class GatedGroupNorm(Module):
         if groups < 1 or heads % groups:
             raise ValueError(f"{heads} heads do not share out over {groups} groups")
         self.weight = jnp.ones(heads * head_dim, jnp.float32)
-        self.features, self.group_size = Dim("heads", head_dim), heads // groups * head_dim
-        self.norm_before_gate, self.epsilon = norm_before_gate, float(epsilon)
+        self.features = Dim("heads", head_dim)
+        self.group_size = heads // groups * head_dim
+        self.norm_before_gate = norm_before_gate
+        self.epsilon = float(epsilon)
 
     def __call__(
         self, y: Float[Array, "batch seq features"], gate: Float[Array, "batch seq features"]
     ) -> Float[Array, "batch seq features"]:
-        y32, gate32 = y.astype(jnp.float32), jax.nn.silu(gate.astype(jnp.float32))
+        y32 = y.astype(jnp.float32)
+        gate32 = jax.nn.silu(gate.astype(jnp.float32))
         if not self.norm_before_gate:
             y32 = y32 * gate32
         groups = y32.reshape(*y32.shape[:-1], -1, min(self.group_size, y32.shape[-1]))

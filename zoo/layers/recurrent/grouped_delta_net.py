@@ -77,7 +77,8 @@ class GroupedGatedDeltaNet(AbstractMixer):
         if heads % groups:
             raise ValueError(f"{heads} heads do not share out over {groups} groups")
         query_key, key_key, value_key, *conv_keys, rate_key, decay_key, out_key = jax.random.split(key, 9)
-        group_keys, head_values = Dim("groups", key_dim), Dim("heads", value_dim)
+        group_keys = Dim("groups", key_dim)
+        head_values = Dim("heads", value_dim)
         project = partial(Linear, embed, in_=Dim("embed"))
         self.query = project(groups * key_dim, out=group_keys, key=query_key)
         self.key = project(groups * key_dim, out=group_keys, key=key_key)
@@ -92,8 +93,11 @@ class GroupedGatedDeltaNet(AbstractMixer):
         self.decay = DecayGate(project, heads, key=decay_key)
         norm = partial(RMSNorm, value_dim, features=Dim("value_dim"), epsilon=epsilon)
         self.readout = OutputGate(embed, heads, value_dim, norm=norm, gate=True, out_scale=out_scale, key=out_key)
-        self.key_dim, self.value_dim, self.group = key_dim, value_dim, heads // groups
-        self.activation, self.implementation = activation, implementation
+        self.key_dim = key_dim
+        self.value_dim = value_dim
+        self.group = heads // groups
+        self.activation = activation
+        self.implementation = implementation
 
     def init_state(self, batch: int, length: int, dtype: Any = jnp.float32) -> RecurrentState:
         matrix = jnp.zeros((batch, self.rate.out_size, self.key_dim, self.value_dim), jnp.float32)

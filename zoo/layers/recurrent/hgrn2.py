@@ -53,7 +53,8 @@ class HGRN2(AbstractRecurrence):
         self.readout = OutputGate(
             embed, heads, value_dim, norm=norm, norm_over_heads=True, out_scale=out_scale, key=out_key
         )
-        self.bound, self.implementation = float(bound), implementation
+        self.bound = float(bound)
+        self.implementation = implementation
 
     def recur(self, x: HiddenStates, context: RecurrenceContext) -> tuple[HeadVectors, RecurrentState]:
         query, gate, value, _ = self.projections(x, context, None)

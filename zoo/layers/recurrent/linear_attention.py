@@ -74,14 +74,17 @@ class LinearAttention(AbstractRecurrence):
         input_key, out_key = jax.random.split(key)
         self.projections = QKVProjections(embed, heads, size, size, key=input_key)
         self.readout = OutputGate(embed, heads, size, out_scale=out_scale, key=out_key)
-        self.feature_map, self.normalized, self.implementation = feature_map, normalized, implementation
+        self.feature_map = feature_map
+        self.normalized = normalized
+        self.implementation = implementation
 
     def init_state(self, batch: int, length: int, dtype: Any = jnp.float32) -> RecurrentState:
         return self.projections.init_state(batch, self.projections.value_dim + self.normalized, dtype)
 
     def recur(self, x: HiddenStates, context: RecurrenceContext) -> tuple[HeadVectors, RecurrentState]:
         query, key, value, _ = self.projections(x, context, None)
-        query, key = self.feature_map(query), context.mask_padding(self.feature_map(key))
+        query = self.feature_map(query)
+        key = context.mask_padding(self.feature_map(key))
         attend = normalized_linear_attention if self.normalized else linear_attention
         mixed, matrix = attend(query, key, value, **context.options())
         return mixed, RecurrentState(matrix)
@@ -121,12 +124,14 @@ class Retention(AbstractRecurrence):
                 "whose scaling does not depend on the length"
             )
         key_dim = resolve_head_dim(embed, heads, key_dim, "key_dim")
-        value_dim = 2 * key_dim if value_dim is None else value_dim
+        if value_dim is None:
+            value_dim = 2 * key_dim
         input_key, out_key = jax.random.split(key)
         self.projections = QKVProjections(embed, heads, key_dim, value_dim, key=input_key)
         norm = head_norm_factory(value_dim)
         self.readout = OutputGate(embed, heads, value_dim, norm=norm, gate=True, out_scale=out_scale, key=out_key)
-        self.rotary, self.implementation = Rotary(key_dim) if rotary is None else rotary, implementation
+        self.rotary = Rotary(key_dim) if rotary is None else rotary
+        self.implementation = implementation
 
     def recur(self, x: HiddenStates, context: RecurrenceContext) -> tuple[HeadVectors, RecurrentState]:
         """**Raises** `ValueError` for a state without positions."""
@@ -184,7 +189,8 @@ class Lightning(AbstractRecurrence):
             out_scale=out_scale,
             key=out_key,
         )
-        self.depth, self.implementation = float(depth), implementation
+        self.depth = float(depth)
+        self.implementation = implementation
 
     def recur(self, x: HiddenStates, context: RecurrenceContext) -> tuple[HeadVectors, RecurrentState]:
         query, key, value, _ = self.projections(x, context, None)
@@ -228,14 +234,16 @@ class GatedLinearAttention(AbstractRecurrence):
         - `rank`: of the projection to decays. `temperature`: divisor of the log decays.
         """
         value_dim = resolve_head_dim(embed, heads, value_dim, "value_dim")
-        key_dim = max(value_dim // 2, 1) if key_dim is None else key_dim
+        if key_dim is None:
+            key_dim = max(value_dim // 2, 1)
         input_key, decay_key, out_key = jax.random.split(key, 3)
         self.projections = QKVProjections(embed, heads, key_dim, value_dim, key=input_key)
         decay_dim = Dim("heads", key_dim)
         self.decay = LowRank(embed, heads * key_dim, rank=rank, out=decay_dim, bias=True, key=decay_key)
         norm = head_norm_factory(value_dim)
         self.readout = OutputGate(embed, heads, value_dim, norm=norm, gate=True, out_scale=out_scale, key=out_key)
-        self.temperature, self.implementation = float(temperature), implementation
+        self.temperature = float(temperature)
+        self.implementation = implementation
 
     def recur(self, x: HiddenStates, context: RecurrenceContext) -> tuple[HeadVectors, RecurrentState]:
         query, key, value, _ = self.projections(x, context, None)

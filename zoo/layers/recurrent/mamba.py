@@ -89,14 +89,21 @@ class Mamba(AbstractMixer):
 
         **Raises** `ValueError` for a size below 1.
         """
-        inner, rank = 2 * embed if inner is None else inner, -(-embed // 16) if rank is None else rank
+        if inner is None:
+            inner = 2 * embed
+        if rank is None:
+            rank = -(-embed // 16)
         sizes = {"inner": inner, "state_dim": state_dim, "rank": rank}
         if wrong := [name for name, size in sizes.items() if size < 1]:
             raise ValueError(f"{wrong[0]} is {sizes[wrong[0]]}, and a size is at least 1")
         keys = jax.random.split(key, 9)
-        embed_dim, channel_dim, rank_dim, ssm_dim = Dim("embed"), Dim("inner"), Dim("rank"), Dim("state")
+        embed_dim = Dim("embed")
+        channel_dim = Dim("inner")
+        rank_dim = Dim("rank")
+        ssm_dim = Dim("state")
         project = partial(Linear, embed, inner, in_=embed_dim, out=channel_dim, bias=bias)
-        self.gate, self.x = project(key=keys[0]), project(key=keys[1])
+        self.gate = project(key=keys[0])
+        self.x = project(key=keys[1])
         self.convolution = ShortConvolution(inner, conv_width, features=channel_dim, bias=conv_bias, key=keys[2])
         self.dt_down = Linear(inner, rank, in_=channel_dim, out=rank_dim, key=keys[3])
         self.B, self.C = (Linear(inner, state_dim, in_=channel_dim, out=ssm_dim, key=key) for key in keys[4:6])
@@ -117,7 +124,8 @@ class Mamba(AbstractMixer):
         self, x: HiddenStates, info: TokenInfo, state: MambaState | None = None
     ) -> tuple[ResidualStream, MambaState | None]:
         """With a `state`, tokens continue the sequence that it summarizes."""
-        context, gate = RecurrenceContext.from_info(x, info, state, self.implementation), jax.nn.silu(self.gate(x))
+        context = RecurrenceContext.from_info(x, info, state, self.implementation)
+        gate = jax.nn.silu(self.gate(x))
         convolved, conv_state = self.convolution(self.x(x), context, None if state is None else state.conv_state)
         inputs = jax.nn.silu(convolved)
         dt = self.dt_up(_apply_norm(self.dt_norm, self.dt_down(inputs))).astype(jnp.float32)

@@ -108,7 +108,8 @@ class Mamba2(AbstractMixer):
         """
         if heads is None and (head_dim < 1 or expand * embed % head_dim):
             raise ValueError(f"expand * embed = {expand * embed} does not share out over heads {head_dim} wide")
-        heads = expand * embed // head_dim if heads is None else heads
+        if heads is None:
+            heads = expand * embed // head_dim
         sizes = {"heads": heads, "head_dim": head_dim, "groups": groups, "state_dim": state_dim}
         if wrong := [name for name, size in sizes.items() if size < 1]:
             raise ValueError(f"{wrong[0]} is {sizes[wrong[0]]}, and a size is at least 1")
@@ -118,7 +119,9 @@ class Mamba2(AbstractMixer):
         if not 0 <= low < high:
             raise ValueError(f"dt_limit = {tuple(dt_limit)}: steps are at least 0, and the second limit is the larger")
         keys = jax.random.split(key, 11)
-        embed_dim, head_channels, group_states = Dim("embed"), Dim("heads", head_dim), Dim("groups", state_dim)
+        embed_dim = Dim("embed")
+        head_channels = Dim("heads", head_dim)
+        group_states = Dim("groups", state_dim)
         project = partial(Linear, embed, in_=embed_dim, bias=bias)
         self.gate = project(heads * head_dim, out=head_channels, key=keys[0])
         self.x = project(heads * head_dim, out=head_channels, key=keys[1])
@@ -139,8 +142,11 @@ class Mamba2(AbstractMixer):
         self.out = Linear(
             heads * head_dim, embed, in_=head_channels, out=embed_dim, bias=bias, scale=out_scale, key=keys[10]
         )
-        self.head_dim, self.group, self.state_dim = head_dim, heads // groups, state_dim
-        self.dt_limit, self.implementation = (low, high), implementation
+        self.head_dim = head_dim
+        self.group = heads // groups
+        self.state_dim = state_dim
+        self.dt_limit = (low, high)
+        self.implementation = implementation
 
     def init_state(self, batch: int, length: int, dtype: Any = jnp.float32) -> _Mamba2State:
         ssm_state = jnp.zeros((batch, self.A_log.shape[0], self.head_dim, self.state_dim), jnp.float32)
@@ -167,7 +173,8 @@ class Mamba2(AbstractMixer):
             segment_ids=context.segment_ids,
             implementation=context.implementation,
         )
-        y, gate = y.reshape(*y.shape[:2], -1), self.gate(x)
+        y = y.reshape(*y.shape[:2], -1)
+        gate = self.gate(x)
         y = self.out(y * jax.nn.silu(gate) if self.norm is None else self.norm(y, gate))
         if x_state is None or B_state is None or C_state is None:
             return y, None
@@ -176,7 +183,9 @@ class Mamba2(AbstractMixer):
     def _compute_dt(self, x: HiddenStates) -> Float[Array, "batch seq heads"]:
         """Return the step size dt of each token and head, in float32."""
         dt = jax.nn.softplus(self.dt(x).astype(jnp.float32) + self.dt_bias)
-        return dt if self.dt_limit == (0.0, float("inf")) else jnp.clip(dt, *self.dt_limit)
+        if self.dt_limit == (0.0, float("inf")):
+            return dt
+        return jnp.clip(dt, *self.dt_limit)
 
     def _convolve_heads(
         self,

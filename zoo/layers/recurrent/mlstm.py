@@ -63,7 +63,8 @@ class MLSTM(AbstractMixer):
         as in xLSTM 7B.
         """
         value_dim = resolve_head_dim(embed, heads, value_dim, "value_dim")
-        key_dim = max(value_dim // 2, 1) if key_dim is None else key_dim
+        if key_dim is None:
+            key_dim = max(value_dim // 2, 1)
         input_key, i_key, f_key, out_key = jax.random.split(key, 4)
         self.projections = QKVProjections(embed, heads, key_dim, value_dim, key=input_key)
         gates = [
@@ -85,7 +86,8 @@ class MLSTM(AbstractMixer):
             out_scale=out_scale,
             key=out_key,
         )
-        self.gate_cap, self.implementation = float(gate_cap), implementation
+        self.gate_cap = float(gate_cap)
+        self.implementation = implementation
 
     def init_state(self, batch: int, length: int, dtype: Any = jnp.float32) -> _MLSTMState:
         matrix = self.projections.init_state(batch, self.projections.value_dim + 1).matrix

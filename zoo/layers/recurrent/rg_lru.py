@@ -68,17 +68,21 @@ class RGLRU(AbstractMixer):
         Decays with an open recurrence gate are initialized uniformly in [0.9, 0.999]. **Raises** `ValueError` if heads
         does not divide inner.
         """
-        inner = embed if inner is None else inner
+        if inner is None:
+            inner = embed
         if inner % heads:
             raise ValueError(f"inner={inner} features do not share out over {heads} heads")
         size = inner // heads
         keys = jax.random.split(key, 7)
-        embed_dim, self.features = Dim("embed"), Dim("heads", size)
+        embed_dim = Dim("embed")
+        self.features = Dim("heads", size)
         project = partial(Linear, embed, inner, in_=embed_dim, out=self.features)
-        self.input, self.gate = project(key=keys[0]), project(key=keys[1])
+        self.input = project(key=keys[0])
+        self.gate = project(key=keys[1])
         self.convolution = ShortConvolution(inner, conv_width, features=self.features, bias=True, key=keys[2])
         block_diagonal = partial(Linear, size, inner, in_=Dim("head_dim"), out=self.features, bias=True)
-        self.recurrence_gate, self.input_gate = block_diagonal(key=keys[3]), block_diagonal(key=keys[4])
+        self.recurrence_gate = block_diagonal(key=keys[3])
+        self.input_gate = block_diagonal(key=keys[4])
         decays = jax.random.uniform(keys[5], (inner,), jnp.float32, minval=0.9, maxval=0.999)
         self.decay = inverse_softplus(-jnp.log(decays) / SHARPNESS)
         self.out = Linear(inner, embed, in_=self.features, out=embed_dim, scale=out_scale, key=keys[6])
@@ -101,7 +105,10 @@ class RGLRU(AbstractMixer):
         recurrence_gate, input_gate = (
             gate.per_head(heads).reshape(inputs.shape) for gate in (self.recurrence_gate, self.input_gate)
         )
-        is_first = (jnp.arange(x.shape[1]) == 0) & context.fresh[:, None] if state is None else info.positions == 0
+        if state is None:
+            is_first = (jnp.arange(x.shape[1]) == 0) & context.fresh[:, None]
+        else:
+            is_first = info.positions == 0
         mixed, hidden = rg_lru(
             context.mask_padding(inputs),
             context.mask_padding(recurrence_gate, NO_HISTORY),

@@ -71,11 +71,13 @@ class RWKV4(AbstractMixer):
 
         **Raises** `ValueError` for a size below 1.
         """
-        inner = embed if inner is None else inner
+        if inner is None:
+            inner = embed
         if inner < 1:
             raise ValueError(f"inner is {inner}, and a size is at least 1")
         keys = jax.random.split(key, 4)
-        embed_dim, channel_dim = Dim("embed"), Dim("inner")
+        embed_dim = Dim("embed")
+        channel_dim = Dim("inner")
         project = partial(Linear, embed, inner, in_=embed_dim, out=channel_dim)
         self.receptance, self.key, self.value = (project(key=key) for key in keys[:3])
         self.out = Linear(inner, embed, in_=channel_dim, out=embed_dim, scale=out_scale, key=keys[3])
@@ -98,7 +100,10 @@ class RWKV4(AbstractMixer):
         """With a `state`, tokens continue the sequence that it summarizes."""
         context = RecurrenceContext.from_info(x, info, state, self.implementation)
         previous, shift_state = token_shift(x, context, None if state is None else state.shift_state)
-        sums = None if state is None else WKVState(state.numerator, state.denominator, state.maximum)
+        if state is None:
+            sums = None
+        else:
+            sums = WKVState(state.numerator, state.denominator, state.maximum)
         mixed, sums = rwkv4(
             self.key(_lerp(self.key_mix, x, previous)),
             self.value(_lerp(self.value_mix, x, previous)),
@@ -128,7 +133,8 @@ class RWKV4ChannelMixing(AbstractMixer):
     def __init__(self, embed: int, mlp: int, *, out_scale: float = 1.0, key: Key[Array, ""]):
         """`mlp`: hidden size. Mixing weights are initialized as in `RWKV4`."""
         keys = jax.random.split(key, 3)
-        embed_dim, mlp_dim = Dim("embed"), Dim("mlp")
+        embed_dim = Dim("embed")
+        mlp_dim = Dim("mlp")
         self.receptance = Linear(embed, embed, in_=embed_dim, out=Dim("features"), key=keys[0])
         self.key = Linear(embed, mlp, in_=embed_dim, out=mlp_dim, key=keys[1])
         self.value = Linear(mlp, embed, in_=mlp_dim, out=embed_dim, scale=out_scale, key=keys[2])

@@ -78,7 +78,8 @@ class RWKV6(AbstractMixer):
         self.bonus = 0.5 * jax.random.normal(keys[10], (heads, size), jnp.float32)
         self.norm = HeadNorm(heads, size, epsilon=64e-5, centered=True, bias=True)
         self.out = Linear(heads * size, embed, in_=inner_dim, out=Dim("embed"), scale=out_scale, key=keys[11])
-        self.head_dim, self.implementation = size, implementation
+        self.head_dim = size
+        self.implementation = implementation
 
     def init_state(self, batch: int, length: int, dtype: Any = jnp.float32) -> RecurrentState:
         heads = self.query.out_size // self.head_dim

@@ -70,7 +70,8 @@ class RWKV7(AbstractMixer):
         """`head_dim`: `embed / heads` by default. `rank`: of the projections of decays, rates and the gate."""
         size = resolve_head_dim(embed, heads, head_dim)
         keys = jax.random.split(key, 8)
-        inner_dim, embed_dim = Dim("heads", size), Dim("embed")
+        inner_dim = Dim("heads", size)
+        embed_dim = Dim("embed")
         project = partial(Linear, embed, heads * size, in_=embed_dim, out=inner_dim)
         low_rank = partial(LowRank, embed, heads * size, rank=rank, out=inner_dim)
         self.shifts = tuple(TokenShift(embed) for _ in range(6))
@@ -85,7 +86,8 @@ class RWKV7(AbstractMixer):
         self.bonus = 0.1 * jax.random.normal(keys[6], (heads, size), jnp.float32)
         self.norm = HeadNorm(heads, size, epsilon=1e-5 * size, centered=True, bias=True)
         self.out = Linear(heads * size, embed, in_=inner_dim, out=embed_dim, scale=out_scale, key=keys[7])
-        self.head_dim, self.implementation = size, implementation
+        self.head_dim = size
+        self.implementation = implementation
 
     def init_state(self, batch: int, length: int, dtype: Any = jnp.float32) -> RecurrentState:
         heads = self.query.out_size // self.head_dim

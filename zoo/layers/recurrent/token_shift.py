@@ -24,7 +24,8 @@ class TokenShift(Module):
 
     def __init__(self, embed: int, *, adjust: AbstractLinear | None = None):
         """Initialize weights to 0.5."""
-        self.weight, self.adjust = jnp.full(embed, 0.5, jnp.float32), adjust
+        self.weight = jnp.full(embed, 0.5, jnp.float32)
+        self.adjust = adjust
 
     def __call__(self, x: HiddenStates, delta: HiddenStates, mixture: HiddenStates | None = None) -> HiddenStates:
         """`delta`: previous vector minus current one. `mixture`: input of `adjust`."""

@@ -10,7 +10,8 @@ from .heads import EncoderFeatures, MaskedLMHead
 from .image import ImageEncoder
 from .text import Encoder
 
-_IMAGE_KEYS, _TEXT_KEYS = ("images",), ("tokens", "mask", "token_types")
+_IMAGE_KEYS = ("images",)
+_TEXT_KEYS = ("tokens", "mask", "token_types")
 
 
 def classification_loss(

@@ -57,7 +57,8 @@ class DenseTransform(Module):
     ):
         """`norm`: factory of the norm."""
         self.linear = Linear(embed, embed, in_=Dim("embed"), bias=bias, key=key)
-        self.norm, self.activation = None if norm is None else norm(), activation
+        self.norm = None if norm is None else norm()
+        self.activation = activation
 
     def __call__(self, x: Float[Array, "*rows embed"]) -> Float[Array, "*rows embed"]:
         x = self.activation(self.linear(x))
@@ -85,7 +86,8 @@ class ClassificationHead(AbstractEncoderHead):
         - `pool`: a function from "batch seq embed" and a padding mask to "batch size".
         - `transform`: factory of the transform, called with `key=`."""
         key, transform_key = jax.random.split(key)
-        self.linear, self.pool = Linear(size, classes, out=Dim("classes"), bias=True, key=key), pool
+        self.linear = Linear(size, classes, out=Dim("classes"), bias=True, key=key)
+        self.pool = pool
         self.transform = None if transform is None else transform(key=transform_key)
 
     def __call__(self, x: HiddenStates, mask: PaddingMask | None = None) -> Float[Array, "batch classes"]:
@@ -142,7 +144,10 @@ class MaskedLMHead(Module):
         - `tied`: use the embedding as W."""
         key, transform_key = jax.random.split(key)
         self.transform = None if transform is None else transform(key=transform_key)
-        self.decoder = None if tied else Linear(embed, vocab, in_=Dim("embed"), out=Dim("vocab"), key=key)
+        if tied:
+            self.decoder = None
+        else:
+            self.decoder = Linear(embed, vocab, in_=Dim("embed"), out=Dim("vocab"), key=key)
         self.bias = jnp.zeros(vocab, jnp.float32) if bias else None
 
 
@@ -153,8 +158,12 @@ class MaskedUnembedding(Module):
     table: AbstractLinear | AbstractEmbedding
 
     def __call__(self, x: Float[Array, "*rows embed"]) -> Float[Array, "*rows vocab"]:
-        x = x if self.head.transform is None else self.head.transform(x)
-        logits = self.table.transposed(x) if isinstance(self.table, AbstractEmbedding) else self.table(x)
+        if self.head.transform is not None:
+            x = self.head.transform(x)
+        if isinstance(self.table, AbstractEmbedding):
+            logits = self.table.transposed(x)
+        else:
+            logits = self.table(x)
         return logits if self.head.bias is None else logits + self.head.bias
 
 

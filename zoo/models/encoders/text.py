@@ -129,7 +129,9 @@ class Encoder(Module):
 
     def read_head(self, x: HiddenStates, mask: PaddingMask | None = None) -> Any:
         """Return what the head makes of normalized hidden states."""
-        return self.logits(x) if isinstance(self.head, MaskedLMHead) else gather(self.head)(x, mask)
+        if isinstance(self.head, MaskedLMHead):
+            return self.logits(x)
+        return gather(self.head)(x, mask)
 
     def hidden(self, tokens: Tokens, info: TokenInfo, states: None = None) -> tuple[Hidden, None]:
         """Return the hidden states after the final norm, and None: there are no states.
@@ -154,7 +156,10 @@ class Encoder(Module):
             positions = shard_tokens(token_positions(tokens, info), axis=-1)
             x = x + gather(self.position_embedding)(positions)
         if self.type_embedding is not None:
-            types = jnp.zeros_like(tokens) if info.token_types is None else info.token_types
+            if info.token_types is None:
+                types = jnp.zeros_like(tokens)
+            else:
+                types = info.token_types
             x = x + gather(self.type_embedding)(shard_tokens(types, axis=-1))
         if self.embedding_norm is not None:
             x = gather(self.embedding_norm)(x)
@@ -211,7 +216,8 @@ def build_encoder(
     - `relative_embedding`: factory of the table of relative positions that `RelativeBlock`s read, called with `key=`.
     """
     embedding_key, stack_key, head_key = jax.random.split(wrap_key(key), 3)
-    position_key, type_key = jax.random.fold_in(embedding_key, 1), jax.random.fold_in(embedding_key, 2)
+    position_key = jax.random.fold_in(embedding_key, 1)
+    type_key = jax.random.fold_in(embedding_key, 2)
     scale = embed**-0.5
     position_embedding = type_embedding = relative = None
     if positions is not None:

@@ -84,8 +84,10 @@ def build_rotary(config: Config, *, interleaved: bool = False, layer_type: str |
 
     **Raises** `ConfigError` for an odd number of rotated channels.
     """
-    rope_parameters, head_dim = config["rope_parameters"], read_head_sizes(config)[2]
-    rope_parameters = rope_parameters if layer_type is None else rope_parameters[layer_type]
+    rope_parameters = config["rope_parameters"]
+    head_dim = read_head_sizes(config)[2]
+    if layer_type is not None:
+        rope_parameters = rope_parameters[layer_type]
     if rope_parameters["rope_type"] == "proportional":
         pairs = int((rope_parameters.get("partial_rotary_factor") or 1) * head_dim // 2)
         scaling = ProportionalScaling(pairs, rope_parameters.get("factor") or 1)
@@ -147,7 +149,8 @@ def make_attention_factory(
     """Return a factory of `Attention`, or of another class of `attention`, with these options. Sizes come from the
     config, and RoPE unless given."""
     heads, kv_heads, head_dim = read_head_sizes(config)
-    options = {"rotary": build_rotary(config), **options} if "rotary" not in options else options
+    if "rotary" not in options:
+        options = {"rotary": build_rotary(config), **options}
     if options.get("window") == 0:
         raise ConfigError("sliding_window = 0: a window holds at least 1 token, its own")
     sizes = {"kv_heads": kv_heads, "head_dim": head_dim, "out_scale": compute_out_scale(config)}
@@ -184,7 +187,8 @@ def make_latent_attention_factory(config: Config, *, interleaved: bool, **option
 
     **Raises** `ConfigError` for grouped keys, and for a `head_dim` other than `qk_rope_head_dim`.
     """
-    heads, rope_dim = config["num_attention_heads"], config["qk_rope_head_dim"]
+    heads = config["num_attention_heads"]
+    rope_dim = config["qk_rope_head_dim"]
     if config["num_key_value_heads"] not in (None, heads):
         kv_heads = config["num_key_value_heads"]
         raise ConfigError(f"num_key_value_heads = {kv_heads}, and latent attention has a key for each of {heads} heads")
@@ -240,7 +244,8 @@ def make_mixture_factory(
 
     **Raises** `ConfigError` if fewer experts can be chosen than a token needs.
     """
-    embed, top = config["hidden_size"], config["num_experts_per_tok"]
+    embed = config["hidden_size"]
+    top = config["num_experts_per_tok"]
     sizes = {key: config[key] for key in ("num_experts_per_tok", "n_group", "topk_group") if key in config}
     try:
         check_routing_sizes(experts, top, config.get("n_group", 1), config.get("topk_group", 1))
@@ -277,8 +282,10 @@ def build_moe_decoder(
     - `windows`: sliding window of each layer; full attention by default.
     - `options`: of `Attention`.
     """
-    norm, dense = make_rms_norm_factory(config), make_gated_mlp_factory(config)
-    windows = [None] * len(is_sparse) if windows is None else windows
+    norm = make_rms_norm_factory(config)
+    dense = make_gated_mlp_factory(config)
+    if windows is None:
+        windows = [None] * len(is_sparse)
     mixers = make_windowed_attention_factories(config, windows, **options)
     layers = [(mixer, experts if sparse else dense) for mixer, sparse in zip(mixers, is_sparse, strict=True)]
     return build_config_decoder(config, layers, norm, key=key)
@@ -291,7 +298,8 @@ def make_rms_norm_factory(config: Config, **options: Any) -> Callable[[], RMSNor
 
 def make_head_norm_factory(config: Config, **options: Any) -> Callable[[], RMSNorm]:
     """Return a factory of RMSNorms over the head dim, for QK norm."""
-    size, options = read_head_sizes(config)[2], {"epsilon": config["rms_norm_eps"], **options}
+    size = read_head_sizes(config)[2]
+    options = {"epsilon": config["rms_norm_eps"], **options}
     return partial(RMSNorm, size, features=Dim("head_dim"), **options)
 
 
@@ -313,7 +321,8 @@ def list_patterned_types(config: Config) -> list[str]:
     """Return the default `layer_types` of a config with a `sliding_window_pattern` n: every n-th layer attends to all
     tokens, and the others to a sliding window. "LLLG" spells the pattern 4 out, in local and global layers. 0 and null,
     which transformers writes for a model without windows, are no pattern."""
-    pattern, count = config["sliding_window_pattern"], config["num_hidden_layers"]
+    pattern = config["sliding_window_pattern"]
+    count = config["num_hidden_layers"]
     if not pattern:
         return ["full_attention"] * count
     if isinstance(pattern, str):

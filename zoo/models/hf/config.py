@@ -58,7 +58,9 @@ def read_config(family: Family, given: Mapping[str, Any], *, ignore: Collection[
     **Raises** `ConfigError` with all keys that are unknown, have an invalid value, or ask for something that is not
     implemented.
     """
-    config, errors, read_from = Config(family.defaults), [], {}
+    config = Config(family.defaults)
+    errors = []
+    read_from = {}
     can_be_ignored = False  # a key that the family reads has a default, which is another model
     required = {
         **{key: values for key, values in REQUIRED_VALUES.items() if key not in family.defaults},

@@ -35,7 +35,8 @@ def describe_dense(model: Any) -> dict[str, Any]:
     **Raises** `ConfigError` for other classes of layers.
     """
     model, blocks = eval_shape_blocks(model)
-    config, ffn = _describe_common(model, blocks), blocks[0].ffn
+    config = _describe_common(model, blocks)
+    ffn = blocks[0].ffn
     check_type("ffn", ffn, GatedMLP)
     return config | {
         "intermediate_size": ffn.gate.out_size,
@@ -50,7 +51,8 @@ def describe_mixture(model: Any) -> dict[str, Any]:
     **Raises** `ConfigError` for a model without a mixture, and for other classes of layers.
     """
     model, blocks = eval_shape_blocks(model)
-    config, mixer = _describe_common(model, blocks), blocks[0].mixer
+    config = _describe_common(model, blocks)
+    mixer = blocks[0].mixer
     sparse = [isinstance(block, Block) and isinstance(block.ffn, MixtureOfExperts) for block in blocks]
     if not any(sparse):
         raise ConfigError("none of its layers is a mixture of experts")
@@ -58,7 +60,8 @@ def describe_mixture(model: Any) -> dict[str, Any]:
     check_type("experts", mixture.experts, GatedMLP)
     dense = next((block.ffn for block, is_sparse in zip(blocks, sparse, strict=True) if not is_sparse), mixture.experts)
     check_type("ffn", dense, GatedMLP)
-    router, width = mixture.router, mixture.experts.gate.out_size
+    router = mixture.router
+    width = mixture.experts.gate.out_size
     if mixture.shared is not None:
         check_type("shared expert", mixture.shared, GatedMLP)
     shared = None if mixture.shared is None else mixture.shared.gate.out_size
@@ -145,7 +148,10 @@ def _describe_common(model: Decoder, blocks: tuple[Any, ...]) -> dict[str, Any]:
 
 def _describe_rope_parameters(rotary: Rotary, head_dim: int) -> dict[str, Any]:
     rope_type, parameters = _describe_rope_scaling(rotary.scaling)
-    partial = {} if rotary.dim == head_dim else {"partial_rotary_factor": rotary.dim / head_dim}
+    if rotary.dim == head_dim:
+        partial = {}
+    else:
+        partial = {"partial_rotary_factor": rotary.dim / head_dim}
     parameters = {key: list(x) if isinstance(x, tuple) else x for key, x in parameters.items() if x is not None}
     return {"rope_type": rope_type, "rope_theta": rotary.base, **partial, **parameters}
 
@@ -159,7 +165,8 @@ def _describe_rope_scaling(scaling: RopeScaling | None) -> tuple[str, dict[str, 
         case DynamicScaling():
             return "dynamic", {"factor": scaling.factor}
         case Llama3Scaling():
-            slow, fast = scaling.low_frequency_factor, scaling.high_frequency_factor
+            slow = scaling.low_frequency_factor
+            fast = scaling.high_frequency_factor
             parameters = {"factor": scaling.factor, "low_freq_factor": slow, "high_freq_factor": fast}
         case YarnScaling():
             names = ("factor", "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate")

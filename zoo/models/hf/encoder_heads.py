@@ -51,7 +51,8 @@ def select_names(config: Config, prefix: str, heads: Mapping[str, NameMap]) -> N
 
 def count_classes(config: Config) -> int:
     """Return the number of classes that `id2label` names, or `num_labels`. **Raises** `ConfigError` if they differ."""
-    labels, count = config["id2label"], config["num_labels"]
+    labels = config["id2label"]
+    count = config["num_labels"]
     if labels is not None and count not in (None, len(labels)):
         raise ConfigError(f"num_labels = {count}, and id2label has {len(labels)} labels")
     return len(labels) if labels is not None else count or 2  # transformers' default

@@ -64,7 +64,8 @@ def read_rope_parameters(family: Family, given: Mapping[str, Any]) -> dict[str, 
     default = family.defaults["rope_parameters"]
     if not default.keys() >= set(LAYER_TYPES):
         return _read_rope(family, canonical, default)
-    nested, sliding = canonical.get("rope_parameters", {}), default["sliding_attention"]
+    nested = canonical.get("rope_parameters", {})
+    sliding = default["sliding_attention"]
     if not isinstance(nested, Mapping) or any(not isinstance(nested.get(kind, {}), Mapping) for kind in LAYER_TYPES):
         raise ConfigError(
             f"rope_parameters = {shorten_repr(nested)} should have a table each for {' and '.join(LAYER_TYPES)}"
@@ -79,7 +80,10 @@ def read_rope_parameters(family: Family, given: Mapping[str, Any]) -> dict[str, 
     local = canonical.get("sliding_rope_theta")
     if local is None:
         is_same = sliding["rope_theta"] == default["full_attention"]["rope_theta"]
-        local = canonical.get("rope_theta", sliding["rope_theta"]) if is_same else sliding["rope_theta"]
+        if is_same:
+            local = canonical.get("rope_theta", sliding["rope_theta"])
+        else:
+            local = sliding["rope_theta"]
     full = _read_rope(family, base, default["full_attention"])
     return {"sliding_attention": _read_rope(family, {"rope_theta": local}, sliding), "full_attention": full}
 

@@ -41,10 +41,20 @@ class TensorMapping:
     def shape(self, parts: Sequence[Shape], num_stacked_dims: int) -> Shape:
         """Return the shape of the checkpoint tensor, from those of our parts. The first `num_stacked_dims` dims are
         stacked layers or experts."""
-        rows = sum(part[num_stacked_dims] for part in parts) if len(parts[0]) > num_stacked_dims else None
-        shape = parts[0] if rows is None else (*parts[0][:num_stacked_dims], rows, *parts[0][num_stacked_dims + 1 :])
-        unstacked = shape[num_stacked_dims:][::-1] if self.transposed else shape[num_stacked_dims:]
-        unstacked = (unstacked[0], 1, unstacked[1]) if self.conv1d_filters and len(unstacked) == 2 else unstacked
+        if len(parts[0]) > num_stacked_dims:
+            rows = sum(part[num_stacked_dims] for part in parts)
+        else:
+            rows = None
+        if rows is None:
+            shape = parts[0]
+        else:
+            shape = (*parts[0][:num_stacked_dims], rows, *parts[0][num_stacked_dims + 1 :])
+        if self.transposed:
+            unstacked = shape[num_stacked_dims:][::-1]
+        else:
+            unstacked = shape[num_stacked_dims:]
+        if self.conv1d_filters and len(unstacked) == 2:
+            unstacked = (unstacked[0], 1, unstacked[1])
         return (*shape[:num_stacked_dims], *(1,) * self.leading_ones, *unstacked)
 
     def views(self, tensor: np.ndarray, parts: Sequence[Shape], num_stacked_dims: int) -> list[np.ndarray]:
@@ -94,7 +104,8 @@ def prefixed(theirs: str, ours: str, name_map: NameMap) -> dict[str, TensorMappi
         return f"{prefix}.{name}".strip(".")
 
     def add_prefix(mapping: str | TensorMapping) -> TensorMapping:
-        mapping = TensorMapping((mapping,)) if isinstance(mapping, str) else mapping
+        if isinstance(mapping, str):
+            mapping = TensorMapping((mapping,))
         return dataclasses.replace(mapping, parts=tuple(join(ours, part) for part in mapping.parts))
 
     return {join(theirs, name): add_prefix(mapping) for name, mapping in name_map.items()}
@@ -156,7 +167,8 @@ class Family:
     kinds: Mapping[str, ValueKind] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self):
-        kinds, plain = {}, {}
+        kinds = {}
+        plain = {}
         for key, default in self.defaults.items():
             is_declared = isinstance(default, Default)
             plain[key] = default.value if is_declared else default

@@ -35,7 +35,8 @@ def make_pooled_head_factory(
 
     **Raises** `ConfigError` for another pooling.
     """
-    size, classes = config["hidden_size"], count_classes(config)
+    size = config["hidden_size"]
+    classes = count_classes(config)
     if pooling == "late":
         make = partial(TokenClassificationHead, size, classes, transform=transform)
         return lambda key: LateClassificationHead(make(key=key))
@@ -53,7 +54,8 @@ def make_masked_lm_head_factory(
     config: Config, transform: Callable[..., DenseTransform] | None, *, bias: bool
 ) -> HeadFactory:
     """Return a factory of a masked-LM head."""
-    sizes, tied = (config["hidden_size"], config["vocab_size"]), config.get("tie_word_embeddings", True)
+    sizes = (config["hidden_size"], config["vocab_size"])
+    tied = config.get("tie_word_embeddings", True)
     return partial(MaskedLMHead, *sizes, transform=transform, tied=tied, bias=bias)
 
 

@@ -47,7 +47,8 @@ def make_image_embedding_factory(
     config: Config, *, positions: bool = True, **options: Any
 ) -> Callable[..., ImageEmbedding]:
     """Return a factory of `ImageEmbedding`. **Raises** `ConfigError` for images smaller than a patch."""
-    patch, grid = read_size(config, "patch_size"), read_grid(config) if positions else None
+    patch = read_size(config, "patch_size")
+    grid = read_grid(config) if positions else None
     return partial(
         ImageEmbedding, config["num_channels"], config["hidden_size"], patch_size=patch, grid=grid, **options
     )
@@ -55,7 +56,8 @@ def make_image_embedding_factory(
 
 def read_grid(config: Config) -> tuple[int, int]:
     """Return rows and columns of patches. **Raises** `ConfigError` for images smaller than a patch."""
-    image, patch = read_size(config, "image_size"), read_size(config, "patch_size")
+    image = read_size(config, "image_size")
+    patch = read_size(config, "patch_size")
     grid = image[0] // patch[0], image[1] // patch[1]
     if not all(grid):
         raise ConfigError(f"image_size = {config['image_size']} is smaller than patch_size = {config['patch_size']}")

@@ -96,7 +96,8 @@ def unwrap_config(
 
     **Raises** `ConfigError` as `read_text_config` does, and if no tensor has a language model's name.
     """
-    text, wrapper = read_text_config(config), find_wrapper(config)
+    text = read_text_config(config)
+    wrapper = find_wrapper(config)
     if wrapper is None:
         return text, None
     if not wrapper.scales_logits:
@@ -106,7 +107,10 @@ def unwrap_config(
         raise ConfigError(f"the names of the language model's tensors should begin with {' or '.join(_BASES)}")
     inner_head = any(name.startswith(f"language_model.{family.head}.") for name in tensors)
     outer_head = any(name.startswith(f"{family.head}.") for name in tensors)
-    rest = "language_model." if inner_head or (base == _BASES[1] and not outer_head) else ""
+    if inner_head or (base == _BASES[1] and not outer_head):
+        rest = "language_model."
+    else:
+        rest = ""
     if config.get(TIE) is None and (inner_head or outer_head):
         text[TIE] = False
     return text, Wrapping(json.dumps(config), json.dumps(text), base, rest)
@@ -118,7 +122,8 @@ def wrap_config(text: Mapping[str, Any], wrapping: Wrapping) -> dict[str, Any]:
     Keys that did not change stay as and where they are. A changed key is written where it stood, at the top, in
     `text_config` or both, and a new one in `text_config`.
     """
-    config, before = json.loads(wrapping.config), json.loads(wrapping.text)
+    config = json.loads(wrapping.config)
+    before = json.loads(wrapping.text)
     inner = config[TEXT_CONFIG]
     for key in before.keys() | text.keys():
         if key in text and key in before and text[key] == before[key]:
@@ -142,7 +147,9 @@ def rename(name: str, wrapping: Wrapping | None, base: str = "model.") -> str:
     head's."""
     if wrapping is None:
         return name
-    return wrapping.base + name.removeprefix(base) if name.startswith(base) else wrapping.rest + name
+    if name.startswith(base):
+        return wrapping.base + name.removeprefix(base)
+    return wrapping.rest + name
 
 
 def name_as_modules(wrapping: Wrapping) -> Wrapping:

@@ -51,8 +51,10 @@ def ModernBERT(
     """
     if layers < 1:
         raise ValueError(f"a ModernBERT has at least 1 layer, not {layers}")
-    rotary = Rotary(resolve_head_dim(embed, heads, None)) if rotary is None else rotary
-    out_scale, norm = (2 * layers) ** -0.5, partial(LayerNorm, embed, bias=False)
+    if rotary is None:
+        rotary = Rotary(resolve_head_dim(embed, heads, None))
+    out_scale = (2 * layers) ** -0.5
+    norm = partial(LayerNorm, embed, bias=False)
     options = {"rotary": rotary, "out_scale": out_scale, "implementation": implementation}
     mixers = {window: partial(BidirectionalAttention, embed, heads, window=window, **options) for window in windows}
     ffn = partial(GatedMLP, embed, mlp, activation=gelu, out_scale=out_scale)

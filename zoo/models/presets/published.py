@@ -63,7 +63,8 @@ def preset(name: str, /, *, key: Key[Array, ""], **changes: Any) -> Decoder:
     changes.
     """
     entry = find_preset(name)
-    family, config = _find_family(entry), _override_config(entry, changes)
+    family = _find_family(entry)
+    config = _override_config(entry, changes)
     try:
         model = family.build(read_config(family, config, ignore=None), key=key)
     except ValueError as error:  # an invalid key, or sizes that do not fit together
@@ -82,7 +83,10 @@ def find_preset(name: str) -> Preset:
         return PRESETS[name]
     short_name = name.lower().rpartition("/")[2].removeprefix("meta-")  # names on the hub are longer
     matches = difflib.get_close_matches(short_name, PRESETS, n=4, cutoff=0.6)
-    hint = f"nearest are {', '.join(matches)}" if matches else f"there are {', '.join(PRESETS)}"
+    if matches:
+        hint = f"nearest are {', '.join(matches)}"
+    else:
+        hint = f"there are {', '.join(PRESETS)}"
     raise ValueError(f"there is no preset {name!r}; {hint}")
 
 

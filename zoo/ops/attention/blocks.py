@@ -36,7 +36,8 @@ def mark_blocks(
     def split_segments(x: Array | None, size: int) -> Array | None:
         return None if x is None else split(x, size, mode="edge")
 
-    queries, keys = split(places[0], sizes[0], mode="edge"), split(places[1], sizes[1], constant_values=-1)
+    queries = split(places[0], sizes[0], mode="edge")
+    keys = split(places[1], sizes[1], constant_values=-1)
     return (
         Marks(queries, split_segments(attention_mask.query_segments, sizes[0])),
         Marks(keys, split_segments(attention_mask.key_segments, sizes[1])),
@@ -60,7 +61,8 @@ def find_ranges(
 
     Blocks are compared by the bounds of their marks, one block with all others at a time: the memory is linear.
     """
-    query_bounds, key_bounds = _bound(queries, queries.positions.min(-1)), _bound(keys, _find_lowest_unmasked(keys))
+    query_bounds = _bound(queries, queries.positions.min(-1))
+    key_bounds = _bound(keys, _find_lowest_unmasked(keys))
     outer, inner = (key_bounds, query_bounds) if of_keys else (query_bounds, key_bounds)
 
     def find_range(block: _Bounds) -> tuple[Array, Array]:

@@ -73,10 +73,12 @@ class _Options:
         self, query: Float[Array, "rows dim"], key: Float[Array, "keys dim"], queries: Marks, keys: Marks
     ) -> tuple[Float[Array, "rows keys"], Any]:
         """Return the scores of one pair of blocks, and their derivative by the scores without a cap, or 1."""
-        scores, slope = _multiply("rd,kd->rk", query, key) * self.scale, 1
+        scores = _multiply("rd,kd->rk", query, key) * self.scale
+        slope = 1
         if self.soft_cap is not None:
             capped = jnp.tanh(scores / self.soft_cap)
-            scores, slope = self.soft_cap * capped, 1 - jnp.square(capped)
+            scores = self.soft_cap * capped
+            slope = 1 - jnp.square(capped)
         mask = mask_blocks(self.causal, self.window, queries, keys)
         by_head = scores.reshape(-1, *mask.shape)
         return jnp.where(mask, by_head, MASK_VALUE).reshape(scores.shape), slope
@@ -158,7 +160,8 @@ def _plan(
             "blockwise_attention masks blocks by positions and segments, and here queries select their keys. Use "
             "grouped_query_attention."
         )
-    block = choose_block(mask.window) if block is None else block
+    if block is None:
+        block = choose_block(mask.window)
     sizes = balance_blocks(query.shape[1], block), balance_blocks(key.shape[1], block)
     marks = mark_blocks(mask, query.shape[0], (query.shape[1], key.shape[1]), sizes)
     scale_or_default = query.shape[-1] ** -0.5 if scale is None else scale
@@ -167,7 +170,9 @@ def _plan(
 
 def choose_block(window: int | None) -> int:
     """Return the number of queries, and of keys, of a block: half a window, since larger ones are mostly masked."""
-    return LARGEST_BLOCK if window is None else min(max(window // 2, SMALLEST_BLOCK), LARGEST_BLOCK)
+    if window is None:
+        return LARGEST_BLOCK
+    return min(max(window // 2, SMALLEST_BLOCK), LARGEST_BLOCK)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -194,7 +199,8 @@ def _attend_fwd(
     ranges = find_ranges(options.causal, options.window, *marks)
     found = _map_heads(functools.partial(_attend_head, options), ranges, marks, blocks)
     output, lse = (_join(x, query_size, query_seq) for x in found)
-    output, lse = output.astype(value.dtype), lse[..., 0]
+    output = output.astype(value.dtype)
+    lse = lse[..., 0]
     return (output, lse), (query, key, value, sinks, marks, output, lse)
 
 
@@ -264,7 +270,8 @@ def _attend_head(
             highest, total, output = carry
             scores, _ = options.score(rows, key[index], queries, _at(marks[1], index))
             new = jnp.maximum(highest, scores.max(-1, keepdims=True))
-            kept, weights = jnp.exp(highest - new), jnp.exp(scores - new)
+            kept = jnp.exp(highest - new)
+            weights = jnp.exp(scores - new)
             total = kept * total + weights.sum(-1, keepdims=True)
             return new, total, kept * output + _multiply("rk,kd->rd", weights.astype(value.dtype), value[index])
 
@@ -297,7 +304,8 @@ def _differentiate_head(
 
         def visit(index: Array, carry: tuple) -> tuple:
             query_gradient, key_gradient, value_gradient = carry
-            rows, outgoing = query[index], gradient[index]
+            rows = query[index]
+            outgoing = gradient[index]
             scores, slope = options.score(rows, key_block, _at(marks[0], index), keys)
             weights = jnp.exp(scores - lse[index])
             score_gradient = weights * (_multiply("rd,kd->rk", outgoing, value_block) - total[index]) * slope

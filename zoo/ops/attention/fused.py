@@ -46,7 +46,10 @@ def fused_attention(
     attend = functools.partial(jax.nn.dot_product_attention, scale=scale, implementation=implementation)
     if mask is None or attention_mask.is_structural:
         behind = None if attention_mask.window is None else attention_mask.window - 1
-        bounds = None if behind is None else (behind, 0 if attention_mask.causal else behind)
+        if behind is None:
+            bounds = None
+        else:
+            bounds = (behind, 0 if attention_mask.causal else behind)
         return attend(query, key, value, is_causal=attention_mask.causal, local_window_size=bounds)
     return zero_masked_queries(attend(query, key, value, mask=mask[:, None]), mask)
 

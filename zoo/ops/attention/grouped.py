@@ -49,11 +49,13 @@ def grouped_query_attention_with_lse(
     group = group_size(query, key)
     mask = attention_mask.materialize(query.shape[1], key.shape[1])
     key, value = (rearrange(x, "batch seq kv_heads dim -> batch kv_heads seq dim") for x in (key, value))
-    sinks = None if sinks is None else sinks.astype(jnp.float32).reshape(key.shape[1], group)
+    if sinks is not None:
+        sinks = sinks.astype(jnp.float32).reshape(key.shape[1], group)
     # The group is folded into the rows of one product: as a separate dim, XLA's CPU backend copies the weights.
     fold = "batch seq (kv_heads group) dim -> batch kv_heads (group seq) dim"
     unfold = "batch kv_heads (group seq) dim -> batch seq (kv_heads group) dim"
-    outputs, lses = [], []
+    outputs = []
+    lses = []
     for queries, keys in make_query_blocks(attention_mask, query.shape[1], key.shape[2]):
         rows = rearrange(query[:, queries], fold, group=group)
         if mask is not None:
@@ -65,7 +67,10 @@ def grouped_query_attention_with_lse(
         scores = scale_scores(scores, query.shape[-1], scale, soft_cap)
         if mask is not None:
             scores = jnp.where(jnp.tile(mask[:, queries, keys], (1, group, 1))[:, None], scores, masked_score)
-        row_sinks = None if sinks is None else jnp.repeat(sinks, rows.shape[2] // group, axis=1)[..., None]
+        if sinks is None:
+            row_sinks = None
+        else:
+            row_sinks = jnp.repeat(sinks, rows.shape[2] // group, axis=1)[..., None]
         weights, lse = _softmax_with_sinks(scores, row_sinks)
         output = einsum_fp32_accum("bnrk,bnkd->bnrd", weights.astype(value.dtype), value[:, :, keys])
         outputs.append(rearrange(output, unfold, group=group))
@@ -96,10 +101,12 @@ def _softmax_with_sinks(
 ) -> tuple[Float[Array, "batch kv_heads rows keys"], Float[Array, "batch kv_heads rows 1"]]:
     """Compute the softmax over keys in float32, with one sink per row if given, and the log-sum-exp."""
     highest = max_last_dim(lax.stop_gradient(scores))
-    highest = highest if sinks is None else jnp.maximum(highest, lax.stop_gradient(sinks))
+    if sinks is not None:
+        highest = jnp.maximum(highest, lax.stop_gradient(sinks))
     weights = jnp.exp(scores - highest)
     total = weights.sum(axis=-1, keepdims=True)
-    total = total if sinks is None else total + jnp.exp(sinks - highest)
+    if sinks is not None:
+        total = total + jnp.exp(sinks - highest)
     return weights / total, highest + jnp.log(total)
 
 
@@ -113,7 +120,8 @@ def scale_scores(
 
 def group_size(query: Float[Array, "..."], key: Float[Array, "..."]) -> int:
     """Return the number of query heads per key head. **Raises** `ValueError` if it is not an integer."""
-    heads, kv_heads = query.shape[2], key.shape[2]
+    heads = query.shape[2]
+    kv_heads = key.shape[2]
     if heads % kv_heads:
         raise ValueError(f"attention: {heads} query heads do not share out over {kv_heads} key heads.")
     return heads // kv_heads

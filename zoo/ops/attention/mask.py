@@ -91,4 +91,6 @@ class AttentionMask:
 
 def zero_masked_queries(output: Float[Array, "..."], mask: Bool[Array, "..."] | None) -> Float[Array, "..."]:
     """Zero the output of fully masked queries, whose softmax is uniform and meaningless."""
-    return output if mask is None else jnp.where(mask.any(axis=-1)[:, :, None, None], output, 0)
+    if mask is None:
+        return output
+    return jnp.where(mask.any(axis=-1)[:, :, None, None], output, 0)

@@ -25,9 +25,13 @@ def reference_attention(
     mask = attention_mask.materialize(query.shape[1], key.shape[1])
     scores = jnp.einsum("bqhd,bkhd->bhqk", query, key, precision="highest")
     scores = scale_scores(scores, query.shape[-1], scale, soft_cap)
-    mask = jnp.ones_like(scores, bool) if mask is None else jnp.broadcast_to(mask[:, None], scores.shape)
+    if mask is None:
+        mask = jnp.ones_like(scores, bool)
+    else:
+        mask = jnp.broadcast_to(mask[:, None], scores.shape)
     highest = jnp.max(scores, axis=-1, keepdims=True, where=mask, initial=MASK_VALUE)
-    sinks = None if sinks is None else sinks.astype(jnp.float32).reshape(query.shape[2], 1, 1)
+    if sinks is not None:
+        sinks = sinks.astype(jnp.float32).reshape(query.shape[2], 1, 1)
     highest = lax.stop_gradient(highest if sinks is None else jnp.maximum(highest, sinks))
     weights = jnp.where(mask, jnp.exp(jnp.where(mask, scores - highest, 0)), 0)
     total = weights.sum(axis=-1, keepdims=True) + (0 if sinks is None else jnp.exp(sinks - highest))

@@ -74,7 +74,9 @@ def _find_grouped_drawback(request: AttentionRequest) -> str | None:
 
 
 def _find_blockwise_obstacle(request: AttentionRequest) -> str | None:
-    return "queries select their keys, and it knows positions and segments only" if request.has_selection else None
+    if request.has_selection:
+        return "queries select their keys, and it knows positions and segments only"
+    return None
 
 
 ATTENTION = Operation[AttentionRequest](

@@ -58,7 +58,10 @@ def splash_attention(
     scaled = (factor * query.astype(jnp.float32)).astype(query.dtype)
     query = rearrange(scaled, "batch seq (kv_heads group) dim -> batch kv_heads group seq dim", group=group)
     key, value = (rearrange(x, "batch seq kv_heads dim -> batch kv_heads seq dim") for x in (key, value))
-    sinks_by_head = None if sinks is None else sinks.astype(jnp.float32).reshape(-1, group)
+    if sinks is None:
+        sinks_by_head = None
+    else:
+        sinks_by_head = sinks.astype(jnp.float32).reshape(-1, group)
     static = _Static(group, request.query_seq, request.causal, request.window, soft_cap, current_platform() == "cpu")
     operands: Any = align_varying(query, key, value, sinks_by_head, attention_mask.query_segments)
     output: Any = _attend(static, *operands)
@@ -86,7 +89,9 @@ def find_splash_obstacle(request: AttentionRequest) -> str | None:
 
 def find_splash_drawback(request: AttentionRequest) -> str | None:
     """Return why `"auto"` passes over `splash_attention` for a request, or None."""
-    return "on CPUs kernels run in Pallas' interpreter" if current_platform() == "cpu" else None
+    if current_platform() == "cpu":
+        return "on CPUs kernels run in Pallas' interpreter"
+    return None
 
 
 class _Static(NamedTuple):
@@ -128,7 +133,8 @@ def _make_attend(static: _Static, segments: Array | None) -> Callable:
     # Pallas takes longer to import than the rest of the library.
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask
 
-    shape, behind = (static.seq, static.seq), None if static.window is None else static.window - 1
+    shape = (static.seq, static.seq)
+    behind = None if static.window is None else static.window - 1
     if behind is not None or static.causal:
         mask = splash_attention_mask.LocalMask(shape, (behind, 0 if static.causal else behind), 0)
     else:

@@ -29,11 +29,13 @@ class _DispatchIndices(NamedTuple):
 
 def sort_by_expert(selected_experts: Int[Array, "tokens top"], experts: int) -> _DispatchIndices:
     """Sort assignments by expert, and by token for the same expert."""
-    flat, rows = selected_experts.reshape(-1), selected_experts.size
+    flat = selected_experts.reshape(-1)
+    rows = selected_experts.size
     if rows * experts < 2**31:
         # Expert and assignment packed into one integer: sorting keys without values takes a fifth of the time.
         packed = lax.sort(flat.astype(jnp.int32) * rows + jnp.arange(rows, dtype=jnp.int32), is_stable=False)
-        assignments, ends = packed % rows, jnp.searchsorted(packed, jnp.arange(1, experts + 1, dtype=jnp.int32) * rows)
+        assignments = packed % rows
+        ends = jnp.searchsorted(packed, jnp.arange(1, experts + 1, dtype=jnp.int32) * rows)
     else:
         assignments = jnp.argsort(flat, stable=True)
         ends = jnp.searchsorted(flat[assignments], jnp.arange(experts), side="right")
@@ -127,7 +129,8 @@ def sort_into_slots(
     one_hot = (first_choices_first[:, None] == jnp.arange(experts)).astype(jnp.int32)
     slot = (jnp.cumsum(one_hot, axis=0) - one_hot)[jnp.arange(tokens * top), first_choices_first]
     slot = slot.reshape(top, tokens).T
-    has_slot, padding_row = slot < capacity, experts * capacity
+    has_slot = slot < capacity
+    padding_row = experts * capacity
     row_indices = jnp.where(has_slot, selected_experts * capacity + slot, padding_row)
     assignments = jnp.full(padding_row + 1, tokens * top, row_indices.dtype)
     assignments = assignments.at[jnp.where(has_slot, row_indices, padding_row + 1)].set(

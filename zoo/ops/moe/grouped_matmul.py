@@ -188,10 +188,13 @@ class _ExpertBuckets:
     """The assignment of rows to one bucket per expert, and to blocks where a bucket overflows."""
 
     def __init__(self, group_sizes: Int[Array, "experts"], rows: int):
-        self.group_sizes, self.rows, experts = group_sizes, rows, len(group_sizes)
-        self.bucket_size = (
-            -(-rows * (_SLACK + 1) // (_SLACK * experts)) if rows >= _MIN_ROWS_PER_BUCKET * experts else 0
-        )
+        self.group_sizes = group_sizes
+        self.rows = rows
+        experts = len(group_sizes)
+        if rows >= _MIN_ROWS_PER_BUCKET * experts:
+            self.bucket_size = -(-rows * (_SLACK + 1) // (_SLACK * experts))
+        else:
+            self.bucket_size = 0
         self.ends = jnp.cumsum(group_sizes)
         self.starts = self.ends - group_sizes
         expert = jnp.minimum(find_row_experts(group_sizes, rows), experts - 1)
@@ -205,7 +208,9 @@ class _ExpertBuckets:
         """Copy rows into the buckets of their experts, padded by zeros if `zero_fill`, else by other rows."""
         index = self.starts[:, None] + jnp.arange(self.bucket_size)
         padded = x[jnp.minimum(index, self.rows - 1)]
-        return jnp.where((index < self.ends[:, None])[..., None], padded, 0) if zero_fill else padded
+        if zero_fill:
+            return jnp.where((index < self.ends[:, None])[..., None], padded, 0)
+        return padded
 
     def loop_over_overflow(self, step: Callable[[Array, _RowBlock], Array], carry: Array) -> Array:
         """Run `step(carry, block)` for each block of overflowing rows."""
@@ -232,7 +237,9 @@ def index_expert(weight: Array, expert: Array) -> Array:
 
 
 def _find_padded_drawback(request: GroupedMatmulRequest) -> str | None:
-    return "it copies rows into buckets, and a ragged product does not" if current_platform() == "tpu" else None
+    if current_platform() == "tpu":
+        return "it copies rows into buckets, and a ragged product does not"
+    return None
 
 
 def _find_ragged_drawback(request: GroupedMatmulRequest) -> str | None:

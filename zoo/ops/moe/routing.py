@@ -60,7 +60,9 @@ def sparse_mixer(logits: Float[Array, "*tokens choices"], jitter: float) -> _Top
     2.1), as at inference: in training it samples experts, and estimates the gradient of the sampling.
     """
     logits = logits.astype(jnp.float32)
-    rest, weights, selected = logits, [], []
+    rest = logits
+    weights = []
+    selected = []
     for _ in range(2):
         highest = lax.stop_gradient(rest.max(-1, keepdims=True))
         magnitude = jnp.maximum(lax.stop_gradient(jnp.abs(logits)), highest)

@@ -74,7 +74,9 @@ def saturating_cast(x: Float[Array, "*dims"], dtype: Any) -> Float[Array, "*dims
     E2M1 on CPUs differs from ml_dtypes' (jaxlib 0.10.2).
     """
     info = jnp.finfo(dtype)
-    mantissa_bits, bits, largest = int(info.nmant), int(info.bits), float(info.max)
+    mantissa_bits = int(info.nmant)
+    bits = int(info.bits)
+    largest = float(info.max)
     if current_platform() == "gpu" and bits == 8:
         return jnp.where(jnp.isfinite(x), jnp.clip(x, -largest, largest), x).astype(dtype)
     magnitude = jnp.minimum(jnp.abs(x), largest)
@@ -123,7 +125,8 @@ def expand_blocks(
 ) -> Float[Array, "..."]:
     """Repeat the value of each block over an array of this shape. The last block of a dim may be smaller."""
     for dim, size in enumerate(block):
-        values = jnp.repeat(values, size, axis=dim) if size > 1 else values
+        if size > 1:
+            values = jnp.repeat(values, size, axis=dim)
     return values[tuple(slice(0, length) for length in shape)]
 
 
@@ -149,7 +152,10 @@ def multiply_scaled(left: str, right: str, out: str, x: ScaledTensor, y: ScaledT
 
 def _choose_operand_dtype(*operands: ScaledTensor) -> Any:
     """Return the dtype that operands of a product are decoded to; None for operands that are multiplied as they are."""
-    platform, scales = current_platform(), [x.block_scales for x in operands if x.block_scales is not None]
+    platform = current_platform()
+    scales = [x.block_scales for x in operands if x.block_scales is not None]
     if platform == "gpu" and not scales:
         return None
-    return jnp.float32 if platform == "cpu" or any(x.dtype.itemsize > 1 for x in scales) else jnp.bfloat16
+    if platform == "cpu" or any(x.dtype.itemsize > 1 for x in scales):
+        return jnp.float32
+    return jnp.bfloat16

@@ -94,7 +94,8 @@ def _decode_codes(codes: UInt8[Array, "*rows codes"], kind: CodeKind) -> Float[A
         codes = jnp.stack([codes & 15, codes >> 4], axis=-1).reshape(*codes.shape[:-1], -1)
     if kind == "nf4":
         return lookup_codebook(codes)
-    codes = lax.bitcast_convert_type(codes, kind) if kind in ("float8_e4m3fn", "int8") else codes
+    if kind in ("float8_e4m3fn", "int8"):
+        codes = lax.bitcast_convert_type(codes, kind)
     return codes.astype(jnp.float32)
 
 
@@ -104,4 +105,6 @@ def _expand_groups(
     """Repeat the value of each group for its inputs."""
     if index is not None:
         return jnp.take_along_axis(x, index[..., None, :], axis=-1)
-    return x if group_size is None else jnp.repeat(x, group_size, axis=-1)[..., :in_size]
+    if group_size is None:
+        return x
+    return jnp.repeat(x, group_size, axis=-1)[..., :in_size]

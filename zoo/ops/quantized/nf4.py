@@ -86,7 +86,8 @@ def quantize_nf4(x: Float[Array, "*rows values"]) -> tuple[_Codes, _Constants, _
         )
     x = x.astype(jnp.float32).reshape(*x.shape[:-1], -1, BLOCK_SIZE)
     largest = jnp.abs(x).max(axis=-1)
-    offset, top = largest.min(axis=-1), largest.max(axis=-1)
+    offset = largest.min(axis=-1)
+    top = largest.max(axis=-1)
     offset = jnp.where(jnp.isfinite(top), offset, jnp.nan)
     step = (top - offset) / _CONSTANT_LEVELS
     scaled = (largest - offset[..., None]) / jnp.where(step == 0, 1, step)[..., None]

@@ -102,9 +102,11 @@ def _scaled_matmul_fwd(
     """Return the product, and the residuals of the gradient."""
     recipe, dim, axes, _ = options
     if history is None:
-        amax, weight_amax = recipe.measure(x, axes.input), recipe.measure(weight, axes.weight)
+        amax = recipe.measure(x, axes.input)
+        weight_amax = recipe.measure(weight, axes.weight)
     else:
-        amax, weight_amax = recipe.read_history(history.input), recipe.read_history(history.weight)
+        amax = recipe.read_history(history.input)
+        weight_amax = recipe.read_history(history.weight)
     quantized = recipe.quantize_input(x, amax, -1), recipe.quantize_weight(weight, weight_amax, dim - 2)
     y = multiply_scaled("rk", "nk" if dim == 1 else "kn", "rn", *quantized)
     y = y.astype(jnp.result_type(x, weight)).reshape(*x.shape[:-1], -1)
@@ -116,7 +118,10 @@ def _scaled_matmul_bwd(options: _Options, residuals: tuple, gradient: Float[Arra
     """Return the cotangents of x and the weight and, as the cotangents of the histories, the maxima of this call."""
     recipe, dim, axes, input_dtype = options
     stored, weight, weight_amax, input_seen, history, noise = residuals
-    amax = recipe.measure(gradient, axes.gradient) if history is None else recipe.read_history(history.gradient)
+    if history is None:
+        amax = recipe.measure(gradient, axes.gradient)
+    else:
+        amax = recipe.read_history(history.gradient)
     by_features = recipe.quantize_gradient(gradient, amax, -1, _draw_bits(recipe, noise, gradient, 0))
     by_tokens = recipe.quantize_gradient(gradient, amax, -2, _draw_bits(recipe, noise, gradient, _SECOND_DRAW))
     transposed = recipe.quantize_weight(weight, weight_amax, 1 - dim - 2)
@@ -140,7 +145,8 @@ def _record_amax(history: Float[Array, "history"], x: Float[Array, "*dims"]) -> 
     amax = find_amax(x)
     missing = tuple(axis for axis in jax.sharding.get_abstract_mesh().axis_names if axis in varying(amax))
     missing = tuple(axis for axis in missing if axis not in varying(history))
-    amax = lax.pmax(amax, missing) if missing else amax
+    if missing:
+        amax = lax.pmax(amax, missing)
     return vary(jnp.zeros_like(history).at[0].set(amax.astype(history.dtype)), varying(history))
 
 

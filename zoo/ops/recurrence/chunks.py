@@ -141,7 +141,10 @@ def _decayed_product_pairwise(
 ) -> Float[Array, "*lead size size"]:
     """Compute `decayed_product` with one exponential per pair."""
     total = log_decay.cumsum(-2)
-    row_total = jnp.pad(total[..., :-1, :], [(0, 0)] * (total.ndim - 2) + [(1, 0), (0, 0)]) if exclusive else total
+    if exclusive:
+        row_total = jnp.pad(total[..., :-1, :], [(0, 0)] * (total.ndim - 2) + [(1, 0), (0, 0)])
+    else:
+        row_total = total
     mask = causal_mask(rows.shape[-2], strict=strict or exclusive)
     decay = jnp.exp(jnp.where(mask[..., None], row_total[..., :, None, :] - total[..., None, :, :], -jnp.inf))
     rows = rows.astype(jnp.float32)
@@ -162,7 +165,9 @@ def exp_segsum(
     between = causal[:, None, :] & causal_mask(size, strict=True).T
     total = _sum_over_tokens(between.reshape(size * size, size), log_decay[..., None])
     decay = jnp.where(causal, jnp.exp(total.reshape(*log_decay.shape, size)), 0)
-    return exclude_own_token(decay, exclusive=exclusive) if strict or exclusive else decay
+    if strict or exclusive:
+        return exclude_own_token(decay, exclusive=exclusive)
+    return decay
 
 
 def exclude_own_token(decay: Float[Array, "*lead size size"], *, exclusive: bool) -> Float[Array, "*lead size size"]:
@@ -182,5 +187,6 @@ def batched_matmul(
 ) -> Float[Array, "*lead rows columns"]:
     """Multiply batches of matrices with float32 accumulation and result."""
     *lead, rows, inner = x.shape
-    x, y = x.reshape(-1, rows, inner), y.reshape(-1, inner, y.shape[-1])
+    x = x.reshape(-1, rows, inner)
+    y = y.reshape(-1, inner, y.shape[-1])
     return einsum_fp32_accum("brk,bkc->brc", x, y, dtype=jnp.float32).reshape(*lead, rows, y.shape[-1])

@@ -119,7 +119,10 @@ def _prepare_diagonal_operands(
 ) -> tuple[Array, Array, Array]:
     """Return factors (zero where a segment starts), inputs and initial state in float32, varying over the same axes."""
     log_decay, x, state, segment_ids = align_varying(log_decay, x, state, segment_ids)
-    state = jnp.zeros_like(x[:, 0], jnp.float32) if state is None else state.astype(jnp.float32)
+    if state is None:
+        state = jnp.zeros_like(x[:, 0], jnp.float32)
+    else:
+        state = state.astype(jnp.float32)
     factor = jnp.exp(log_decay.astype(jnp.float32))
     if segment_ids is not None:
         factor = jnp.where(expand_mask_dims(find_segment_starts(segment_ids), factor), 0, factor)
@@ -204,10 +207,12 @@ def semiring_scan(
     seq = x.shape[1]
     chunks = -(-seq // chunk_size)
     size = -(-seq // chunks)
-    factor, x = _pad_into_chunks(factor, size, semiring.one), _pad_into_chunks(x, size, semiring.zero)
+    factor = _pad_into_chunks(factor, size, semiring.one)
+    x = _pad_into_chunks(x, size, semiring.zero)
 
     def index_tokens(i: Array) -> tuple[Array, tuple[Array, Array]]:
-        i = size - 1 - i if reverse else i
+        if reverse:
+            i = size - 1 - i
         return i, tuple(lax.dynamic_index_in_dim(x, i, 2, keepdims=False) for x in (factor, x))
 
     def summarize(i: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:

@@ -102,7 +102,10 @@ def recurrent_gated_linear(
     group = _heads_per_group(query, value, log_decay)
     query, key, value, decays, bonus, initial = _prepare_gated_operands(query, key, value, log_decay, bonus, state)
     query, key = (jnp.repeat(x.astype(jnp.float32), group, axis=2) for x in (query, key))
-    starts = jnp.zeros(value.shape[:2], bool) if segment_ids is None else find_segment_starts(segment_ids)
+    if segment_ids is None:
+        starts = jnp.zeros(value.shape[:2], bool)
+    else:
+        starts = find_segment_starts(segment_ids)
 
     def step(state, token):
         query, key, value, log_decay, is_start = token
@@ -135,7 +138,8 @@ def chunked_gated_linear(
 
     **Raises** `ValueError` as `recurrent_gated_linear`.
     """
-    dtype, seq = value.dtype, value.shape[1]
+    dtype = value.dtype
+    seq = value.shape[1]
     group = _heads_per_group(query, value, log_decay)
     find_state, state = (state, None) if callable(state) else (None, state)
     query, key, value, decays, bonus, initial = _prepare_gated_operands(query, key, value, log_decay, bonus, state)
@@ -150,7 +154,8 @@ def chunked_gated_linear(
     else:
         total, before = _compose_chunk_maps(chunks, initial)
         initial = find_state(total)
-        last, states = total.apply(initial), before.apply(initial)
+        last = total.apply(initial)
+        states = before.apply(initial)
     states = states.swapaxes(0, 1)  # before each chunk, [batch chunks heads key_dim value_dim]
     continues = (count == 0)[..., None]
     if decays.ndim == 5:
@@ -165,7 +170,8 @@ def chunked_gated_linear(
 
 def _heads_per_group(query: Array, value: Array, log_decay: Array | None) -> int:
     """Return the number of value heads per query head. **Raises** `ValueError` if they do not match."""
-    groups, heads = query.shape[2], value.shape[2]
+    groups = query.shape[2]
+    heads = value.shape[2]
     if heads % groups:
         raise ValueError(
             f"gated_linear: {heads} heads of values do not share out over {groups} heads of queries and keys"
@@ -203,7 +209,10 @@ def _compute_intra_chunk_scores(
     else:
         scores = jnp.repeat(batched_matmul(query, key.mT), log_decay.shape[2] // query.shape[2], axis=2)
         mask = causal_mask(query.shape[-2], strict=exclusive)
-        scores = jnp.where(mask, scores, 0) if no_decay else scores * exp_segsum(log_decay, exclusive=exclusive)
+        if no_decay:
+            scores = jnp.where(mask, scores, 0)
+        else:
+            scores = scores * exp_segsum(log_decay, exclusive=exclusive)
     scores = jnp.where(count[..., :, None] == count[..., None, :], scores, 0)
     if bonus is None:
         return scores

@@ -83,8 +83,12 @@ def recurrent_delta(
     neither `write_value` nor `value`.
     """
     operands = DeltaOperands.from_arrays(query, read, write, write_value, key, value, log_decay, state, steps)
-    dtype, seq = operands.dtype, query.shape[1]
-    starts = jnp.zeros(query.shape[:2], bool) if segment_ids is None else find_segment_starts(segment_ids)
+    dtype = operands.dtype
+    seq = query.shape[1]
+    if segment_ids is None:
+        starts = jnp.zeros(query.shape[:2], bool)
+    else:
+        starts = find_segment_starts(segment_ids)
 
     def step(state: Array, token: tuple) -> tuple[Array, Array]:
         query, read, write, write_value, key, value, decay, is_start = token
@@ -93,7 +97,8 @@ def recurrent_delta(
             read_state = state
             if i == 0:
                 state = decay[..., None] * state
-                read_state = read_state if read_before_decay else state
+                if not read_before_decay:
+                    read_state = state
             update = 0 if write_value is None else write_value[i]
             update = update + (read[i][..., None] * read_state).sum(-2)
             state = state + write[i][..., None] * update[..., None, :]

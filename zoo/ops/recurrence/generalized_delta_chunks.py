@@ -63,7 +63,8 @@ class DeltaOperands(NamedTuple):
         steps: int,
     ) -> "DeltaOperands":
         """Check shapes and fill in defaults, with decays and state in float32. **Raises** `ValueError`."""
-        seq, rows = query.shape[1], read.shape[1]
+        seq = query.shape[1]
+        rows = read.shape[1]
         if rows != seq * steps:
             raise ValueError(
                 f"delta: {steps} steps for each of {seq} tokens are {seq * steps} rows, and there are {rows}"
@@ -79,7 +80,8 @@ class DeltaOperands(NamedTuple):
             log_decay = log_decay[..., None]
         if state is None:
             state = jnp.zeros((len(read), *read.shape[2:], values.shape[3]), jnp.float32)
-        log_decay, state = log_decay.astype(jnp.float32), state.astype(jnp.float32)
+        log_decay = log_decay.astype(jnp.float32)
+        state = state.astype(jnp.float32)
         return cls(*align_varying(query, read, write, write_value, key, value, log_decay, state))
 
     @property
@@ -110,16 +112,28 @@ class DeltaChunks:
         dtype = jnp.result_type(*(x for x in operands[:6] if x is not None))
         rows = lambda x: split_into_chunks(x.astype(dtype), tokens * steps)
         self.query = split_into_chunks(operands.query.astype(dtype), tokens)
-        self.read, self.write = rows(operands.read), rows(operands.write)
-        self.write_value = None if operands.write_value is None else rows(operands.write_value)
-        self.key_value = (
-            None if operands.key is None or operands.value is None else (rows(operands.key), rows(operands.value))
-        )
+        self.read = rows(operands.read)
+        self.write = rows(operands.write)
+        if operands.write_value is None:
+            self.write_value = None
+        else:
+            self.write_value = rows(operands.write_value)
+        if operands.key is None or operands.value is None:
+            self.key_value = None
+        else:
+            self.key_value = (rows(operands.key), rows(operands.value))
         self.log_decay = split_into_chunks(operands.log_decay, tokens)
         self.row_decay = _expand_decay_to_rows(self.log_decay, steps)
-        self.decay_between = exp_segsum(self.row_decay[..., 0]) if self.row_decay.shape[-1] == 1 else None
-        self.count = None if segment_ids is None else count_segment_starts(segment_ids, seq, tokens)[:, :, None]
-        self.steps, self.read_before_decay = steps, read_before_decay
+        if self.row_decay.shape[-1] == 1:
+            self.decay_between = exp_segsum(self.row_decay[..., 0])
+        else:
+            self.decay_between = None
+        if segment_ids is None:
+            self.count = None
+        else:
+            self.count = count_segment_starts(segment_ids, seq, tokens)[:, :, None]
+        self.steps = steps
+        self.read_before_decay = read_before_decay
 
     def compute_transition(self) -> _ChunkTransition:
         """Compute the transition of every chunk, with the chunk dim first."""
@@ -174,7 +188,8 @@ class DeltaChunks:
 
     def _decayed_scores_by_step(self, rows: Array, columns: Array, strict: bool) -> Array:
         """Compute decayed products with one decay per key channel, separately for each pair of steps of a token."""
-        size, steps = self.log_decay.shape[-2], self.steps
+        size = self.log_decay.shape[-2]
+        steps = self.steps
         row_steps = steps if strict else 1
 
         def block(i: int, j: int) -> Array:
@@ -280,7 +295,8 @@ def scan_chunks_of_shard(
     padded = chunks._replace(constant=pad(chunks.constant), kv_update=pad(chunks.kv_update))
     results = scan_chunks(jnp.concatenate([identity, zeros], axis=-1), padded)
     last, boundary_states, updates = (DenseAffineMap(x[..., :width], x[..., width:]) for x in results)
-    state, dtype = find_state(last), chunks.read.dtype
+    state = find_state(last)
+    dtype = chunks.read.dtype
     rounded = jnp.broadcast_to(state.astype(dtype), (len(updates.factor), *state.shape))
     apply = lambda x: x.offset + batched_matmul(x.factor.astype(dtype), rounded)
     return last.apply(state), apply(boundary_states), apply(updates).astype(updates.offset.dtype)

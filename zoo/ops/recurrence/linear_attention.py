@@ -80,7 +80,8 @@ def retention(
 
     `log_decay` is log(gamma) per head, for other decays and for sharded heads.
     """
-    log_decay = retention_log_decays(value.shape[2]) if log_decay is None else log_decay
+    if log_decay is None:
+        log_decay = retention_log_decays(value.shape[2])
     return simple_gla(
         query,
         key,

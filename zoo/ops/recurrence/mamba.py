@@ -71,11 +71,13 @@ def selective_scan(
         return run(x, dt, A, B, C, D, state=state, segment_ids=segment_ids)
     output, offset = run(x.astype(jnp.float32), dt, A, B, C, D, segment_ids=segment_ids)
     inputs, A, _, _ = _prepare_scan_inputs(x, dt, A, B, C, D, None, segment_ids)
-    time, C = inputs.dt.cumsum(1), inputs.C
+    time = inputs.dt.cumsum(1)
+    C = inputs.C
     decay = jnp.exp(time[:, -1, :, None] * A)
     if segment_ids is not None:
         is_reached = is_in_first_segment(segment_ids)[..., None]
-        C, decay = jnp.where(is_reached, C, 0), jnp.where(is_reached[:, -1:], decay, 0)
+        C = jnp.where(is_reached, C, 0)
+        decay = jnp.where(is_reached[:, -1:], decay, 0)
     affine_map = DiagonalAffineMap(decay, offset)
     initial = state(affine_map)
     return (output + _read_initial_state(time, A, C, initial)).astype(x.dtype), affine_map.apply(initial)
@@ -126,7 +128,8 @@ def chunked_selective_scan(
     if chunk_size < 1:
         raise ValueError(f"mamba: chunk_size is {chunk_size}; a chunk has at least one token.")
     inputs, A_fp32, D_fp32, h = _prepare_scan_inputs(x, dt, A, B, C, D, state, segment_ids)
-    seq, chunk_size = x.shape[1], min(chunk_size, x.shape[1])
+    seq = x.shape[1]
+    chunk_size = min(chunk_size, x.shape[1])
     padded = jax.tree.map(lambda x: jnp.pad(x, [(0, 0), (0, -seq % chunk_size), *[(0, 0)] * (x.ndim - 2)]), inputs)
     if padded.keep is not None:
         padded = padded._replace(keep=jnp.where(jnp.arange(padded.keep.shape[1]) < seq, padded.keep, 1))
@@ -149,9 +152,15 @@ def _prepare_scan_inputs(
 ) -> tuple[_ScanInputs, Array, Array, Array]:
     """Return inputs, A, D and the initial state in float32, varying over the same mesh axes."""
     x, dt, A, B, C, D, state, segment_ids = align_varying(x, dt, A, B, C, D, state, segment_ids)
-    keep = None if segment_ids is None else (~find_segment_starts(segment_ids)).astype(jnp.float32)
+    if segment_ids is None:
+        keep = None
+    else:
+        keep = (~find_segment_starts(segment_ids)).astype(jnp.float32)
     x, dt, A, B, C, D = (x.astype(jnp.float32) for x in (x, dt, A, B, C, D))
-    h = jnp.zeros_like(x[:, 0, :, None] * A) if state is None else state.astype(jnp.float32)
+    if state is None:
+        h = jnp.zeros_like(x[:, 0, :, None] * A)
+    else:
+        h = state.astype(jnp.float32)
     return _ScanInputs(x, dt, B, C, keep), A, D, h
 
 
@@ -249,7 +258,8 @@ def _checkpointed_scan_bwd(
 
     def run_chunk(carry: tuple[Array, Array], xs: tuple[Array, Array]) -> tuple[tuple[Array, Array], _ScanInputs]:
         k, boundary_state = xs
-        chunk, y = _slice_chunk(inputs, k, chunk_size), _slice_chunk(grad_output, k, chunk_size)
+        chunk = _slice_chunk(inputs, k, chunk_size)
+        y = _slice_chunk(grad_output, k, chunk_size)
         u = chunk.dt * chunk.x
 
         def forward_step(i: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:

@@ -38,5 +38,6 @@ def ssd(
     log_decay = dt * A.astype(jnp.float32)
     options = {"state": initial, "segment_ids": segment_ids, "implementation": implementation}
     y, last = gated_linear(C, B, value, log_decay, **options)
-    y = y if D is None else (y + D.astype(jnp.float32)[:, None] * x).astype(x.dtype)
+    if D is not None:
+        y = (y + D.astype(jnp.float32)[:, None] * x).astype(x.dtype)
     return y, last.swapaxes(-1, -2)

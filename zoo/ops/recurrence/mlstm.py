@@ -63,7 +63,8 @@ def mlstm(
     For an `IncomingState`, the products of queries with it are added to the products over the shard's own tokens: 2
     key_dim value_dim FLOPs more per token and head.
     """
-    forget, gate = jax.nn.log_sigmoid(forget_gate.astype(jnp.float32)), input_gate.astype(jnp.float32)
+    forget = jax.nn.log_sigmoid(forget_gate.astype(jnp.float32))
+    gate = input_gate.astype(jnp.float32)
     log_input = gate
     if segment_ids is not None:
         # m starts at 0, which decays once before the first token.
@@ -89,7 +90,8 @@ def mlstm(
         state=initial_sums,
         segment_ids=segment_ids,
     )
-    sums, last = sums.astype(jnp.float32), StabilizedState(maximum[:, -1], last)
+    sums = sums.astype(jnp.float32)
+    last = StabilizedState(maximum[:, -1], last)
     if incoming is not None:
         log_factor = sum_log_decays(forget, segment_ids)
         shard = _MatrixMemoryMap(log_factor[:, -1], *last)

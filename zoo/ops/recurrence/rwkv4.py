@@ -87,7 +87,10 @@ def _recurrent_rwkv4(
     segment_ids: SegmentIds | None,
 ) -> tuple[Float[Array, "batch seq channels"], WKVState]:
     """Scan over tokens in float32: the reference."""
-    starts = None if segment_ids is None else find_segment_starts(segment_ids).T[..., None]
+    if segment_ids is None:
+        starts = None
+    else:
+        starts = find_segment_starts(segment_ids).T[..., None]
     empty = WKVState(*(jnp.full_like(x, fill) for x, fill in zip(state, (0, 0, NO_HISTORY), strict=True)))
 
     def step(state: WKVState, token: tuple[Array, Array, Array, Array | None]) -> tuple[WKVState, Array]:
@@ -150,7 +153,8 @@ def _exp_key(k: Array, maximum: Array) -> Array:
 def _weighted_average(k: Array, v: Array, bonus: Array, state: WKVState) -> Array:
     """Compute the output of a token with key `k` and value `v`, given the state before it."""
     highest = lax.stop_gradient(jnp.maximum(state.maximum, bonus + k))
-    state_weight, weight = jnp.exp(lax.stop_gradient(state.maximum) - highest), jnp.exp(bonus + (k - highest))
+    state_weight = jnp.exp(lax.stop_gradient(state.maximum) - highest)
+    weight = jnp.exp(bonus + (k - highest))
     return (state_weight * state.numerator + weight * v) / (state_weight * state.denominator + weight)
 
 

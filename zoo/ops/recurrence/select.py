@@ -90,4 +90,6 @@ def _find_chunked_drawback(request: RecurrenceRequest) -> str | None:
 
 
 def _find_recurrent_drawback(request: RecurrenceRequest) -> str | None:
-    return None if request.seq == 1 else "it takes one token after the other: the reference, and the decode step"
+    if request.seq == 1:
+        return None
+    return "it takes one token after the other: the reference, and the decode step"

@@ -72,7 +72,10 @@ def stabilize(
     log_decay, log_input, state, segment_ids = align_varying(log_decay, log_input, state, segment_ids)
     log_decay = log_decay.astype(jnp.float32)
     log_input = jnp.maximum(log_input.astype(jnp.float32), NO_HISTORY)
-    state = jnp.full_like(log_input[:, 0], NO_HISTORY) if state is None else state.astype(jnp.float32)
+    if state is None:
+        state = jnp.full_like(log_input[:, 0], NO_HISTORY)
+    else:
+        state = state.astype(jnp.float32)
     masked_decay = log_decay
     if segment_ids is not None:
         is_start = expand_mask_dims(find_segment_starts(segment_ids), masked_decay)
@@ -118,7 +121,8 @@ class StabilizedMap(NamedTuple):
     def apply(self, state: StabilizedState) -> StabilizedState:
         """Return the state after the range."""
         maximum = jnp.maximum(self.log_factor + state.maximum, self.maximum)
-        decay, weight = _rescale(self.log_factor, state.maximum, maximum), _rescale(0, self.maximum, maximum)
+        decay = _rescale(self.log_factor, state.maximum, maximum)
+        weight = _rescale(0, self.maximum, maximum)
         combine = lambda x, own: expand_mask_dims(decay, x) * x + expand_mask_dims(weight, own) * own
         return StabilizedState(maximum, jax.tree.map(combine, state.sums, self.sums))
 

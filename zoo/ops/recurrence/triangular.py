@@ -54,14 +54,16 @@ solve_unit_triangular.defvjp(_solve_unit_triangular_fwd, _solve_unit_triangular_
 
 def invert_unit_triangular(lower: Float[Array, "*lead size size"]) -> Float[Array, "*lead size size"]:
     """Compute (I - lower)^-1 in float32, for any size."""
-    shape, size = lower.shape, lower.shape[-1]
+    shape = lower.shape
+    size = lower.shape[-1]
     padded_size = 1 << (size - 1).bit_length()
     lower = lower.astype(jnp.float32).reshape(-1, size, size)
     lower = jnp.pad(lower, [(0, 0), (0, padded_size - size), (0, padded_size - size)])
     block = min(_BASE_BLOCK_SIZE, padded_size)
     inverted = _forward_substitute(_extract_blocks(lower, block, 0))
     while block < padded_size:
-        first, second = inverted[:, 0::2], inverted[:, 1::2]
+        first = inverted[:, 0::2]
+        second = inverted[:, 1::2]
         corner = jnp.matmul(second, _extract_blocks(lower, block, 1), precision="highest")
         corner = jnp.matmul(corner, first, precision="highest")
         above = jnp.concatenate([first, jnp.zeros_like(first)], axis=-1)

@@ -28,9 +28,12 @@ from . import llama
 
 
 def _build_afmoe(config: Config, *, key: Key[Array, ""]) -> Decoder:
-    width, norm, bias = config["moe_intermediate_size"], make_rms_norm_factory(config), config["attention_bias"]
+    width = config["moe_intermediate_size"]
+    norm = make_rms_norm_factory(config)
+    bias = config["attention_bias"]
     default = list_patterned_types(Config(config, sliding_window_pattern=config["global_attn_every_n_layers"]))
-    types, rotary = read_layer_types(config, default), build_rotary(config)
+    types = read_layer_types(config, default)
+    rotary = build_rotary(config)
     windows = list_layer_windows(types, config["sliding_window"])
     rotaries = [rotary if kind == "sliding_attention" else None for kind in types]
     options = {"qk_norm": make_head_norm_factory(config), "bias": bias, "out_bias": bias}
@@ -40,7 +43,8 @@ def _build_afmoe(config: Config, *, key: Key[Array, ""]) -> Decoder:
     sparse = make_mixture_factory(config, router, config["num_experts"], width=width, shared=shared)
     dense = make_gated_mlp_factory(config)
     layers = [(mixer, dense if n < config["num_dense_layers"] else sparse) for n, mixer in enumerate(mixers)]
-    multiplier, block = config["hidden_size"] ** 0.5 if config["mup_enabled"] else 1.0, make_sandwich_block(norm)
+    multiplier = config["hidden_size"] ** 0.5 if config["mup_enabled"] else 1.0
+    block = make_sandwich_block(norm)
     return build_config_decoder(config, layers, norm, block=block, multiplier=multiplier, key=key)
 
 

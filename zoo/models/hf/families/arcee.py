@@ -15,7 +15,8 @@ from . import llama
 
 
 def _build_arcee(config: Config, *, key: Key[Array, ""]) -> Decoder:
-    norm, bias = make_rms_norm_factory(config), config["attention_bias"]
+    norm = make_rms_norm_factory(config)
+    bias = config["attention_bias"]
     mixer = make_attention_factory(config, bias=bias, out_bias=bias)
     layers = [(mixer, make_mlp_factory(config, bias=config["mlp_bias"]))] * config["num_hidden_layers"]
     return build_config_decoder(config, layers, norm, key=key)

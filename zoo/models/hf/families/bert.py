@@ -24,7 +24,8 @@ from .. import encoder_heads, text_encoders
 
 
 def _build_bert(config: Config, *, key: Key[Array, ""]) -> Encoder:
-    size, norm = config["hidden_size"], make_layer_norm_factory(config)
+    size = config["hidden_size"]
+    norm = make_layer_norm_factory(config)
     transform = partial(DenseTransform, size, activation=find_activation(config), norm=norm)
     classify = partial(DenseTransform, size, activation=jnp.tanh)
     heads = {

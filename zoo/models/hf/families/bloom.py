@@ -17,7 +17,8 @@ from . import mpt
 def _build_bloom(config: Config, *, key: Key[Array, ""]) -> Decoder:
     config = Config(config, hidden_act="gelu_fast", intermediate_size=None)
     mixer = mpt.make_alibi_factory(config, bias=True, out_bias=True)
-    layers, norm = [(mixer, make_mlp_factory(config))] * config["num_hidden_layers"], make_layer_norm_factory(config)
+    layers = [(mixer, make_mlp_factory(config))] * config["num_hidden_layers"]
+    norm = make_layer_norm_factory(config)
     return build_config_decoder(config, layers, norm, embedding_norm=norm, key=key)
 
 

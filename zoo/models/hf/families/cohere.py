@@ -23,8 +23,12 @@ from . import llama
 
 
 def _build_cohere(config: Config, *, key: Key[Array, ""]) -> Decoder:
-    bias, rotary = config["attention_bias"], build_rotary(config, interleaved=True)
-    qk_norm = partial(PerHeadLayerNorm, epsilon=config["layer_norm_eps"]) if config["use_qk_norm"] else None
+    bias = config["attention_bias"]
+    rotary = build_rotary(config, interleaved=True)
+    if config["use_qk_norm"]:
+        qk_norm = partial(PerHeadLayerNorm, epsilon=config["layer_norm_eps"])
+    else:
+        qk_norm = None
     mixer = make_attention_factory(config, rotary=rotary, bias=bias, out_bias=bias, norm_over_heads=qk_norm)
     return build_cohere_layers(config, [mixer] * config["num_hidden_layers"], key=key)
 
@@ -32,7 +36,8 @@ def _build_cohere(config: Config, *, key: Key[Array, ""]) -> Decoder:
 def build_cohere_layers(config: Config, mixers: Sequence[MixerFactory], *, key: Key[Array, ""]) -> Decoder:
     """Build Cohere's layers with these mixers."""
     norm = make_layer_norm_factory(config, bias=False)
-    ffn, options = make_gated_mlp_factory(config), {"logits_multiplier": config["logit_scale"]}
+    ffn = make_gated_mlp_factory(config)
+    options = {"logits_multiplier": config["logit_scale"]}
     layers = [(mixer, ffn) for mixer in mixers]
     return build_config_decoder(config, layers, norm, block=make_one_norm_block, key=key, **options)
 

@@ -18,7 +18,8 @@ from . import cohere, llama
 
 
 def _build_cohere2(config: Config, *, key: Key[Array, ""]) -> Decoder:
-    bias, rotary = config["attention_bias"], build_rotary(config, interleaved=True)
+    bias = config["attention_bias"]
+    rotary = build_rotary(config, interleaved=True)
     types = read_layer_types(config, list_patterned_types(config))
     windows = list_layer_windows(types, config["sliding_window"])
     rotaries = [None if window is None else rotary for window in windows]

@@ -31,7 +31,10 @@ from .bert import DEFAULTS, map_bert_layers
 
 def _is_list_of_terms(value: Any) -> bool:
     """Return True for the terms of position in the scores of DeBERTa."""
-    terms = [term.strip() for term in value.lower().split("|")] if isinstance(value, str) else value
+    if isinstance(value, str):
+        terms = [term.strip() for term in value.lower().split("|")]
+    else:
+        terms = value
     return list_of(WORD).fits(terms) and set(terms) <= {"c2p", "p2c"}
 
 
@@ -41,7 +44,9 @@ _NORM_NAME = ValueKind("none or layer_norm", lambda value: WORD.fits(value) and 
 
 
 def _build_deberta(config: Config, *, key: Key[Array, ""]) -> Encoder:
-    size, heads, norm = config["hidden_size"], config["num_attention_heads"], make_layer_norm_factory(config)
+    size = config["hidden_size"]
+    heads = config["num_attention_heads"]
+    norm = make_layer_norm_factory(config)
     for name, right in (("attention_head_size", size // heads), ("pooler_hidden_size", size)):
         if config[name] not in (None, right):
             raise ConfigError(f"{name} = {config[name]}, and only {right} fits hidden_size = {size}")
@@ -65,30 +70,39 @@ def _build_deberta(config: Config, *, key: Key[Array, ""]) -> Encoder:
 def _make_attention_factories(config: Config) -> tuple[Any, Any]:
     """Return factories of attention and of the table of relative positions, None without relative attention."""
     terms = config["pos_att_type"] or []
-    terms = [term.strip() for term in terms.lower().split("|")] if isinstance(terms, str) else terms
+    if isinstance(terms, str):
+        terms = [term.strip() for term in terms.lower().split("|")]
     if config["relative_attention"] != bool(terms):
         raise ConfigError(
             f"relative_attention = {config['relative_attention']} with pos_att_type = {config['pos_att_type']}: "
             "relative attention has c2p, p2c or both, and other attention neither"
         )
-    size, heads = config["hidden_size"], config["num_attention_heads"]
+    size = config["hidden_size"]
+    heads = config["num_attention_heads"]
     if not terms:
         return make_bidirectional_attention_factory(config, bias=True, out_bias=True), None
     buckets = config["position_buckets"] if config["position_buckets"] > 0 else None
     longest = config["max_relative_positions"]
-    longest = longest if longest > 0 else config["max_position_embeddings"]
+    if longest <= 0:
+        longest = config["max_position_embeddings"]
     try:
         check_distances(longest, buckets)
     except ValueError as error:
         raise ConfigError(f"position_buckets and max_relative_positions: {error}") from None
-    norm = make_layer_norm_factory(config) if config["norm_rel_ebd"] == "layer_norm" else None
+    if config["norm_rel_ebd"] == "layer_norm":
+        norm = make_layer_norm_factory(config)
+    else:
+        norm = None
     options = {"max_distance": longest, "buckets": buckets, "terms": tuple(terms), "shared": config["share_att_key"]}
     mixer = partial(DisentangledAttention, size, heads, out_scale=compute_out_scale(config), **options)
     return mixer, partial(RelativeEmbedding, buckets or longest, size, norm=norm, scale=size**-0.5)
 
 
 def _map_deberta_names(config: Config) -> NameMap:
-    attention = "disentangled_attention" if config["relative_attention"] else "bidirectional_attention"
+    if config["relative_attention"]:
+        attention = "disentangled_attention"
+    else:
+        attention = "bidirectional_attention"
     projections = {
         **{f"self.{name}_proj": name for name in ("query", "key", "value")},
         **{f"self.pos_{name}_proj": f"position_{name}" for name in ("query", "key")},

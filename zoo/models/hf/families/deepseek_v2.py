@@ -39,7 +39,8 @@ def _read_expert_groups(config: Config) -> dict[str, int]:
 
     **Raises** `ConfigError` for another `topk_method`, and if it needs them and they are missing.
     """
-    method, groups = config["topk_method"], {key: config[key] for key in ("n_group", "topk_group")}
+    method = config["topk_method"]
+    groups = {key: config[key] for key in ("n_group", "topk_group")}
     if method == "greedy":
         return dict.fromkeys(groups, 1)
     if method != "group_limited_greedy":
@@ -61,7 +62,8 @@ def build_latent_decoder(
     """Build a decoder with latent attention, by one factory for each layer: dense layers first, then mixtures of
     experts with this router. `options` are those of `build_decoder`."""
     norm = make_rms_norm_factory(config)
-    dense, width = make_gated_mlp_factory(config, bias=mlp_bias), config["moe_intermediate_size"]
+    dense = make_gated_mlp_factory(config, bias=mlp_bias)
+    width = config["moe_intermediate_size"]
     shared = make_gated_mlp_factory(config, width=config["n_shared_experts"] * width, bias=mlp_bias)
     sparse = partial(make_mixture_factory(config, router, config["n_routed_experts"], width=width), shared=shared)
     kinds = zip(mixers, dots1.mark_dots1_moe_layers(config), strict=True)

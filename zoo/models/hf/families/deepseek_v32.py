@@ -36,7 +36,8 @@ def make_sparse_attention_factory(
 
 def make_indexer_factory(config: Config, *, interleaved: bool) -> Callable[..., LightningIndexer]:
     """Return a factory of indexers. **Raises** `ConfigError` for one whose heads are smaller than their RoPE."""
-    head_dim, rope_dim = config["index_head_dim"], config["qk_rope_head_dim"]
+    head_dim = config["index_head_dim"]
+    rope_dim = config["qk_rope_head_dim"]
     if head_dim < rope_dim:
         raise ConfigError(f"index_head_dim = {head_dim}, and qk_rope_head_dim = {rope_dim} of them are to be turned")
     sizes = {"query_latent": config["q_lora_rank"], "head_dim": head_dim, "top": config["index_topk"]}

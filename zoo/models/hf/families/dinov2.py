@@ -34,7 +34,8 @@ def _build_dinov2(config: Config, *, key: Key[Array, ""]) -> ImageEncoder:
         ffn,
     )
     embedding = vision.make_image_embedding_factory(config, mask_token=config["use_mask_token"])
-    norm, head = make_layer_norm_factory(config), encoder_heads.select_head(config, heads)
+    norm = make_layer_norm_factory(config)
+    head = encoder_heads.select_head(config, heads)
     options = {"block": vision.make_layer_scale_block(config), "key": key}
     return vision.build_config_image_encoder(config, layer, norm, head, embedding, **options)
 

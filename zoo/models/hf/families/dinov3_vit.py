@@ -37,12 +37,14 @@ def _build_dinov3(config: Config, *, key: Key[Array, ""]) -> ImageEncoder:
         biases = lambda attention: [getattr(attention, name).bias for name in without]
         return eqx.tree_at(biases, make_attention(key=key), [None] * len(without))
 
-    bias, registers = config["mlp_bias"], config["num_register_tokens"]
+    bias = config["mlp_bias"]
+    registers = config["num_register_tokens"]
     make_ffn = make_gated_mlp_factory if config["use_gated_mlp"] else make_mlp_factory
     embedding = vision.make_image_embedding_factory(config, positions=False, registers=registers, mask_token=True)
     features = encoder_heads.make_feature_head_factory(lambda key: ClassTokenPooler())
     head = encoder_heads.select_head(config, {"DINOv3ViTModel": features})
-    layer, norm = (make_mixer, make_ffn(config, bias=bias)), make_layer_norm_factory(config)
+    layer = (make_mixer, make_ffn(config, bias=bias))
+    norm = make_layer_norm_factory(config)
     block = vision.make_layer_scale_block(config)
     return vision.build_config_image_encoder(config, layer, norm, head, embedding, block=block, key=key)
 

@@ -22,7 +22,9 @@ from . import llama, qwen2_moe
 
 
 def _build_dots1(config: Config, *, key: Key[Array, ""]) -> Decoder:
-    layers, bias, window = config["num_hidden_layers"], config["attention_bias"], config["sliding_window"]
+    layers = config["num_hidden_layers"]
+    bias = config["attention_bias"]
+    window = config["sliding_window"]
     for required in ("n_routed_experts", "n_shared_experts", "num_experts_per_tok"):
         if config[required] is None:
             raise ConfigError(f"{required} has to be given: the family has no usual value for it")

@@ -17,7 +17,8 @@ from . import llama
 
 
 def _build_ernie4_5(config: Config, *, key: Key[Array, ""]) -> Decoder:
-    norm, bias = make_rms_norm_factory(config), config["use_bias"]
+    norm = make_rms_norm_factory(config)
+    bias = config["use_bias"]
     mixer = make_attention_factory(config, rotary=build_rotary(config, interleaved=True), bias=bias, out_bias=bias)
     layers = [(mixer, make_gated_mlp_factory(config, bias=bias))] * config["num_hidden_layers"]
     return build_config_decoder(config, layers, norm, key=key)

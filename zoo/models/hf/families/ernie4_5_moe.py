@@ -20,7 +20,8 @@ _MIN_WEIGHT_SUM = 1e-12
 
 
 def _build_ernie4_5_moe(config: Config, *, key: Key[Array, ""]) -> Decoder:
-    width, shared = config["moe_intermediate_size"], config["moe_num_shared_experts"]
+    width = config["moe_intermediate_size"]
+    shared = config["moe_num_shared_experts"]
     experts = make_mixture_factory(
         config,
         partial(BiasedRouter, score="softmax", smallest=_MIN_WEIGHT_SUM),
@@ -36,11 +37,14 @@ def _build_ernie4_5_moe(config: Config, *, key: Key[Array, ""]) -> Decoder:
 def _mark_ernie4_5_moe_layers(config: Config) -> list[bool]:
     """Return True per layer that is a mixture of experts: every `moe_layer_interval`-th one from
     `moe_layer_start_index` to `moe_layer_end_index`, inclusive; -1 is the last layer."""
-    layers, step = config["num_hidden_layers"], config["moe_layer_interval"]
-    first, last = config["moe_layer_start_index"], config["moe_layer_end_index"]
+    layers = config["num_hidden_layers"]
+    step = config["moe_layer_interval"]
+    first = config["moe_layer_start_index"]
+    last = config["moe_layer_end_index"]
     if not -1 <= last <= layers:
         raise ConfigError(f"moe_layer_end_index = {last} should be the number of a layer, or -1 for the last")
-    last = layers - 1 if last == -1 else last
+    if last == -1:
+        last = layers - 1
     return [(number + 1) % step == 0 and first <= number <= last for number in range(layers)]
 
 

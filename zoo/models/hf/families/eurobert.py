@@ -21,7 +21,8 @@ from . import llama
 
 
 def _build_eurobert(config: Config, *, key: Key[Array, ""]) -> Encoder:
-    norm, gelu = make_rms_norm_factory(config), find_activation(Config(hidden_act="gelu"))
+    norm = make_rms_norm_factory(config)
+    gelu = find_activation(Config(hidden_act="gelu"))
     bias = dict.fromkeys(("bias", "out_bias"), config["attention_bias"])
     mixer = make_bidirectional_attention_factory(config, rotary=build_rotary(config), **bias)
     layers = [(mixer, make_gated_mlp_factory(config, bias=config["mlp_bias"]))] * config["num_hidden_layers"]

@@ -26,14 +26,16 @@ from . import llama, olmo2
 
 
 def _build_exaone4(config: Config, *, key: Key[Array, ""]) -> Decoder:
-    ffn, norm = make_gated_mlp_factory(config), make_rms_norm_factory(config)
+    ffn = make_gated_mlp_factory(config)
+    norm = make_rms_norm_factory(config)
     layers = [(mixer, ffn) for mixer in make_exaone4_mixers(config)]
     return build_config_decoder(config, layers, norm, block=PostNormBlock, key=key)
 
 
 def make_exaone4_mixers(config: Config) -> list[Callable[..., Attention]]:
     """Return a factory of attention per layer: with QK norm, and with RoPE where there is a window, or none at all."""
-    rotary, window = build_rotary(config), config["sliding_window"]
+    rotary = build_rotary(config)
+    window = config["sliding_window"]
     windows = list_layer_windows(read_layer_types(config, _list_default_types(config)), window)
     rotaries = [rotary if window is None or own is not None else None for own in windows]
     return make_layerwise_attention_factories(config, windows, rotaries, qk_norm=make_head_norm_factory(config))

@@ -19,10 +19,13 @@ from . import dots1, exaone4, llama, qwen2_moe
 
 
 def _build_exaone_moe(config: Config, *, key: Key[Array, ""]) -> Decoder:
-    width, norm = config["moe_intermediate_size"], make_rms_norm_factory(config)
-    router, shared = make_biased_router_factory(config), config["num_shared_experts"] * width
+    width = config["moe_intermediate_size"]
+    norm = make_rms_norm_factory(config)
+    router = make_biased_router_factory(config)
+    shared = config["num_shared_experts"] * width
     sparse = make_mixture_factory(config, router, config["num_experts"], width=width, shared=shared)
-    dense, mixers = make_gated_mlp_factory(config), exaone4.make_exaone4_mixers(config)
+    dense = make_gated_mlp_factory(config)
+    mixers = exaone4.make_exaone4_mixers(config)
     ffns = [sparse if is_sparse else dense for is_sparse in dots1.mark_dots1_moe_layers(config)]
     return build_config_decoder(config, list(zip(mixers, ffns, strict=True)), norm, key=key)
 

@@ -24,8 +24,10 @@ from . import llama, mpt
 
 
 def _build_falcon(config: Config, *, key: Key[Array, ""]) -> Decoder:
-    ffn, block = make_mlp_factory(config, bias=config["bias"]), _choose_block(config)
-    layers, norm = [(_make_mixer(config), ffn)] * config["num_hidden_layers"], make_layer_norm_factory(config)
+    ffn = make_mlp_factory(config, bias=config["bias"])
+    block = _choose_block(config)
+    layers = [(_make_mixer(config), ffn)] * config["num_hidden_layers"]
+    norm = make_layer_norm_factory(config)
     return build_config_decoder(config, layers, norm, block=block, key=key)
 
 
@@ -63,7 +65,10 @@ def _choose_block(config: Config) -> Callable[..., Any]:
 
 def _map_falcon_names(config: Config) -> NameMap:
     is_two_norms = config["new_decoder_architecture"] and config["num_ln_in_parallel_attn"] != 1
-    norms = {"ln_attn": "mixer_norm", "ln_mlp": "ffn_norm"} if is_two_norms else llama.PRE_NORM_NAMES
+    if is_two_norms:
+        norms = {"ln_attn": "mixer_norm", "ln_mlp": "ffn_norm"}
+    else:
+        norms = llama.PRE_NORM_NAMES
     by_key = fused("query", "key", "value", groups=_count_kv_heads(config))
     attention = "alibi_attention" if config["alibi"] else "attention"
     block = {

@@ -18,9 +18,12 @@ from . import llama
 
 def _build_gemma(config: Config, *, key: Key[Array, ""]) -> Decoder:
     # "gelu" of the first releases is its tanh approximation, as in transformers
-    config = Config(config, hidden_act="gelu_pytorch_tanh") if config["hidden_act"] == "gelu" else config
-    norm, bias = make_rms_norm_factory(config, offset=1.0), config["attention_bias"]
-    mixer, ffn = make_attention_factory(config, bias=bias, out_bias=bias), make_gated_mlp_factory(config)
+    if config["hidden_act"] == "gelu":
+        config = Config(config, hidden_act="gelu_pytorch_tanh")
+    norm = make_rms_norm_factory(config, offset=1.0)
+    bias = config["attention_bias"]
+    mixer = make_attention_factory(config, bias=bias, out_bias=bias)
+    ffn = make_gated_mlp_factory(config)
     layers = [(mixer, ffn)] * config["num_hidden_layers"]
     return build_config_decoder(config, layers, norm, multiplier=config["hidden_size"] ** 0.5, key=key)
 

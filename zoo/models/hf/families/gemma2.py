@@ -33,14 +33,17 @@ def _build_gemma2(config: Config, *, key: Key[Array, ""]) -> Decoder:
 def read_score_options(config: Config) -> dict:
     """Return the options of attention that a Gemma config has: biases, the scale of scores, and their soft cap."""
     options = dict.fromkeys(("bias", "out_bias"), config["attention_bias"])
-    scale, soft_cap = config["query_pre_attn_scalar"] ** -0.5, config["attn_logit_softcapping"]
+    scale = config["query_pre_attn_scalar"] ** -0.5
+    soft_cap = config["attn_logit_softcapping"]
     return {**options, "scale": scale, "soft_cap": soft_cap}
 
 
 def build_sandwich_decoder(config: Config, mixers: Sequence[MixerFactory], *, key: Key[Array, ""]) -> Decoder:
     """Build Gemma's layers with these mixers and norms before and after each sublayer."""
-    norm, ffn = make_rms_norm_factory(config, offset=1.0), make_gated_mlp_factory(config)
-    layers, block = [(mixer, ffn) for mixer in mixers], make_sandwich_block(norm)
+    norm = make_rms_norm_factory(config, offset=1.0)
+    ffn = make_gated_mlp_factory(config)
+    layers = [(mixer, ffn) for mixer in mixers]
+    block = make_sandwich_block(norm)
     options = {"multiplier": config["hidden_size"] ** 0.5, "soft_cap": config["final_logit_softcapping"]}
     return build_config_decoder(config, layers, norm, block=block, key=key, **options)
 

@@ -20,7 +20,8 @@ from . import gemma2, llama
 
 def _build_gemma3_text(config: Config, *, key: Key[Array, ""]) -> Decoder:
     types = read_layer_types(config, list_patterned_types(config))
-    windows, rotaries = list_layer_windows(types, config["sliding_window"]), build_layer_rotaries(config, types)
+    windows = list_layer_windows(types, config["sliding_window"])
+    rotaries = build_layer_rotaries(config, types)
     options = {**gemma2.read_score_options(config), "qk_norm": make_head_norm_factory(config, offset=1.0)}
     mixers = make_layerwise_attention_factories(config, windows, rotaries, **options)
     return gemma2.build_sandwich_decoder(config, mixers, key=key)

@@ -43,8 +43,11 @@ _SPARSITY = ValueKind("a number from 0 to below 1", lambda value: NON_NEGATIVE_N
 
 
 def _build_gemma3n_text(config: Config, *, key: Key[Array, ""]) -> Decoder:
-    embed, count, width = config["hidden_size"], config["num_hidden_layers"], config["hidden_size_per_layer_input"]
-    streams, active = config["altup_num_inputs"], config["altup_active_idx"]
+    embed = config["hidden_size"]
+    count = config["num_hidden_layers"]
+    width = config["hidden_size_per_layer_input"]
+    streams = config["altup_num_inputs"]
+    active = config["altup_active_idx"]
     if active >= streams:
         raise ConfigError(f"altup_active_idx = {active} is none of the altup_num_inputs = {streams} streams, from 0")
     if not width:
@@ -83,13 +86,15 @@ def _make_feed_forwards(config: Config) -> list[FeedForwardFactory]:
     count, widths, sparsities = (
         config[key] for key in ("num_hidden_layers", "intermediate_size_by_layer", "activation_sparsity_pattern")
     )
-    widths = [widths] * count if isinstance(widths, int) else widths
+    if isinstance(widths, int):
+        widths = [widths] * count
     if sparsities is None:
         sparsities = [0.95 if number < 10 < count else 0.0 for number in range(count)]
     for key, values in {"intermediate_size": widths, "activation_sparsity_pattern": sparsities}.items():
         if len(values) != count:
             raise ConfigError(f"{key} has {len(values)} entries, for {count} layers")
-    kinds, activation = list(zip(widths, sparsities, strict=True)), find_activation(config)
+    kinds = list(zip(widths, sparsities, strict=True))
+    activation = find_activation(config)
     factories = {
         (width, sparsity): partial(
             make_gated_mlp_factory(config, width=width),

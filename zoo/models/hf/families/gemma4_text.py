@@ -45,11 +45,19 @@ _TABLE_PER_LAYER = ValueKind(
 
 
 def _build_gemma4_text(config: Config, *, key: Key[Array, ""]) -> Decoder:
-    types, width, embed = _read_types(config), config["hidden_size_per_layer_input"], config["hidden_size"]
-    norm, activation, moe = make_rms_norm_factory(config), find_activation(config), config["enable_moe_block"]
-    first, wide = config["num_hidden_layers"] - config["num_kv_shared_layers"], config["use_double_wide_mlp"]
+    types = _read_types(config)
+    width = config["hidden_size_per_layer_input"]
+    embed = config["hidden_size"]
+    norm = make_rms_norm_factory(config)
+    activation = find_activation(config)
+    moe = config["enable_moe_block"]
+    first = config["num_hidden_layers"] - config["num_kv_shared_layers"]
+    wide = config["use_double_wide_mlp"]
     ffn = _make_feed_forward_factory(config, config["intermediate_size"])
-    later = _make_feed_forward_factory(config, 2 * config["intermediate_size"]) if wide else ffn
+    if wide:
+        later = _make_feed_forward_factory(config, 2 * config["intermediate_size"])
+    else:
+        later = ffn
     layers = [(mixer, ffn if n < first else later) for n, mixer in enumerate(make_sharing_mixers(config, types, first))]
 
     def make_block(inputs: LayerInputProjection | None = None, **parts) -> LayerInputBlock:
@@ -100,15 +108,22 @@ def make_sharing_mixers(config: Config, types: Sequence[str], first: int) -> lis
 
     **Raises** `ConfigError` if there is none.
     """
-    windows, reuses = list_layer_windows(types, config["sliding_window"]), first < len(types)
+    windows = list_layer_windows(types, config["sliding_window"])
+    reuses = first < len(types)
     first = max(first, 0)
     if reuses and (missing := sorted({*types[first:]} - {*types[:first]})):
         raise ConfigError(f"num_kv_shared_layers leaves no layer of {missing[0]} whose keys the later ones could reuse")
     last = {kind: number for number, kind in enumerate(types[:first])} if reuses else {}
-    factories, mixers = {}, []
+    factories = {}
+    mixers = []
     for number, (kind, window) in enumerate(zip(types, windows, strict=True)):
         head_dim, kv_heads = _read_layer_sizes(config, number, kind)
-        role = "reuses" if number >= first else "stores" if last.get(kind) == number else None
+        if number >= first:
+            role = "reuses"
+        elif last.get(kind) == number:
+            role = "stores"
+        else:
+            role = None
         signature = kind, head_dim, kv_heads, role
         if signature not in factories:
             own = Config(config, head_dim=head_dim)
@@ -166,7 +181,8 @@ INPUT_NAMES: NameMap = {
 
 
 def _map_gemma4_text_names(config: Config) -> NameMap:
-    norms, feed_forward = gemma2.NORM_NAMES, prefixed("mlp", "gated_mlp", llama.GATED_MLP_NAMES)
+    norms = gemma2.NORM_NAMES
+    feed_forward = prefixed("mlp", "gated_mlp", llama.GATED_MLP_NAMES)
     if config["enable_moe_block"]:
         norms = {name: part for name, part in norms.items() if part != "ffn_norm"}
         feed_forward = prefixed("", "mixture_beside_mlp", _MIXTURE_NAMES)
@@ -189,7 +205,8 @@ _MIXTURE_NAMES: NameMap = {
 
 def find_reused_projections(config: Config, tensors: Collection[str]) -> list[str]:
     """Return the projections and norms of keys and values that files have for layers that reuse those of others."""
-    layers, names = config["num_hidden_layers"], ("k_proj", "v_proj", "k_norm", "v_norm")
+    layers = config["num_hidden_layers"]
+    names = ("k_proj", "v_proj", "k_norm", "v_norm")
     reusing = range(layers - config["num_kv_shared_layers"], layers)
     parts = [f"layers.{number}.self_attn.{name}." for number in reusing for name in names]
     return [name for name in tensors if any(part in name for part in parts)]

@@ -21,8 +21,10 @@ from .deepseek_v3 import find_mtp_tensors
 
 
 def _build_glm4_moe(config: Config, *, key: Key[Array, ""]) -> Decoder:
-    width, norm = config["moe_intermediate_size"], make_head_norm_factory(config) if config["use_qk_norm"] else None
-    shared, router = config["n_shared_experts"] * width, make_biased_router_factory(config)
+    width = config["moe_intermediate_size"]
+    norm = make_head_norm_factory(config) if config["use_qk_norm"] else None
+    shared = config["n_shared_experts"] * width
+    router = make_biased_router_factory(config)
     experts = make_mixture_factory(config, router, config["n_routed_experts"], width=width, shared=shared)
     return build_moe_decoder(
         config, dots1.mark_dots1_moe_layers(config), experts, qk_norm=norm, bias=config["attention_bias"], key=key

@@ -22,7 +22,8 @@ def _build_glm_moe_dsa(config: Config, *, key: Key[Array, ""]) -> Decoder:
     indexer = deepseek_v32.make_indexer_factory(config, interleaved=True)
     indexers = {"full": indexer, "shared": None}
     factories = {kind: deepseek_v32.make_sparse_attention_factory(config, indexers[kind]) for kind in set(types)}
-    mixers, block = [factories[kind] for kind in types], SelectionBlock if "shared" in types else Block
+    mixers = [factories[kind] for kind in types]
+    block = SelectionBlock if "shared" in types else Block
     router = make_biased_router_factory(config)
     return deepseek_v2.build_latent_decoder(config, router, mixers=mixers, block=block, key=key)
 
@@ -33,12 +34,16 @@ def _read_indexer_types(config: Config) -> list[str]:
 
     **Raises** `ConfigError` for another number of layers, and for a first layer without an indexer.
     """
-    layers, pattern = range(config["num_hidden_layers"]), config["index_topk_pattern"]
-    period, offset = config["index_topk_freq"], config["index_skip_topk_offset"]
+    layers = range(config["num_hidden_layers"])
+    pattern = config["index_topk_pattern"]
+    period = config["index_topk_freq"]
+    offset = config["index_skip_topk_offset"]
     if config["indexer_types"] is not None:
-        key, types = "indexer_types", config["indexer_types"]
+        key = "indexer_types"
+        types = config["indexer_types"]
     elif pattern is not None:
-        key, types = "index_topk_pattern", [{"F": "full", "S": "shared"}[letter] for letter in pattern]
+        key = "index_topk_pattern"
+        types = [{"F": "full", "S": "shared"}[letter] for letter in pattern]
     else:
         key = "index_skip_topk_offset"
         types = ["shared" if max(layer - offset + 1, 0) % period else "full" for layer in layers]

@@ -18,7 +18,9 @@ from zoo.models.hf.spec import Config, Family, NameMap, fused, prefixed
 
 
 def _build_gpt2(config: Config, *, key: Key[Array, ""]) -> Decoder:
-    norm, ffn, count = make_layer_norm_factory(config), make_mlp_factory(config), config["num_hidden_layers"]
+    norm = make_layer_norm_factory(config)
+    ffn = make_mlp_factory(config)
+    count = config["num_hidden_layers"]
     make = partial(make_attention_factory, config, rotary=None, bias=True, out_bias=True)
     scale = None if config["scale_attn_weights"] else 1.0
     if config["scale_attn_by_inverse_layer_idx"]:

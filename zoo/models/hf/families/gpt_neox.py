@@ -15,9 +15,11 @@ from zoo.models.hf.spec import Config, Family, NameMap, fused, prefixed
 
 
 def _build_gpt_neox(config: Config, *, key: Key[Array, ""]) -> Decoder:
-    norm, bias = make_layer_norm_factory(config), config["attention_bias"]
+    norm = make_layer_norm_factory(config)
+    bias = config["attention_bias"]
     block = ParallelBlock if config["use_parallel_residual"] else Block
-    mixer, ffn = make_attention_factory(config, bias=bias, out_bias=bias), make_mlp_factory(config)
+    mixer = make_attention_factory(config, bias=bias, out_bias=bias)
+    ffn = make_mlp_factory(config)
     return build_config_decoder(config, [(mixer, ffn)] * config["num_hidden_layers"], norm, block=block, key=key)
 
 

@@ -25,7 +25,8 @@ from . import llama
 
 
 def _build_gpt_oss(config: Config, *, key: Key[Array, ""]) -> Decoder:
-    norm, bias = make_rms_norm_factory(config), config["attention_bias"]
+    norm = make_rms_norm_factory(config)
+    bias = config["attention_bias"]
     packed = config["quantization_config"] is not None
     for size in ("hidden_size", "intermediate_size"):
         if packed and config[size] % BLOCK_SIZE:

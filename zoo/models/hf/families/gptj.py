@@ -21,11 +21,13 @@ from . import gpt2
 
 
 def _build_gptj(config: Config, *, key: Key[Array, ""]) -> Decoder:
-    dim, head_dim = config["rotary_dim"], read_head_sizes(config)[2]
+    dim = config["rotary_dim"]
+    head_dim = read_head_sizes(config)[2]
     if dim is None or dim % 2 or not 0 < dim <= head_dim:
         raise ConfigError(f"rotary_dim = {dim}: rotary embeddings turn pairs of the {head_dim} values of each head")
     mixer = make_attention_factory(config, rotary=Rotary(dim, interleaved=True))
-    layers, norm = [(mixer, make_mlp_factory(config))] * config["num_hidden_layers"], make_layer_norm_factory(config)
+    layers = [(mixer, make_mlp_factory(config))] * config["num_hidden_layers"]
+    norm = make_layer_norm_factory(config)
     return build_config_decoder(config, layers, norm, block=make_one_norm_block, head_bias=True, key=key)
 
 

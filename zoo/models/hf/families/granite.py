@@ -28,10 +28,13 @@ def _build_granite(config: Config, *, key: Key[Array, ""]) -> Decoder:
 
 def build_granite_layers(config: Config, ffn: FeedForwardFactory, *, key: Key[Array, ""]) -> Decoder:
     """Build Granite's layers with this feed-forward layer, and its multipliers."""
-    norm, bias, scale = make_rms_norm_factory(config), config["attention_bias"], config["attention_multiplier"]
+    norm = make_rms_norm_factory(config)
+    bias = config["attention_bias"]
+    scale = config["attention_multiplier"]
     if config["logits_scaling"] == 0:
         raise ConfigError("logits_scaling = 0: logits are divided by it")
-    scale = None if scale == read_head_sizes(config)[2] ** -0.5 else scale
+    if scale == read_head_sizes(config)[2] ** -0.5:
+        scale = None
     mixer = make_attention_factory(config, bias=bias, out_bias=bias, scale=scale)
     block: Callable[..., Any] = partial(Block, residual_multiplier=config["residual_multiplier"])
     multipliers = {"multiplier": config["embedding_multiplier"], "logits_multiplier": 1 / config["logits_scaling"]}

@@ -27,7 +27,9 @@ def _build_hunyuan_v1_dense(config: Config, *, key: Key[Array, ""]) -> Decoder:
 def make_hunyuan_mixer(config: Config) -> MixerFactory:
     """Return a factory of attention with a QK norm after RoPE. The rope_type "dynamic" with an `alpha` is a fixed base,
     rope_theta * alpha ** (head_dim / (head_dim - 2))."""
-    rope, head_dim, bias = config["rope_parameters"], read_head_sizes(config)[2], config["attention_bias"]
+    rope = config["rope_parameters"]
+    head_dim = read_head_sizes(config)[2]
+    bias = config["attention_bias"]
     if rope["rope_type"] == "dynamic" and rope.get("alpha") is not None:
         base = rope["rope_theta"] * rope["alpha"] ** (head_dim / (head_dim - 2))
         config = Config(config, rope_parameters={"rope_type": "default", "rope_theta": base})

@@ -14,14 +14,18 @@ from . import hunyuan_v1_dense, llama
 
 
 def _build_hunyuan_v1_moe(config: Config, *, key: Key[Array, ""]) -> Decoder:
-    tops, count, width = config["moe_topk"], config["num_hidden_layers"], config["intermediate_size"]
-    tops = tops if isinstance(tops, list | tuple) else [tops] * count
+    tops = config["moe_topk"]
+    count = config["num_hidden_layers"]
+    width = config["intermediate_size"]
+    if not isinstance(tops, list | tuple):
+        tops = [tops] * count
     if len(tops) != count:
         raise ConfigError(f"moe_topk has {len(tops)} entries, for {count} layers")
     make = lambda top: make_mixture_factory(
         Config(config, num_experts_per_tok=top), SoftmaxRouter, config["num_experts"], shared=width
     )
-    mixtures, mixer = {top: make(top) for top in dict.fromkeys(tops)}, hunyuan_v1_dense.make_hunyuan_mixer(config)
+    mixtures = {top: make(top) for top in dict.fromkeys(tops)}
+    mixer = hunyuan_v1_dense.make_hunyuan_mixer(config)
     layers = [(mixer, mixtures[top]) for top in tops]
     return build_config_decoder(config, layers, make_rms_norm_factory(config), key=key)
 

@@ -18,9 +18,11 @@ from . import deepseek_v3, dots1, llama, qwen2_moe
 
 
 def _build_hy_v3(config: Config, *, key: Key[Array, ""]) -> Decoder:
-    width, bias = config["moe_intermediate_size"], config["attention_bias"]
+    width = config["moe_intermediate_size"]
+    bias = config["attention_bias"]
     config = Config(config, n_group=1, topk_group=1, norm_topk_prob=True, first_k_dense_replace=1)
-    router, shared = make_biased_router_factory(config), config["num_shared_experts"] * width
+    router = make_biased_router_factory(config)
+    shared = config["num_shared_experts"] * width
     experts = make_mixture_factory(config, router, config["num_experts"], width=width, shared=shared)
     options = {"qk_norm": make_head_norm_factory(config), "bias": bias, "out_bias": bias}
     return build_moe_decoder(config, dots1.mark_dots1_moe_layers(config), experts, key=key, **options)

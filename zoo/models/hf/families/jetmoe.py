@@ -23,8 +23,11 @@ from . import llama
 
 
 def _build_jetmoe(config: Config, *, key: Key[Array, ""]) -> Decoder:
-    embed, experts, top = config["hidden_size"], config["num_local_experts"], config["num_experts_per_tok"]
-    heads, head_dim = config["num_key_value_heads"], config["kv_channels"]
+    embed = config["hidden_size"]
+    experts = config["num_local_experts"]
+    top = config["num_experts_per_tok"]
+    heads = config["num_key_value_heads"]
+    head_dim = config["kv_channels"]
     if heads is None:
         raise ConfigError("num_key_value_heads is null, and each expert has as many heads as there are of keys")
     # a token has the heads of each of its experts, whatever the file says
@@ -41,7 +44,8 @@ def _build_jetmoe(config: Config, *, key: Key[Array, ""]) -> Decoder:
         out_scale=compute_out_scale(config),
     )
     # rms_norm_eps is that of the final norm alone
-    norm, final_norm = make_rms_norm_factory(Config(config, rms_norm_eps=1e-6)), make_rms_norm_factory(config)
+    norm = make_rms_norm_factory(Config(config, rms_norm_eps=1e-6))
+    final_norm = make_rms_norm_factory(config)
     layers = [(mixer, ffn)] * config["num_hidden_layers"]
     return build_config_decoder(config, layers, norm, block=RoutedMixerBlock, final_norm=final_norm, key=key)
 

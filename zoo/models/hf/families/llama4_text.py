@@ -30,8 +30,12 @@ def _build_llama4_text(config: Config, *, key: Key[Array, ""]) -> Decoder:
     expert = make_gated_mlp_factory(config)
     sparse = partial(InputWeightedMixture, router, expert, config["num_experts"], shared=expert)
     dense = make_gated_mlp_factory(config, width=config["intermediate_size_mlp"])
-    step, layers = config["interleave_moe_layer_step"], range(config["num_hidden_layers"])
-    sparse_layers = layers[step - 1 :: step] if config["moe_layers"] is None else config["moe_layers"]
+    step = config["interleave_moe_layer_step"]
+    layers = range(config["num_hidden_layers"])
+    if config["moe_layers"] is None:
+        sparse_layers = layers[step - 1 :: step]
+    else:
+        sparse_layers = config["moe_layers"]
     ffns = [sparse if number in sparse_layers else dense for number in layers]
     pairs = list(zip(_make_mixers(config), ffns, strict=True))
     return build_config_decoder(config, pairs, make_rms_norm_factory(config), key=key)
@@ -39,7 +43,8 @@ def _build_llama4_text(config: Config, *, key: Key[Array, ""]) -> Decoder:
 
 def _make_mixers(config: Config) -> list[MixerFactory]:
     """Return a factory of attention per layer: in chunks as `layer_types` says, with RoPE as `no_rope_layers` says."""
-    layers, interval = range(1, config["num_hidden_layers"] + 1), config["no_rope_layer_interval"]
+    layers = range(1, config["num_hidden_layers"] + 1)
+    interval = config["no_rope_layer_interval"]
     rotates = config["no_rope_layers"] or [int(number % interval != 0) for number in layers]
     if len(rotates) < len(layers):
         raise ConfigError(f"no_rope_layers has {len(rotates)} entries, for {len(layers)} layers")
@@ -47,8 +52,12 @@ def _make_mixers(config: Config) -> list[MixerFactory]:
     if unknown := sorted({*types} - {"chunked_attention", "full_attention"}):
         raise ConfigError(f"layer_types has {unknown[0]!r}, and layers here are chunked_attention or full_attention")
     scale = QueryScale(config["attn_scale"], config["floor_scale"], offset=1)
-    scale = scale if config["attn_temperature_tuning"] else None
-    qk_norm = make_head_norm_factory(config, scaled=False) if config["use_qk_norm"] else None
+    if not config["attn_temperature_tuning"]:
+        scale = None
+    if config["use_qk_norm"]:
+        qk_norm = make_head_norm_factory(config, scaled=False)
+    else:
+        qk_norm = None
     bias = dict.fromkeys(("bias", "out_bias"), config["attention_bias"])
     with_rope = {"rotary": build_rotary(config, interleaved=True), "qk_norm": qk_norm}
     make = partial(make_attention_factory, config, attention=ChunkedAttention, **bias)

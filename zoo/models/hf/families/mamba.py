@@ -44,7 +44,8 @@ def build_mamba_decoder(config: Config, mixer: Callable[..., Mamba], *, key: Key
 
 def make_mamba_factory(config: Config, **options: Any) -> Callable[..., Mamba]:
     """Return a factory of `Mamba` with the sizes of a config."""
-    embed, rank = config["hidden_size"], config["time_step_rank"]
+    embed = config["hidden_size"]
+    rank = config["time_step_rank"]
     return partial(
         Mamba,
         embed,

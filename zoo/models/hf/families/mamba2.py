@@ -93,7 +93,8 @@ def _describe_mamba2(model: Any) -> dict[str, Any]:
     check_type("mixer", block.mixer, Mamba2)
     check_type("mixer_norm", block.mixer_norm, RMSNorm)
     mixer, (vocab, embed) = block.mixer, model.embedding.table_shape
-    heads, convolution = mixer.dt.out_size, mixer.x_convolution
+    heads = mixer.dt.out_size
+    convolution = mixer.x_convolution
     low, high = mixer.dt_limit
     return {
         "vocab_size": vocab,

@@ -35,13 +35,19 @@ from . import dots1, llama
 
 def _build_mimo_v2_flash(config: Config, *, key: Key[Array, ""]) -> Decoder:
     router = make_biased_router_factory(Config(config, routed_scaling_factor=config["routed_scaling_factor"] or 1.0))
-    experts, width = config["n_routed_experts"], config["moe_intermediate_size"]
-    sparse, dense = make_mixture_factory(config, router, experts, width=width), make_gated_mlp_factory(config)
-    pattern, frequency = config["hybrid_layer_pattern"], config["moe_layer_pattern"]
+    experts = config["n_routed_experts"]
+    width = config["moe_intermediate_size"]
+    sparse = make_mixture_factory(config, router, experts, width=width)
+    dense = make_gated_mlp_factory(config)
+    pattern = config["hybrid_layer_pattern"]
+    frequency = config["moe_layer_pattern"]
     if frequency is not None and config["mlp_layer_types"] is None:
         config = Config(config, mlp_layer_types=["sparse" if is_moe else "dense" for is_moe in frequency])
     is_sparse = dots1.mark_dots1_moe_layers(Config(config, first_k_dense_replace=1))
-    is_local = [n > 1 and n % 6 for n in range(1, config["num_hidden_layers"] + 1)] if pattern is None else pattern
+    if pattern is None:
+        is_local = [n > 1 and n % 6 for n in range(1, config["num_hidden_layers"] + 1)]
+    else:
+        is_local = pattern
     types = read_layer_types(config, ["sliding_attention" if local else "full_attention" for local in is_local])
     mixers = _make_mixers(config, types)
     layers = [(mixer, sparse if is_moe else dense) for mixer, is_moe in zip(mixers, is_sparse, strict=True)]
@@ -61,7 +67,8 @@ def _make_mixers(config: Config, types: Sequence[str]) -> list[MixerFactory]:
     for key, value in sizes.items():
         if config[f"swa_{key}"] not in (None, value):
             raise ConfigError(f"swa_{key} = {config[f'swa_{key}']}, and here sliding layers have {value}")
-    size, scale = config["sliding_window_size"], config["attention_value_scale"]
+    size = config["sliding_window_size"]
+    scale = config["attention_value_scale"]
     window = config["sliding_window"] if size is None else size + 1
     options = {"value_dim": config["v_head_dim"], "value_scale": 1.0 if scale is None else scale}
     options |= {"attention": ValueScaledAttention, "bias": config["attention_bias"]}
@@ -76,7 +83,8 @@ def _make_mixers(config: Config, types: Sequence[str]) -> list[MixerFactory]:
 def _map_mimo_v2_flash_names(
     config: Config, experts: NameMap | None = None, sinks: str = "attention_sink_bias"
 ) -> NameMap:
-    experts = prefixed("experts.*", "experts.*", llama.GATED_MLP_NAMES) if experts is None else experts
+    if experts is None:
+        experts = prefixed("experts.*", "experts.*", llama.GATED_MLP_NAMES)
     mixture = {"gate": "router.scores", "gate.e_score_correction_bias": "router.selection_bias", **experts}
     feed_forward = {
         **prefixed("mlp", "gated_mlp", llama.GATED_MLP_NAMES),

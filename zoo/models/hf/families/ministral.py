@@ -19,7 +19,8 @@ from . import llama, mistral
 
 
 def _build_ministral(config: Config, *, key: Key[Array, ""]) -> Decoder:
-    window, ffn = config["sliding_window"], make_gated_mlp_factory(config)
+    window = config["sliding_window"]
+    ffn = make_gated_mlp_factory(config)
     default = ["full_attention" if window is None else "sliding_attention"] * config["num_hidden_layers"]
     mixers = make_windowed_attention_factories(config, list_layer_windows(read_layer_types(config, default), window))
     return build_config_decoder(config, [(mixer, ffn) for mixer in mixers], make_rms_norm_factory(config), key=key)

@@ -21,7 +21,8 @@ EXPERT_NAMES: NameMap = {"w1": "gate", "w3": "up", "w2": "down"}
 
 
 def _build_mixtral(config: Config, *, key: Key[Array, ""]) -> Decoder:
-    norm, mixer = make_rms_norm_factory(config), make_attention_factory(config, window=config["sliding_window"])
+    norm = make_rms_norm_factory(config)
+    mixer = make_attention_factory(config, window=config["sliding_window"])
     experts = make_mixture_factory(config, SoftmaxRouter, config["num_experts"])
     return build_config_decoder(config, [(mixer, experts)] * config["num_hidden_layers"], norm, key=key)
 

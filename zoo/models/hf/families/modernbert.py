@@ -33,7 +33,8 @@ from ..describe import check_type, has_bias
 
 
 def _build_modernbert(config: Config, *, key: Key[Array, ""]) -> Encoder:
-    norm, numbers = make_layer_norm_factory(config, bias=config["norm_bias"]), range(config["num_hidden_layers"])
+    norm = make_layer_norm_factory(config, bias=config["norm_bias"])
+    numbers = range(config["num_hidden_layers"])
     is_local = [number % config["global_attn_every_n_layers"] != 0 for number in numbers]
     types = read_layer_types(config, ["sliding_attention" if local else "full_attention" for local in is_local])
     windows = list_layer_windows(types, config["local_attention"] // 2 + 1)  # to each side, with the token itself
@@ -51,7 +52,8 @@ def _build_modernbert(config: Config, *, key: Key[Array, ""]) -> Encoder:
         "TokenClassification": text_encoders.make_token_head_factory(config, transform),
         "Model": encoder_heads.make_feature_head_factory(),
     }
-    layers, blocks = [(mixers[kind], ffn) for kind in types], [make_unnormalized_block, *[Block] * (len(numbers) - 1)]
+    layers = [(mixers[kind], ffn) for kind in types]
+    blocks = [make_unnormalized_block, *[Block] * (len(numbers) - 1)]
     norms = {"norm": norm, "embedding_norm": norm, "final_norm": norm}
     return text_encoders.build_config_encoder(config, layers, "ModernBert", heads, block=blocks, key=key, **norms)
 
@@ -64,12 +66,15 @@ def _describe_modernbert(model: Any) -> dict[str, Any]:
     check_type("model", model, Encoder)
     model, blocks = eqx.filter_eval_shape(lambda model: (model, tuple(model.stack.iter_blocks())), model)
     check_type("head", model.head, MaskedLMHead)
-    block, parts = blocks[-1], {"mixer": BidirectionalAttention, "ffn": GatedMLP, "ffn_norm": LayerNorm}
+    block = blocks[-1]
+    parts = {"mixer": BidirectionalAttention, "ffn": GatedMLP, "ffn_norm": LayerNorm}
     for name, kind in parts.items():
         check_type(name, getattr(block, name, None), kind)
-    rope, windows = block.mixer.rotary, [getattr(block.mixer, "window", None) for block in blocks]
+    rope = block.mixer.rotary
+    windows = [getattr(block.mixer, "window", None) for block in blocks]
     check_type("rotary", rope, Rotary)
-    kinds, window = ("full_attention", "sliding_attention"), next((w for w in windows if w is not None), 1)
+    kinds = ("full_attention", "sliding_attention")
+    window = next((w for w in windows if w is not None), 1)
     vocab, embed = model.embedding.table_shape
     return {
         "vocab_size": vocab,

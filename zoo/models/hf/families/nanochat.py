@@ -24,7 +24,9 @@ from . import llama
 
 
 def _build_nanochat(config: Config, *, key: Key[Array, ""]) -> Decoder:
-    norm, bias, rotary = make_rms_norm_factory(config, scaled=False), config["attention_bias"], build_rotary(config)
+    norm = make_rms_norm_factory(config, scaled=False)
+    bias = config["attention_bias"]
+    rotary = build_rotary(config)
     epsilon = config["rms_norm_eps"] / (1.0 if rotary.scaling is None else rotary.scaling.magnitude) ** 2
     rotary = dataclasses.replace(rotary, scaling=ReversedRotation(rotary.scaling))
     qk_norm = make_head_norm_factory(config, scaled=False, epsilon=epsilon)

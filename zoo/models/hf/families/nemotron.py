@@ -16,7 +16,8 @@ from . import arcee, llama
 
 
 def _build_nemotron(config: Config, *, key: Key[Array, ""]) -> Decoder:
-    norm, bias = make_layer_norm_factory(config, offset=1.0), config["attention_bias"]
+    norm = make_layer_norm_factory(config, offset=1.0)
+    bias = config["attention_bias"]
     mixer = make_attention_factory(config, bias=bias, out_bias=bias)
     layers = [(mixer, make_mlp_factory(config, bias=config["mlp_bias"]))] * config["num_hidden_layers"]
     return build_config_decoder(config, layers, norm, key=key)

@@ -15,7 +15,8 @@ from . import llama
 
 
 def _build_olmo(config: Config, *, key: Key[Array, ""]) -> Decoder:
-    bias, norm = config["attention_bias"], partial(LayerNorm, config["hidden_size"], scaled=False, bias=False)
+    bias = config["attention_bias"]
+    norm = partial(LayerNorm, config["hidden_size"], scaled=False, bias=False)
     mixer = make_attention_factory(config, bias=bias, out_bias=bias, clip=config["clip_qkv"])
     layers = [(mixer, make_gated_mlp_factory(config))] * config["num_hidden_layers"]
     return build_config_decoder(config, layers, norm, key=key)

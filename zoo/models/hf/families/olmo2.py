@@ -19,7 +19,8 @@ from . import llama
 
 
 def _build_olmo2(config: Config, *, key: Key[Array, ""]) -> Decoder:
-    bias, qk_norm = config["attention_bias"], partial(RMSNorm, epsilon=config["rms_norm_eps"])
+    bias = config["attention_bias"]
+    qk_norm = partial(RMSNorm, epsilon=config["rms_norm_eps"])
     mixer = make_attention_factory(config, bias=bias, out_bias=bias, norm_over_heads=qk_norm)
     layers = [(mixer, make_gated_mlp_factory(config))] * config["num_hidden_layers"]
     return build_config_decoder(config, layers, make_rms_norm_factory(config), block=PostNormBlock, key=key)

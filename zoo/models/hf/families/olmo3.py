@@ -27,13 +27,12 @@ from . import llama, olmo2
 
 def _build_olmo3(config: Config, *, key: Key[Array, ""]) -> Decoder:
     types = read_layer_types(config, list_patterned_types(Config(config, sliding_window_pattern=4)))
-    windows, rotaries = list_layer_windows(types, config["sliding_window"]), build_layer_rotaries(config, types)
+    windows = list_layer_windows(types, config["sliding_window"])
+    rotaries = build_layer_rotaries(config, types)
     options = {"norm_over_heads": partial(RMSNorm, epsilon=config["rms_norm_eps"])}
     options |= dict.fromkeys(("bias", "out_bias"), config["attention_bias"])
-    mixers, ffn = (
-        make_layerwise_attention_factories(config, windows, rotaries, **options),
-        make_gated_mlp_factory(config),
-    )
+    mixers = make_layerwise_attention_factories(config, windows, rotaries, **options)
+    ffn = make_gated_mlp_factory(config)
     layers = [(mixer, ffn) for mixer in mixers]
     return build_config_decoder(config, layers, make_rms_norm_factory(config), block=PostNormBlock, key=key)
 

@@ -15,7 +15,8 @@ from . import llama, qwen2_moe
 
 
 def _build_olmoe(config: Config, *, key: Key[Array, ""]) -> Decoder:
-    bias, clip = config["attention_bias"], config["clip_qkv"]
+    bias = config["attention_bias"]
+    clip = config["clip_qkv"]
     experts = make_mixture_factory(
         config, partial(SoftmaxRouter, renormalize=config["norm_topk_prob"]), config["num_experts"]
     )

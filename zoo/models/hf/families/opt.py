@@ -13,10 +13,12 @@ from zoo.models.hf.spec import Config, Family, NameMap, prefixed
 
 
 def _build_opt(config: Config, *, key: Key[Array, ""]) -> Decoder:
-    embed, projected = config["hidden_size"], config["word_embed_proj_dim"]
+    embed = config["hidden_size"]
+    projected = config["word_embed_proj_dim"]
     if projected not in (None, embed):
         raise ConfigError(f"word_embed_proj_dim = {projected}: embeddings of another size than {embed} are not read")
-    bias, affine = config["enable_bias"], config["layer_norm_elementwise_affine"]
+    bias = config["enable_bias"]
+    affine = config["layer_norm_elementwise_affine"]
     mixer = make_attention_factory(config, rotary=None, bias=bias, out_bias=bias)
     layers = [(mixer, make_mlp_factory(config, bias=bias))] * config["num_hidden_layers"]
     norm = partial(LayerNorm, embed, scaled=affine, bias=affine)

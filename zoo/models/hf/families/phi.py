@@ -23,11 +23,16 @@ from . import llama
 
 
 def _build_phi(config: Config, *, key: Key[Array, ""]) -> Decoder:
-    size, epsilon = read_head_sizes(config)[2], config["layer_norm_eps"]
-    qk_norm = partial(LayerNorm, size, features=Dim("head_dim"), epsilon=epsilon) if config["qk_layernorm"] else None
+    size = read_head_sizes(config)[2]
+    epsilon = config["layer_norm_eps"]
+    if config["qk_layernorm"]:
+        qk_norm = partial(LayerNorm, size, features=Dim("head_dim"), epsilon=epsilon)
+    else:
+        qk_norm = None
     mixer = make_attention_factory(config, bias=True, out_bias=True, qk_norm=qk_norm)
     layers = [(mixer, make_mlp_factory(config))] * config["num_hidden_layers"]
-    norm, options = make_layer_norm_factory(config), {"block": make_one_norm_block, "head_bias": True}
+    norm = make_layer_norm_factory(config)
+    options = {"block": make_one_norm_block, "head_bias": True}
     return build_config_decoder(config, layers, norm, key=key, **options)
 
 

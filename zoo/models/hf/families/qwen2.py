@@ -27,12 +27,14 @@ def _build_qwen2(config: Config, *, key: Key[Array, ""]) -> Decoder:
 
 def build_windowed_decoder(config: Config, *, key: Key[Array, ""], **options: Any) -> Decoder:
     """Build LLaMA's layers with these options of attention, and sliding windows from layer `max_window_layers` on."""
-    norm, window = make_rms_norm_factory(config), config["sliding_window"] if config["use_sliding_window"] else None
+    norm = make_rms_norm_factory(config)
+    window = config["sliding_window"] if config["use_sliding_window"] else None
     upper = "full_attention" if window is None else "sliding_attention"
     full = min(config["max_window_layers"], config["num_hidden_layers"])
     default = ["full_attention"] * full + [upper] * (config["num_hidden_layers"] - full)
     windows = list_layer_windows(read_layer_types(config, default), window)
-    mixers, ffn = make_windowed_attention_factories(config, windows, **options), make_gated_mlp_factory(config)
+    mixers = make_windowed_attention_factories(config, windows, **options)
+    ffn = make_gated_mlp_factory(config)
     return build_config_decoder(config, [(mixer, ffn) for mixer in mixers], norm, key=key)
 
 

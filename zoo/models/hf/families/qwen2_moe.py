@@ -15,7 +15,8 @@ from . import llama, qwen2
 
 
 def _build_qwen2_moe(config: Config, *, key: Key[Array, ""]) -> Decoder:
-    window, upper = config["sliding_window"] if config["use_sliding_window"] else None, config["max_window_layers"]
+    window = config["sliding_window"] if config["use_sliding_window"] else None
+    upper = config["max_window_layers"]
     is_local = lambda number: window is not None and number < upper and number % 2 == 0
     default = ["sliding_attention" if is_local(n) else "full_attention" for n in range(config["num_hidden_layers"])]
     experts = make_mixture_factory(
@@ -34,7 +35,8 @@ def _build_qwen2_moe(config: Config, *, key: Key[Array, ""]) -> Decoder:
 
 def mark_qwen2_moe_layers(config: Config) -> list[bool]:
     """Return True per layer that is a mixture of experts: every `decoder_sparse_step`-th, except `mlp_only_layers`."""
-    dense, step = config["mlp_only_layers"] or (), config["decoder_sparse_step"]
+    dense = config["mlp_only_layers"] or ()
+    step = config["decoder_sparse_step"]
     return [n not in dense and (n + 1) % step == 0 for n in range(config["num_hidden_layers"])]
 
 

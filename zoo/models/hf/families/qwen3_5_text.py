@@ -26,7 +26,8 @@ from . import llama
 
 
 def _build_qwen3_5(config: Config, *, key: Key[Array, ""]) -> Decoder:
-    interval, count = config["full_attention_interval"], config["num_hidden_layers"]
+    interval = config["full_attention_interval"]
+    count = config["num_hidden_layers"]
     default = ["linear_attention" if (n + 1) % interval else "full_attention" for n in range(count)]
     delta = partial(
         GroupedGatedDeltaNet,
@@ -45,7 +46,8 @@ def _build_qwen3_5(config: Config, *, key: Key[Array, ""]) -> Decoder:
         "linear_attention": delta,
         "full_attention": make_attention_factory(config, attention=GatedAttention, qk_norm=qk_norm),
     }
-    types, ffn = read_layer_types(config, default), make_gated_mlp_factory(config)
+    types = read_layer_types(config, default)
+    ffn = make_gated_mlp_factory(config)
     if unknown := [kind for kind in types if kind not in mixers]:
         raise ConfigError(f"layer_types has {unknown[0]!r}, and layers here are {' or '.join(mixers)}")
     layers = [(mixers[kind], ffn) for kind in types]

@@ -17,7 +17,8 @@ from . import llama, qwen2_moe
 def _build_qwen3_moe(config: Config, *, key: Key[Array, ""]) -> Decoder:
     router = partial(SoftmaxRouter, renormalize=config["norm_topk_prob"])
     experts = make_mixture_factory(config, router, config["num_local_experts"], width=config["moe_intermediate_size"])
-    sparse, bias = qwen2_moe.mark_qwen2_moe_layers(config), config["attention_bias"]
+    sparse = qwen2_moe.mark_qwen2_moe_layers(config)
+    bias = config["attention_bias"]
     window = config["sliding_window"] if config["use_sliding_window"] else None
     norms = {"qk_norm": make_head_norm_factory(config), "bias": bias, "out_bias": bias}
     return build_moe_decoder(config, sparse, experts, windows=[window] * len(sparse), key=key, **norms)

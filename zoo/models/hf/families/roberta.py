@@ -20,7 +20,8 @@ from .bert import BERT, DEFAULTS, build_bert_layers, map_bert_layers
 
 
 def _build_roberta(prefix: str, config: Config, *, key: Key[Array, ""]) -> Encoder:
-    size, offset = config["hidden_size"], config["pad_token_id"] + 1
+    size = config["hidden_size"]
+    offset = config["pad_token_id"] + 1
     positions = config["max_position_embeddings"] - offset
     if positions < 1:
         raise ConfigError(f"max_position_embeddings = {positions + offset}, and pad_token_id leaves {offset} unused")

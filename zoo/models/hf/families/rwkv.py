@@ -31,7 +31,9 @@ _TIME_MIXING_NAMES: NameMap = {
 
 
 def _build_rwkv(config: Config, *, key: Key[Array, ""]) -> Decoder:
-    norm, embed, scale = make_layer_norm_factory(config), config["hidden_size"], compute_out_scale(config)
+    norm = make_layer_norm_factory(config)
+    embed = config["hidden_size"]
+    scale = compute_out_scale(config)
     mixer = partial(RWKV4, embed, inner=config["attention_hidden_size"], out_scale=scale)
     ffn = partial(RWKV4ChannelMixing, embed, config["intermediate_size"] or 4 * embed, out_scale=scale)
     final_norm = partial(LayerNorm, embed, epsilon=1e-5)  # transformers ignores the config's epsilon here

@@ -19,7 +19,9 @@ from .. import encoder_heads, vision
 
 
 def _build_siglip(config: Config, *, key: Key[Array, ""]) -> ImageEncoder:
-    norm, embed, heads = make_layer_norm_factory(config), config["hidden_size"], config["num_attention_heads"]
+    norm = make_layer_norm_factory(config)
+    embed = config["hidden_size"]
+    heads = config["num_attention_heads"]
     options = {"norm": norm, "activation": find_activation(config)}
     pooler = partial(AttentionPooler, embed, heads, config["intermediate_size"], **options)
     features = encoder_heads.make_feature_head_factory(pooler if config["vision_use_head"] else None)

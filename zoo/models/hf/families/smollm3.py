@@ -21,7 +21,9 @@ from . import llama
 
 
 def _build_smollm3(config: Config, *, key: Key[Array, ""]) -> Decoder:
-    norm, bias, rotary = make_rms_norm_factory(config), config["attention_bias"], build_rotary(config)
+    norm = make_rms_norm_factory(config)
+    bias = config["attention_bias"]
+    rotary = build_rotary(config)
     window = config["sliding_window"] if config["use_sliding_window"] else None
     rotaries = [rotary if turns else None for turns in _list_rotary_layers(config)]
     default = ["full_attention" if window is None or own else "sliding_attention" for own in rotaries]
@@ -34,7 +36,8 @@ def _build_smollm3(config: Config, *, key: Key[Array, ""]) -> Decoder:
 def _list_rotary_layers(config: Config) -> list[bool]:
     """Return True for each layer with RoPE: by `no_rope_layers`, which is 0 for a layer without, or all but each
     `no_rope_layer_interval`-th."""
-    count, given = config["num_hidden_layers"], config["no_rope_layers"]
+    count = config["num_hidden_layers"]
+    given = config["no_rope_layers"]
     if given is None:
         return [(number + 1) % config["no_rope_layer_interval"] != 0 for number in range(count)]
     if len(given) != count:

@@ -21,7 +21,10 @@ from . import llama
 
 
 def _build_stablelm(config: Config, *, key: Key[Array, ""]) -> Decoder:
-    qk_norm = partial(PerHeadLayerNorm, epsilon=config["layer_norm_eps"]) if config["qk_layernorm"] else None
+    if config["qk_layernorm"]:
+        qk_norm = partial(PerHeadLayerNorm, epsilon=config["layer_norm_eps"])
+    else:
+        qk_norm = None
     mixer = make_attention_factory(config, bias=config["use_qkv_bias"], norm_over_heads=qk_norm)
     layers = [(mixer, make_gated_mlp_factory(config))] * config["num_hidden_layers"]
     block = make_one_norm_block if config["use_parallel_residual"] else Block

@@ -27,7 +27,8 @@ from . import llama
 
 
 def _build_vit(config: Config, *, key: Key[Array, ""]) -> ImageEncoder:
-    size, activation = config["hidden_size"], find_activation(config, "pooler_act")
+    size = config["hidden_size"]
+    activation = find_activation(config, "pooler_act")
     pooler = partial(DensePooler, size, config["pooler_output_size"] or size, activation=activation)
     heads = {
         "ViTForImageClassification": vision.make_classification_head_factory(config),
@@ -38,7 +39,8 @@ def _build_vit(config: Config, *, key: Key[Array, ""]) -> ImageEncoder:
         make_bidirectional_attention_factory(config, bias=bias, out_bias=True),
         make_mlp_factory(config),
     )
-    embedding, head = vision.make_image_embedding_factory(config), encoder_heads.select_head(config, heads)
+    embedding = vision.make_image_embedding_factory(config)
+    head = encoder_heads.select_head(config, heads)
     return vision.build_config_image_encoder(config, layer, make_layer_norm_factory(config), head, embedding, key=key)
 
 

@@ -32,7 +32,9 @@ class _Chunk(NamedTuple):
     @classmethod
     def read(cls, query_ref: Any, key_ref: Any, gates_ref: Any) -> "_Chunk":
         """Load the operands of a chunk, and compute its decays and products."""
-        query, key, gates = query_ref[...], key_ref[...], gates_ref[...]
+        query = query_ref[...]
+        key = key_ref[...]
+        gates = gates_ref[...]
         beta, log_decay, count = (gates[i : i + 1] for i in (BETA, LOG_DECAY, COUNT))
         decays = compute_decays(log_decay, count)
         couplings = multiply(key, key, transpose_y=True) * decays.pairs
@@ -73,7 +75,8 @@ def forward_kernel(
     def _start() -> None:
         last_ref[...] = first_ref[...]
 
-    chunk, state = _Chunk.read(query_ref, key_ref, gates_ref), last_ref[...]
+    chunk = _Chunk.read(query_ref, key_ref, gates_ref)
+    state = last_ref[...]
     dtype = chunk.key.dtype
     inverse = invert_unit_lower(-chunk.beta * chunk.couplings, refine=dtype == jnp.float32).astype(dtype)
     if residual_refs:
@@ -112,12 +115,18 @@ def backward_kernel(
     def _start() -> None:
         grad_first_ref[...] = grad_last_ref[...]
 
-    chunk, state, inverse = _Chunk.read(query_ref, key_ref, gates_ref), state_ref[...], inverse_ref[...]
-    query, key, beta, decays = chunk.query, chunk.key, chunk.beta, chunk.decays
+    chunk = _Chunk.read(query_ref, key_ref, gates_ref)
+    state = state_ref[...]
+    inverse = inverse_ref[...]
+    query = chunk.query
+    key = chunk.key
+    beta = chunk.beta
+    decays = chunk.decays
     dtype = key.dtype
     reads, errors, update = chunk.compute_corrections(value_ref[...], inverse, state)
     grad_state = grad_first_ref[...]
-    rounded_state, rounded_grad = state.astype(dtype), grad_state.astype(dtype)
+    rounded_state = state.astype(dtype)
+    rounded_grad = grad_state.astype(dtype)
     grad_output = scale * grad_output_ref[...].astype(jnp.float32)
     rounded_output = grad_output.astype(dtype)
 

@@ -41,10 +41,14 @@ def _apply_kernels_bwd(
     rows."""
     operands, (grad_output, grad_last) = align_varying(operands, gradients)
     grid = _Grid(operands, share, is_reversed=True)
-    query, bonus = operands.query, operands.bonus
+    query = operands.query
+    bonus = operands.bonus
     shared = (len(query), grid.blocks, *query.shape[2:])
     partial_sum = jax.ShapeDtypeStruct(shared, query.dtype if grid.group == 1 else jnp.float32)
-    per_row = None if bonus is None else jax.ShapeDtypeStruct((len(query), *bonus.shape), jnp.float32)
+    if bonus is None:
+        per_row = None
+    else:
+        per_row = jax.ShapeDtypeStruct((len(query), *bonus.shape), jnp.float32)
     (found,) = grid.run(
         partial(backward_kernel, scale=scale, per_channel=grid.per_channel),
         (grid.describe_operands(operands, grid.chunk), grid.rows(grad_output), grid.block(grad_last)),
@@ -64,7 +68,9 @@ def _apply_kernels_bwd(
     )
     sum_blocks = lambda x: x.reshape(*query.shape[:2], -1, *query.shape[2:]).sum(2).astype(query.dtype)
     grad_bonus = None if bonus is None else found.bonus.sum(0)
-    grad_query, grad_key, grad_count = sum_blocks(found.query), sum_blocks(found.key), jnp.zeros_like(operands.count)
+    grad_query = sum_blocks(found.query)
+    grad_key = sum_blocks(found.key)
+    grad_count = jnp.zeros_like(operands.count)
     return (GatedOperands(grad_query, grad_key, found.value, found.log_decay, grad_count, grad_bonus, found.state),)
 
 
@@ -73,7 +79,8 @@ apply_kernels.defvjp(_apply_kernels_fwd, _apply_kernels_bwd)
 
 def _run_forward(scale: float, share: int, operands: GatedOperands, *, save: bool) -> tuple:
     """Return the outputs and the last states, and to `save` them, the states before the chunks."""
-    grid, state = _Grid(operands, share), operands.state
+    grid = _Grid(operands, share)
+    state = operands.state
     states = jax.ShapeDtypeStruct((*state.shape[:2], grid.chunks, *state.shape[2:]), jnp.float32)
     return grid.run(
         partial(forward_kernel, scale=scale, per_channel=grid.per_channel),
@@ -94,7 +101,9 @@ class _Grid:
         self.key_dim = operands.key.shape[3]
         self.per_channel = operands.log_decay.ndim == 4
         self.group = self.heads // operands.key.shape[1]
-        self.share, self.blocks, self.blocks_per_group = share, self.heads // share, self.group // share
+        self.share = share
+        self.blocks = self.heads // share
+        self.blocks_per_group = self.group // share
         self.is_reversed = is_reversed
 
     def _head(self, block: Any, index: Any) -> Any:
@@ -159,7 +168,8 @@ class _Grid:
 
         It computes about `passes` times the FLOPs of the forward pass.
         """
-        size, levels = self.size, self.size.bit_length() - 1 if self.per_channel else 1
+        size = self.size
+        levels = self.size.bit_length() - 1 if self.per_channel else 1
         per_token = 2 * size * (levels * self.key_dim + self.value_dim) + 4 * self.key_dim * self.value_dim
         exponentials = 2 * levels * self.key_dim if self.per_channel else size + 2
         tokens = self.batch * self.heads * self.chunks * size

@@ -71,7 +71,8 @@ def backward_kernel(
     The cotangents of the state and of the bonus stay in their blocks from the last chunk to the first; the cotangents
     of queries and keys are summed over the heads of the block.
     """
-    step, head = pl.program_id(2), pl.program_id(3)
+    step = pl.program_id(2)
+    head = pl.program_id(3)
 
     @pl.when(step == 0)
     def _start() -> None:
@@ -104,7 +105,8 @@ def _load(refs: GatedOperands, state: _State) -> GatedOperands:
 def _run_head_chunk(operands: GatedOperands, *, scale: float) -> tuple[_RowValues, _State]:
     """Compute the outputs of a chunk, and the state after it, with one decay per head."""
     query, key, value, log_decay, count, _, state = operands
-    dtype, decays = value.dtype, compute_decays(log_decay, count)
+    dtype = value.dtype
+    decays = compute_decays(log_decay, count)
     scores = multiply(query, key, transpose_y=True) * decays.pairs
     output = decays.from_start * multiply(query, state.astype(dtype)) + multiply(scores.astype(dtype), value)
     update = multiply(key, (decays.to_end * value).astype(dtype), transpose_x=True)
@@ -116,10 +118,13 @@ def _run_head_backward(
 ) -> GatedGradients:
     """Pull the cotangents of the outputs and of the state after the chunk back through `_run_head_chunk`."""
     query, key, value, log_decay, count, _, state = operands
-    dtype, decays = value.dtype, compute_decays(log_decay, count)
+    dtype = value.dtype
+    decays = compute_decays(log_decay, count)
     scores = multiply(query, key, transpose_y=True) * decays.pairs
-    grad_output, rounded_last = scale * grad_output, grad_last.astype(dtype)
-    rounded_output, grad_reads = grad_output.astype(dtype), (decays.from_start * grad_output).astype(dtype)
+    grad_output = scale * grad_output
+    rounded_last = grad_last.astype(dtype)
+    rounded_output = grad_output.astype(dtype)
+    grad_reads = (decays.from_start * grad_output).astype(dtype)
     decayed = (decays.to_end * value).astype(dtype)
 
     grad_decayed_scores = multiply(rounded_output, value, transpose_y=True)
@@ -146,7 +151,9 @@ def _run_head_backward(
 def _run_channel_chunk(operands: GatedOperands, *, scale: float) -> tuple[_RowValues, _State]:
     """Compute the outputs of a chunk, and the state after it, with one decay per key channel."""
     query, key, value, log_decay, count, bonus, state = operands
-    dtype, count_column, last = value.dtype, to_column(count), count.max(1, keepdims=True)
+    dtype = value.dtype
+    count_column = to_column(count)
+    last = count.max(1, keepdims=True)
     scores, from_start, to_end = _compute_channel_scores(query, key, log_decay, bonus)
     scores = jnp.where(count_column == count, scores, 0)
     reads = jnp.where(count_column == 0, query * jnp.exp(from_start), 0).astype(dtype)
@@ -181,7 +188,8 @@ def _compute_channel_scores(
     product of all rows and columns, from which a mask selects the blocks. The sums from the start of a half to a token,
     and from it to the end, double from level to level; none is subtracted.
     """
-    size, dtype = len(log_decay), query.dtype
+    size = len(log_decay)
+    dtype = query.dtype
     row, column = (lax.broadcasted_iota(jnp.int32, (size, size), dim) for dim in (0, 1))
     token = lax.broadcasted_iota(jnp.int32, log_decay.shape, 0)
     own = query.astype(jnp.float32) * key if bonus is None else query * bonus * key
@@ -190,10 +198,12 @@ def _compute_channel_scores(
     half = 1
     while half < size:
         reads = before + log_decay if bonus is None else before
-        rows, columns = (query * jnp.exp(reads)).astype(dtype), (key * jnp.exp(after)).astype(dtype)
+        rows = (query * jnp.exp(reads)).astype(dtype)
+        columns = (key * jnp.exp(after)).astype(dtype)
         meet = (row > column) & ((row ^ column) >= half) & ((row ^ column) < 2 * half)
         scores += jnp.where(meet, _product(rows, columns, transpose_y=True), 0)
-        total, is_later = before + log_decay + after, token & half != 0
+        total = before + log_decay + after
+        is_later = token & half != 0
         before += jnp.where(is_later, _roll(total, half), 0)
         after += jnp.where(is_later, 0, _roll(total, size - half))
         half *= 2
@@ -217,16 +227,14 @@ def _product_bwd(transpose_x: bool, transpose_y: bool, residuals: tuple, gradien
     """Return both cotangents, products whose results need no transpose."""
     x, y = residuals
     gradient = gradient.astype(x.dtype)
-    grad_x = (
-        multiply(y, gradient, transpose_x=transpose_y, transpose_y=True)
-        if transpose_x
-        else multiply(gradient, y, transpose_y=not transpose_y)
-    )
-    grad_y = (
-        multiply(gradient, x, transpose_x=True, transpose_y=transpose_x)
-        if transpose_y
-        else multiply(x, gradient, transpose_x=not transpose_x)
-    )
+    if transpose_x:
+        grad_x = multiply(y, gradient, transpose_x=transpose_y, transpose_y=True)
+    else:
+        grad_x = multiply(gradient, y, transpose_y=not transpose_y)
+    if transpose_y:
+        grad_y = multiply(gradient, x, transpose_x=True, transpose_y=transpose_x)
+    else:
+        grad_y = multiply(x, gradient, transpose_x=not transpose_x)
     return grad_x.astype(x.dtype), grad_y.astype(y.dtype)
 
 

@@ -73,7 +73,10 @@ def multiply(
     """Multiply two matrices, with float32 accumulation and result. Float32 operands are multiplied in float32, not
     rounded to bfloat16 as XLA does by default on a TPU."""
     dims = (((0 if transpose_x else 1,), (1 if transpose_y else 0,)), ((), ()))
-    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else lax.Precision.DEFAULT
+    if x.dtype == jnp.float32:
+        precision = lax.Precision.HIGHEST
+    else:
+        precision = lax.Precision.DEFAULT
     return lax.dot_general(x, y, dims, precision=precision, preferred_element_type=jnp.float32)
 
 
@@ -107,9 +110,11 @@ def compute_decays(log_decay: Row, count: Row) -> ScalarDecays:
     products of log decays with zeros and ones.
     """
     size = log_decay.size
-    until, before = compare_tokens(size), compare_tokens(size, strict=True)
+    until = compare_tokens(size)
+    before = compare_tokens(size, strict=True)
     sums = multiply(jnp.where(until, log_decay, 0), before.astype(jnp.float32))
-    count_column, last = to_column(count), count.max(1, keepdims=True)
+    count_column = to_column(count)
+    last = count.max(1, keepdims=True)
     pairs = jnp.where(until & (count_column == count), jnp.exp(sums), 0)
     from_start = jnp.exp(jnp.where(until, log_decay, 0).sum(1, keepdims=True))
     to_end = jnp.exp(jnp.where(until, 0, log_decay).sum(1, keepdims=True))

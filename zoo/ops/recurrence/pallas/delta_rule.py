@@ -81,9 +81,11 @@ def _bound_vmem(request: RecurrenceRequest, size: int) -> int:
     Kernels for v5e bounded by 14.5 MiB compiled; of the kernels bounded by 17 MiB or more, the float32 ones did not.
     """
     lanes = lambda dim: -(-dim // 128) * 128
-    key, value = lanes(request.key_dim), lanes(request.value_dim)
+    key = lanes(request.key_dim)
+    value = lanes(request.value_dim)
     width = jnp.dtype(request.dtype).itemsize
-    state, pairs = 4 * request.key_dim * value, size * lanes(size)
+    state = 4 * request.key_dim * value
+    pairs = size * lanes(size)
     blocks = 3 * state + width * (size * (4 * key + 3 * value) + pairs)
     return 2 * blocks + 4 * (6 * pairs + 4 * size * (key + value)) + 3 * state
 
@@ -108,11 +110,13 @@ def pallas_delta_rule(
 
     **Raises** `ValueError` with the reason of `find_delta_rule_obstacle`, or if rows are not a multiple of seq.
     """
-    seq, rows = query.shape[1], key.shape[1]
+    seq = query.shape[1]
+    rows = key.shape[1]
     steps = rows // seq
     if rows != seq * steps:
         raise ValueError(f"pallas_delta_rule: {rows} rows of keys are not a multiple of {seq} tokens")
-    dtype, out_dtype = jnp.result_type(query, key, value), value.dtype
+    dtype = jnp.result_type(query, key, value)
+    out_dtype = value.dtype
     request = RecurrenceRequest.from_heads(query, value, log_decay, steps=steps)
     if obstacle := find_delta_rule_obstacle(request, chunk_size):
         raise ValueError(f"pallas_delta_rule cannot compute this, because {obstacle}")
@@ -123,10 +127,13 @@ def pallas_delta_rule(
         log_decay = jnp.zeros(query.shape[:3], jnp.float32)
     if state is None:
         state = jnp.zeros((len(key), *key.shape[2:], value.shape[3]), jnp.float32)
-    scale = query.shape[3] ** -0.5 if scale is None else scale
+    if scale is None:
+        scale = query.shape[3] ** -0.5
     if steps > 1:
-        query, log_decay = _spread(query, steps, steps - 1), _spread(log_decay, steps, 0)
-        segment_ids = None if segment_ids is None else jnp.repeat(segment_ids, steps, axis=1)
+        query = _spread(query, steps, steps - 1)
+        log_decay = _spread(log_decay, steps, 0)
+        if segment_ids is not None:
+            segment_ids = jnp.repeat(segment_ids, steps, axis=1)
 
     size = min(chunk_size, max(_SMALLEST_CHUNK, 1 << (rows - 1).bit_length()))
     beta, log_decay = (split_into_chunks(x.astype(jnp.float32), size) for x in (beta, log_decay))

@@ -85,7 +85,10 @@ def find_gated_linear_obstacle(request: RecurrenceRequest, chunk_size: int = _CH
     if request.dtype not in (jnp.float32, jnp.bfloat16):
         return f"it computes in float32 or bfloat16, not {jnp.dtype(request.dtype).name}"
     if request.heads != request.groups and (request.decay == "channel" or request.has_bonus):
-        vectors = "a bonus per key channel" if request.has_bonus else "decays per key channel"
+        if request.has_bonus:
+            vectors = "a bonus per key channel"
+        else:
+            vectors = "decays per key channel"
         return f"{request.heads} heads of values share {request.groups} heads of keys, with {vectors}"
     if chunk_size & (chunk_size - 1) or not _SMALLEST_CHUNK <= chunk_size <= _LARGEST_CHUNK:
         return f"chunk_size is {chunk_size}, and not a power of two from {_SMALLEST_CHUNK} to {_LARGEST_CHUNK}"
@@ -103,9 +106,13 @@ def _count_bytes(request: RecurrenceRequest, size: int) -> int:
     Kernels for v5e bounded by up to 15.9 MiB compiled; kernels bounded by 22 to 27 MiB took 19 to 25.
     """
     lanes = lambda dim: -(-dim // 128) * 128
-    key, value, width = lanes(request.key_dim), lanes(request.value_dim), jnp.dtype(request.dtype).itemsize
+    key = lanes(request.key_dim)
+    value = lanes(request.value_dim)
+    width = jnp.dtype(request.dtype).itemsize
     per_channel = request.decay == "channel" or request.has_bonus
-    state, pairs, keys = 4 * request.key_dim * value, 4 * size * lanes(size), 4 * size * key
+    state = 4 * request.key_dim * value
+    pairs = 4 * size * lanes(size)
+    keys = 4 * size * key
     share = _count_heads_per_block(request)
     blocks = (1 + 2 * share) * state + size * (width * (2 * key + 3 * value) + 8 * key) + 2 * keys * per_channel
     levels = size.bit_length() - 1 if per_channel else 0
@@ -114,7 +121,8 @@ def _count_bytes(request: RecurrenceRequest, size: int) -> int:
 
 def _count_heads_per_block(request: RecurrenceRequest) -> int:
     """Return how many heads that share queries and keys a head block has."""
-    group, state = request.heads // request.groups, 4 * request.key_dim * request.value_dim
+    group = request.heads // request.groups
+    state = 4 * request.key_dim * request.value_dim
     return max(n for n in range(1, group + 1) if group % n == 0 and (n == 1 or n * state <= _STATE_BYTES))
 
 
@@ -148,15 +156,22 @@ def pallas_gated_linear(
     from ._gated_linear_calls import apply_kernels
 
     size = min(chunk_size, max(_SMALLEST_CHUNK, 1 << (seq - 1).bit_length()))
-    dtype, out_dtype = jnp.result_type(query, key, value), value.dtype
-    decays = jnp.zeros(value.shape[:3]) if log_decay is None else log_decay.astype(jnp.float32)
+    dtype = jnp.result_type(query, key, value)
+    out_dtype = value.dtype
+    if log_decay is None:
+        decays = jnp.zeros(value.shape[:3])
+    else:
+        decays = log_decay.astype(jnp.float32)
     if bonus is not None and decays.ndim == 3:  # the bonus is in the kernel of vectors
         decays = jnp.broadcast_to(decays[..., None], key.shape)
     if state is None:
         state = jnp.zeros((batch, heads, key_dim, value_dim), jnp.float32)
     by_head = lambda x: jnp.pad(x.swapaxes(1, 2), [(0, 0), (0, 0), (0, -seq % size), (0, 0)])
     query, key, value = (by_head(x.astype(dtype)) for x in (query, key, value))
-    decays = by_head(decays) if decays.ndim == 4 else split_into_chunks(decays, size).swapaxes(1, 2)[:, :, :, None]
+    if decays.ndim == 4:
+        decays = by_head(decays)
+    else:
+        decays = split_into_chunks(decays, size).swapaxes(1, 2)[:, :, :, None]
     count = count_segment_starts(segment_ids, seq, size)[:, :, None].astype(jnp.float32)
     bonus = None if bonus is None else bonus.astype(jnp.float32)[:, None]
     operands = GatedOperands(query, key, value, decays, count, bonus, state.astype(jnp.float32))
