@@ -119,7 +119,7 @@ def main(config: Config) -> None:
         loss, grads = gradient(model, batch)
         updates, opt_state = optimizer.update(grads, opt_state, zoo.trainable(model))
         model = zoo.place(eqx.apply_updates(model, updates), mesh)
-        return model, opt_state, {"loss": loss, "gradient_norm": optax.tree.norm(grads)}
+        return model, opt_state, loss, optax.tree.norm(grads)
 
     def recall(model, test):
         """Return the accuracy of all queries, and by the depth of their needles."""
@@ -138,8 +138,8 @@ def main(config: Config) -> None:
         model, opt_state = run.restore((model, opt_state), batches)
         for batch in run.steps(batches, config.steps, tokens=config.batch_size * config.seq_len):
             batch = zoo.place_batch(batch, mesh, vocab=config.vocab)
-            model, opt_state, metrics = step(batch, model, opt_state)
-            run.log(**metrics, learning_rate=schedule(run.step - 1))
+            model, opt_state, loss, norm = step(batch, model, opt_state)
+            run.log(loss=loss, gradient_norm=norm, learning_rate=schedule(run.step - 1))
             if run.every(config.eval_every):
                 run.log(accuracy=np.array([recall(model, test)["accuracy"] for test in tests.values()]))
             if run.due(config.eval_every):

@@ -119,7 +119,7 @@ def main(config: Config) -> None:
         if name == "loss-free" and config.bias_rate > 0:
             model = zoo.models.update_expert_bias(model, visits, rate=config.bias_rate)
         model = zoo.place(model, mesh)
-        return model, opt_state, {"loss": loss, "gradient_norm": optax.tree.norm(grads)}, visits
+        return model, opt_state, loss, optax.tree.norm(grads), visits
 
     tokens = config.batch_size * config.seq_len
     rows = []
@@ -134,8 +134,8 @@ def main(config: Config) -> None:
             model, opt_state = run.restore((model, opt_state), batches)
             for batch in run.steps(batches, config.steps, tokens=tokens, flops=6 * tokens * active):
                 batch = zoo.place_batch(batch, mesh, vocab=corpus.vocab)
-                model, opt_state, metrics, visits = step(batch, model, opt_state, name)
-                run.log(**metrics, learning_rate=schedule(run.step - 1))
+                model, opt_state, loss, norm, visits = step(batch, model, opt_state, name)
+                run.log(loss=loss, gradient_norm=norm, learning_rate=schedule(run.step - 1))
                 if visits and run.every(max(config.steps // 100, 1)):
                     run.log(visits=jnp.stack(visits))
                 if run.every(config.eval_every):

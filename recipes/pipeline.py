@@ -98,7 +98,7 @@ def main(config: Config) -> None:
             loss, grads = gradient(model, batch)
             updates, opt_state = optimizer.update(grads, opt_state, zoo.trainable(model))
             model = zoo.place(eqx.apply_updates(model, updates), mesh)
-            return model, opt_state, {"loss": loss, "gradient_norm": optax.tree.norm(grads)}
+            return model, opt_state, loss, optax.tree.norm(grads)
 
         return step
 
@@ -119,8 +119,8 @@ def main(config: Config) -> None:
             model, opt_state = run.restore((model, opt_state), batches)
             for batch in run.steps(batches, config.steps, tokens=tokens, flops=flops):
                 batch = zoo.place_batch(batch, mesh, vocab=corpus.vocab)
-                model, opt_state, metrics = step(batch, model, opt_state)
-                run.log(**metrics, learning_rate=schedule(run.step - 1))
+                model, opt_state, loss, norm = step(batch, model, opt_state)
+                run.log(loss=loss, gradient_norm=norm, learning_rate=schedule(run.step - 1))
                 if run.due(config.save_every):
                     run.save((model, opt_state), batches)
         if run.stopped:

@@ -125,7 +125,7 @@ class Config:
     run: train.RunOptions = train.RunOptions(Path("runs/a"))
 
 
-def test_one_of_several_runs_has_a_folder_and_its_name_in_the_configuration(tmp_path):
+def test_run_by_name_has_its_folder_and_its_name_in_config(tmp_path):
     config = Config(run=train.RunOptions(tmp_path, seed=3))
     with train.Run(config.run, config=config, name="wide") as run:
         assert run.directory == tmp_path / "wide"
