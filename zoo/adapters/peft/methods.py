@@ -91,7 +91,7 @@ class PeftMethod:
     shared: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Tensors that the file has once for all modules, by name -> their fields."""
     undivided: str = ""
-    """What cannot be divided among the parts of a fused module, as words in errors. "" if the parts have adapters."""
+    """Words for an array that cannot be split between the parts of a fused module. "" if each part can be wrapped."""
     dtype: Any = None
     """Dtype of the fields. None for the tensors' own."""
 
