@@ -22,7 +22,13 @@ MOST_MODULES = 2
 SPANNING_TESTS = {
     *("adapters/test_all_methods.py", "adapters/test_properties.py", "adapters/peft/test_parity.py"),
     *("cli/test_main.py", "generate/test_latent_attention.py", "generate/test_mesh.py"),
-    *("layers/recurrent/test_mixers.py", "models/test_parallel_equals_serial.py", "ops/recurrence/test_parity.py"),
+    *(
+        "layers/recurrent/test_mixers.py",
+        "models/test_parallel_equals_serial.py",
+        "models/test_padding.py",
+        "models/test_x64.py",
+        "ops/recurrence/test_parity.py",
+    ),
     *(
         "parallel/test_all_axes.py",
         "parallel/test_observations.py",

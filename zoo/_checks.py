@@ -18,7 +18,7 @@ BATCH_KEYS = ("tokens", "targets", "weights", "segment_ids", "positions")
 """Names of the arrays of a token batch, all of dims "batch seq"."""
 _DTYPES = ("float32", "bfloat16", "float16")
 _DTYPE_WORDS = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "full": "float32"}
-"""What others call a dtype."""
+"""Other names of dtypes, and the dtype."""
 
 
 def check_tokens(tokens: Any, vocab: int | None = None, *, name: str = "tokens") -> None:

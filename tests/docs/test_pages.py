@@ -20,7 +20,7 @@ def test_tree_lists_every_source_file():
     assert page.count(".py` ") >= len([path for path in files if path.stem != "__init__"]) > 80
 
 
-def test_names_begin_with_the_promised_and_link_to_their_documentation():
+def test_names_begin_with_the_promised_and_have_links():
     page = make_pages.build_names_page()
     assert (
         page.index("## Promised")
@@ -89,7 +89,7 @@ def test_main_writes_stale_files_and_pages(pages, capsys):
     make_pages.main(check=True)
 
 
-def test_hook_writes_pages_removes_those_of_gone_packages_and_fills_the_menu(pages, monkeypatch):
+def test_hook_writes_pages_and_fills_the_menu(pages, monkeypatch):
     gone = pages / "api" / "zoo.gone.md"
     gone.parent.mkdir()
     gone.write_text("old\n")

@@ -212,7 +212,7 @@ def make_length_dependent_model(scaling):
     return jax.tree.map(lambda x: 3 * x if x.ndim == 3 else x, model)
 
 
-def test_longrope_switches_when_the_longest_row_exceeds_the_original_length():
+def test_longrope_switches_with_the_longest_row():
     """Each token is the most likely one of a forward pass over the tokens before it, whatever number is allowed: with
     prompts below, at and above the original length, and rows of different lengths."""
     model, new = make_length_dependent_model(LONGROPE), 10
@@ -234,7 +234,7 @@ def test_longrope_switches_when_the_longest_row_exceeds_the_original_length():
 
 
 @pytest.mark.ci
-def test_longrope_switches_on_a_mesh_and_for_rows_that_have_ended():
+def test_longrope_switches_on_a_mesh_and_for_ended_rows():
     model, mask = make_length_dependent_model(LONGROPE), left_padding_mask((3, 7), (3, 0, 5))
     tokens, options = random_tokens((3, 7)), {"mask": mask, "max_new_tokens": 14}
     unstopped = np.asarray(zoo.generate(model, tokens, **options))
@@ -266,7 +266,7 @@ def test_dynamic_rope_rotates_each_token_for_the_length_so_far():
             assert got[0].tolist() == text[start : start + count]
 
 
-def test_padded_prompts_have_the_learned_positions_of_each_row_alone():
+def test_padded_prompts_have_positions_of_each_row_alone():
     """RoPE depends on distances only, and would not notice positions that count the padding."""
     learned = PositionEmbedding(24, SIZES["embed"], key=KEY)
     model, tokens = dataclasses.replace(make_model(), position_embedding=learned), random_tokens((2, 9))
@@ -277,7 +277,7 @@ def test_padded_prompts_have_the_learned_positions_of_each_row_alone():
 
 
 @pytest.mark.parametrize("options", [{}, {"temperature": 1.0, "key": jax.random.key(2)}], ids=["greedy", "sampled"])
-def test_row_of_logits_that_are_not_finite_is_an_error_and_ends_under_jit(options):
+def test_logits_that_are_not_finite_are_an_error(options):
     """The embedding of one token is NaN: a row that reads it ends, and other rows go on."""
     model = make_model(tied=False)
     one = eqx.tree_at(lambda m: m.embedding.weight, model, model.embedding.weight.at[5].set(jnp.nan))

@@ -68,7 +68,7 @@ def test_replacement_refuses_what_no_layer_has():
         Attention(16, 2, implementation="quick", key=jax.random.key(0))
 
 
-def test_configure_sets_several_options_at_once_and_keeps_the_others():
+def test_configure_sets_options_and_keeps_the_others():
     model = zoo.models.Transformer(vocab=8, embed=8, layers=2, heads=2, mlp=8, remat="dots", key=jax.random.key(0))
     assert zoo.configure(model) is model
     other = zoo.configure(model, loop="scan", attention="reference", routing="tokens")

@@ -212,7 +212,7 @@ class DeclaredBlock(UndeclaredBlock):
     extends_hidden = True
 
 
-def test_scan_traces_a_block_once_unless_it_extends_hidden_states():
+def test_scan_traces_a_block_once_unless_it_extends_hidden():
     def trace(make, loop):
         traces = Counter()
         stack = Stack([partial(make_block, make, traces)] * 3, loop=loop, key=KEY)

@@ -131,7 +131,7 @@ def test_optimizer_states_of_any_shape_step_as_unplaced_ones(name):
             assert jnp.allclose(x, y, rtol=2e-5, atol=2e-6)
 
 
-def test_place_shards_the_history_of_a_parameter_and_replicates_rows_and_columns():
+def test_place_shards_histories_and_replicates_factors():
     mesh = zoo.make_mesh(data=1, fsdp=2, tensor=4)
     model = zoo.place({"query": Linear(32, 64, in_=Dim("embed"), out=Dim("mlp"), key=KEY)}, mesh)
     history = zoo.place(optax.lbfgs(memory_size=3).init(model), mesh.optimizer)[0].diff_params_memory

@@ -50,7 +50,7 @@ def test_transformer_is_printed_with_repeated_layers_once():
     assert repr(make(remat="full")) == str(make(remat="full")) == TRANSFORMER
 
 
-def test_kinds_of_layers_say_what_they_share_with_the_kind_before():
+def test_kinds_of_layers_say_what_they_share():
     printed = repr(make(windows=[8, 8, None]))
     assert "\n  layers 0-1, 3-4, 6-7, 9-10 x 8: Block(\n" in printed
     other = """\
@@ -81,7 +81,7 @@ def test_mamba_is_printed_with_arrays_of_its_own():
     assert "      dt_bias: f32[inner=1536], A_log: f32[inner=1536, state=16], D: f32[inner=1536]\n" in printed
 
 
-def test_adapters_are_printed_below_their_name_and_with_what_they_wrap():
+def test_adapters_are_printed_with_what_they_wrap():
     model = Transformer(**{**SIZES, "layers": 2}, key=jax.random.key(0))
     options = {"targets": "query", "rank": 4, "key": jax.random.key(1)}
     printed = repr(adapters.lora(model, modules_to_save=("norm",), **options))

@@ -1,4 +1,4 @@
-"""What a model computes with: implementations, rematerialization, the loop over layers, and the routing it returns."""
+"""Options of how a model computes: implementations, rematerialization, the loop over layers, and the routing."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar

@@ -1,4 +1,4 @@
-"""What to do instead of the methods of `torch.nn.Module` that a model here does not have."""
+"""Advice for the methods of `torch.nn.Module` that a model here does not have."""
 
 from typing import Any, NoReturn
 

@@ -214,7 +214,7 @@ _OTHER_NAMES = {
     "expert": ("ep", "experts", "expert_parallel"),
     "pipe": ("pp", "pipeline", "stage", "stages", "pipeline_parallel"),
 }
-"""What others call an axis."""
+"""Other names of axes."""
 
 
 def _explain_axes(make: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:

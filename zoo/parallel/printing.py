@@ -53,12 +53,12 @@ class _Part:
 
 def format_module(module: Module) -> str:
     """Return a module as indented text."""
-    return "\n".join(_format_lines(_describe(module, "", 0), ""))
+    return "\n".join(_format_lines(_describe_module(module, "", 0), ""))
 
 
 def format_module_as_html(module: Module) -> str:
     """Return a module as HTML: inner modules fold away."""
-    return f'<div style="font-family: monospace">{_format_html(_describe(module, "", 0))}</div>'
+    return f'<div style="font-family: monospace">{_format_html(_describe_module(module, "", 0))}</div>'
 
 
 def to_snake_case(name: str) -> str:
@@ -108,7 +108,7 @@ def _format_html(part: _Part) -> str:
     return f"<details open><summary>{summary}</summary>{inside}</details>"
 
 
-def _describe(module: Module, name: str, num_stacked: int) -> _Part:
+def _describe_module(module: Module, name: str, num_stacked: int) -> _Part:
     """Describe a module whose arrays have `num_stacked` leading dims that are not part of it."""
     settings = _list_settings(module)
     parts: list[_Part | str] = []
@@ -116,7 +116,7 @@ def _describe(module: Module, name: str, num_stacked: int) -> _Part:
     for field in array_fields(module):
         child = getattr(module, field.name, None)
         if WRAPPED in field.metadata and isinstance(child, Module):
-            base = _describe(child, name, num_stacked)
+            base = _describe_module(child, name, num_stacked)
             title = f"{title} of {base.title}"
             settings = [*settings, *base.settings]
             parts = [*base.parts, *parts]
@@ -153,14 +153,14 @@ def _describe_value(
     if value is None or _is_off(value):
         return []
     if isinstance(value, Module):
-        return [_describe(value, name, num_stacked)]
+        return [_describe_module(value, name, num_stacked)]
     if isinstance(value, TrainableCopy):
         return [f"{name}: {_format_array(module, field, value.base, num_stacked)} + {value.adapter_name}"]
     if hasattr(value, "shape") and hasattr(value, "dtype"):
         return [f"{name}: {_format_array(module, field, value, num_stacked)}"]
     if isinstance(value, tuple | list) and not hasattr(value, "_fields"):
         return _describe_items(module, field, value, name, num_stacked)
-    return [f"{name}: {_format_value(value)}"]
+    return [f"{name}: {_format_option(value)}"]
 
 
 def _describe_items(
@@ -186,7 +186,7 @@ def _describe_layers(segments: Iterable[Any], num_stacked: int) -> list[_Part | 
         period = len(segment.blocks)
         for i, block in enumerate(segment.blocks):
             numbers = range(start + i, start + period * segment.num_repeats, period)
-            kinds.setdefault(_describe(block, "", num_stacked + len(segment.layers)), []).extend(numbers)
+            kinds.setdefault(_describe_module(block, "", num_stacked + len(segment.layers)), []).extend(numbers)
         start += period * segment.num_repeats
     found: list[_Part | str] = []
     before: _Part | None = None
@@ -283,7 +283,7 @@ def _list_settings(module: Module) -> list[str]:
             continue
         is_internal = IMPLEMENTATION_OPTION in field.metadata and not _is_choice(value)
         if not _is_dim(value) and not is_internal and not _is_default(module, field.name, value):
-            found.append(f"{field.name}={_format_value(value)}")
+            found.append(f"{field.name}={_format_option(value)}")
     return found
 
 
@@ -317,7 +317,7 @@ def _find_defaults(cls: type) -> dict[str, Any]:
     return {**defaults, **fields}
 
 
-def _format_value(value: Any) -> str:
+def _format_option(value: Any) -> str:
     """Format a setting: records with the fields that are not defaults, and the records in them by class."""
     if callable(value) and hasattr(value, "__name__"):
         return value.__name__
@@ -328,5 +328,5 @@ def _format_value(value: Any) -> str:
         inner = getattr(value, field.name)
         if not _is_default(value, field.name, inner):
             is_record = dataclasses.is_dataclass(inner) and not isinstance(inner, type)
-            cells.append(f"{field.name}={type(inner).__name__ if is_record else _format_value(inner)}")
+            cells.append(f"{field.name}={type(inner).__name__ if is_record else _format_option(inner)}")
     return f"{type(value).__name__}({', '.join(cells)})"

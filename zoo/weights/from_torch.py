@@ -74,7 +74,7 @@ _WRAPPERS = {
     r"^_forward_module\.": "Lightning Fabric wraps the model: pass model.module",
     r"^module\.": "DistributedDataParallel, or DataParallel, wraps the model: pass model.module",
 }
-"""What the name of a tensor says about the wrapper around the model, and what to pass instead."""
+"""Patterns of tensor names by the wrapper around the model, and what to pass instead."""
 
 
 def _refuse_wrapped(kind: str, names: Iterable[str]) -> None:

@@ -59,7 +59,7 @@ def make_linear_with_both(dropout=0.0):
     return perturb(adapters.DoRA(lora, max_rank=3, rank=3, scale=1.5, key=jax.random.key(1)))
 
 
-def test_norm_of_dora_around_a_lora_has_no_dropout_and_no_gradient():
+def test_norm_of_dora_around_a_lora_is_constant():
     """m / |W| (W x) + b, where W has all updates, and |W| is a constant in the backward pass."""
     dora, x = make_linear_with_both(), jax.random.normal(KEY, (2, 5, 12))
     updated = dora.base.dense_weight + 1.5 * dora.up.weight @ dora.down.weight

@@ -49,7 +49,7 @@ def test_default_that_does_not_tell_is_refused_with_the_family():
         dataclasses.replace(FAMILIES["llama"], defaults={"head_dim": None}, kinds={})
 
 
-def test_family_has_plain_defaults_and_declares_kinds_for_other_families():
+def test_family_has_plain_defaults_and_declares_kinds():
     llama = FAMILIES["llama"]
     assert llama.defaults["num_key_value_heads"] is None and llama.kinds["num_key_value_heads"].find_error(0)
     other = dataclasses.replace(llama, defaults={**llama.declared, "rank": 4}, kinds={})

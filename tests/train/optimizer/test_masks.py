@@ -150,7 +150,7 @@ def test_rates_of_both_mambas_do_not_decay(preset):
     assert not any(fields[name] for name in ("A_log", "D", "dt_bias"))
 
 
-def test_norm_scales_per_head_and_stacked_attention_are_one_array_per_head_and_choice():
+def test_stacked_norms_and_attention_count_one_module():
     """`stacked("heads")` and `stacked("choices")`: the dims do not count, as those of layers."""
     parameters = zoo.trainable(zoo.load(FIXTURES / "models" / "stablelm"))
     decays = jax.tree.leaves(train.decay_mask(parameters))
