@@ -1,16 +1,16 @@
 """Options of how a model computes: implementations, rematerialization, the loop over layers, and the routing."""
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import jax
 
 from zoo.parallel import Module, Remat, find_operations, replace_option
 from zoo.parallel.remat import check_remat
 
-from .decoder import AbstractStack, RoutingDetail
-from .loop import Loop
-from .stack import Stack, set_loop, set_routing, swap_stack
+from .decoder import AbstractStack, RoutingDetail, UnrolledStack
+from .loop import Loop, check_loop
+from .stack import Stack, swap_stack
 
 _Model = TypeVar("_Model")
 
@@ -25,8 +25,8 @@ def configure(
     grouped_matmul: str | None = None,
     routing: RoutingDetail | None = None,
 ) -> _Model:
-    """Return `model` with other options of how it computes. They change neither parameters nor results, but by
-    rounding. Options that are None stay as they are.
+    """Return `model` with other options of how it computes. Its parameters stay the same, and up to rounding its
+    results. Options that are None stay as they are.
 
         model = zoo.configure(model, remat="full", attention="blockwise")
 
@@ -55,9 +55,9 @@ def configure(
     if remat is not None:
         model = _set_remat(model, remat)
     if loop is not None:
-        model = set_loop(model, loop)
+        model = _set_loop(model, loop)
     if routing is not None:
-        model = set_routing(model, routing)
+        model = _set_routing(model, routing)
     return model
 
 
@@ -77,6 +77,27 @@ def _set_remat(model: _Model, remat: Remat) -> _Model:
         if not isinstance(stack, Stack):
             raise ValueError(f"{type(stack).__name__} does not rematerialize: swap in a Stack before")
         return replace_option(stack, "remat", check_remat(remat))
+
+    return swap_stack(model, replace)
+
+
+def _set_loop(model: _Model, loop: Loop) -> _Model:
+    def replace(stack: AbstractStack) -> AbstractStack:
+        if not isinstance(stack, Stack):
+            raise ValueError(f"{type(stack).__name__} has no choice of its loop: swap in a Stack before")
+        return replace_option(stack, "loop", check_loop(loop))
+
+    return swap_stack(model, replace)
+
+
+def _set_routing(model: _Model, routing: RoutingDetail) -> _Model:
+    if routing not in get_args(RoutingDetail):
+        raise ValueError(f"routing is one of {', '.join(get_args(RoutingDetail))}, not {routing!r}")
+
+    def replace(stack: AbstractStack) -> AbstractStack:
+        if not isinstance(stack, Stack | UnrolledStack):
+            raise ValueError(f"{type(stack).__name__} has no choice of its routing decisions: swap in a Stack before")
+        return replace_option(stack, "routing", routing)
 
     return swap_stack(model, replace)
 

@@ -4,7 +4,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar
 
 import equinox as eqx
 import jax
@@ -277,38 +277,6 @@ def _complete_carry(step: Callable, hidden: Hidden, xs: Any) -> Hidden:
 def _stack_routing(routing: Sequence[RoutingSums], routers: int) -> tuple[RoutingSums, ...]:
     """Stack the sums of each router of a pattern over the repeats, along dim 1: rows stay the first."""
     return tuple(stack_trees(routing[i::routers], axis=1) for i in range(routers))
-
-
-def set_loop(model: Any, loop: Loop) -> Any:
-    """Return `model` with another loop over its layers: "scan", "plain", "auto", or the number of repeats of a pattern
-    per iteration of a scan. Parameters and results stay the same.
-
-    **Raises** `ValueError` for anything else, and if the model's layers are not in a `Stack`.
-    """
-
-    def replace(stack: AbstractStack) -> AbstractStack:
-        if not isinstance(stack, Stack):
-            raise ValueError(f"{type(stack).__name__} has no choice of its loop: swap in a Stack before")
-        return replace_option(stack, "loop", check_loop(loop))
-
-    return swap_stack(model, replace)
-
-
-def set_routing(model: Any, routing: RoutingDetail) -> Any:
-    """Return `model` with "rows" or "tokens" in `Hidden.routing`: sums over the tokens of each row, or also every
-    token's router logits and experts, which take layers x tokens x experts of memory. Results stay the same.
-
-    **Raises** `ValueError` for anything else, and if the model's layers are not in a stack of this library.
-    """
-    if routing not in get_args(RoutingDetail):
-        raise ValueError(f"routing is one of {', '.join(get_args(RoutingDetail))}, not {routing!r}")
-
-    def replace(stack: AbstractStack) -> AbstractStack:
-        if not isinstance(stack, Stack | UnrolledStack):
-            raise ValueError(f"{type(stack).__name__} has no choice of its routing decisions: swap in a Stack before")
-        return replace_option(stack, "routing", routing)
-
-    return swap_stack(model, replace)
 
 
 def split_ends(model: _Model, stages: int) -> _Model:
