@@ -194,7 +194,7 @@ def test_quantize_beneath_adapters(method):
         ({"targets": r"layers\.1\..*\.query"}, r"layers\.\*\.attention\.query: targets mean 1 of the 2"),
         (
             {},
-            r"to nf4:\n  layers\.\*\.attention\.out: NF4 packs .* 128, 32 to each of heads, are no whole blocks: take "
+            r"to nf4:\n  layers\.\*\.attention\.out: NF4 packs .* 128, 32 to each of heads, are not whole blocks: take "
             r"int8.*\n  layers\.\*\.gated_mlp\.down: .* 96 are no",
         ),
     ],

@@ -20,7 +20,7 @@ from .token_info import TokenInfo
 class AbstractLinear(Module):
     """A linear map: a `Linear`, its quantized form, or one of these wrapped by an adapter.
 
-    Sizes are those of a device's shard inside `shard_map`.
+    Sizes are per device inside `shard_map`.
     """
 
     @abc.abstractmethod
@@ -91,7 +91,7 @@ class AbstractFeedForward(Module):
     def grouped(self, x: Float[Array, "rows embed"], sizes: Int[Array, "experts"]) -> Float[Array, "rows embed"]:
         """Apply stacked experts to rows sorted by expert, `sizes[e]` rows of expert e.
 
-        The result is a partial sum over "mlp", as that of `AbstractLinear.grouped`.
+        The result is a partial sum over "mlp", as in `AbstractLinear.grouped`.
         """
         raise NotImplementedError(f"{type(self).__name__} takes no groups of rows, and so cannot be an expert")
 

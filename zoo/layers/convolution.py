@@ -26,8 +26,8 @@ class ConvState(Module):
 
 class ShortConvolution(Module):
     """Causal depthwise convolution y_t = bias + sum over k < width of weight_{width-1-k} x_{t-k} (see
-    `zoo.ops.convolution`). It does not cross segment boundaries. Inputs before the first token are zeros, those of the
-    `ConvState`, or where the sequence is sharded the last of the shard before.
+    `zoo.ops.convolution`). It does not cross segment boundaries. Inputs before the first token are zeros, the inputs in
+    the `ConvState`, or, where the sequence is sharded, the last inputs of the previous shard.
     """
 
     weight: Float[Array, "features conv"]
@@ -83,7 +83,7 @@ def token_shift(
 def _prepend_history(
     x: Float[Array, "batch seq features"], count: int, context: RecurrenceContext, state: ConvState | None
 ) -> Float[Array, "batch _ features"]:
-    """Prepend the `count` previous inputs: those of the state or of the shard before, or zeros.
+    """Prepend the `count` previous inputs: from the state, from the previous shard, or zeros.
 
     With left padding, they are placed between the padding and a row's first real token, so that the last `count` inputs
     of the result are always the next state. A row whose padding is elsewhere gives NaN.

@@ -88,8 +88,8 @@ class Embedding(AbstractEmbedding):
 
 
 def lookup_rows(table: Float[Array, "vocab size"], tokens: Tokens) -> Float[Array, "batch tokens size"]:
-    """Look up rows of a table whose vocabulary may be sharded; NaN for an id outside it. The tokens are those of hidden
-    states: all, or with sequence parallelism those of this device."""
+    """Look up rows of a table whose vocabulary may be sharded; NaN for an id outside it. The result has the tokens of
+    hidden states: all, or, with sequence parallelism, the tokens of this device."""
     size = table.shape[0]
     tokens = jnp.asarray(tokens)
     tokens = tokens.astype(jnp.promote_types(tokens.dtype, jnp.int32))  # an int8 does not hold the size of a vocabulary

@@ -29,7 +29,7 @@ class GaussianTopK:
     def __post_init__(self):
         if not 0 < self.sparsity < 1:
             raise ValueError(
-                f"a sparsity is between 0 and 1, not {self.sparsity}: without one, use the activation alone"
+                f"a sparsity is between 0 and 1, not {self.sparsity}: without one, use only the activation"
             )
 
     def __call__(self, x: Float[Array, "*rows mlp"]) -> Float[Array, "*rows mlp"]:

@@ -195,7 +195,7 @@ def check_room(states: Any, positions: Positions | None) -> None:
 def mark_overfull(
     mixed: Float[Array, "batch seq heads _"], cache: KeyValueCache | LatentCache
 ) -> Float[Array, "batch seq heads _"]:
-    """Return NaN for the rows with more tokens than `cache` holds: attention to the rest would be that of a window."""
+    """Return NaN for the rows with more tokens than `cache` holds: attention to the rest would be windowed."""
     if cache.drops_oldest:
         return mixed
     return jnp.where((cache.written > cache.length)[:, None, None, None], jnp.nan, mixed)

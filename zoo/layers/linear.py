@@ -17,7 +17,7 @@ class Linear(AbstractLinear):
 
     A `Linear` is neither column- nor row-parallel: it all-reduces over the dim that it contracts if, and only if, that
     dim is sharded. A bias is sharded like `out`. A replicated one is added once, after the all-reduce, which is a
-    reduce-scatter into tokens where the layout shards those of the residual stream.
+    reduce-scatter over tokens where the layout shards the tokens of the residual stream.
     """
 
     weight: Float[Array, "out in"]

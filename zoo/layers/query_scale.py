@@ -27,7 +27,7 @@ class QueryScale:
             raise ValueError(f"queries are scaled in steps of at least 1 token, not of {self.length}")
 
     def __call__(self, positions: Int[Array, "*batch seq"]) -> Float[Array, "*batch seq"]:
-        """Return the scale of the query at each position, in float32. Padding, at a negative position, has that of
+        """Return the scale of the query at each position, in float32. Padding, at a negative position, has the scale of
         position 0."""
         steps = jnp.maximum(positions + self.offset, 0) // self.length
         return 1 + self.strength * jnp.log1p(steps.astype(jnp.float32))

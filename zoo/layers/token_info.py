@@ -46,7 +46,7 @@ class TokenInfo(Module):
         return dataclasses.replace(self, segment_ids=_to_int32(self.positions >= 0))
 
     def fold_keys(self, number: int | Int[Array, ""]) -> "TokenInfo":
-        """Fold a number, such as that of a layer, into the PRNG keys."""
+        """Fold a number, such as a layer's index, into the PRNG keys."""
         if self.keys is None:
             return self
         keys = jax.vmap(jax.random.fold_in, (0, None))(self.keys, number)
@@ -70,8 +70,8 @@ def token_info(
 ) -> TokenInfo:
     """Build the `TokenInfo` of a batch from a padding mask, or from segment ids and positions.
 
-    The arguments are those of `zoo.models.Decoder`, arrays of NumPy or JAX. A mask becomes segment ids of 0 and 1.
-    Positions count in each document unless they are given. A single PRNG key is split into one per row.
+    Arguments are as in `zoo.models.Decoder`, arrays of NumPy or JAX. A mask becomes segment ids of 0 and 1. Positions
+    count in each document unless they are given. A single PRNG key is split into one per row.
 
     Every document of a row has an id of its own. Inside programs, where values cannot be checked, an id that comes
     again after another is a new document.

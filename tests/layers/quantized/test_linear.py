@@ -63,7 +63,7 @@ def test_mxfp4_initialization_is_that_of_linear_quantized():
 @pytest.mark.parametrize(
     ("in_size", "in_", "message"),
     [
-        (48, Dim("in"), "of 32, and 48 are no whole blocks: take a Linear"),
+        (48, Dim("in"), "of 32, and 48 are not whole blocks: take a Linear"),
         (96, Dim("heads", 48), "96, 48 to each"),
     ],
 )

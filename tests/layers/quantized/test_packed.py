@@ -79,7 +79,7 @@ def test_repack_quantizes_another_weight(layer_class):
 @pytest.mark.parametrize(
     ("in_size", "in_", "message"),
     [
-        (96, Dim("in"), "NF4 packs .* of 64, and 96 are no whole blocks: take int8"),
+        (96, Dim("in"), "NF4 packs .* of 64, and 96 are not whole blocks: take int8"),
         (192, Dim("heads", 96), "192, 96 to each of heads, are"),
     ],
 )

@@ -133,7 +133,7 @@ class OFT(AbstractLinearAdapter):
         """Split each row into blocks. **Raises** `ValueError` if a shard boundary cuts one."""
         if x.shape[-1] % self.block_size:
             raise ValueError(
-                f"a device's {x.shape[-1]} inputs of {self.in_.name} are no whole blocks of {self.block_size}: take "
+                f"a device's {x.shape[-1]} inputs of {self.in_.name} are not whole blocks of {self.block_size}: take "
                 "smaller blocks, or a smaller mesh axis"
             )
         return x.reshape(-1, x.shape[-1] // self.block_size, self.block_size)

@@ -30,11 +30,11 @@ class AlibiAttention(AbstractMixer):
 
     slope_h = 2 ** (-8 h / heads) for h = 1, 2, ..., heads, a power of two; see `compute_alibi_slopes`.
 
-    The softmax of a query is the same without its own position, so that a bias is that of a key and a head. It is held
-    in 3 more channels of the keys, in bfloat16 pieces that sum to its 24 bits, against ones in the queries: every
+    A query's own position does not change its softmax, so the bias depends only on the key and the head. It is held in
+    3 more channels of the keys, in bfloat16 pieces that sum to its 24 bits, against ones in the queries: every
     implementation of attention, form of `context` and KV cache then computes it, and in bfloat16 far tokens keep their
-    distances. Values have no such channels, so that implementations that want them as wide as keys are left out. A key
-    serves one head. Meshes are those of `zoo.layers.Attention`.
+    distances. Values have no such channels, so implementations that require values as wide as keys are unavailable. A
+    key serves one head. Supported meshes are as in `zoo.layers.Attention`.
     """
 
     shards_sequence = True
@@ -72,8 +72,8 @@ class AlibiAttention(AbstractMixer):
           (Falcon-RW, Penedo et al., arXiv:2306.01116).
         - `implementation`: one that supports values of another size than keys.
 
-        Other options are those of `zoo.layers.Attention`. **Raises** `ValueError` if heads does not divide embed, and
-        for a clip that is not above 0.
+        Other options are as in `zoo.layers.Attention`. **Raises** `ValueError` if heads does not divide embed, and for
+        a clip that is not above 0.
         """
         heads, head_dim = check_attention_sizes(embed, heads, None, head_dim)
         if clip is not None and clip <= 0:
@@ -91,7 +91,7 @@ class AlibiAttention(AbstractMixer):
     def __call__(
         self, x: HiddenStates, info: TokenInfo, state: KeyValueCache | None = None
     ) -> tuple[ResidualStream, KeyValueCache | None]:
-        """With a KV cache as `state`, tokens follow those of the cache, at `info.positions`.
+        """With a KV cache as `state`, the new tokens follow the cached ones, at `info.positions`.
 
         **Raises** `ValueError` for a cache without positions.
         """
@@ -143,9 +143,9 @@ def _round_to_bfloat16(x: Float[Array, "..."]) -> Float[Array, "..."]:
 
 
 def compute_alibi_slopes(heads: int) -> tuple[float, ...]:
-    """Return the slope of each head: 2 ** (-8 h / n) for h = 1, 2, ..., n, with n heads. If their number is no power of
-    two, n is the one below it, and the further heads have those of 2 n with odd h (Press et al., arXiv:2108.12409,
-    section 3, and its code)."""
+    """Return the slope of each head: 2 ** (-8 h / n) for h = 1, 2, ..., n, for n heads. If the number of heads is not a
+    power of two, n is the power of two below it, and the remaining heads take the slopes of 2 n heads with odd h (Press
+    et al., arXiv:2108.12409, section 3, and its code)."""
     power = 1 << (heads.bit_length() - 1)
     slopes = [2 ** (-8 * h / power) for h in range(1, power + 1)]
     return tuple(slopes + [2 ** (-8 * h / (2 * power)) for h in range(1, 2 * (heads - power), 2)])

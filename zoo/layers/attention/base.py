@@ -69,7 +69,7 @@ class AbstractGroupedAttention(AbstractMixer):
     def __call__(
         self, x: HiddenStates, info: TokenInfo, state: KeyValueCache | None = None
     ) -> tuple[ResidualStream, KeyValueCache | None]:
-        """With a KV cache as `state`, tokens follow those of the cache, at `info.positions`.
+        """With a KV cache as `state`, the new tokens follow the cached ones, at `info.positions`.
 
         **Raises** `ValueError` for a cache without positions.
         """

@@ -12,8 +12,8 @@ tokens, H query heads of D features and values of V features, whatever the lengt
     pieces of prompts  4 T H (V + 2)     the same, but the sums are reduce-scattered: each device receives its tokens
                        T (q + k)         bytes of all-gathers: a token's query, and its key and value (or latent)
 
-The tokens of a piece are sharded as in training. Keys and values are all-gathered because each slot has one device, by
-its number, and not that of the token: a cache is then the same array on any mesh.
+The tokens of a piece are sharded as in training. Keys and values are all-gathered because the number of a slot, not of
+a token, determines its device: a cache is then the same array on any mesh.
 """
 
 import dataclasses
@@ -41,7 +41,7 @@ def cached_attention(
     implementation: str | Callable = AUTO,
 ) -> HeadVectors:
     """Attend to the slots of a cache, whose positions are the key positions of `mask`. Where slots are sharded, a
-    selection of keys in the mask is that of all new queries, and of the slots of this device.
+    selection of keys in the mask covers all new queries, and the slots of this device.
 
     **Raises** `ValueError` where slots are sharded, for an implementation that returns no log-sum-exp.
     """

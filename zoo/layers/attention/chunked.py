@@ -28,7 +28,7 @@ class ChunkedAttention(AbstractMixer):
 
     A chunk is a segment of its own: the number of the chunk is folded into the segment ids of this layer, so that every
     implementation of attention and form of `context` computes it, packed sequences included. A KV cache holds one
-    chunk. Meshes are those of `zoo.layers.Attention`.
+    chunk. Supported meshes are as in `zoo.layers.Attention`.
     """
 
     shards_sequence = True
@@ -39,8 +39,8 @@ class ChunkedAttention(AbstractMixer):
     chunk: int | None = eqx.field(static=True)
 
     def __init__(self, embed: int, heads: int, *, chunk: int | None = None, key: Key[Array, ""], **options: Any):
-        """`chunk`: tokens of a chunk; None attends to all tokens. Other options are those of
-        `zoo.layers.PostRotaryAttention`, but for a window.
+        """`chunk`: tokens of a chunk; None attends to all tokens. Other options are as in
+        `zoo.layers.PostRotaryAttention`, without a window.
 
         **Raises** `ValueError` as it does, and for an empty chunk.
         """
@@ -52,7 +52,7 @@ class ChunkedAttention(AbstractMixer):
     def __call__(
         self, x: HiddenStates, info: TokenInfo, state: KeyValueCache | None = None
     ) -> tuple[ResidualStream, KeyValueCache | None]:
-        """With a KV cache as `state`, tokens follow those of the cache, at `info.positions`.
+        """With a KV cache as `state`, the new tokens follow the cached ones, at `info.positions`.
 
         **Raises** `ValueError` for a cache without positions.
         """

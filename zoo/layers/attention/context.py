@@ -50,8 +50,8 @@ def causal_attention(
 ) -> HeadVectors:
     """Attend from each token to those before it, and itself, in its segment; the sequence may be sharded.
 
-    `selected` are the keys of the whole row that each token may see at most: sparse attention, which "gathered" alone
-    computes.
+    `selected`: the keys of the whole row that each token may attend to at most. Only "gathered" computes such sparse
+    attention.
 
     `expand` makes keys and values of `tokens`: of latents, which devices exchange in their place. It is a pytree, whose
     arrays are the parameters that it uses (`jax.tree_util.Partial`).
@@ -135,7 +135,7 @@ def _gather_tokens(tree: PyTree[Array], axes: tuple[str, ...]) -> PyTree[Array]:
 
 
 def _draws(expand: _Expand) -> bool:
-    """Return True if there are PRNG keys among the parameters: those of an adapter with dropout."""
+    """Return True if there are PRNG keys among the parameters, as in an adapter with dropout."""
     arrays = (x for x in jax.tree.leaves(expand) if isinstance(x, jax.Array))
     return any(jnp.issubdtype(x.dtype, jax.dtypes.prng_key) for x in arrays)
 
@@ -155,7 +155,7 @@ class _Request:
 
 def _find_ring_obstacle(request: _Request) -> str | None:
     if request.has_selection:
-        return "keys that tokens select are not those of one share"
+        return "tokens select keys from more than one share"
     name = request.implementation
     if name in (AUTO, "blockwise"):
         return None
@@ -166,7 +166,7 @@ def _find_ring_obstacle(request: _Request) -> str | None:
 
 def _find_heads_obstacle(request: _Request) -> str | None:
     if request.has_selection:
-        return "a device has the selected keys of its own tokens, and would need those of all"
+        return "a device has the selected keys of its own tokens, and would need the selected keys of all tokens"
     if request.kv_heads % math.prod(request.sizes.values()) == 0:
         return None
     sizes = " x ".join(f"{axis}={size}" for axis, size in request.sizes.items())

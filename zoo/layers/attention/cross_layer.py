@@ -1,4 +1,4 @@
-"""Softmax attention whose keys and values may be those of an earlier layer."""
+"""Softmax attention that may reuse the keys and values of an earlier layer."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -24,7 +24,7 @@ from .context import causal_attention
 
 
 class SharedKeyValues(Module):
-    """Keys and values of one layer that later layers attend to: those of a sequence, or all of a KV cache."""
+    """Keys and values of one layer that later layers attend to: of a sequence, or of the whole KV cache."""
 
     key: Float[Array, "batch key_seq kv_heads head_dim"]
     value: Float[Array, "batch key_seq kv_heads value_dim"]
@@ -46,7 +46,7 @@ class CrossLayerAttention(AbstractMixer):
 
     A layer that `stores` hands its keys and values on under that name, and one that `reuses` a name has neither
     projections of keys and values nor a KV cache of its own. Without a `value`, values are the keys before norm and
-    RoPE. Window and meshes are those of `zoo.layers.Attention`.
+    RoPE. Window and supported meshes are as in `zoo.layers.Attention`.
     """
 
     shards_sequence = True
@@ -95,8 +95,8 @@ class CrossLayerAttention(AbstractMixer):
         - `key_is_value`: leave the projection of values out.
         - `stores`, `reuses`: name under which keys and values are handed on, or taken from an earlier layer.
 
-        Other options are those of `zoo.layers.Attention`. **Raises** `ValueError` as it does, and for a layer that
-        both stores and reuses.
+        Other options are as in `zoo.layers.Attention`. **Raises** `ValueError` as it does, and for a layer that both
+        stores and reuses.
         """
         if stores is not None and reuses is not None:
             raise ValueError(f"a layer that reuses the keys of {reuses!r} has none to store as {stores!r}")
@@ -132,8 +132,8 @@ class CrossLayerAttention(AbstractMixer):
     ) -> tuple[ResidualStream, tuple[Any, _Shared]]:
         """Return the output, the updated KV cache, and `shared` with the keys and values that this layer stores.
 
-        With a KV cache as `state`, tokens follow those of the cache, at `info.positions`; the state of a layer that
-        reuses keys is ().
+        With a KV cache as `state`, the new tokens follow the cached ones, at `info.positions`; the state of a layer
+        that reuses keys is ().
 
         **Raises** `ValueError` for a cache without positions, and for keys of a name that no layer before has stored.
         """
@@ -160,7 +160,7 @@ class CrossLayerAttention(AbstractMixer):
     ) -> tuple[HeadVectors, SharedKeyValues, KeyValueCache | None]:
         """Return rotated queries, all keys and values that they attend to, and the updated cache."""
         require_positions(info, state)
-        assert self.key is not None  # this layer does not reuse those of another
+        assert self.key is not None  # this layer does not reuse another layer's keys
         key = split_heads(self.key(x), self.head_dim)
         value = key if self.value is None else split_heads(self.value(x), self.head_dim)
         if self.key_norm is not None:

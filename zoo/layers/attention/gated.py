@@ -25,8 +25,8 @@ class GatedAttention(AbstractGroupedAttention):
 
         y = W_out (sigmoid(W_gate x) * softmax(q kᵀ scale + mask) v)
 
-    Queries, keys, values and meshes are those of `zoo.layers.Attention`; the gate has the size of the queries and is
-    sharded as they are.
+    Queries, keys, values and supported meshes are as in `zoo.layers.Attention`; the gate has the size of the queries
+    and is sharded as they are.
     """
 
     query: AbstractLinear
@@ -60,7 +60,7 @@ class GatedAttention(AbstractGroupedAttention):
         out_scale: float = 1.0,
         key: Key[Array, ""],
     ):
-        """Options are those of `zoo.layers.Attention`, which **raises** the same errors; the gate has no bias."""
+        """Options and **raised** errors are as in `zoo.layers.Attention`; the gate has no bias."""
         kv_heads, head_dim = check_attention_sizes(embed, heads, kv_heads, head_dim, window)
         key, gate_key = jax.random.split(key)
         projections = make_projections(

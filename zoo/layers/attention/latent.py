@@ -155,8 +155,8 @@ class LatentAttention(AbstractMixer):
     def __call__(
         self, x: HiddenStates, info: TokenInfo, state: LatentCache | None = None
     ) -> tuple[ResidualStream, LatentCache | None]:
-        """With a cache as `state`, tokens follow those of the cache, at `info.positions`. A single token is decoded
-        with `attend_absorbed`; prefill and training use `attend_expanded`.
+        """With a cache as `state`, the new tokens follow the cached ones, at `info.positions`. A single token is
+        decoded with `attend_absorbed`; prefill and training use `attend_expanded`.
 
         **Raises** `ValueError` for a cache without positions.
         """
@@ -267,7 +267,7 @@ def _expand_latents(
 
 
 def _yarn_mscale(rotary: Rotary) -> float:
-    """Scale of queries and keys with DeepSeek's YaRN, beyond that of cos and sin."""
+    """Return DeepSeek's YaRN scale of queries and keys, applied on top of the scale of cos and sin."""
     scaling = rotary.scaling
     if not isinstance(scaling, YarnScaling) or not scaling.mscale_all_dim:
         return 1.0

@@ -26,7 +26,7 @@ class PostRotaryAttention(AbstractGroupedAttention):
         y = W_out softmax(q kᵀ head_dim ** -0.5 + mask) v
 
     A norm with weights does not commute with RoPE: the cache holds keys that are rotated and normalized. RoPE, window
-    and meshes are those of `zoo.layers.Attention`.
+    and supported meshes are as in `zoo.layers.Attention`.
     """
 
     query: AbstractLinear
@@ -64,7 +64,7 @@ class PostRotaryAttention(AbstractGroupedAttention):
         """- `qk_norm`: factory of a norm over head_dim, called once for queries and once for keys.
         - `query_scale`: s, the scale of queries by position.
 
-        Other options are those of `zoo.layers.Attention`, which **raises** the same errors.
+        Other options and **raised** errors are as in `zoo.layers.Attention`.
         """
         kv_heads, head_dim = check_attention_sizes(embed, heads, kv_heads, head_dim, window)
         projections = make_projections(

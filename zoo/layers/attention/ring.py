@@ -39,7 +39,7 @@ _Partial = tuple[Float[Array, "batch seq heads dim"], Float[Array, "batch seq he
 """Outputs and log-sum-exps over some of the keys, in float32."""
 
 _NO_KEYS = MASK_VALUE / 2
-"""Log-sum-exp over no keys, as that of blockwise attention."""
+"""Log-sum-exp over no keys, as in blockwise attention."""
 
 
 def ring_attention(

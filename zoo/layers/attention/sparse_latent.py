@@ -127,11 +127,11 @@ class SparseLatentAttention(AbstractMixer):
     With `zoo.layers.LatentAttention` as `attention`, whose queries have a latent that the indexer reads. A layer
     without an indexer takes the selection of a layer before it (`zoo.models.selection.SelectionBlock`).
 
-    This is the reference: the selection is a mask, so that neither memory nor FLOPs are less than those of dense
-    attention. A row or cache of at most `top` tokens is attended to densely, and the indexer computes its keys only.
+    This is the reference: it applies the selection as a mask, and saves neither memory nor FLOPs over dense attention.
+    A row or cache of at most `top` tokens is attended to densely, and the indexer computes its keys only.
 
-    The cache holds the keys of the indexer too, head_dim numbers per token. Meshes are those of `LatentAttention`;
-    where `context` shards the sequence, only `Layout(context="gathered")` computes it.
+    The cache holds the keys of the indexer too, head_dim numbers per token. Supported meshes are as in
+    `LatentAttention`; where `context` shards the sequence, only `Layout(context="gathered")` computes it.
     """
 
     shards_sequence = True
@@ -157,7 +157,7 @@ class SparseLatentAttention(AbstractMixer):
     def __call__(
         self, x: HiddenStates, info: TokenInfo, state: IndexedLatentCache | None = None
     ) -> tuple[ResidualStream, IndexedLatentCache | None]:
-        """With a cache as `state`, tokens follow those of the cache, at `info.positions`.
+        """With a cache as `state`, the new tokens follow the cached ones, at `info.positions`.
 
         **Raises** `ValueError` for a cache without positions, and for a layer without an indexer.
         """

@@ -26,7 +26,7 @@ class ValueScaledAttention(AbstractGroupedAttention):
         q, k = rotate(W x),    v = value_scale W_v x
         y = W_out softmax(q kᵀ head_dim ** -0.5 + mask) v
 
-    RoPE, window, sinks and meshes are those of `zoo.layers.Attention`.
+    RoPE, window, sinks and supported meshes are as in `zoo.layers.Attention`.
     """
 
     query: AbstractLinear
@@ -65,8 +65,8 @@ class ValueScaledAttention(AbstractGroupedAttention):
         """- `value_dim`: features of a value head, `head_dim` by default. `value_scale`: of the values.
         - `implementation`: one that supports values of another size than keys.
 
-        Other options are those of `zoo.layers.Attention`. **Raises** `ValueError` as it does, and for a `value_dim`
-        below 1.
+        Other options are as in `zoo.layers.Attention`. **Raises** `ValueError` as it does, and for a `value_dim` below
+        1.
         """
         kv_heads, head_dim = check_attention_sizes(embed, heads, kv_heads, head_dim, window)
         if value_dim is None:

@@ -26,7 +26,7 @@ class BidirectionalAttention(AbstractMixer):
     there is one, over all tokens of a segment, or those within a window (Vaswani et al., arXiv:1706.03762,
     section 3.2; Devlin et al., arXiv:1810.04805).
 
-    Heads are sharded over `tensor`, as those of `Attention`. The sequence is not: `context` stays at 1.
+    Heads are sharded over `tensor`, as in `Attention`. The sequence is not: `context` stays at 1.
     """
 
     query: AbstractLinear

@@ -62,8 +62,8 @@ class DisentangledAttention(AbstractMixer):
     `RelativeEmbedding` has for all layers, the layer makes keys k^r (the term "c2p") and queries q^r ("p2c"), with its
     own projections of content or with further ones. Scores and softmax are computed in float32.
 
-    A distance is that of two tokens of one segment. Heads are sharded over `tensor`. The sequence is not: `context`
-    stays at 1.
+    Distances are between tokens of one segment. Heads are sharded over `tensor`. The sequence is not: `context` stays
+    at 1.
     """
 
     query: AbstractLinear
@@ -208,7 +208,7 @@ def compute_distance_index(
 
 
 def _compute_log_buckets(max_distance: int, buckets: int) -> np.ndarray:
-    """Return the buckets of the distances 0, 1, ..., `max_distance`; the last is that of all further ones, too."""
+    """Return the buckets of the distances 0, 1, ..., `max_distance`; the last also holds all larger distances."""
     middle = np.float32(buckets // 2)
     distances = np.arange(max_distance + 1)
     ratio = np.maximum(distances, middle).astype(np.float32) / middle

@@ -66,7 +66,7 @@ class PatchEmbedding(Module):
 
 
 class PatchPositions(Module):
-    """Learned positions of a grid of patches, after those of other tokens if there are any (Dosovitskiy et al.,
+    """Learned positions of a grid of patches, after the positions of any other tokens (Dosovitskiy et al.,
     arXiv:2010.11929, section 3.1). For an image of another size they are interpolated (section 3.2)."""
 
     weight: Float[Array, "positions embed"]

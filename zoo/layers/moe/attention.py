@@ -47,12 +47,12 @@ class MixtureOfAttention(AbstractMixer):
         q_e = rotate(W_query,e x),    k = rotate(W_key x),    v = W_value x
         y = Σ_e w_e W_out,e softmax(q_e kᵀ / sqrt(head_dim) + mask) v + bias
 
-    It is grouped-query attention in which the queries of a group are those of the chosen experts: the KV cache, kernels
-    and a sequence sharded over `context` are those of `zoo.layers.Attention`. Tokens are sorted by expert for the two
-    grouped matmuls, and combined in the order of their choices, as in `zoo.layers.MixtureOfExperts`.
+    It is grouped-query attention in which the chosen experts compute the queries of a group: the KV cache, kernels and
+    a sequence sharded over `context` work as in `zoo.layers.Attention`. Tokens are sorted by expert for the two grouped
+    matmuls, and combined in the order of their choices, as in `zoo.layers.MixtureOfExperts`.
 
     Heads are sharded over `tensor`. Unlike the experts of a feed-forward layer, these are replicated over `expert`,
-    which shards the batch alone: choices then stay on the device of their token.
+    which shards only the batch: choices then stay on the device of their token.
     """
 
     shards_sequence = True
@@ -112,8 +112,8 @@ class MixtureOfAttention(AbstractMixer):
     ) -> tuple[ResidualStream, tuple[KeyValueCache | None, tuple[Routing, ...]]]:
         """Return the output, the updated KV cache, and the decisions of the router.
 
-        These are two equal ones, of the experts of queries and of those of outputs: a load-balancing loss counts both,
-        as in transformers. **Raises** `ValueError` for a cache without positions.
+        These are two equal ones, for the experts of queries and for the experts of outputs: a load-balancing loss
+        counts both, as in transformers. **Raises** `ValueError` for a cache without positions.
         """
         weights, routing = self.router(x)
         flatten = lambda x: x.reshape(-1, x.shape[-1])

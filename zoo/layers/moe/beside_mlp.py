@@ -21,7 +21,7 @@ class MixtureBesideMLP(AbstractFeedForward):
     norm(x) / sqrt(embed), with five norms (Gemma team, "Gemma 4", 2026).
 
     D is a dense MLP that every token uses. `x` is the residual stream: the block around it leaves its own norm out.
-    Experts are dropless and sharded as those of `zoo.layers.MixtureOfExperts`.
+    Experts are dropless and sharded as in `zoo.layers.MixtureOfExperts`.
     """
 
     dense_norm: AbstractNorm

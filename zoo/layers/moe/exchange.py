@@ -51,10 +51,10 @@ def mix_experts(
 ) -> Float[Array, "tokens embed"]:
     """Sum the weighted outputs of the experts that each token chose, by the form that the layout names.
 
-    - `experts`: those on this device, of `num_experts`.
-    - `implementation`: that of the grouped matmuls.
+    - `experts`: the experts on this device, of `num_experts`.
+    - `implementation`: of the grouped matmuls.
 
-    The result is a partial sum over "mlp", as that of `AbstractFeedForward.grouped`.
+    The result is a partial sum over "mlp", as in `AbstractFeedForward.grouped`.
     """
     axes = find_expert_axes()
     if not axes:
@@ -106,7 +106,7 @@ def _apply_local(
 ) -> Float[Array, "tokens embed"]:
     """Sort tokens by expert, apply the `held` experts of this device with grouped matmuls, and combine.
 
-    `has_others`: a choice may be `held`, that of another device's expert, which adds nothing.
+    `has_others`: a choice may be `held`, which stands for another device's expert and adds nothing.
     """
     order = sort_by_expert(chosen, held + has_others)
     with grouped_matmul_implementation(implementation):
@@ -154,8 +154,8 @@ def _mix_gathered(
 def _select_local(
     weights: Float[Array, "tokens top"], local: Int[Array, "tokens top"], held: int, choices: int
 ) -> tuple[Float[Array, "tokens choices"], Int[Array, "tokens choices"]]:
-    """Return the `choices` of each token that come first among those of experts 0 to `held` - 1, in their order, with
-    their weights. Others have the expert `held` and the weight 0."""
+    """Return the first `choices` of each token among experts 0 to `held` - 1, in their order, with their weights.
+    Missing choices have the expert `held` and the weight 0."""
     is_local = (local >= 0) & (local < held)
     first = jnp.argsort(~is_local, axis=1, stable=True)[:, :choices]
     take = lambda x: jnp.take_along_axis(x, first, axis=1)

@@ -19,10 +19,10 @@ from .routing import Routing
 
 class InputWeightedMixture(AbstractFeedForward):
     """y = S(x) + Σ_e E_e(w_e x) over the top-k experts e that the router chose for x (Meta, "Llama 4", 2025). Without a
-    `shared` expert there is no S(x).
+    `shared` expert, S(x) is omitted.
 
     Each choice of a token is a row of its own, which goes to one expert and comes back with weight 1. Experts are
-    dropless and sharded as those of `zoo.layers.MixtureOfExperts`.
+    dropless and sharded as in `zoo.layers.MixtureOfExperts`.
     """
 
     router: AbstractRouter

@@ -153,7 +153,7 @@ class SparseMixerRouter(AbstractRouter):
 
 
 class BiasedRouter(AbstractRouter):
-    """Top-k of score + bias, weighted by the score alone: see `zoo.ops.moe.routing`.
+    """Top-k of score + bias, weighted by the score only: see `zoo.ops.moe.routing`.
 
     The score is sigmoid(W x) (DeepSeek-V3) or softmax(W x) (ERNIE 4.5). The bias is a buffer, not a trainable
     parameter: `zoo.models.update_expert_bias` moves it against the load, which balances experts without an auxiliary

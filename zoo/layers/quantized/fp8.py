@@ -33,10 +33,10 @@ class AmaxHistory(Module):
 class FP8Linear(AbstractLinear):
     """y = W x + b, with the products of the forward and backward pass in FP8 or FP4, by a recipe.
 
-    The parameters are those of a `Linear`, with the same names: master weights, which the optimizer updates and
+    The parameters have the names and shapes of a `Linear`: they are master weights, which the optimizer updates and
     checkpoints hold. A product quantizes its operands, sums in float32 and rounds once.
 
-    Scales are those of global tensors, whatever the mesh: a maximum is taken over the devices that shard a tensor.
+    Scales belong to global tensors on any mesh: a maximum is taken over the devices that shard a tensor.
     """
 
     weight: Float[Array, "out in"]
@@ -49,7 +49,7 @@ class FP8Linear(AbstractLinear):
     recipe: AbstractRecipe = eqx.field(static=True)
     stacked_dims: tuple[str, ...] = eqx.field(static=True)
     """Dims along which layers are stacked with this one, "layers" or "experts". Mesh axes that shard these hold other
-    layers, whose maxima are no matter of this one."""
+    layers, so this layer's maximum is not taken over them."""
 
     def __init__(self, linear: Linear, recipe: AbstractRecipe, *, stacked_dims: Sequence[str] = ()):
         """Take over the parameters of a linear layer."""
@@ -118,8 +118,8 @@ class FP8Linear(AbstractLinear):
         return y.reshape(*x.shape[:-1], y.shape[-1])
 
     def _check_blocks(self, x: Float[Array, "..."], tokens: int) -> None:
-        """**Raises** `ValueError` if a shard of a dim is no whole number of blocks. A dim that is not sharded may end
-        with a smaller block."""
+        """**Raises** `ValueError` if a shard of a dim is not a whole number of blocks. A dim that is not sharded may
+        end with a smaller block."""
         size, (out, in_) = self.recipe.block_size, self.weight.shape
         dims = ((self.in_.name, self.weight, in_), (self.out.name, self.weight, out), ("seq", x, tokens))
         for name, array, length in dims:

@@ -191,7 +191,7 @@ class NestedNF4Linear(AbstractGroupLinear):
         **Raises** `ValueError` if the inputs are not a multiple of the block size 64.
         """
         if in_size % BLOCK_SIZE:
-            raise ValueError(f"NF4 has blocks of {BLOCK_SIZE}, and {in_size} inputs are no whole number of blocks")
+            raise ValueError(f"NF4 has blocks of {BLOCK_SIZE}, and {in_size} inputs are not a whole number of blocks")
         groups = in_size // BLOCK_SIZE
         self.codes, self.in_codes = _make_codes(in_size, out_size, in_, "nf4")
         self.constants = jnp.zeros((out_size, groups), jnp.uint8)

@@ -47,7 +47,7 @@ class AbstractPackedLinear(AbstractLinear):
         else:
             sizes = f"{in_size}, {in_.unit} to each of {in_.name},"
         return (
-            f"{cls.format} packs the inputs of a matrix in blocks of {cls.block_size}, and {sizes} are no whole blocks"
+            f"{cls.format} packs the inputs of a matrix in blocks of {cls.block_size}, and {sizes} are not whole blocks"
         )
 
     @classmethod

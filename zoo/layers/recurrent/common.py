@@ -230,7 +230,7 @@ class LowRank(AbstractLinear):
     def transposed(self, x: Float[Array, "*rows out"]) -> Float[Array, "*rows in"]:
         """Return W_downᵀ W_upᵀ x. **Raises** `NotImplementedError` if the layer has an activation."""
         if self.activation is not None:
-            raise NotImplementedError("a LowRank with an activation is no matrix, and has no transpose")
+            raise NotImplementedError("a LowRank with an activation is not a matrix, and has no transpose")
         return self.down.transposed(self.up.transposed(x))
 
 
@@ -279,7 +279,7 @@ def l2_normalize(x: HeadVectors) -> HeadVectors:
 
 
 def local_heads(make: Callable[[int], Float[Array, "heads"]], x: HeadVectors) -> Float[Array, "_"]:
-    """Call `make` with the number of all heads, and slice off those of this device's shard of `x`."""
+    """Call `make` with the number of all heads, and slice out the heads of this device's shard of `x`."""
     heads = x.shape[2]
     return lax.dynamic_slice_in_dim(make(heads * num_shards(x, "heads")), shard_offset(x, "heads", heads), heads)
 

@@ -29,7 +29,7 @@ class GroupedGatedDeltaNet(AbstractMixer):
     Qwen team, 2025).
 
     Heads and groups are sharded over `tensor`. With fewer groups than devices on that axis, queries and keys are
-    replicated and each device selects those of its heads.
+    replicated and each device selects the groups of its heads.
     """
 
     shards_sequence = True
@@ -137,6 +137,6 @@ class GroupedGatedDeltaNet(AbstractMixer):
     def _share(
         self, x: Float[Array, "batch seq groups key_dim"], heads: Float[Array, "batch seq heads _"]
     ) -> Float[Array, "batch seq heads key_dim"]:
-        """Repeat the vector of each group for its heads, those of this device."""
+        """Repeat the vector of each group for its heads on this device."""
         x = select_kv_heads(x, heads, self.group)
         return jnp.repeat(x, heads.shape[2] // x.shape[2], axis=2)

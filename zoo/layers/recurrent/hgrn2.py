@@ -1,4 +1,4 @@
-"""HGRN2: gated linear attention with keys tied to the forget gate, k = 1 - exp(g). The recurrence is that of GLA."""
+"""HGRN2: gated linear attention with keys tied to the forget gate, k = 1 - exp(g). The recurrence is GLA's."""
 
 import equinox as eqx
 import jax

@@ -83,9 +83,9 @@ class Mamba(AbstractMixer):
         - `conv_width` and `conv_bias`: of the convolution. `bias`: of the projections from and to embed.
         - `norm`: factory of the norms of W_down x, B and C, called with a size and `features=`.
 
-        A is initialized to -1, ..., -state_dim in every channel, D to 1, W_up with standard deviation
-        rank^-1/2 / sqrt(3), that of the paper's uniform distribution within ±rank^-1/2, and dt_bias such that
-        softplus(dt_bias) is log-uniform in [0.001, 0.1] (section 3.6).
+        A is initialized to -1, ..., -state_dim in every channel, D to 1, W_up with standard deviation rank^-1/2 /
+        sqrt(3), as in the paper's uniform distribution within ±rank^-1/2, and dt_bias such that softplus(dt_bias) is
+        log-uniform in [0.001, 0.1] (section 3.6).
 
         **Raises** `ValueError` for a size below 1.
         """

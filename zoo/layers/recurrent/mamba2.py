@@ -48,7 +48,7 @@ class Mamba2(AbstractMixer):
     under `cast`; dt and decays are float32.
 
     Heads and groups are sharded over `tensor`; one of them is never divided. With fewer groups than devices on that
-    axis, B and C are replicated and each device selects those of its heads.
+    axis, B and C are replicated and each device selects the groups of its heads.
     """
 
     shards_sequence = True

@@ -59,7 +59,7 @@ class MLSTM(AbstractMixer):
         """- `value_dim`: `embed / heads` by default. `key_dim`: half of value_dim by default.
         - `gate_cap`: soft cap of the gate pre-activations.
 
-        Biases of input gates are initialized to -10 (nearly closed), those of forget gates to 3, ..., 6 (nearly open),
+        Biases of input gates are initialized to -10 (nearly closed), biases of forget gates to 3, ..., 6 (nearly open),
         as in xLSTM 7B.
         """
         value_dim = resolve_head_dim(embed, heads, value_dim, "value_dim")

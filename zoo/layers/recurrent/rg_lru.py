@@ -25,7 +25,7 @@ from .context import RecurrenceContext
 
 
 class _RGLRUState(Module):
-    """Recurrent state: that of the RG-LRU, in float32, and that of the convolution."""
+    """State of the RG-LRU, in float32, and of the convolution."""
 
     hidden: Float[Array, "batch features"]
     conv_state: ConvState

@@ -67,7 +67,7 @@ class RWKV4(AbstractMixer):
         """`inner`: number of channels, `embed` by default.
 
         `decay` is initialized to -5, ..., 3 over channels, mixing weights to 0, ..., 1 over features, and the bonus to
-        values around log 0.3 (appendix E, that of the first layer).
+        values around log 0.3 (appendix E, for the first layer).
 
         **Raises** `ValueError` for a size below 1.
         """
