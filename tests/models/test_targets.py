@@ -15,7 +15,7 @@ KEY = jax.random.key(0)
     [
         ({"targets": "querry"}, "'querry'. Is it query"),
         ({"targets": ()}, "targets names no module"),
-        ({"targets": "("}, "is no name, and no pattern either"),
+        ({"targets": "("}, "is neither a name nor a valid pattern"),
         ({"targets": lambda name: False}, "takes none of the model's 15 matrices"),
         ({"rank": 0}, "a rank is at least 1, not 0"),
         ({"rank_pattern": {"query": 0}}, "a rank is at least 1, not 0"),

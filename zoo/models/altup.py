@@ -102,7 +102,7 @@ class AltUpInputs(AbstractLayerInputs):
     def __init__(
         self, vocab: int, embed: int, layers: int, width: int, *, streams: int, epsilon: float, key: Key[Array, ""]
     ):
-        """Arguments are those of `LayerInputs`, and the number of streams."""
+        """Takes the arguments of `LayerInputs`, and the number of streams."""
         inputs_key, *keys = jax.random.split(key, streams)
         self.inputs = LayerInputs(vocab, embed, layers, width, epsilon=epsilon, key=inputs_key)
         self.projections = _make_projections(embed, keys)
@@ -157,7 +157,7 @@ class AltUpBlock(AbstractBlock):
         return self.mixer.init_state(batch, length, dtype)
 
     def __call__(self, hidden: Hidden, info: TokenInfo, state: Any = None) -> tuple[Hidden, Any]:
-        """**Raises** `TypeError` for hidden states without layer inputs, as those of another decoder."""
+        """**Raises** `TypeError` for hidden states without layer inputs, as from another decoder."""
         hidden = require_layer_hidden(hidden, self)
         predictions = self.altup.predict(hidden.x.reshape(*hidden.x.shape[:2], self.altup.streams, -1))
         x = predictions[:, :, self.altup.active]

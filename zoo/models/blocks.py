@@ -186,8 +186,8 @@ class ParallelBlock(AbstractBlock):
 
 
 class RoutedMixerBlock(AbstractBlock):
-    """The pre-norm layer, x + mixer(norm(x)) and x + ffn(norm(x)), of a mixer that has a router, whose decisions join
-    those of the feed-forward layer (JetMoE, arXiv:2404.07413, section 2)."""
+    """The pre-norm layer, x + mixer(norm(x)) and x + ffn(norm(x)), with a mixer that has a router. Its decisions join
+    the routing decisions of the feed-forward layer (JetMoE, arXiv:2404.07413, section 2)."""
 
     mixer_norm: AbstractNorm
     mixer: MixtureOfAttention = named_by_class()

@@ -100,7 +100,7 @@ def build_stack(
     parts: Mapping[str, Callable[..., Any]] = MappingProxyType({}),
     key: Key[Array, ""],
 ) -> Stack:
-    """Build the layers of a model. Arguments are those of `build_decoder`; layers may differ in their `block`, too."""
+    """Build the layers of a model. Arguments are as in `build_decoder`; layers may differ in their `block`, too."""
     blocks = [block] * len(layers) if callable(block) else block
 
     def make_block(

@@ -52,7 +52,7 @@ from .torch_habits import explain_torch_habit, hash_for_jit
 LayerStates = tuple[Any, ...]
 """KV caches and recurrent states, one per layer, of any shape."""
 RoutingDetail = Literal["rows", "tokens"]
-"""Routing decisions that a stack hands out: their sums over each row, or also those of every token."""
+"""Routing decisions that a stack hands out: their sums over each row, or the decisions of every token, too."""
 
 EMBEDDING_DROPOUT_SITE = 2**32 - 1
 """Dropout site of the embedding. Layers fold their number into the keys, and no layer's number is as large."""
@@ -300,7 +300,7 @@ class Decoder(Module):
         return gather(self.layer_inputs)(tokens, x)
 
     def logits(self, x: Float[Array, "*rows embed"]) -> Float[Array, "*rows vocab"]:
-        """Return the logits of normalized hidden states. If the vocabulary is sharded, those of this device's shard."""
+        """Return the logits of normalized hidden states: this device's shard of them if the vocabulary is sharded."""
         return self.gather_unembedding()(x)
 
     def gather_unembedding(self) -> "_Unembedding":

@@ -9,7 +9,7 @@ import equinox as eqx
 
 
 def bind_factory(role: str, factory: Callable[..., Any], *sizes: int, **options: Any) -> Callable[..., Any]:
-    """Return `factory` with `sizes` and those of `options` that it takes, to be called with `key=`.
+    """Return `factory` with `sizes` and the `options` that it takes, to be called with `key=`.
 
     - `role`: what the factory makes, for errors: "mixer".
     - `options`: passed if the signature names them. A value that `functools.partial` has set stays.

@@ -144,7 +144,7 @@ class LayerInputBlock(AbstractBlock):
         return self.mixer.init_state(batch, length, dtype)
 
     def __call__(self, hidden: Hidden, info: TokenInfo, state: Any = None) -> tuple[Hidden, Any]:
-        """**Raises** `TypeError` for hidden states without layer inputs, as those of another decoder."""
+        """**Raises** `TypeError` for hidden states without layer inputs, as from another decoder."""
         hidden = require_layer_hidden(hidden, self)
         normed = self.mixer_norm(hidden.x)
         mixed, (state, shared) = run_on_all_tokens(self.mixer.mix, normed, info, state, hidden.shared)

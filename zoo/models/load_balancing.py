@@ -43,15 +43,15 @@ def balance_loss(
       loss is then the mean over layers and rows.
     - `score`: softmax(logits), or sigmoid(logits) divided by their sum.
 
-    On a mesh, means are over all devices that shard tokens, equal to those on one device. With micro-batches, "batch"
-    and "layers" are means over each micro-batch, which is another loss than that of the full batch; "row" is the same
-    if each micro-batch has as many rows that are not all padding. GPipe on a mesh with `pipe` cuts the layers into
+    On a mesh, means are over all devices that shard tokens, as on one device. With micro-batches, "batch" and "layers"
+    are means over each micro-batch, which differs from the loss of the full batch; "row" is the same if each
+    micro-batch has as many rows that are not all padding. GPipe on a mesh with `pipe` cuts the layers into
     micro-batches, and not the loss: there they are means over the full batch.
 
     **Raises** `ValueError` for an empty `routing`, and for another `over` or `score`.
     """
     if not routing:
-        raise ValueError("there is no router whose balance could be a loss: the model has no mixture of experts")
+        raise ValueError("no router to balance: the model has no mixture of experts")
     for value, names in ((over, get_args(BalanceOver)), (score, ("softmax", "sigmoid"))):
         if value not in names:
             raise ValueError(f"a balance loss knows {', '.join(names)}, not {value!r}")
@@ -82,7 +82,7 @@ def router_z_loss(routing: Sequence[RoutingSums]) -> Float[Array, ""]:
     **Raises** `ValueError` for an empty `routing`.
     """
     if not routing:
-        raise ValueError("there is no router whose scores could be kept small: the model has no mixture of experts")
+        raise ValueError("no router to regularize: the model has no mixture of experts")
     squares = jnp.stack([layer.squared_log_z for layer in routing]).mean(0).sum()
     squares, num_tokens = (reduce(reduce(x, over="seq"), over="batch") for x in (squares, routing[0].num_tokens.sum()))
     return squares / jnp.maximum(num_tokens, 1)  # a micro-batch may be padding

@@ -191,7 +191,8 @@ def _sum_chunk_losses_fwd(chunk_loss: Callable, *perturbed_args: Any):
 
     The sum is linear in the chunks, so the gradient of a chunk is known up to one factor, the cotangent, as soon as its
     loss is. The residuals are therefore gradients: of every row, and accumulated ones of the head. Gradients that are
-    not needed, such as those of a head that is frozen under adapters, are not computed: JAX marks perturbed arguments.
+    not needed, such as gradients of a head that is frozen under adapters, are not computed: JAX marks perturbed
+    arguments.
     """
     parameters, integer_arrays, *rows = jax.tree.map(lambda x: x.value, perturbed_args)
     perturbed, *_, x_perturbed, _, weights_perturbed = jax.tree.map(lambda x: x.perturbed, perturbed_args)

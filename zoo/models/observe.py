@@ -53,10 +53,10 @@ def observe(model: _Model) -> _Model:
     largest logit takes one more product with the unembedding. `unobserve` undoes it: checkpoint files have no place for
     statistics. On a mesh, observe the model before it is placed.
 
-    **Raises** `ValueError` if the model is no `Decoder` with its layers in a `Stack`, or is observed already.
+    **Raises** `ValueError` if the model is not a `Decoder` with its layers in a `Stack`, or is already observed.
     """
     if not isinstance(model, Decoder):
-        raise ValueError(f"{type(model).__name__} is no Decoder, so that it has no layers and logits to observe")
+        raise ValueError(f"{type(model).__name__} is not a Decoder, so it has no layers and logits to observe")
     if model.logit_maximum is not None:
         raise ValueError("the model is observed already")
 
@@ -84,7 +84,7 @@ def unobserve(model: _Model) -> _Model:
 def tabulate_observations(observations: PyTree) -> dict[str, tuple[float, float | None]]:
     """Return the largest output and gradient of each layer, in order, and the largest logit, by name.
 
-    `observations` are those of `value_and_grad(..., observe=True)`. It waits for the device.
+    `observations` come from `value_and_grad(..., observe=True)`. The call waits for the device.
     """
     table: dict[str, tuple[float, float | None]] = {}
     values = merge_rounds(observations)

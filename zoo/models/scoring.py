@@ -34,7 +34,7 @@ def hidden_states(
 
     These are layers + 1. For some families, such as Mamba and RWKV, transformers leaves out the first and appends the
     normalized one (`model.hidden_states_skip_embedding`). Parallel residual streams (Gemma 3n) are side by side here,
-    and the last is after the norm as well. Arguments are those of the model.
+    and the last is after the norm as well. Arguments are as for the model.
     """
     check_tokens(tokens, find_checkable_vocab(model))
     info = token_info(tokens, mask=mask, segment_ids=segment_ids, positions=positions).mask_padding()
@@ -55,7 +55,7 @@ def _compute_hidden_states(
 
 
 def unstack_blocks(model: Decoder | Encoder | ImageEncoder) -> tuple[AbstractBlock, ...]:
-    """Return the block of each layer. **Raises** `TypeError` for a stack that is no `Stack` or `UnrolledStack`."""
+    """Return the block of each layer. **Raises** `TypeError` for a stack that is not a `Stack` or `UnrolledStack`."""
     layers = model.stack.unstack() if isinstance(model.stack, Stack) else model.stack
     if not isinstance(layers, UnrolledStack):
         raise TypeError(f"layers are needed one by one, and {type(layers).__name__} cannot be taken apart")

@@ -50,7 +50,7 @@ class Segment(AbstractLayers):
     num_repeats: int = eqx.field(static=True)
     """Repeats of the pattern over all devices. Static, so that a tree without arrays has it too."""
     layers: tuple[Dim, ...] = eqx.field(static=True, default=(Dim("layers"),))
-    """Dims of the repeats. `layers` is sharded over `pipe`, `ends` is replicated: segments that are no stages."""
+    """Dims of the repeats. `layers` is sharded over `pipe`, `ends` is replicated: segments that are not stages."""
 
     @property
     def is_pipelined(self) -> bool:
@@ -102,7 +102,7 @@ class Segment(AbstractLayers):
         return self._reshape(lambda shape: (shape[0] * shape[1], *shape[2:]), self.layers[1:])
 
     def split_ends(self, stages: int) -> tuple["Segment", ...]:
-        """Return the segment alone if `stages` divide its repeats; else a shorter one, and the rest as ends, which are
+        """Return only this segment if `stages` divide its repeats; else a shorter one, and the rest as ends, which are
         on no stage. **Raises** `ValueError` for fewer repeats than stages."""
         kept = self.num_repeats // stages * stages
         if kept == self.num_repeats:
@@ -154,7 +154,7 @@ def stack_trees(trees: Sequence[Any], axis: int = 0) -> Any:
 
 
 def unstack_tree(tree: Any) -> list[Any]:
-    """Take every array apart along its leading dim. The gradient stacks once, where that of indexing would pad and add
-    once per element."""
+    """Unstack every array along its leading dim. The gradient stacks once, where the gradient of indexing would pad and
+    add once per element."""
     arrays, treedef = jax.tree.flatten(tree)
     return [jax.tree.unflatten(treedef, elements) for elements in zip(*map(jax.lax.unstack, arrays), strict=True)]

@@ -141,7 +141,8 @@ class Stack(AbstractStack):
     def _run_stages(self, segment: Segment, first: int, hidden: Hidden, info: TokenInfo) -> Hidden:
         """Run a pattern whose repeats are dealt out to the stages of a pipeline, and whose first layer is `first`.
 
-        **Raises** `NotImplementedError` for hidden states with more than the residual stream, which alone travels.
+        **Raises** `NotImplementedError` for hidden states with more than the residual stream: stages pass on only the
+        residual stream.
         """
         if type(hidden) is not Hidden:
             raise NotImplementedError(
@@ -165,7 +166,7 @@ class Stack(AbstractStack):
             sums = jax.tree.map(write, sums, _stack_routing(output.routing, routers))
             return Hidden(output.x, hidden.routing), sums
 
-        # The sums of all routers travel along, and each stage fills in those of its own: rows first, then repeats.
+        # The sums of all routers travel along, and each stage fills in its own sums: rows first, then repeats.
         shapes = jax.eval_shape(lambda routing: _stack_routing(routing, routers), shapes.routing)
         size = segment.num_repeats
         sums = jax.tree.map(lambda x: jnp.zeros((x.shape[0], size, *x.shape[2:]), x.dtype), shapes)

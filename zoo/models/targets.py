@@ -30,7 +30,7 @@ class LinearSite(NamedTuple):
 
     @property
     def identity(self) -> tuple[str, IndexRanges]:
-        """A key that is unique within the model. The name alone is not: alternating kinds of layers share names."""
+        """A key that is unique within the model. The name is not unique: alternating kinds of layers share names."""
         return self.name, self.ranges
 
     def list_names(self) -> dict[tuple[int, ...], str]:
@@ -118,7 +118,7 @@ def matches(target: str, name: str) -> bool:
     try:
         return re.fullmatch(target, name) is not None
     except re.error as error:
-        raise ValueError(f"the target {target!r} is no name, and no pattern either: {error}") from None
+        raise ValueError(f"the target {target!r} is neither a name nor a valid pattern: {error}") from None
 
 
 def _suggest(target: str, sites: Sequence[LinearSite]) -> str:

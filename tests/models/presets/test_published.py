@@ -185,8 +185,8 @@ def test_preset_unknown_name_suggests_the_nearest():
         ({"num_hidden_layers": 0}, "num_hidden_layers = 0 should be a whole number above 0"),
         ({"num_attention_heads": 12}, "12 heads do not share out over 8 kv_heads|does not share out over 12 heads"),
         ({"hidden_act": "gloo"}, "activation 'gloo' is none that we know"),
-        ({"rope_scaling": {"rope_type": "lama3"}}, "rope_type = 'lama3' is no kind"),
-        ({"model_type": "qwen3"}, "model_type is no key to change: the preset is a llama"),
+        ({"rope_scaling": {"rope_type": "lama3"}}, "rope_type = 'lama3' is not a known kind"),
+        ({"model_type": "qwen3"}, "model_type cannot be changed: the preset is a llama"),
     ],
 )
 def test_preset_refuses_invalid_changes(changes, message):

@@ -74,12 +74,12 @@ class ImageEncoder(Module):
     def hidden(self, images: Images, info: TokenInfo, masked: Bool[Array, "batch patches"] | None = None) -> Hidden:
         """Return the hidden states after the final norm.
 
-        **Raises** `NotImplementedError` on a mesh with `context`, which shards the tokens of texts alone.
+        **Raises** `NotImplementedError` on a mesh with `context`, which shards only the tokens of texts.
         """
         hidden = self.embed(images, info, masked)
         if axes := sharded_axes(hidden.x, "seq"):
             raise NotImplementedError(
-                f"the tokens of an image are not sharded over {' x '.join(axes)}, as those of a text are: leave "
+                f"the tokens of an image are not sharded over {' x '.join(axes)}, as tokens of a text are: leave "
                 f"{' and '.join(axes)} at 1, and give the devices to data, fsdp or tensor"
             )
         hidden, _ = self.stack(hidden, info)

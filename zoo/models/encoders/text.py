@@ -48,7 +48,7 @@ class Encoder(Module):
     `ClassificationHead` of texts; a `TokenClassificationHead`; or a `FeatureHead`, whose result is `EncoderFeatures`.
     Learned positions and token types are added to the embedding, and `embedding_norm` normalizes the sum.
 
-    A token attends to those after it: there is no KV cache, and no generation.
+    A token also attends to later tokens, so there is neither a KV cache nor generation.
     """
 
     embedding: AbstractEmbedding
@@ -169,8 +169,8 @@ class Encoder(Module):
         return RelativeHidden(x, table=gather(self.relative_embedding)())
 
     def logits(self, x: Float[Array, "*rows embed"]) -> Float[Array, "*rows vocab"]:
-        """Return the masked-LM logits of normalized hidden states. If the vocabulary is sharded, those of this device's
-        shard. **Raises** `TypeError` as `gather_unembedding`."""
+        """Return the masked-LM logits of normalized hidden states: this device's shard of them if the vocabulary is
+        sharded. **Raises** `TypeError` as `gather_unembedding`."""
         return self.gather_unembedding()(x)
 
     def gather_unembedding(self) -> MaskedUnembedding:

@@ -80,7 +80,7 @@ def read_head_sizes(config: Config) -> tuple[int, int, int]:
 
 
 def build_rotary(config: Config, *, interleaved: bool = False, layer_type: str | None = None) -> Rotary:
-    """Build RoPE from `rope_parameters`, or from those of a `layer_type` where types have their own.
+    """Build RoPE from `rope_parameters`, or from the parameters of a `layer_type` where types have their own.
 
     **Raises** `ConfigError` for an odd number of rotated channels.
     """
@@ -239,7 +239,7 @@ def make_mixture_factory(
 
     - `router`: a class of `zoo.layers`, or a partial of one with further options.
     - `width`: of an expert, `intermediate_size` by default.
-    - `expert`: factory of an expert, if it is no gated MLP.
+    - `expert`: factory of an expert, if it is not a gated MLP.
     - `shared`: width of a shared expert, which every token uses; with a sigmoid gate if `gate`.
 
     **Raises** `ConfigError` if fewer experts can be chosen than a token needs.
@@ -320,7 +320,7 @@ def read_layer_types(config: Config, default: Sequence[str]) -> list[str]:
 def list_patterned_types(config: Config) -> list[str]:
     """Return the default `layer_types` of a config with a `sliding_window_pattern` n: every n-th layer attends to all
     tokens, and the others to a sliding window. "LLLG" spells the pattern 4 out, in local and global layers. 0 and null,
-    which transformers writes for a model without windows, are no pattern."""
+    which transformers writes for a model without windows, are not patterns."""
     pattern = config["sliding_window_pattern"]
     count = config["num_hidden_layers"]
     if not pattern:

@@ -101,7 +101,7 @@ def _describe_routing(router: AbstractRouter) -> dict[str, Any]:
 def eval_shape_blocks(model: Any) -> tuple[Decoder, tuple[Any, ...]]:
     """Return a decoder and the block of each layer, as trees of shapes. **Raises** `ConfigError` for other models."""
     if not isinstance(model, Decoder):
-        raise ConfigError(f"{type(model).__name__} is no decoder")
+        raise ConfigError(f"{type(model).__name__} is not a decoder")
     return eqx.filter_eval_shape(lambda model: (model, tuple(model.stack.iter_blocks())), model)
 
 

@@ -12,7 +12,7 @@ from .spec import Config, NameMap
 from .values import WORD, optional, table_of
 
 LABEL_KEYS = ("id2label", "num_labels")
-"""Keys of classifiers, which families of features alone do not have."""
+"""Keys of classifiers, which families without classifiers do not have."""
 
 HEAD_DEFAULTS: dict[str, Any] = {
     "architectures": optional_words(),
@@ -40,7 +40,7 @@ def select_head(config: Config, heads: Mapping[str, HeadFactory]) -> HeadFactory
     names = config["architectures"] or list(heads)[:1]
     known = [name for name in names if name in heads]
     if not known:
-        raise ConfigError(f"architectures = {names}, and the heads here are those of {' and '.join(heads)}")
+        raise ConfigError(f"architectures = {names}, and the supported heads are {' and '.join(heads)}")
     return heads[known[0]]
 
 
@@ -59,5 +59,5 @@ def count_classes(config: Config) -> int:
 
 
 def make_feature_head_factory(pooler: Callable[..., AbstractPooler] | None = None) -> HeadFactory:
-    """Return a factory of a `FeatureHead`, given that of its pooler, called with `key=`, if it has one."""
+    """Return a factory of a `FeatureHead`; `pooler` is the factory of its pooler, called with `key=`, if it has one."""
     return lambda key: FeatureHead(None if pooler is None else pooler(key=key))

@@ -21,7 +21,7 @@ def suggest_nearest(word: str, known: Iterable[str]) -> str:
 
 
 def _count_shared_ends(first: str, second: str) -> int:
-    """Return the length of the common prefix plus that of the common suffix."""
+    """Return the length of the common prefix plus the length of the common suffix."""
     count_equal = lambda pairs: sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
     prefix = count_equal(zip(first, second, strict=False))
     return prefix + count_equal(zip(reversed(first), reversed(second), strict=False))

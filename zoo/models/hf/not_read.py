@@ -20,7 +20,7 @@ _MODEL_TYPES_BY_REASON: Mapping[str, tuple[str, ...]] = {
     "BERT's relatives with sublayers, names or positions of their own": (
         *("albert", "distilbert", "electra", "mpnet", "nomic_bert", "camembert", "xlm-roberta-xl", "deberta"),
     ),
-    "a tower of images and one of texts, of which siglip_vision_model is read alone": (
+    "a tower of images and one of texts, of which only siglip_vision_model is read": (
         *("clip", "siglip", "siglip2", "siglip_text_model", "clip_vision_model"),
     ),
     "its language model sees images by cross-attention, or texts with a mask of its own": ("mllama", "paligemma"),

@@ -44,7 +44,7 @@ _ROPE_KINDS: Mapping[str, ValueKind] = {
     "short_factor": _ROPE_FACTORS,
     "long_factor": _ROPE_FACTORS,
 }
-"""Kinds of the values of RoPE that are no number above 0."""
+"""Kinds of RoPE values that are not numbers above 0."""
 
 _ROPE_BASE_KEYS = ("rope_theta", "partial_rotary_factor")
 """Keys of every `rope_type`."""
@@ -58,7 +58,7 @@ def read_rope_parameters(family: Family, given: Mapping[str, Any]) -> dict[str, 
     """Read canonical `rope_parameters` from either spelling, by layer type if the family's default is by layer type.
 
     The older spelling has one `rope_theta`, and for sliding layers another in `sliding_rope_theta`, or the family's own
-    where that differs from the one of full layers. Its `rope_scaling` is that of full layers.
+    where that differs from the `rope_theta` of full layers. Its `rope_scaling` applies to full layers.
     """
     canonical = {family.aliases.get(key, key): value for key, value in given.items() if value is not None}
     default = family.defaults["rope_parameters"]
@@ -112,7 +112,7 @@ def _read_rope(family: Family, canonical: Mapping[str, Any], default: Mapping[st
     rope_type = _read_rope_type(scaling)
     if not isinstance(rope_type, str) or rope_type not in ROPE_TYPE_KEYS:
         suggestion = suggest_nearest(str(rope_type), ROPE_TYPE_KEYS)
-        raise ConfigError(f"rope_type = {rope_type!r} is no kind that we know{suggestion}")
+        raise ConfigError(f"rope_type = {rope_type!r} is not a known kind{suggestion}")
     required, optional = ROPE_TYPE_KEYS[rope_type]
     known = {*required, *optional, *family.rope_keys, "rope_theta", "rope_type", "partial_rotary_factor"}
     partial = default.get("partial_rotary_factor")

@@ -39,8 +39,8 @@ class TensorMapping:
     """Stored as (features, 1, width), as depthwise `torch.nn.Conv1d` does."""
 
     def shape(self, parts: Sequence[Shape], num_stacked_dims: int) -> Shape:
-        """Return the shape of the checkpoint tensor, from those of our parts. The first `num_stacked_dims` dims are
-        stacked layers or experts."""
+        """Return the shape of the checkpoint tensor, from the shapes of our parts. The first `num_stacked_dims` dims
+        are stacked layers or experts."""
         if len(parts[0]) > num_stacked_dims:
             rows = sum(part[num_stacked_dims] for part in parts)
         else:
@@ -128,18 +128,18 @@ class Family:
     - `aliases`: config keys of this family -> canonical keys. `build` and `names` see canonical keys only.
     - `required_values`: keys that would change the result, with the values that are implemented; others raise.
     - `scaled_rope_theta`: rope_theta of files that scale RoPE and leave it out, if that is not the default's.
-    - `rope_keys`: keys of `rope_parameters` that its files have besides those of each `rope_type`.
-    - `ignored_keys`: keys that change nothing at inference, besides `config.IGNORED_KEYS`; those of RoPE, too.
+    - `rope_keys`: keys of `rope_parameters` that its files have in addition to the keys of each `rope_type`.
+    - `ignored_keys`: keys that change nothing at inference, in addition to `config.IGNORED_KEYS`; keys of RoPE, too.
     - `ignored_tensors`: regular expressions of tensors that follow from the config, such as masks. Nothing is lost
       without them.
-    - `other_modules`: regular expressions of tensors of modules that this model does not use, such as those of
-      multi-token prediction. They are left aside on loading, and `zoo.save(source=)` writes them back.
+    - `other_modules`: regular expressions of tensors of modules that this model does not use, such as multi-token
+      prediction. They are left aside on loading, and `zoo.save(source=)` writes them back.
     - `find_ignored_tensors(config, tensors)` returns further tensors of such modules, if they depend on the config or
       on the other tensors.
     - `memory_modules`: modules that transformers names differently in memory than in files: in memory -> in files.
     - `memory_names(config)` returns the name map in memory, if transformers lays out tensors differently than in files,
       such as all experts in one tensor.
-    - `older_endings`: endings of tensor names in older files -> those of `names`.
+    - `older_endings`: endings of tensor names in older files -> endings in `names`.
     - `head`, `embedding`: the modules that `tie_word_embeddings` ties.
     - `describe(model)` returns the config of a model built from scratch; None if unsupported. Its result is verified:
       the model that `build` makes of it is compared with the given one.
@@ -199,7 +199,7 @@ class Wrapping:
     base: str
     """The beginning of the language model's tensor names that stands for `model.`."""
     rest: str
-    """The beginning of its other tensor names, those of the head."""
+    """The beginning of its other tensor names, in the head."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -208,7 +208,7 @@ class Origin:
 
     family: Family
     config: str
-    """Text of its config.json; of a multimodal checkpoint, that of the language model."""
+    """Text of its config.json; of a multimodal checkpoint, only the language model's."""
     lacks_base_prefix: bool = False
     """True if tensor names lack `base_model_prefix`, as in files of a model without its head."""
     packed: tuple[str, ...] = ()

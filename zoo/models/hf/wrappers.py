@@ -28,7 +28,7 @@ class Wrapper:
     reads_inner_tie: bool = False
     """True if `tie_word_embeddings: true` in `text_config` ties, too."""
     scales_logits: bool = False
-    """True if its class caps and scales logits as that of the language model does. Others apply the head alone."""
+    """True if its class caps and scales logits as the language model's class does. Others apply only the head."""
 
 
 WRAPPERS: Mapping[str, Wrapper] = {
@@ -60,7 +60,7 @@ def read_text_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
     `tie_word_embeddings` is filled in by the wrapper's default. Any other config is returned as it is.
 
-    **Raises** `ConfigError` for a wrapper whose `text_config` is no table.
+    **Raises** `ConfigError` for a wrapper with a `text_config` that is not a table.
     """
     wrapper = find_wrapper(config)
     if wrapper is None:
@@ -89,7 +89,7 @@ def unwrap_config(
     config: Mapping[str, Any], family: Family, tensors: Collection[str]
 ) -> tuple[dict[str, Any], Wrapping | None]:
     """Return the config of the language model, and what is needed to write it back into its wrapper: None for a config
-    that is no wrapper's.
+    without a wrapper.
 
     A head among `tensors` is a head of its own unless the config says at the top that it is tied. Caps and scales of
     logits that the wrapper's class leaves out are set to none.

@@ -31,7 +31,7 @@ def Mamba(
     implementation: str = "auto",
     key: Key[Array, ""],
 ) -> Decoder:
-    """Build a decoder of Mamba blocks alone (Gu & Dao, arXiv:2312.00752). Its recurrent state does not grow with the
+    """Build a decoder of Mamba blocks only (Gu & Dao, arXiv:2312.00752). Its recurrent state does not grow with the
     sequence.
 
     - `vocab`, `embed`, `layers`: sizes. A layer has `expand * embed` channels with `state_dim` states each.
@@ -42,7 +42,7 @@ def Mamba(
     - `implementation`: a name in `zoo.ops.recurrence.mamba.SELECTIVE_SCAN`.
 
     Initialization: matrices have standard deviation 1 / sqrt(inputs); those that write to the residual stream, one per
-    layer, are divided by sqrt(layers) (the paper's code, after GPT-2, section 2.3). The rest is that of
+    layer, are divided by sqrt(layers) (the paper's code, after GPT-2, section 2.3). The rest is as in
     `zoo.layers.Mamba`.
 
     **Raises** `ValueError` for sizes below 1.
@@ -83,12 +83,12 @@ def Mamba2(
     implementation: str = "auto",
     key: Key[Array, ""],
 ) -> Decoder:
-    """Build a decoder of Mamba-2 blocks alone (Dao & Gu, arXiv:2405.21060).
+    """Build a decoder of Mamba-2 blocks only (Dao & Gu, arXiv:2405.21060).
 
     - `head_dim`: width of the `expand * embed / head_dim` heads of a layer, which share B and C in `groups`.
     - `state_dim`: states per channel.
 
-    The other options and the initialization are those of `Mamba`.
+    The other options and the initialization are as in `Mamba`.
 
     **Raises** `ValueError` for sizes below 1, and if heads do not divide evenly.
     """

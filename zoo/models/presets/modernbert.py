@@ -44,8 +44,8 @@ def ModernBERT(
     - `windows`: a pattern that repeats over the layers; a token attends to itself and to window - 1 tokens on each
       side, None to all. The published models have `(None, 65, 65)`.
 
-    Initialization is that of `Transformer`. The loss is `zoo.cross_entropy`, whose targets are the tokens before
-    masking, and negative where none was masked.
+    Initialization is as in `Transformer`. The loss is `zoo.cross_entropy`, whose targets are the tokens before masking,
+    and negative where none was masked.
 
     **Raises** `ValueError` for no layers.
     """

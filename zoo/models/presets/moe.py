@@ -58,7 +58,7 @@ def MixtureOfExperts(
     - `mixer`: instead of `Attention`, as in `Transformer`:
       `partial(LatentAttention, latent=64, head_dim=32, rotary=Rotary(16))`.
 
-    The other options and the initialization are those of `Transformer`. To balance the load, train with
+    The other options and the initialization are as in `Transformer`. To balance the load, train with
     `zoo.cross_entropy(..., balance=0.01)`, or with a `BiasedRouter` and `zoo.models.update_expert_bias`.
 
     **Raises** `ValueError` for sizes that do not fit together, and for options of `Attention` together with a `mixer`;

@@ -53,11 +53,10 @@ def preset(name: str, /, *, key: Key[Array, ""], **changes: Any) -> Decoder:
     `zoo.save` writes the model as a checkpoint of its family, which `zoo.load` and transformers read. To initialize it
     sharded over a mesh: `zoo.init(lambda key: zoo.models.preset("llama3-8b", key=key), key, mesh)`.
 
-    Sizes and architecture are the published ones, the initialization is that of `Transformer`: matrices have standard
-    deviation 1 / sqrt(inputs); those that write to the residual stream are divided by sqrt(2 layers) (GPT-2, section
-    2.3), by sqrt(layers) in a Mamba layer, which has one; embeddings have 1 / sqrt(hidden_size); biases are zero, norms
-    one. Time steps, decays and token shifts follow their papers (`zoo.layers`). There is no dropout. Parameters are
-    float32.
+    Sizes and architecture are as published, the initialization is as in `Transformer`: matrices have standard deviation
+    1 / sqrt(inputs); matrices that write to the residual stream are divided by sqrt(2 layers) (GPT-2, section 2.3), by
+    sqrt(layers) in a Mamba layer, which has one; embeddings have 1 / sqrt(hidden_size); biases are zero, norms one.
+    Time steps, decays and token shifts follow their papers (`zoo.layers`). Dropout is not used. Parameters are float32.
 
     **Raises** `ValueError` for an unknown name, with the nearest ones, and its subclass `ConfigError` for invalid
     changes.
@@ -94,7 +93,7 @@ def _override_config(entry: Preset, changes: Mapping[str, Any]) -> dict[str, Any
     """Return the preset's config.json with these keys replaced."""
     family = _find_family(entry)
     if "model_type" in changes:
-        raise ConfigError(f"model_type is no key to change: the preset is a {family.name}")
+        raise ConfigError(f"model_type cannot be changed: the preset is a {family.name}")
     replaced = {family.aliases.get(key, key) for key in changes}
     if "rope_parameters" in replaced:  # it replaces several keys of the older spelling
         replaced |= set(ROPE_CONFIG_KEYS)

@@ -1,8 +1,8 @@
 """Models of recurrent mixers and SwiGLUs, initialized from scratch, each named as in its paper.
 
-All take `vocab`, `embed`, `layers`, `mlp`, `key` and the other options of `Hybrid` except `pattern`; further options
-are those of their mixer. Residual stream, norms and initialization are those of `Hybrid`, so that two of these models
-differ in their mixers alone.
+All take `vocab`, `embed`, `layers`, `mlp`, `key` and the other options of `Hybrid` except `pattern`; further options go
+to their mixer. Residual stream, norms and initialization are as in `Hybrid`, so two of these models differ only in
+their mixers.
 """
 
 import inspect
@@ -26,7 +26,7 @@ def _build_uniform_hybrid(mixer: MixerFactory, heads: int, options: dict[str, An
 
 
 def _split_options(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Split options into those of `Hybrid` and those of the mixer."""
+    """Split options into options of `Hybrid` and options of the mixer."""
     hybrid_options = {name: value for name, value in options.items() if name in _HYBRID_OPTIONS}
     return hybrid_options, {name: value for name, value in options.items() if name not in _HYBRID_OPTIONS}
 
@@ -62,7 +62,7 @@ def HGRN2(*, heads: int, **options: Any) -> Decoder:
 
 
 def XLSTM(*, heads: int, **options: Any) -> Decoder:
-    """xLSTM of mLSTM blocks alone, as xLSTM 7B (Beck et al., arXiv:2503.13427): see `zoo.layers.MLSTM`."""
+    """xLSTM with mLSTM blocks only, as in xLSTM 7B (Beck et al., arXiv:2503.13427): see `zoo.layers.MLSTM`."""
     return _build_uniform_hybrid(mixers.MLSTM, heads, options)
 
 

@@ -58,7 +58,7 @@ BLOOM = Family(
         "n_inner": (None,),
         "layer_norm_eps": (None,),  # transformers does not read this key
     },
-    # those of its training code; `slow_but_exact` sums in another order
+    # keys of its training code; `slow_but_exact` sums in another order
     ignored_keys=frozenset(
         {
             *("slow_but_exact", "offset_alibi", "masked_softmax_fusion", "attention_softmax_in_fp32"),

@@ -60,7 +60,7 @@ def build_latent_decoder(
     **options: Any,
 ) -> Decoder:
     """Build a decoder with latent attention, by one factory for each layer: dense layers first, then mixtures of
-    experts with this router. `options` are those of `build_decoder`."""
+    experts with this router. `options` are passed to `build_decoder`."""
     norm = make_rms_norm_factory(config)
     dense = make_gated_mlp_factory(config, bias=mlp_bias)
     width = config["moe_intermediate_size"]
@@ -100,7 +100,7 @@ def map_latent_names(config: Config) -> NameMap:
 
 
 def map_latent_layers(experts: NameMap, attention: NameMap) -> NameMap:
-    """Return the name map of a model, from those of the experts and of the attention of a layer."""
+    """Return the name map of a model, from the name maps of the experts and of the attention of a layer."""
     mixture = prefixed("mlp", "mixture_of_experts", {**dots1.MIXTURE_NAMES, **experts})
     feed_forward = {**prefixed("mlp", "gated_mlp", llama.GATED_MLP_NAMES), **mixture}
     return llama.map_llama_layers(feed_forward, attention)

@@ -25,7 +25,7 @@ def _build_deepseek_v32(config: Config, *, key: Key[Array, ""]) -> Decoder:
 def make_sparse_attention_factory(
     config: Config, indexer: Callable[..., LightningIndexer] | None
 ) -> Callable[..., SparseLatentAttention]:
-    """Return a factory of latent attention to the keys that an indexer selects; without one, those of another layer.
+    """Return a factory of latent attention to the keys that an indexer selects; without one, another layer's selection.
 
     **Raises** `ConfigError` for queries without a latent, which the indexer reads.
     """

@@ -156,7 +156,7 @@ GEMMA3N_TEXT = Family(
         "rope_local_base_freq": "sliding_rope_theta",
     },
     required_values={"hidden_act": (None, "gelu_pytorch_tanh"), "altup_correct_scale": (True,)},
-    # coefficients are clipped in training alone, and scores are not scaled, whatever the file says
+    # coefficients are clipped only in training, and scores are not scaled, whatever the file says
     ignored_keys=frozenset({"altup_coef_clip", "altup_lr_multiplier", "query_pre_attn_scalar"}),
     ignored_tensors=llama.LLAMA.ignored_tensors,
     find_ignored_tensors=gemma4_text.find_reused_projections,

@@ -204,7 +204,7 @@ _MIXTURE_NAMES: NameMap = {
 
 
 def find_reused_projections(config: Config, tensors: Collection[str]) -> list[str]:
-    """Return the projections and norms of keys and values that files have for layers that reuse those of others."""
+    """Return the key and value projections and norms that files hold for layers that reuse another layer's."""
     layers = config["num_hidden_layers"]
     names = ("k_proj", "v_proj", "k_norm", "v_norm")
     reusing = range(layers - config["num_kv_shared_layers"], layers)

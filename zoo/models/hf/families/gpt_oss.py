@@ -31,7 +31,7 @@ def _build_gpt_oss(config: Config, *, key: Key[Array, ""]) -> Decoder:
     for size in ("hidden_size", "intermediate_size"):
         if packed and config[size] % BLOCK_SIZE:
             raise ConfigError(
-                f"quantization_config: {size} = {config[size]} is no multiple of {BLOCK_SIZE}, as MXFP4 needs"
+                f"quantization_config: {size} = {config[size]} is not a multiple of {BLOCK_SIZE}, as MXFP4 needs"
             )
     expert = partial(
         ClampedGatedMLP,

@@ -43,7 +43,7 @@ def _build_jetmoe(config: Config, *, key: Key[Array, ""]) -> Decoder:
         rotary=build_rotary(config),
         out_scale=compute_out_scale(config),
     )
-    # rms_norm_eps is that of the final norm alone
+    # rms_norm_eps is only for the final norm
     norm = make_rms_norm_factory(Config(config, rms_norm_eps=1e-6))
     final_norm = make_rms_norm_factory(config)
     layers = [(mixer, ffn)] * config["num_hidden_layers"]

@@ -90,7 +90,7 @@ MPT = Family(
         "logit_scale": (None,),
         "layer_norm_eps": (None,),  # transformers does not read this key
     },
-    # the length of ALiBi has no end here; the others are those of training
+    # the length of ALiBi is not limited here; the other keys are for training
     ignored_keys=frozenset(
         {"max_seq_len", "learned_pos_emb", "embedding_fraction", "norm_type", "init_device", "emb_pdrop", "verbose"}
     ),

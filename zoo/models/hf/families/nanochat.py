@@ -1,7 +1,7 @@
 """nanochat (Karpathy, "nanochat", 2025): norms without parameters, one of them after the embedding; an MLP of squared
 ReLUs; RoPE in the other direction; soft-capped logits. Queries and keys are normalized after RoPE in transformers: as
 that norm has no parameters and a rotation keeps lengths, it is the same before. A magnitude m of scaled RoPE is undone
-but for the norm's epsilon, which is that of the file over m ** 2 before the rotation."""
+but for the norm's epsilon, which becomes the file's epsilon over m ** 2 before the rotation."""
 
 import dataclasses
 

@@ -1,5 +1,5 @@
 """OLMo 3 (OLMo team, arXiv:2512.13961): OLMo 2's layer, with a sliding window in three of four layers, and scaled RoPE
-in the fourth alone."""
+only in the fourth."""
 
 from functools import partial
 
