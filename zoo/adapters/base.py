@@ -64,7 +64,7 @@ class AbstractAdapter(Module):
 
 
 class AbstractLinearAdapter(AbstractAdapter, AbstractLinear):
-    """y = W x + b with a trainable update, where W and b are those of the frozen `base`.
+    """y = W x + b with a trainable update, where W and b belong to the frozen `base`.
 
     The adapter's arrays use the dims `in_` and `out` of the base, so that they are sharded as its weight is.
     """

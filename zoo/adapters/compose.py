@@ -23,7 +23,7 @@ _Model = TypeVar("Model")
 
 
 def adapter_names(model: Any) -> list[str]:
-    """List the names of a model's adapters, innermost first, then those of parameters that are trained in full."""
+    """List the names of a model's adapters, innermost first, then the names of parameters that are trained in full."""
     names: dict[str, None] = {}
 
     def visit(tree: Any) -> None:
@@ -119,7 +119,7 @@ def select_per_row(model: _Model, rows: Sequence[str | None] | Int[Array, "batch
 
     - `rows`: one adapter name per row, None for none; or an array of their indices in `adapter_names(model)`, -1 for
       none, which may be a column of the batch. On a mesh, and with micro-batches, select inside the loss, where the
-      rows are those of this device.
+      rows are this device's.
 
     All adapters are computed for all rows and multiplied by 0 or 1: for a few adapters this costs little compared to
     the base.

@@ -82,7 +82,7 @@ def list_peft_modules(model: Any, table: NameMap) -> Iterator[PeftModule]:
 
 def nest_parameters(modules: Sequence[PeftModule]) -> list[PeftModule]:
     """Return the modules as PEFT names them if each of them has an adapter. It wraps a module once per targeted
-    parameter, in their order: the wrapper of the first is the `base_layer` of that of the second."""
+    parameter, in their order: the wrapper of the first is the `base_layer` of the wrapper of the second."""
     rows_by_holder: dict[str, set[int]] = {}
     for module in modules:
         if module.holds_experts:
@@ -96,8 +96,8 @@ def nest_parameters(modules: Sequence[PeftModule]) -> list[PeftModule]:
 
 
 def get_name_table(model: Any, *, in_memory: bool = False) -> NameMap:
-    """Return the tensor names of a model's family: those in files, or, if `in_memory`, those of the modules that
-    transformers 5 builds, where all experts of a layer are one parameter. Of a language model in a multimodal
+    """Return the tensor names of a model's family: the names in files, or, if `in_memory`, the names of the modules
+    that transformers 5 builds, where all experts of a layer are one parameter. Of a language model in a multimodal
     checkpoint, names always begin as the modules of transformers 5 do."""
     origin = _resolve_module_origin(model)
     if in_memory and origin.family.memory_names is not None:
@@ -131,9 +131,9 @@ def _get_base_shapes(model: Any) -> Any:
 
 
 def translate_targets(model: Any, targets: Targets, sites: Sequence[LinearSite]) -> Targets:
-    """Return targets in the paths of this library. A target that matches none of them, but modules in the checkpoints
-    of the model's family, becomes the paths of these: GPT-2's `c_attn` those of query, key and value,
-    `experts.down_proj` those of `down` in all experts.
+    """Return targets in the paths of this library. A target that matches none of them, but matches modules in the
+    checkpoints of the model's family, becomes the paths of these modules: GPT-2's `c_attn` becomes query, key and
+    value, and `experts.down_proj` becomes `down` in all experts.
 
     **Raises** `ValueError` for a target that matches neither, with similar names.
     """
@@ -179,7 +179,7 @@ def _list_checkpoint_names(model: Any) -> Iterator[tuple[str, str]]:
 
 
 def _suggest(target: str, sites: Sequence[LinearSite], names: Sequence[tuple[str, str]]) -> str:
-    """Suggest similar names, and list all: those of this library, and those of checkpoints."""
+    """Suggest similar names, and list all names of this library and of checkpoints."""
     ours = sorted({site.name.rpartition(".")[2] for site in sites})
     theirs = sorted({name.rpartition(".")[2] for name, _ in names})
     suggestion = suggest_words(target, [*ours, *(word for word in theirs if word not in ours)])

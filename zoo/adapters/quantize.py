@@ -29,8 +29,8 @@ _PACKED_LINEAR_CLASSES: dict[str, type[Int8Linear] | type[NF4Linear]] = {"nf4": 
 @in_one_round
 def quantize(model: _Model, format: _PackedFormat = "nf4", *, targets: Targets = "all-linear") -> _Model:
     """Quantize frozen linear layers to 4 bits (`NF4Linear`) or 8 bits (`Int8Linear`), the base of QLoRA (Dettmers et
-    al., arXiv:2305.14314, section 3). Quantized weights are no parameters: `zoo.trainable` omits them. Layers that have
-    adapters are quantized beneath them.
+    al., arXiv:2305.14314, section 3). Quantized weights are not parameters: `zoo.trainable` omits them. Layers that
+    have adapters are quantized beneath them.
 
     - `targets`: as in `lora`. `"all-linear"` excludes the head and layers that are declared in full precision, such as
       routers; name these to quantize them too.
@@ -38,9 +38,10 @@ def quantize(model: _Model, format: _PackedFormat = "nf4", *, targets: Targets =
     Stacked arrays are quantized sequentially; the caller's reference keeps the original model in memory. Rounding
     errors: `zoo.ops.quantized`. Memory: `zoo.inspect.measure_size`.
 
-    **Raises** `ValueError` for another format, a model whose adapters are merged, a target that matches nothing,
-    and, before anything is computed, one error for all layers that cannot be quantized: no plain `Linear`, stacked with
-    layers that `targets` exclude, or, in NF4, with inputs that are no whole blocks of 64.
+    **Raises** `ValueError` for another format, a model whose adapters are merged, a target that matches nothing, and,
+    before anything is computed, one error for all layers that cannot be quantized: layers that are not a plain
+    `Linear`, that are stacked with layers that `targets` exclude, or, in NF4, with inputs that are not whole blocks of
+    64.
     """
     if format not in _PACKED_LINEAR_CLASSES:
         raise ValueError(f"matrices are quantized to {' or '.join(_PACKED_LINEAR_CLASSES)}, not {format!r}")

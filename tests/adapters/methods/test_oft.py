@@ -101,10 +101,10 @@ def test_oft_on_a_mesh_keeps_blocks_on_one_device():
     [
         ({}, "needs the size of its blocks or their number"),
         ({"block_size": 4, "blocks": 6}, "needs the size of its blocks or their number"),
-        ({"block_size": 7}, "24 inputs are no blocks of 7.* 2, 3, 4, 6, 8, 12, 24"),
-        ({"block_size": 1}, "24 inputs are no blocks of 1 of two inputs or more"),
-        ({"blocks": 5}, "24 inputs are no 5 blocks"),
-        ({"blocks": 0}, "24 inputs are no 0 blocks"),
+        ({"block_size": 7}, "24 inputs do not divide into blocks of 7.* 2, 3, 4, 6, 8, 12, 24"),
+        ({"block_size": 1}, "24 inputs do not divide into blocks of 1 of two inputs or more"),
+        ({"blocks": 5}, "24 inputs do not divide into 5 blocks"),
+        ({"blocks": 0}, "24 inputs do not divide into 0 blocks"),
     ],
 )
 def test_oft_with_wrong_blocks_raises(options, message):

@@ -40,5 +40,5 @@ def test_keep_top_ranks_keeps_the_highest_scores(model):
         for score, (_, before), (_, after) in zip(scores, find_adalora(model), find_adalora(masked), strict=True):
             is_kept = np.asarray(score) >= (flat[budget - 1] if budget else np.inf)
             np.testing.assert_array_equal(after.values, np.where(is_kept, before.values, 0))
-    with pytest.raises(ValueError, match="2 matrices with an AdaLoRA, and these are no scores"):
+    with pytest.raises(ValueError, match="do not fit the model's 2 matrices with an AdaLoRA"):
         adapters.keep_top_ranks(model, scores[:1], 4)

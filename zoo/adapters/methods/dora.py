@@ -145,7 +145,7 @@ class DoRA(AbstractLowRankAdapter):
         return self._expand_norm(product if bias is None else product - bias)
 
     def _compute_norm_of_experts(self, dtype: Any) -> Float[Array, "experts out"]:
-        """Return |W + scale B A| of each expert. `dtype` is that of `sizes`."""
+        """Return |W + scale B A| of each expert. `dtype` is the dtype of `sizes`."""
         if is_adapter(self.base):
             return jax.vmap(DoRA._compute_norm)(self)
         experts, rank, _ = self.down.weight.shape
@@ -204,8 +204,7 @@ def dora(
     adapter_name: str = "dora",
     key: Key[Array, ""],
 ) -> _Model:
-    """Wrap each target module with a `DoRA` and freeze the rest of the model. Arguments and errors are those of
-    `lora`."""
+    """Wrap each target module with a `DoRA` and freeze the rest of the model. Arguments and errors are as in `lora`."""
     factory = partial(DoRA, init=init, dropout=check_dropout_rate(dropout), adapter_name=adapter_name)
     return apply_low_rank(
         model,

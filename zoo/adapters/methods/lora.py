@@ -152,7 +152,7 @@ def lora(
       `rank`. The update is scaled by alpha / rank, or by alpha / sqrt(rank) if `rank_stabilized`.
     - `init`: initialization of A and B: "zero", "gaussian", "pissa" or "olora".
     - `dropout`: dropout rate of the inputs of A while the model is called with a key.
-    - `bias`: biases that are trained too: "none", "lora_only" for those of the targets, or "all".
+    - `bias`: biases that are trained too: "none", "lora_only" for the biases of the targets, or "all".
     - `modules_to_save`: modules that are trained in full: see `unfreeze`.
     - `adapter_name`: the name that the adapter's parameter paths contain.
 

@@ -216,7 +216,7 @@ def lokr(
     key: Key[Array, ""],
 ) -> _Model:
     """Wrap each target module with a `LoKr` and freeze the rest of the model. The update is scaled by alpha / rank;
-    `alpha` defaults to `rank`. `factor` and `decompose_both` are those of `LoKr`. **Raises** `ValueError` for a target
+    `alpha` defaults to `rank`. `factor` and `decompose_both` are as in `LoKr`. **Raises** `ValueError` for a target
     that matches nothing, and for a rank below 1."""
     factory = partial(
         LoKr,

@@ -1,4 +1,4 @@
-"""Parameters that are trained in full, with adapters or alone: PEFT's `modules_to_save` and `bias` options."""
+"""Parameters that are trained in full, with or without adapters: PEFT's `modules_to_save` and `bias` options."""
 
 import typing
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +18,7 @@ from ..merged_layers import require_unmerged
 
 _Model = TypeVar("Model")
 BiasOption = Literal["none", "lora_only", "all"]
-"""Trainable biases: none, those of the modules that have an adapter, or all."""
+"""Trainable biases: none, the biases of modules that have an adapter, or all."""
 
 
 @in_one_round

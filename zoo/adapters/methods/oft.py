@@ -152,7 +152,9 @@ def _resolve_block_size(in_size: int, block_size: int | None, blocks: int | None
     if size is None or size < 2 or in_size % size or (blocks is not None and size * blocks != in_size):
         requested = f"blocks of {block_size}" if blocks is None else f"{blocks} blocks"
         fitting = ", ".join(str(n) for n in range(2, min(in_size, 4096) + 1) if in_size % n == 0)
-        raise ValueError(f"{in_size} inputs are no {requested} of two inputs or more; sizes that fit are {fitting}")
+        raise ValueError(
+            f"{in_size} inputs do not divide into {requested} of two inputs or more; sizes that fit are {fitting}"
+        )
     return size
 
 
@@ -196,7 +198,7 @@ def oft(
     key: Key[Array, ""] | None = None,
 ) -> _Model:
     """Wrap each target module with an `OFT` and freeze the rest of the model. The inputs are split into blocks of
-    `block_size`, 32 by default, or into `blocks` blocks; `shared` and `neumann_terms` are those of `OFT`. **Raises**
+    `block_size`, 32 by default, or into `blocks` blocks; `shared` and `neumann_terms` are as in `OFT`. **Raises**
     `ValueError` for a target that matches nothing, and for a block size that does not divide the inputs."""
     size = 32 if block_size is None and blocks is None else block_size
 

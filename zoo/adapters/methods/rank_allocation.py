@@ -25,8 +25,8 @@ def rank_importance(model: Any, gradients: Any) -> _RankScores:
         |e ∂e| + mean |A ∂A| + mean |B ∂B|
 
     (Zhang et al., arXiv:2303.10512, section 3.2, equations 7 and 8, for one step: average over steps, as equations 9
-    and 10 do, with `jax.tree.map`). `gradients` are those of `zoo.trainable(model)`. Padding ranks get the score -1,
-    below any other. **Raises** `ValueError` for a model without an AdaLoRA.
+    and 10 do, with `jax.tree.map`). `gradients` are with respect to `zoo.trainable(model)`. Padding ranks get the score
+    -1, below any other. **Raises** `ValueError` for a model without an AdaLoRA.
     """
     pairs = zip(_list_adalora(model), _list_adalora(gradients), strict=True)
     return tuple(_adapter_rank_importance(adapter, gradient) for adapter, gradient in pairs)
@@ -47,12 +47,12 @@ def keep_top_ranks(
     arXiv:2303.10512, section 3.2, equations 5 and 6). Call it after each step while the budget is below the total: a
     masked rank stays trainable, and may come back.
 
-    `scores` are those of `rank_importance`, or an average. `budget` may be an array, so that a schedule compiles once.
-    **Raises** `ValueError` if the scores do not fit the model's AdaLoRAs.
+    `scores` come from `rank_importance`, or are an average of its results. `budget` may be an array, so that a schedule
+    compiles once. **Raises** `ValueError` if the scores do not fit the model's AdaLoRAs.
     """
     found = _list_adalora(model)
     if [x.shape for x in scores] != [adapter.values.shape for adapter in found]:
-        raise ValueError(f"the model has {len(found)} matrices with an AdaLoRA, and these are no scores of theirs")
+        raise ValueError(f"the scores do not fit the model's {len(found)} matrices with an AdaLoRA")
     flat = jnp.concatenate([x.reshape(-1) for x in scores])
     is_kept = jnp.zeros(flat.shape, bool).at[jnp.argsort(-flat)].set(jnp.arange(len(flat)) < budget)
     ends = [sum(x.size for x in scores[:n]) for n in range(1, len(scores))]

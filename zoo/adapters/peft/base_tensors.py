@@ -23,7 +23,7 @@ _BASE_LAYER = ".base_layer."
 _EMBEDDING_MODULES = ("embed_tokens", "lm_head")
 """Modules whose base weight PEFT saves with their adapter, since the vocabulary may have been extended."""
 _ParameterKey = tuple[str, IndexRanges]
-"""Name and index ranges of one of our arrays. The name alone is not unique: alternating kinds of layers share names."""
+"""Name and index ranges of one of our arrays. The name is not unique: alternating kinds of layers share names."""
 _TrainedValues = dict[_ParameterKey, tuple[np.ndarray, np.ndarray]]
 """For each parameter, the layers in which it is trainable, and its values in all of them."""
 
@@ -130,7 +130,7 @@ def collect_base_tensors(
     model: Any, tree: Any, table: NameMap, adapter_name: str, targeted: set[str]
 ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     """Return the base's tensors that the adapter's file stores, by name, and the config's `bias` and `modules_to_save`:
-    the values of `model`, or those of a tree of its structure, such as gradients, for trainable tensors only.
+    the values of `model`, or of a tree of its structure, such as gradients, for trainable tensors only.
 
     **Raises** `CheckpointError` for a module that has an adapter and a trainable parameter other than a bias.
     """

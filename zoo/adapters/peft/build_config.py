@@ -68,7 +68,7 @@ def _refuse_strength(module: PeftModule, adapter: Any) -> None:
 
 def _list_target_parameters(adapters: _Adapters) -> dict[str, str]:
     """Map the modules that hold a parameter of `target_parameters` to its name: all experts, and their routers, whose
-    module is no Linear where experts are one parameter."""
+    module is not a Linear where experts are one parameter."""
     modules = {name: module for name, (module, _, _) in adapters.items()}
     if not any(module.holds_experts for module in modules.values()):
         return {}

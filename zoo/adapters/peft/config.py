@@ -1,6 +1,6 @@
 """Read and validate PEFT's adapter_config.json: the method, its options, and the options that are not supported.
 
-Options are read by type, never by their truth: `"false"`, `1` and `[0]` are no bool.
+Options are read by type, never by their truth: `"false"`, `1` and `[0]` are not bools.
 """
 
 import functools

@@ -20,7 +20,7 @@ from .methods import PeftMethod, PeftTensor, list_peft_tensors
 ModuleParts = Mapping[int, tuple[PeftModule, Any, Any]]
 """Parts of one PEFT module, by number: the module, our adapter, and the adapter that values are read from."""
 Experts = Mapping[int, ModuleParts]
-"""The parts of each expert of one PEFT module that holds several; number 0 alone for any other module."""
+"""The parts of each expert of one PEFT module that holds several; only number 0 for any other module."""
 
 
 def get_first_layer(experts: Experts) -> tuple[PeftModule, Any, Any]:
@@ -98,7 +98,7 @@ def _compute_row_norms(model: Any, module: PeftModule) -> dict[int, np.ndarray]:
 
 
 def get_joined_rank(parts: ModuleParts) -> int:
-    """Return the rank of a module in the file, which is larger than that of its parts if their A differ."""
+    """Return the rank of a module in the file, which is larger than the rank of its parts if their A differ."""
     _, adapter, _ = next(iter(parts.values()))
     return len(join_parts(list_peft_tensors(adapter)[0], parts))
 
@@ -142,8 +142,8 @@ def join_experts(field: PeftTensor, module: PeftModule, arrays: Mapping[int, np.
 def keep_largest_shared(
     tensors: Mapping[str, np.ndarray], method: PeftMethod, adapter: Any, index: tuple[int, ...]
 ) -> dict[str, np.ndarray]:
-    """Return the tensors that all modules share, such as VeRA's A and B: those of this layer if they are larger than
-    the ones collected so far. Each layer has a slice of the largest."""
+    """Return the tensors that all modules share, such as VeRA's A and B: the tensors of this layer if they are larger
+    than the tensors collected so far. Each layer has a slice of the largest."""
     largest = {}
     for name, field in method.shared.items():
         array = gather_to_host(attrgetter(field)(adapter), index)

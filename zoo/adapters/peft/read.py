@@ -48,9 +48,9 @@ def load(model: _Model, directory: str | Path, *, dropout: float | int = 0.0, ad
     The file has to be complete: the tensors of every module that the config targets, every bias and every module that
     it trains in full, in floating point, and no others.
 
-    **Raises** `CheckpointError` for a path that is no adapter directory, a method or option that is not supported or of
-    another type, tensors of modules that the model does not have or the config does not target, and tensors that are
-    missing, no floating-point numbers, or of another shape; `ValueError` for a model whose adapters are merged.
+    **Raises** `CheckpointError` for a path that is not an adapter directory, a method or option that is not supported
+    or of another type, tensors of modules that the model does not have or the config does not target, and tensors that
+    are missing, not floating-point, or of another shape; `ValueError` for a model whose adapters are merged.
     """
     require_unmerged(model)
     path = resolve_directory(directory)

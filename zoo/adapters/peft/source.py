@@ -77,7 +77,7 @@ class AdapterSource:
         rank_dim = 1 if has_rows else 0
         if array.ndim != 2 or array.shape[rank_dim] % experts:
             raise CheckpointError(
-                f"{self.path}: {name} has the shape {list(array.shape)}, which is not that of {experts} experts"
+                f"{self.path}: {name} has the shape {list(array.shape)}, which does not fit {experts} experts"
             )
         if has_rows:
             return array.reshape(len(array), -1, experts)[:, :, expert]

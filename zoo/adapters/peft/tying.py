@@ -80,7 +80,7 @@ def _get_last_name(module: str) -> str:
 def resolve_tying(
     config: Mapping[str, Any], tensors: Mapping[str, LazyTensor], tied: TiedModules | None, path: str
 ) -> tuple[dict[str, Any], Mapping[str, LazyTensor]]:
-    """Return the config and the tensors of an adapter of the embedding alone, as PEFT reads `ensure_weight_tying`.
+    """Return the config and the tensors of an adapter of only the embedding, as PEFT reads `ensure_weight_tying`.
 
     **Raises** `CheckpointError` if embedding and head are tied in the model and apart in the file, or if their tensors
     or scales differ.
@@ -150,7 +150,7 @@ def _list_pairs(tied: TiedModules) -> Iterator[tuple[str, str, bool]]:
 
 
 def add_head_tensors(tensors: Mapping[str, np.ndarray], tied: TiedModules | None) -> dict[str, np.ndarray]:
-    """Return the tensors of an adapter with those of the head, if it is tied to an embedding among them."""
+    """Return the tensors of an adapter with the tensors of the head, if it is tied to an embedding among them."""
     added = dict(tensors)
     for head_name, embedding_name, is_transposed in [] if tied is None else _list_pairs(tied):
         if embedding_name in tensors:

@@ -75,7 +75,7 @@ def _name_base(model: Any) -> str | None:
 
 
 def _resolve_adapter_name(model: Any, adapter_name: str | None) -> str:
-    """Return the given name, or that of the only adapter."""
+    """Return the given name, or the name of the only adapter."""
     try:
         check_adapter_name(model, adapter_name)
     except ValueError as error:
@@ -87,7 +87,7 @@ def _resolve_adapter_name(model: Any, adapter_name: str | None) -> str:
 
 
 def collect_tensors(model: Any, tree: Any = None, *, adapter_name: str) -> dict[str, np.ndarray]:
-    """Return an adapter's arrays by PEFT's tensor names: those of `model`, or their gradients from a tree of its
+    """Return an adapter's arrays by PEFT's tensor names: the arrays of `model`, or their gradients from a tree of its
     structure, summed over the parts of a fused module that share an array."""
     model, tree = merge_rounds((model, tree))
     tensors: dict[str, np.ndarray] = {}
@@ -153,7 +153,7 @@ def _refuse_unwritable(module: PeftModule, adapter: Any) -> None:
 
 
 def _find_adapter(node: Any, adapter_name: str) -> Any:
-    """Return the adapter of this name among those of one layer, or None."""
+    """Return the adapter of this name among the adapters of one layer, or None."""
     while is_adapter(node) and node.adapter_name != adapter_name:
         node = node.base
     return node if is_adapter(node) else None
