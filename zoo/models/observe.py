@@ -167,8 +167,8 @@ def _find_maximum(x: Float[Array, "..."]) -> Float[Array, ""]:
 def _share(values: Float[Array, "values"], field: Float[Array, "values"]) -> Float[Array, "values"]:
     """Return the cotangent of an observed field: maxima over the axes along which devices hold other tokens or logits.
 
-    `value_and_grad` takes the maximum over those that shard the batch and its tokens. Over any other along which the
-    field varies, its gradient is a sum, to which one device contributes.
+    `value_and_grad` takes the maximum over the axes that shard the batch and its tokens. Over any other axis along
+    which the field varies, its gradient is a sum, to which one device contributes.
     """
     mesh = current_mesh()
     if mesh is None:

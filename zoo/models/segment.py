@@ -134,7 +134,7 @@ class Segment(AbstractLayers):
         return type(self)(eqx.combine(jax.tree.map(take, arrays), static), self.num_repeats, self.layers[1:])
 
     def vary_arrays(self) -> tuple[AbstractBlock, ...]:
-        """Return the arrays of the blocks. With sequence parallelism the gradients of those that `tensor` replicates,
+        """Return the arrays of the blocks. With sequence parallelism the gradients of arrays that `tensor` replicates,
         such as norms, are parts of a sum: cast here, they are all-reduced once, after the loop over layers."""
         return vary(eqx.filter(self.blocks, eqx.is_array), find_token_axes())
 

@@ -35,7 +35,7 @@ def fp8(model: _Model, recipe: AbstractRecipe = _DEFAULT_RECIPE, *, targets: Tar
     Parameters, their names and dtypes stay: they are the master weights. Adapters wrap the layers as any others.
 
     - `targets`: names, patterns, or a predicate of module paths: see `zoo.adapters.match_targets`. `"all-linear"`
-      excludes the head, layers that are declared in full precision, such as routers, and those that are multiplied
+      excludes the head, layers that are declared in full precision, such as routers, and layers that are multiplied
       head by head. Name the first two to include them.
 
     **Raises** `ValueError` for a target that matches nothing, and one error for all layers that cannot be replaced: no

@@ -92,7 +92,7 @@ def train_biases_and_modules(
 
 
 def _list_parameters(model: Any) -> list[tuple[ParameterPath, Any]]:
-    """List the parameters of a model without its adapters: those that are trainable, or frozen beneath an adapter."""
+    """List the parameters of a model without its adapters that are trainable, or frozen beneath an adapter."""
     parameters = zip(list_parameter_paths(model), jax.tree.leaves(model), strict=True)
     return [(path, x) for path, x in parameters if is_parameter(path.leaf, x) and not path.leaf.adapter_parameter]
 

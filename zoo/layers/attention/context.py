@@ -56,7 +56,8 @@ def causal_attention(
     `expand` makes keys and values of `tokens`: of latents, which devices exchange in their place. It is a pytree, whose
     arrays are the parameters that it uses (`jax.tree_util.Partial`).
 
-    **Raises** `ValueError` if the form that the layout names cannot compute this, with the reason and those that can.
+    **Raises** `ValueError` if the form that the layout names cannot compute this, with the reason and the forms that
+    can.
     """
     options = {"window": window, "scale": scale, "soft_cap": soft_cap, "sinks": sinks, "implementation": implementation}
     options |= {} if selected is None else {"selected": selected}

@@ -1,4 +1,4 @@
-"""Multi-head latent attention to few keys: those that a small indexer scores highest for each query."""
+"""Multi-head latent attention to the few keys that a small indexer scores highest for each query."""
 
 import dataclasses
 from collections.abc import Callable
@@ -36,7 +36,7 @@ class LightningIndexer(Module):
 
         q_h = rotate(W_query_up,h c),    k = rotate(norm(W_key x)),    w = W_weights x
 
-    of those that it may attend to; c is the latent of queries. RoPE turns the first features of a head, in pairs of
+    of the keys that it may attend to; c is the latent of queries. RoPE turns the first features of a head, in pairs of
     halves or, if `interleaved`, of neighbors.
 
     A selection has no gradient, and so neither have the parameters here, nor x and c through them: as in transformers.
@@ -111,8 +111,8 @@ class LightningIndexer(Module):
         return reduce(scores, over="heads")
 
     def select(self, scores: Float[Array, "batch query_seq key_seq"], mask: Bool[Array, "#batch _ _"]) -> _Selected:
-        """Return True at the `top` highest scores of each query, of those that `mask` allows. Of equal scores, the
-        first keys are selected. Where fewer are allowed, others are selected that the mask excludes."""
+        """Return True at the `top` highest scores of each query, among the keys that `mask` allows. Of equal scores,
+        the first keys are selected. Where fewer are allowed, others are selected that the mask excludes."""
         _, best = lax.top_k(jnp.where(mask, scores, -jnp.inf), self.top)
         rows, queries = (lax.broadcasted_iota(jnp.int32, best.shape, axis) for axis in (0, 1))
         return jnp.zeros_like(scores, bool).at[rows, queries, best].set(True)

@@ -6,7 +6,7 @@ device a forward pass sends, in vectors of a token:
 
     "boxes"       2 (n - 1) ceil(SLACK t top / n) a round    all-to-all of boxes of rows, there and back
     "gathered"    2 (n - 1) t                                all-gather of tokens, reduce-scatter of sums
-    "ragged"      2 t top, less those that stay              ragged all-to-all of rows, there and back
+    "ragged"      2 t top, less rows that stay               ragged all-to-all of rows, there and back
 
 A box has room for a balanced load and some slack. What does not fit follows in another round, as many as the fullest
 box of all devices needs: one if loads are balanced to SLACK, and n / SLACK, rounded up, if all tokens of a device

@@ -73,7 +73,7 @@ class Rounds:
         """Number of rounds."""
 
     def send(self, x: _Rows, index: Int[Array, ""]) -> _Slots:
-        """Send the boxes of a round; return those that have come."""
+        """Send the boxes of a round; return the received boxes."""
         within = index * self.room + jnp.arange(self.room)
         is_row = within < self.counts[:, None]
         boxes = x[jnp.where(is_row, self.starts[:, None] + within, 0)]

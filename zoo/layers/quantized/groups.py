@@ -168,9 +168,9 @@ class NestedNF4Linear(AbstractGroupLinear):
     codes: UInt8[Array, "out in_codes"] = buffer()
     constants: UInt8[Array, "out in_groups"] = buffer()
     steps: Float[Array, "out in_steps"] = buffer()
-    """Steps of the row's constants: those that end or begin inside of it too, so that it can be cut off."""
+    """Steps of the row's constants, including steps that end or begin inside the row, so it can be sliced off."""
     first: UInt8[Array, "out"] = buffer()
-    """Place of the row's first constant among those that share its step."""
+    """Place of the row's first constant among the constants that share its step."""
     table: Float[Array, "256"] = buffer()
     offset: Float[Array, "1"] = buffer()
     bias: Float[Array, "out"] | None

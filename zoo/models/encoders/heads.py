@@ -177,7 +177,7 @@ class EncoderFeatures(Module):
 
 
 class FeatureHead(AbstractEncoderHead):
-    """Features: all tokens, and those that a `pooler` makes of them."""
+    """Features of all tokens, and a pooled vector per row if there is a `pooler`."""
 
     pooler: AbstractPooler | None
 

@@ -41,8 +41,8 @@ def Mamba(
     - `remat`, `loop`: as in `Transformer`.
     - `implementation`: a name in `zoo.ops.recurrence.mamba.SELECTIVE_SCAN`.
 
-    Initialization: matrices have standard deviation 1 / sqrt(inputs); those that write to the residual stream, one per
-    layer, are divided by sqrt(layers) (the paper's code, after GPT-2, section 2.3). The rest is as in
+    Initialization: matrices have standard deviation 1 / sqrt(inputs); matrices that write to the residual stream, one
+    per layer, are divided by sqrt(layers) (the paper's code, after GPT-2, section 2.3). The rest is as in
     `zoo.layers.Mamba`.
 
     **Raises** `ValueError` for sizes below 1.

@@ -56,7 +56,7 @@ def Transformer(
       iteration, "plain" compiles every layer; "auto" is "plain" on a CPU where that is faster.
     - `implementation`: of attention, a name in `zoo.ops.attention.ATTENTION` or a function.
 
-    Initialization: matrices have standard deviation 1 / sqrt(inputs); those that write to the residual stream are
+    Initialization: matrices have standard deviation 1 / sqrt(inputs); matrices that write to the residual stream are
     divided by sqrt(2 layers), so that its variance does not grow with depth (GPT-2, section 2.3).
 
     **Raises** `ValueError` for sizes that do not fit together, and for options of `Attention` together with a `mixer`;
