@@ -16,8 +16,7 @@ def update_amax(model: _Model, seen: PyTree) -> _Model:
 
     - `seen`: the observations of `zoo.value_and_grad(..., observe=True)`.
 
-    A maximum of 0, or one that is not finite, repeats the one before, so that the scale stays as Transformer Engine's
-    does.
+    If a maximum is 0 or not finite, the previous maximum is kept, as in Transformer Engine.
 
     **Raises** `ValueError` for a model without histories.
     """

@@ -38,8 +38,8 @@ def fp8(model: _Model, recipe: AbstractRecipe = _DEFAULT_RECIPE, *, targets: Tar
       excludes the head, layers that are declared in full precision, such as routers, and layers that are multiplied
       head by head. Name the first two to include them.
 
-    **Raises** `ValueError` for a target that matches nothing, and one error for all layers that cannot be replaced: no
-    plain `Linear`, stacked with layers that `targets` exclude, trained in full beside adapters, multiplied head by
+    **Raises** `ValueError` for a target that matches nothing, and one error for all layers that cannot be replaced: not
+    a plain `Linear`, stacked with layers that `targets` exclude, trained in full beside adapters, multiplied head by
     head, or experts or a head for which the recipe has no scales.
     """
     sites = find_linears(model)
