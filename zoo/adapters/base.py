@@ -135,7 +135,7 @@ def map_base_layer(function: Callable[[Any], AbstractLinear]) -> Callable[[Abstr
 
 
 def get_dims(base: AbstractLinear) -> tuple[Dim, Dim]:
-    """Return the dims `in_` and `out` of a linear layer. **Raises** `TypeError` for one that declares none."""
+    """Return the dims `in_` and `out` of a linear layer. **Raises** `TypeError` for a layer that declares none."""
     in_ = getattr(base, "in_", None)
     out = getattr(base, "out", None)
     if not isinstance(in_, Dim) or not isinstance(out, Dim):

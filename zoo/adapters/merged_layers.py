@@ -1,4 +1,4 @@
-"""Layers that hold merged weights and, beside them, the adapters that these were merged from.
+"""Layers that hold merged weights, and the adapters merged into them.
 
 The adapters are stored and not used. A function that looks for adapters in a model would find and change them without
 any effect, so it either restores them first (`restore_adapters`) or refuses the model (`require_unmerged`).

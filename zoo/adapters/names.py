@@ -107,7 +107,7 @@ def get_name_table(model: Any, *, in_memory: bool = False) -> NameMap:
 
 
 def get_embedding_and_head_names(model: Any) -> tuple[str, str]:
-    """Return the module names of the embedding and of the head, which need not be a module of its own here."""
+    """Return the module names of the embedding and of the head, which need not be a separate module here."""
     origin = _resolve_module_origin(model)
     mappings = invert_name_map(read_name_map(origin))
     embedding, _, _ = mappings.get("embedding") or mappings["embedding.weight"]

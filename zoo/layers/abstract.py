@@ -117,8 +117,8 @@ class AbstractMixer(Module):
 
     @property
     def rope_switch_length(self) -> int | None:
-        """Length beyond which RoPE has other frequencies for all tokens (LongRoPE), and keys in a cache are computed
-        again. None if there is none."""
+        """Length beyond which RoPE has other frequencies for all tokens (LongRoPE), and cached keys are recomputed.
+        None if there is no such length."""
         return None
 
 

@@ -25,8 +25,8 @@ def configure(
     grouped_matmul: str | None = None,
     routing: RoutingDetail | None = None,
 ) -> _Model:
-    """Return `model` with other options of how it computes. Its parameters stay the same, and up to rounding its
-    results. Options that are None stay as they are.
+    """Return `model` with other implementation options. Its parameters stay the same, and its results up to rounding.
+    Options that are None stay as they are.
 
         model = zoo.configure(model, remat="full", attention="blockwise")
 

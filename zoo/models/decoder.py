@@ -75,7 +75,8 @@ class Hidden(Module):
         return dataclasses.replace(self, x=self.x + residual, decisions=self.decisions + decisions)
 
     def drop_routing(self) -> "Hidden":
-        """Return what the next layer reads: without the sums of routing decisions, which a stack collects."""
+        """Return the hidden states for the next layer, without the sums of routing decisions, which a stack
+        collects."""
         return dataclasses.replace(self, routing=(), decisions=())
 
     def normalize(self, norm: AbstractNorm) -> "Hidden":

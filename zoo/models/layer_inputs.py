@@ -33,7 +33,7 @@ from .decoder import AbstractBlock, AbstractLayerInputs, Hidden
 
 
 class LayerHidden(Hidden):
-    """Hidden states with what `LayerInputBlock`s read besides."""
+    """Hidden states with the additional inputs of `LayerInputBlock`s."""
 
     inputs: Float[Array, "batch tokens features"] | None = None
     """Inputs of each layer, one after the other; None if layers have none."""

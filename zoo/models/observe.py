@@ -100,8 +100,8 @@ def tabulate_observations(observations: PyTree) -> dict[str, tuple[float, float 
 
 
 def find_first_nonfinite(observations: PyTree) -> str | None:
-    """Name what became NaN or infinite first: the first layer whose output did, or else the last one whose gradient
-    did, where the backward pass begins; None if all values are finite."""
+    """Name what became NaN or infinite first: the first layer with such an output, or else the last layer with such a
+    gradient, where the backward pass begins; None if all values are finite."""
     table = tabulate_observations(observations)
     outputs = [name for name, (output, _) in table.items() if not np.isfinite(output)]
     gradients = [name for name, (_, gradient) in table.items() if gradient is not None and not np.isfinite(gradient)]

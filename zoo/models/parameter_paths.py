@@ -59,7 +59,7 @@ class ParameterPath(NamedTuple):
 
 def list_parameter_paths(tree: PyTree) -> list[ParameterPath]:
     """Return the `ParameterPath` of every array, in the order of `jax.tree.leaves`. Trees of the same structure, such
-    as gradients and optimizer moments, have the same paths, and so have layers in any number of rounds.
+    as gradients and optimizer moments, have the same paths, for any number of rounds.
 
     **Raises** `TypeError` for a model with an `UnrolledStack`, whose tree has no layer numbers.
     """

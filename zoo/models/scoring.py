@@ -111,7 +111,7 @@ def score(
 def _pair_with_next_tokens(
     x: HiddenStates, tokens: Tokens
 ) -> tuple[Float[Array, "batch _ embed"], Int[Array, "batch _"]]:
-    """Return hidden states and the token after each: without the last one, which none follows.
+    """Return hidden states and the next token of each, without the last one, which has no next token.
 
     Where the sequence is sharded, the last token of a shard is followed by the first of the next. Shards have one size,
     so that the last of the row keeps its place, paired with the first.

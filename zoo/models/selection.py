@@ -1,4 +1,4 @@
-"""Layers that share a selection of keys: some have an indexer, and those after them take what it selected."""
+"""Layers that share a selection of keys: some have an indexer, and the layers after them reuse its selection."""
 
 from typing import Any
 

@@ -119,8 +119,8 @@ class Stack(AbstractStack):
         return hidden, None if states is None else new_states
 
     def _check_pipelined(self, segment: Segment, states: LayerStates | None) -> None:
-        """**Raises** `NotImplementedError` for what a pipeline cannot do, `ValueError` for layers that are not dealt
-        out in the rounds of the layout."""
+        """**Raises** `NotImplementedError` for features that a pipeline does not support, `ValueError` for layers that
+        are not dealt out in the rounds of the layout."""
         if states is not None:
             raise NotImplementedError(
                 "states of layers (KV caches, recurrent states) are not kept by the stages of a pipeline: generate on "

@@ -30,7 +30,7 @@ class LinearSite(NamedTuple):
 
     @property
     def identity(self) -> tuple[str, IndexRanges]:
-        """A key that is unique within the model. The name is not unique: alternating kinds of layers share names."""
+        """Key that is unique within the model, unlike the name: alternating kinds of layers share names."""
         return self.name, self.ranges
 
     def list_names(self) -> dict[tuple[int, ...], str]:

@@ -159,8 +159,8 @@ def orthogonality(model: Any) -> Float[Array, ""]:
 
 
 def find_adalora(model: Any) -> list[tuple[IndexRanges, AdaLoRA]]:
-    """List every AdaLoRA of a model, stacked over layers and experts, with the indices of these; of nested adapters the
-    innermost first. **Raises** `ValueError` if there is none, or if they are merged."""
+    """List every AdaLoRA of a model, stacked over layers and experts, with their layer and expert indices; of nested
+    adapters, the innermost first. **Raises** `ValueError` if there is none, or if they are merged."""
     require_unmerged(model)
 
     def find_in(module: Any) -> list[AdaLoRA]:

@@ -189,7 +189,7 @@ def apply_low_rank(
     key: Key[Array, ""],
 ) -> _Model:
     """Wrap each target module with a low-rank adapter whose rank and scale may differ between layers, and train biases
-    and modules in full: what `lora` and `dora` share."""
+    and modules in full: shared by `lora` and `dora`."""
     sites = find_linears(model, include_embeddings=True)
     ranks = translate_patterns(model, rank_pattern, sites)
     alphas = translate_patterns(model, alpha_pattern, sites)

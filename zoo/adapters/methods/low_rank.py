@@ -42,8 +42,8 @@ class AbstractLowRankAdapter(AbstractLinearAdapter):
         )
 
     def drop_inputs(self, x: Float[Array, "*rows in"]) -> Float[Array, "*rows in"]:
-        """Cast `x` to the dtype of A and apply dropout. **Raises** `NotImplementedError` for dropout of anything but
-        the tokens of a batch."""
+        """Cast `x` to the dtype of A and apply dropout. **Raises** `NotImplementedError` for dropout on inputs that are
+        not the tokens of a batch."""
         x = x.astype(self.down.weight.dtype)
         if self.keys is None:
             return x

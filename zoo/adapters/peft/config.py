@@ -163,7 +163,7 @@ def read_config(directory: Path) -> dict[str, Any]:
 def _find_unsupported_options(
     config: Mapping[str, Any], known: Collection[str], ignored: Collection[str], required: Mapping[str, tuple]
 ) -> Iterator[str]:
-    """Yield errors in keys that are unknown, or ask for what is not computed here."""
+    """Yield errors for unknown keys, and for options that are not supported."""
     for key, value in config.items():
         if key in required and not is_any_of(value, required[key]):
             allowed = " or ".join(map(repr, required[key]))

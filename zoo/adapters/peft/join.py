@@ -76,8 +76,8 @@ def join_parts(field: PeftTensor, parts: ModuleParts, model: Any = None) -> np.n
 
 
 def _require_all_parts(module: PeftModule, adapter: Any, arrays: Mapping[int, np.ndarray]) -> None:
-    """**Raises** `CheckpointError` for a fused module, some of whose parts have no adapter, if no tensor of the method
-    has rows that could leave them unchanged."""
+    """**Raises** `CheckpointError` for a fused module with an adapter on only some of its parts, if no tensor of the
+    method has rows that could leave the other parts unchanged."""
     without = [name for part, name in enumerate(module.mapping.parts) if part not in arrays]
     if without and not any(tensor.has_rows for tensor in list_peft_tensors(adapter)):
         raise CheckpointError(

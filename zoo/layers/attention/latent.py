@@ -209,7 +209,7 @@ class LatentAttention(AbstractMixer):
         return self.query_norm(self.query_down(x))
 
     def expand_queries(self, latent: Float[Array, "batch seq _"], cos_sin: tuple[Array, Array]) -> HeadVectors:
-        """Return the queries of all heads, from what `compress_queries` returns."""
+        """Return the queries of all heads, from the result of `compress_queries`."""
         project = self.query_up if self.query is None else self.query
         assert project is not None
         query = project(latent)

@@ -1,4 +1,4 @@
-"""Softmax attention whose values have a size of their own, and a scale."""
+"""Softmax attention with values of another size than keys, and a scale on the values."""
 
 from collections.abc import Callable
 from typing import Any

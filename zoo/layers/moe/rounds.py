@@ -47,7 +47,7 @@ class Exchange:
             return eqx.combine(arrays, self.static).grouped(x, sizes)
 
     def trade(self, x: Array) -> Array:
-        """Send the first n-th of `x` to the first device, and so on; return what has come, in the order of devices."""
+        """Send the first n-th of `x` to the first device, and so on; return the received parts, in order of devices."""
         return lax.all_to_all(x, self.axes, 0, 0, tiled=True)
 
 
@@ -80,7 +80,7 @@ class Rounds:
         return self.exchange.trade(jnp.where(is_row[..., None], boxes, 0).reshape(-1, x.shape[1]))
 
     def send_back(self, into: _Rows, boxes: _Slots, index: Int[Array, ""]) -> _Rows:
-        """Send what has come of a round's boxes back, and write it to the places of its rows."""
+        """Send the received boxes of a round back, and write their rows to the original places."""
         home = self.return_boxes(boxes, index)
         slots = self.owners * self.room + self.places % self.room
         return jnp.where((self.places // self.room == index)[:, None], home[slots], into)

@@ -53,7 +53,7 @@ class ImageEncoder(Module):
         masked: Bool[Array, "batch patches"] | None = None,
         key: Key[Array, ""] | Key[Array, "batch"] | None = None,
     ) -> Float[Array, "batch classes"] | EncoderFeatures:
-        """Return what the head makes of each image.
+        """Return the head's output for each image.
 
         - `images`: normalized pixels, as the checkpoint's image processor makes them.
         - `masked`: patches, row by row, to replace by the mask token of a model that has one.

@@ -15,7 +15,7 @@ from ..decoder import AbstractBlock, Hidden
 
 
 class RelativeHidden(Hidden):
-    """Hidden states with the vectors of relative positions, which every layer reads and none changes."""
+    """Hidden states with the vectors of relative positions, which layers read but do not change."""
 
     table: Float[Array, "distances embed"] | None = None
 

@@ -86,7 +86,7 @@ class Encoder(Module):
     ) -> (
         Float[Array, "batch seq vocab"] | Float[Array, "batch seq classes"] | Float[Array, "batch _"] | EncoderFeatures
     ):
-        """Return what the head makes of each token or row.
+        """Return the head's output for each token or row.
 
         - `mask`: padding mask, True or 1 for real tokens. Padding is left or right; its logits are meaningless.
         - `segment_ids`: packed sequences. Tokens attend only within their segment; 0 is padding.
@@ -128,7 +128,7 @@ class Encoder(Module):
         return dataclasses.replace(info, token_types=jnp.asarray(token_types).astype(jnp.int32))
 
     def read_head(self, x: HiddenStates, mask: PaddingMask | None = None) -> Any:
-        """Return what the head makes of normalized hidden states."""
+        """Return the head's output for normalized hidden states."""
         if isinstance(self.head, MaskedLMHead):
             return self.logits(x)
         return gather(self.head)(x, mask)

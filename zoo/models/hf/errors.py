@@ -1,4 +1,4 @@
-"""The error of a config.json, and what its message suggests."""
+"""The error for an invalid config.json, and suggestions in its message."""
 
 import difflib
 import heapq

@@ -38,7 +38,7 @@ REFUSED_VARIANTS: Mapping[str, str] = {
 
 
 def find_reason(model_type: object) -> str | None:
-    """Return what a model has that is not here yet, by its `model_type`; None for one that is not listed."""
+    """Return the unsupported feature of a model, by its `model_type`; None for a type that is not listed."""
     return next((reason for reason, listed in _MODEL_TYPES_BY_REASON.items() if model_type in listed), None)
 
 

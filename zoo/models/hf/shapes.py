@@ -23,7 +23,7 @@ def build_shapes(family: Family, config: Config) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class _Request:
-    """What the shapes of a model follow from."""
+    """Inputs that determine the shapes of a model."""
 
     family: Family
     text: str

@@ -178,7 +178,7 @@ def get_family(model_type: str) -> Family | None:
 
 
 def families() -> dict[str, FamilySupport]:
-    """Return what is tested of every family that `zoo.load` reads and `zoo.save` writes, by its `model_type`."""
+    """Return the tested features of every family that `zoo.load` reads and `zoo.save` writes, by its `model_type`."""
     support = read_support()
     return {name: support.get(name, FamilySupport()) for name in sorted(FAMILIES)}
 

@@ -35,7 +35,7 @@ def make_sparse_attention_factory(
 
 
 def make_indexer_factory(config: Config, *, interleaved: bool) -> Callable[..., LightningIndexer]:
-    """Return a factory of indexers. **Raises** `ConfigError` for one whose heads are smaller than their RoPE."""
+    """Return a factory of indexers. **Raises** `ConfigError` for an indexer with heads smaller than their RoPE."""
     head_dim = config["index_head_dim"]
     rope_dim = config["qk_rope_head_dim"]
     if head_dim < rope_dim:

@@ -50,7 +50,7 @@ def _make_mixer(config: Config) -> MixerFactory:
 
 
 def _choose_block(config: Config) -> Callable[..., Any]:
-    """Return the residual wiring. **Raises** `ConfigError` for one that transformers does not run."""
+    """Return the residual wiring. **Raises** `ConfigError` for wiring that transformers does not run."""
     norms, is_new, is_parallel = (
         config[key] for key in ("num_ln_in_parallel_attn", "new_decoder_architecture", "parallel_attn")
     )
