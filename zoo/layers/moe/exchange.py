@@ -201,8 +201,8 @@ def exchange_slots(
         return lax.all_gather(apply(own), axes, axis=0, tiled=True, to="invarying")
     if len(shared) < len(axes):
         raise NotImplementedError(
-            f"experts with a capacity are sharded over {' x '.join(axes)}, and their tokens over {' x '.join(shared)} "
-            "alone: let a layout shard both over the same axes, or leave capacity_factor out"
+            f"experts with a capacity are sharded over {' x '.join(axes)}, and their tokens only over "
+            f"{' x '.join(shared)}: let a layout shard both over the same axes, or leave capacity_factor out"
         )
     exchanged = apply(lax.all_to_all(slots, axes, 0, 1, tiled=True))
     return lax.all_to_all(exchanged, axes, 1, 0, tiled=True)

@@ -66,7 +66,7 @@ class NF4Linear(AbstractPackedLinear):
     def __init__(self, weight: Float[Array, "out in"], bias: Float[Array, "out"] | None = None, *, in_: Dim, out: Dim):
         """Quantize `weight`: see `zoo.ops.quantized.nf4.quantize_nf4`.
 
-        **Raises** `ValueError` if the inputs, or those of each unit of `in_`, are not a multiple of the block size 64.
+        **Raises** `ValueError` if the inputs, in all or per unit of `in_`, are not a multiple of the block size 64.
         """
         if reason := self.get_packing_error(weight.shape[-1], in_):
             raise ValueError(f"{reason}: take int8")
@@ -108,7 +108,7 @@ class MXFP4Linear(AbstractPackedLinear):
     ):
         """Initialize like a `Linear` with the same key, and quantize.
 
-        **Raises** `ValueError` if the inputs, or those of each unit of `in_`, are not a multiple of the block size 32.
+        **Raises** `ValueError` if the inputs, in all or per unit of `in_`, are not a multiple of the block size 32.
         """
         if reason := self.get_packing_error(in_size, in_):
             raise ValueError(f"{reason}: take a Linear")

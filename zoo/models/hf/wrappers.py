@@ -4,7 +4,7 @@ A wrapper's class embeds tokens, puts features of images or sounds in some of th
 model. So with text only it computes what the language model computes. In its files the language model has names of its
 own, in one of two layouts:
 
-    language_model.model.layers.0...    language_model.lm_head    most files of the hub, and those of transformers 5
+    language_model.model.layers.0...    language_model.lm_head    most files of the hub, and files of transformers 5
     model.language_model.layers.0...    lm_head                   the classes' own names
 """
 
