@@ -70,10 +70,10 @@ def test_linear_attention_equalizes_parameters(text, tmp_path, monkeypatch):
     counts = []
     place = zoo.parallel.Mesh.specs
 
-    def specs(mesh, tree, *rest):
+    def specs(mesh, tree, *rest, **options):
         if isinstance(tree, zoo.models.Decoder):
             counts.append(zoo.count(tree))
-        return place(mesh, tree, *rest)
+        return place(mesh, tree, *rest, **options)
 
     monkeypatch.setattr(zoo.parallel.Mesh, "specs", specs)
     monkeypatch.setattr(zoo, "init", lambda *_: pytest.fail("reached on purpose", pytrace=False))
