@@ -35,7 +35,7 @@ def test_every_public_name_is_shown_once():
 def test_pages_are_small_and_a_build_puts_them_into_the_menu():
     pages = api_pages.build_api_pages(make_pages.NOTE)
     stubs = [text.count("\n::: ") for text in pages.values()]
-    assert len(stubs) > 20 and max(stubs) <= 45
+    assert len(stubs) > 20 and max(stubs) < 45
     menu = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     assert "- API: api/index.md" in menu and "\n  - scripts/write_pages.py\n" in menu
 

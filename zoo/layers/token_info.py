@@ -11,6 +11,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Float, Int, Key
 
 from zoo._checks import check_batch_keys, check_token_arrays, is_host_readable, wrap_key
+from zoo.ops.recurrence.chunks import find_segment_starts
 from zoo.parallel import Module, current_mesh, num_shards, shard_offset
 from zoo.shapes import HiddenStates, PaddingMask, Positions, SegmentIds, Tokens
 
@@ -143,8 +144,7 @@ def batch_token_info(batch: Mapping[str, Array], key: Key[Array, "batch"] | None
 def pack_positions(segment_ids: SegmentIds) -> Positions:
     """Return the position of each token in its document, for packed sequences: 0, 1, 2, ... restarting in each."""
     index = jnp.arange(segment_ids.shape[1])
-    starts = jnp.concatenate([jnp.ones_like(segment_ids[:, :1]), jnp.diff(segment_ids, axis=1)], axis=1) != 0
-    return index - jax.lax.cummax(jnp.where(starts, index, 0), axis=1)
+    return index - jax.lax.cummax(jnp.where(find_segment_starts(segment_ids), index, 0), axis=1)
 
 
 def count_positions(mask: PaddingMask, start: int | Int[Array, "batch"] = 0) -> Positions:
@@ -152,8 +152,10 @@ def count_positions(mask: PaddingMask, start: int | Int[Array, "batch"] = 0) -> 
 
     For calls with states: `start` is the number of real tokens that the states have, one number or one per row.
     """
-    counted = jnp.cumsum(jnp.asarray(mask, bool), axis=1, dtype=jnp.int32) - 1
-    return jnp.where(jnp.asarray(mask, bool), counted + jnp.reshape(jnp.asarray(start, jnp.int32), (-1, 1)), -1)
+    is_real = jnp.asarray(mask, bool)
+    first = jnp.reshape(jnp.asarray(start, jnp.int32), (-1, 1))
+    counted = first + jnp.cumsum(is_real, axis=1, dtype=jnp.int32) - 1
+    return jnp.where(is_real, counted, -1)
 
 
 def _to_int32(x: Any) -> Int[Array, "batch seq"]:
@@ -162,5 +164,5 @@ def _to_int32(x: Any) -> Int[Array, "batch seq"]:
 
 def _number_documents(segment_ids: SegmentIds) -> SegmentIds:
     """Number the documents of each row from 1 on, by the changes of their ids. Padding remains 0."""
-    starts = jnp.concatenate([jnp.ones_like(segment_ids[:, :1]), jnp.diff(segment_ids, axis=1)], axis=1) != 0
-    return jnp.where(segment_ids == 0, 0, jnp.cumsum(starts, axis=1, dtype=jnp.int32))
+    number = 1 + jnp.cumsum(find_segment_starts(segment_ids), axis=1, dtype=jnp.int32)
+    return jnp.where(segment_ids == 0, 0, number)

@@ -14,15 +14,8 @@ import jax
 import numpy as np
 from jaxtyping import PyTree
 
-from zoo.parallel import (
-    Dim,
-    Leaf,
-    Module,
-    TrainableCopy,
-    array_fields,
-    leaves,
-)
-from zoo.parallel.module import IMPLEMENTATION_OPTION, NAMED_BY_CLASS, STACKED, TRAINABLE, WRAPPED
+from zoo.parallel import Dim, Leaf, Module, TrainableCopy, leaves
+from zoo.parallel.module import IMPLEMENTATION_OPTION, NAMED_BY_CLASS, STACKED, TRAINABLE, WRAPPED, array_fields
 from zoo.parallel.printing import to_snake_case
 from zoo.parallel.rounds import has_rounds, merge_rounds
 

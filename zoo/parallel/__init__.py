@@ -1,5 +1,7 @@
 """Data, ZeRO-3 (FSDP) and tensor parallelism, derived from annotated dims, one layout table and one `shard_map`."""
 
+from typing import Any
+
 from zoo._processes import initialize
 
 from .batch import place_batch, reader
@@ -25,7 +27,6 @@ from .module import (
     Leaf,
     Module,
     adapter_parameter,
-    array_fields,
     buffer,
     count,
     find_operations,
@@ -66,7 +67,6 @@ __all__ = [
     "TrainableCopy",
     "adapter_parameter",
     "all_gather",
-    "array_fields",
     "buffer",
     "cast",
     "count",
@@ -106,3 +106,12 @@ __all__ = [
     "varying",
     "wrapped",
 ]
+
+_MOVED = {"array_fields": "zoo.parallel.module.array_fields"}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MOVED:
+        # Not an AttributeError: `from zoo.parallel import name` would drop its words.
+        raise ImportError(f"zoo.parallel.{name} has moved to {_MOVED[name]}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -142,7 +142,9 @@ def test_sparse_attention_with_a_cache_equals_without(axes):
 @pytest.mark.ci
 def test_sparse_attention_refuses_what_it_cannot_compute():
     mesh = zoo.make_mesh(context=2, devices=jax.devices()[:2])
-    with pytest.raises(ValueError, match="'ring' cannot compute this, because tokens select keys from more .* gathered"):
+    with pytest.raises(
+        ValueError, match="'ring' cannot compute this, because tokens select keys from more .* gathered"
+    ):
         zoo.value_and_grad(loss_fn, mesh)(zoo.place((make_layer(),) * 2, mesh), make_batch(2))
     layer, x = make_layer(), activations(2, SEQ, EMBED)
     with pytest.raises(ValueError, match="'blockwise' cannot compute this, because queries select their keys"):

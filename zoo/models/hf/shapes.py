@@ -18,7 +18,7 @@ def build_shapes(family: Family, config: Config) -> Any:
     `family.build` does.
     """
     text = json.dumps(config, default=repr)
-    return _build(_Request(family, text, bool(jax.config.read("jax_enable_x64")), config))
+    return _build(_Request(family, text, config))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +27,6 @@ class _Request:
 
     family: Family
     text: str
-    with_float64: bool
     config: Config = dataclasses.field(compare=False)
 
 

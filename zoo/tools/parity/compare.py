@@ -19,8 +19,8 @@ from zoo.models import Decoder
 from zoo.models.hf.spec import Family
 from zoo.models.parameter_paths import to_snake_case
 from zoo.models.scoring import unstack_blocks
-from zoo.parallel import array_fields, make_mesh, place, value_and_grad
-from zoo.parallel.module import NAMED_BY_CLASS
+from zoo.parallel import make_mesh, place, value_and_grad
+from zoo.parallel.module import NAMED_BY_CLASS, array_fields
 from zoo.weights.load import load
 from zoo.weights.packed import BLOCKS_SUFFIX
 from zoo.weights.plan import plan_tensors
