@@ -39,7 +39,7 @@ def check_tokens(tokens: Any, vocab: int | None = None, *, name: str = "tokens")
 
 
 def check_token_arrays(tokens: Any, *, mask: Any = None, **integers: Any) -> None:
-    """Check `mask`, `segment_ids`, `positions` and `token_types`, each of them or None, which describe  the tokens of a
+    """Check `mask`, `segment_ids`, `positions` and `token_types`, each of them or None, which describe the tokens of a
     batch: dtypes and shapes always, values where they can be read.
 
     **Raises** `ValueError` for a `mask` together with `segment_ids` or `positions`, for a shape that is not the shape
