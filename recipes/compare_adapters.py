@@ -58,7 +58,7 @@ class Config:
     # LoRA's ranks, each of which sets a number of trainable parameters for the other methods.
     ranks: tuple[int, ...] = (4,)
     max_rank: int = 256  # Largest rank of the search.
-    checkpoint: Path = START  # Directory of the model to start from: config.json, safetensors and tokenizer.json.
+    checkpoint: Path = START  # Model to start from: a Hugging Face directory, or a name on the hub, NAME[@REVISION].
     data: tuple[Path, ...] = ()  # Files and directories of new text; by default Python's language reference, by topic.
     # Text as the model was trained on, to measure forgetting; by default the standard library.
     pretraining_data: tuple[Path, ...] = ()
@@ -78,10 +78,11 @@ class Config:
 
 def main(config: Config) -> None:
     check(config)
+    checkpoint = zoo.weights.resolve_directory(config.checkpoint)
     mesh = config.mesh.make_mesh()
     key = jax.random.key(config.run.seed)
 
-    tokenizer = train.read_tokenizer(config.checkpoint)
+    tokenizer = train.read_tokenizer(checkpoint)
     corpus = train.load_text(config.data or topics, tokenizer=tokenizer)
     old_corpus = train.load_text(config.pretraining_data, tokenizer=tokenizer)
     reader = zoo.parallel.reader(mesh)
@@ -89,7 +90,7 @@ def main(config: Config) -> None:
     old = old_corpus.validation.ordered(config.seq_len, config.batch_size, limit=8)
 
     def load():
-        model = zoo.load(config.checkpoint, mesh=mesh, dtype="float32")
+        model = zoo.load(checkpoint, mesh=mesh, dtype="float32")
         return config.mesh.apply(model)
 
     def adapt(method, rank, model):
@@ -205,10 +206,8 @@ def check(config: Config) -> None:
             f"steps={config.steps} and each of ranks={config.ranks} are at least 1, and max_rank={config.max_rank} at "
             "least the largest of them"
         )
-    if not (config.checkpoint / "config.json").exists():
-        raise FileNotFoundError(
-            f"{config.checkpoint}: no model there; `python recipes/transformer.py` makes one in {START}"
-        )
+    if config.checkpoint == START and not START.exists():
+        raise FileNotFoundError(f"{START}: no model there; `python recipes/transformer.py` makes one")
 
 
 def merge(method, model):

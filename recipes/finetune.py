@@ -30,7 +30,7 @@ PROMPTS = ['The "with" statement\n', "An object is ", "When a function is called
 class Config:
     """Load, train all parameters on new text, evaluate, sample, export."""
 
-    checkpoint: Path = START  # Directory of the model to start from: config.json, safetensors and tokenizer.json.
+    checkpoint: Path = START  # Model to start from: a Hugging Face directory, or a name on the hub, NAME[@REVISION].
     data: tuple[Path, ...] = ()  # Files and directories of new text; by default Python's language reference, by topic.
     # Text as the model was trained on, to measure forgetting; by default the standard library.
     pretraining_data: tuple[Path, ...] = ()
@@ -46,14 +46,13 @@ class Config:
 
 
 def main(config: Config) -> None:
-    if not (config.checkpoint / "config.json").exists():
-        raise FileNotFoundError(
-            f"{config.checkpoint}: no model there; `python recipes/transformer.py` makes one in {START}"
-        )
+    if config.checkpoint == START and not START.exists():
+        raise FileNotFoundError(f"{START}: no model there; `python recipes/transformer.py` makes one")
+    checkpoint = zoo.weights.resolve_directory(config.checkpoint)
     mesh = config.mesh.make_mesh()
     key = jax.random.key(config.run.seed)
 
-    tokenizer = train.read_tokenizer(config.checkpoint)
+    tokenizer = train.read_tokenizer(checkpoint)
     corpus = train.load_text(config.data or topics, tokenizer=tokenizer)
     old_corpus = train.load_text(config.pretraining_data, tokenizer=tokenizer)
     reader = zoo.parallel.reader(mesh)
@@ -61,7 +60,7 @@ def main(config: Config) -> None:
     new = corpus.validation.ordered(config.seq_len, config.batch_size, limit=16)
     old = old_corpus.validation.ordered(config.seq_len, config.batch_size, limit=16)
 
-    model = zoo.load(config.checkpoint, mesh=mesh, dtype="float32")
+    model = zoo.load(checkpoint, mesh=mesh, dtype="float32")
     model = config.mesh.apply(model)
 
     peak = config.learning_rate

@@ -6,6 +6,7 @@ import os
 from tests.processes import make_xla_flags
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ["HF_HUB_OFFLINE"] = "1"  # no test asks the network: tests/weights/hub.py has a hub of its own
 os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"  # wrong on several CPU devices; see zoo/_compile_cache.py
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {make_xla_flags(8)}".strip()

@@ -42,7 +42,8 @@ def convert(
     directory, except into the cache of the Hugging Face hub that it belongs to; lists skipped files at the end.
 
     Args:
-        directory: Checkpoint directory with config.json and safetensors, in one file or in shards.
+        directory: Checkpoint directory with config.json and safetensors, in one file or in shards, or a name on the
+            Hugging Face hub, with @REVISION behind it for another than the newest.
         out: Output directory, created if missing.
         dtype: Dtype of all parameters. Default: as stored.
         shard_bytes: Maximum size of a shard in bytes. A larger tensor gets a shard of its own.

@@ -55,7 +55,8 @@ def generate(
     any other vocabulary, tokens are passed and printed as ids.
 
     Args:
-        directory: Checkpoint directory with config.json and safetensors, and tokenizer.json for text prompts.
+        directory: Checkpoint directory with config.json and safetensors, and tokenizer.json for text prompts; or a name
+            on the Hugging Face hub, with @REVISION behind it for another than the newest.
         words: Prompt text, as words after the directory.
         prompt: Prompt text. Repeat for several prompts.
         tokens: Prompt as token ids, used verbatim. Repeat for several prompts.

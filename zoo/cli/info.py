@@ -40,7 +40,8 @@ def info(
     With --preset instead of a directory, shows a model of a published size; `zoo presets` lists them.
 
     Args:
-        directory: Checkpoint directory with config.json and safetensors, in one file or in shards.
+        directory: Checkpoint directory with config.json and safetensors, in one file or in shards, or a name on the
+            Hugging Face hub, with @REVISION behind it for another than the newest.
         preset: Name of a preset, in float32, as zoo.models.preset builds it.
         data: Data parallelism: number of devices that shard the batch.
         fsdp: Fully sharded data parallelism: number of devices that shard the parameters and the batch.

@@ -1,28 +1,31 @@
 """A checkpoint directory: its path, and the name of its config."""
 
 import os
-import re
 from pathlib import Path
 
+from .hub import download, is_hub_name
 from .safetensors import CheckpointError
 
 CONFIG_NAME = "config.json"
 
 
-def resolve_directory(directory: str | Path) -> Path:
-    """Return the directory as a path.
+def resolve_directory(directory: str | Path, revision: str | None = None) -> Path:
+    """Return a directory of a model or adapter: a path, or a name on the Hugging Face hub, which is downloaded.
 
-    **Raises** `CheckpointError` if it does not exist. For the name of a repository on the Hugging Face hub, the message
-    shows how to download it.
+    A directory of that name wins. Names are `organization/model` or `organization/model@revision`; see
+    `zoo.weights.hub`.
+
+    **Raises** `CheckpointError` if the directory does not exist and cannot be downloaded.
     """
     path = Path(directory)
     if os.path.isdir(path):  # unlike `Path.is_dir`, False too for a name that is too long for the file system
+        if revision is not None:
+            raise CheckpointError(f"{path} is a directory, which has no revision {revision!r}: leave it out")
         return path
     if os.path.exists(path):
         raise CheckpointError(f"{path} is a file: pass the directory that contains it and {CONFIG_NAME}")
-    if re.fullmatch(r"[\w.-]+/[\w.-]+", str(directory)):
-        raise CheckpointError(
-            f"there is no directory {directory}. If that is a name on the Hugging Face hub: `pip install "
-            f"huggingface_hub`, then `hf download {directory} --local-dir {path.name}`, and load {path.name!r}"
-        )
-    raise CheckpointError(f"there is no directory {directory}")
+    if is_hub_name(str(directory)):
+        return download(str(directory), revision)
+    raise CheckpointError(
+        f"there is no directory {directory}, and names on the Hugging Face hub have the form organization/model"
+    )

@@ -22,6 +22,7 @@ from zoo.parallel import leaves as annotated_leaves
 from zoo.parallel.place import warn_replicated
 from zoo.parallel.rounds import split_rounds
 
+from .directory import resolve_directory
 from .packed import SCALES_SUFFIX
 from .plan import plan_tensors
 from .resolve import Checkpoint, LoadedModel, open_checkpoint
@@ -36,14 +37,20 @@ _Sources = Mapping[tuple[int, ...], tuple[str, int]]
 def load(
     directory: str | Path,
     *,
+    revision: str | None = None,
     mesh: Mesh | None = None,
     dtype: Any = None,
     family: Family | None = None,
     ignore: Collection[str] = (),
     packed: bool = False,
 ) -> LoadedModel:
-    """Load the model in a Hugging Face directory: `config.json`, and safetensors in one file or in shards.
+    """Load the model in a Hugging Face directory, or of a name on the hub: `config.json`, and safetensors in one file
+    or in shards.
 
+        model = zoo.load("Qwen/Qwen3-0.6B")
+
+    - `directory`: a path, or `organization/model`, which is downloaded into the hub's cache (the extra `hub`). A
+      directory of that name wins. `revision`, or `@revision` behind the name, is a branch, a tag or a commit.
     - `mesh`: shard the model over this mesh, its layers in the rounds of the layout; each device reads its own shards
       only. Default: one device.
     - `dtype`: dtype of all parameters. Default: as stored. Buffers (a router's selection bias) are not rounded to it.
@@ -62,14 +69,14 @@ def load(
     Tensors are read one at a time, straight into the arrays: peak memory is the model and about one tensor. The model
     remembers its family and config, for `save`. The config's dropout is not carried over: a recipe turns it on.
 
-    **Raises** `CheckpointError`, before anything is allocated, for a missing directory; weights that are pickled,
-    damaged, or not packed despite `packed`; an unknown family or quantization; a config key that would change the
-    result and is not supported; missing or unexpected tensors, or a wrong shape or dtype; and, while reading, for
-    numbers that are not finite. **Raises** `TypeError` for an unknown `dtype`, `ValueError` for one that is not
-    floating point.
+    **Raises** `CheckpointError`, before anything is allocated, for a missing directory, or a name that cannot be
+    downloaded; weights that are pickled, damaged, or not packed despite `packed`; an unknown family or quantization; a
+    config key that would change the result and is not supported; missing or unexpected tensors, or a wrong shape or
+    dtype; and, while reading, for numbers that are not finite. **Raises** `TypeError` for an unknown `dtype`,
+    `ValueError` for one that is not floating point.
     """
     dtype = None if dtype is None else parse_dtype(dtype)
-    return read_parameters(open_checkpoint(directory, family, ignore, packed), mesh, dtype)
+    return read_parameters(open_checkpoint(resolve_directory(directory, revision), family, ignore, packed), mesh, dtype)
 
 
 def read_parameters(checkpoint: Checkpoint, mesh: Mesh | None, dtype: Any) -> LoadedModel:

@@ -39,9 +39,17 @@ _LayerArrays = Mapping[tuple[int, ...], Mapping[str, Any]]
 
 
 @in_one_round
-def load(model: _Model, directory: str | Path, *, dropout: float | int = 0.0, adapter_name: str = "default") -> _Model:
+def load(
+    model: _Model,
+    directory: str | Path,
+    *,
+    revision: str | None = None,
+    dropout: float | int = 0.0,
+    adapter_name: str = "default",
+) -> _Model:
     """Load a PEFT adapter onto its base model, which has the tensor names of a checkpoint, as `zoo.load` returns it.
 
+    - `directory`, `revision`: a path, or a name on the Hugging Face hub, as for `zoo.load`.
     - `dropout`: dropout rate of a LoRA or DoRA that is trained further. The file's own rate is not read.
     - `adapter_name`: the name that the adapter's parameter paths contain.
 
@@ -53,7 +61,7 @@ def load(model: _Model, directory: str | Path, *, dropout: float | int = 0.0, ad
     are missing, not floating-point, or of another shape; `ValueError` for a model whose adapters are merged.
     """
     require_unmerged(model)
-    path = resolve_directory(directory)
+    path = resolve_directory(directory, revision)
     config = read_config(path)
     tensors = open_safetensors(path / WEIGHTS_FILE)
     table = get_name_table(model, in_memory=bool(config.get("target_parameters")))

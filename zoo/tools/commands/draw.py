@@ -43,7 +43,8 @@ def draw(
     around a ring, of gradients. The step is traced, not run: no accelerator is needed, and the mesh need not exist.
 
     Args:
-        directory: Checkpoint directory with config.json and safetensors; only headers are read.
+        directory: Checkpoint directory with config.json and safetensors, of which only headers are read; or a
+            name on the Hugging Face hub.
         preset: Name of a preset instead, in float32; `zoo presets` lists them.
         out: SVG file to write.
         data: Data parallelism: number of devices that shard the batch.

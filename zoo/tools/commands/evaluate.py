@@ -55,7 +55,8 @@ def evaluate(
     Without tokenizer.json, a vocabulary of 256 means bytes, with token 0 before a document, as in zoo.train.
 
     Args:
-        directory: Checkpoint directory with config.json, safetensors and tokenizer.json.
+        directory: Checkpoint directory with config.json, safetensors and tokenizer.json, or a name on the Hugging
+            Face hub, with @REVISION behind it for another than the newest.
         data: UTF-8 text files, and directories of them. Hidden and binary files are skipped.
         length: Context length: tokens per window.
         batch: Windows per batch, over all devices.

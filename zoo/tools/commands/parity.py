@@ -36,7 +36,7 @@ def parity(
     of each layer by itself, on PyTorch's own input to it. Exits with status 1 if a comparison is out of tolerance.
 
     Args:
-        directory: Checkpoint directory.
+        directory: Checkpoint directory, or a name on the Hugging Face hub.
         expected: Safetensors file of stored results. Default: DIRECTORY/expected.safetensors, if it exists.
         family: Python file that defines a family. Default: the family that the config names.
         tolerance: Maximum error of hidden states and logits in float32; twice that for gradients.
