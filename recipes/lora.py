@@ -8,7 +8,7 @@
 On held-out text, English prose goes from 2.83 to 2.04 bits per byte, to 1.96 with `finetune.py --steps 120`. Parameters
 and moments take 4.6 MB instead of 10.7; activations, which LoRA does not save, outweigh both at this size. In NF4 the
 base takes 5.6 bits per parameter instead of 32, and prose goes from 2.85 to 2.22 with `--steps 60 --warmup-steps 6`;
-without quantization to 2.21 with `--steps 60`, to 2.15 with `finetune.py --steps 60`.
+without quantization to 2.22 with `--steps 60`, to 2.15 with `finetune.py --steps 60`.
 
 Unlike finetune.py it wraps linear layers in adapters, W x + scale B A x (Hu et al., arXiv:2106.09685), and trains only
 these, at a higher rate. With `--quantization` W is NF4 or int8, dequantized in each product (QLoRA, arXiv:2305.14314,

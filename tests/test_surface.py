@@ -16,7 +16,19 @@ NAMES = {
     *("trainable", "cast", "count"),
     *("load", "save", "from_torch", "families", "hidden_states", "score", "embed", "CheckpointError", "weights"),
     "set_implementations",
-    *("adapters", "inspect", "layers", "models", "ops", "parallel", "precision", "testing", "tools", "__version__"),
+    *(
+        "adapters",
+        "inspect",
+        "layers",
+        "models",
+        "ops",
+        "parallel",
+        "precision",
+        "testing",
+        "text",
+        "tools",
+        "__version__",
+    ),
     *("configure", "plan", "summary"),
 }
 MOVED = {"distributed": "zoo.parallel.initialize", "drawing": "zoo.tools.draw", "planning": "zoo.tools.plan"}
@@ -35,7 +47,7 @@ SIGNATURES = {
         "model tokens max_new_tokens mask temperature top_k top_p min_p repetition_penalty stop_tokens length mesh "
         "callback key"
     ),
-    zoo.load: "directory mesh dtype family ignore packed",
+    zoo.load: "directory revision mesh dtype family ignore packed",
     zoo.save: "model directory family source config shard_bytes",
     zoo.from_torch: "weights config mesh dtype family ignore",
     zoo.families: "",

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from . import adapters as adapters
     from . import inspect as inspect
     from . import testing as testing
+    from . import text as text
     from . import tools as tools
     from . import train as train
     from . import weights as weights
@@ -58,6 +59,7 @@ __all__ = [
     "spmd",
     "summary",
     "testing",
+    "text",
     "tools",
     "trainable",
     "value",
@@ -65,7 +67,7 @@ __all__ = [
     "weights",
 ]
 
-_LAZY = ("adapters", "inspect", "testing", "tools", "train", "weights")
+_LAZY = ("adapters", "inspect", "testing", "text", "tools", "train", "weights")
 """Packages imported at first use: not every program needs them, and `zoo.train` needs an extra, which it names."""
 _LAZY_NAMES = {
     **dict.fromkeys(("CheckpointError", "from_torch", "load", "save"), "weights"),

@@ -18,6 +18,7 @@ from zoo._backend import describe_backend_error
 from zoo._terminal import discard_output, is_output_closed, show, show_error
 from zoo.tools.commands import draw, evaluate, parity, plan, report
 
+from .chat import chat
 from .convert import convert
 from .families import families
 from .fork import fork
@@ -27,7 +28,7 @@ from .presets import presets
 
 COMMANDS: dict[str, Callable[..., None]] = {
     command.__name__: command
-    for command in (families, presets, info, draw, plan, convert, generate, evaluate, parity, report, fork)
+    for command in (families, presets, info, draw, plan, convert, generate, chat, evaluate, parity, report, fork)
 }
 DESCRIPTION = (
     "Inspect, convert, run and evaluate language model checkpoints in JAX. `zoo COMMAND --help` shows the options of a "

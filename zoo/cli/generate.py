@@ -151,6 +151,28 @@ def read_stop_tokens(directory: Path) -> list[int]:
     return []
 
 
+def read_generation_defaults(directory: Path) -> dict[str, float | int]:
+    """Return the sampling options of a checkpoint's generation_config.json: a temperature of 0 if it does not sample.
+
+    **Raises** `CheckpointError` for a value that is not a number.
+    """
+    path = directory / _GENERATION_CONFIG_FILE
+    if not path.exists():
+        return {}
+    config = read_json(path)
+    options = {}
+    for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty"):
+        value = config.get(name)
+        if value is None or (name == "top_k" and value == 0):  # transformers writes 0 for all
+            continue
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise CheckpointError(f"{path}: {name} = {value!r}, where a number was expected")
+        options[name] = value
+    if config.get("do_sample") is False:
+        options["temperature"] = 0.0
+    return options
+
+
 def pad_left(prompts: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
     """Pad prompts on the left; return the batch and its padding mask. **Raises** `ValueError` for an empty prompt."""
     if not all(prompts):

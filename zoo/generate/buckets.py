@@ -100,9 +100,10 @@ def pad_prompt(
     length: int,
     mesh: Mesh | None = None,
     rope_length: int = 0,
+    first_position: int = 0,
 ) -> Prompt:
     """Pad a prompt to `rows` rows, and to a cache of `length` on `mesh`. `rope_length` is for RoPE that depends on the
-    sequence length; 0 is the number of tokens so far.
+    sequence length; 0 is the number of tokens so far. `first_position` is the number of tokens that were read before.
 
     Tokens are padded on the left to the whole pieces that fill the cache, with position -1: padding takes no slot of a
     KV cache. Rows are padded with copies of the last one, which end at once.
@@ -118,7 +119,7 @@ def pad_prompt(
     source = np.minimum(row, count - 1)
     number = np.where(row < count, row, -1)
     ids = xp.where(is_real, ids, 0)[source]  # padding may be any id, and an unknown one is NaN
-    positions = xp.where(is_real, xp.cumsum(is_real, axis=1) - 1, -1)[source]
+    positions = xp.where(is_real, xp.cumsum(is_real, axis=1) - 1 + first_position, -1)[source]
     pad = (0, 0), (-(-length // piece) * piece - seq + 1, 0)
     tokens = xp.pad(ids[:, :-1], pad)
     before = xp.pad(positions[:, :-1], pad, constant_values=-1)

@@ -80,6 +80,17 @@ def prefill(fixed: tuple[Decoder, SamplingOptions, Key[Array, ""]], prompt: Prom
     return dataclasses.replace(state, states=_read_prompt(model, prompt, length, _find_rope_length(state)))
 
 
+def read_on(
+    fixed: tuple[Decoder, SamplingOptions, Key[Array, ""]], state: DecodeState, prompt: Prompt, length: int
+) -> DecodeState:
+    """Run a prompt except its last token through the model, behind the tokens that `state` has read; return the state
+    before decoding goes on. The positions of the prompt go on, too."""
+    model, options, key = fixed
+    next_state = _start(options, key, prompt, length)
+    states = _read_prompt(model, prompt, length, _find_rope_length(next_state), state.states)
+    return dataclasses.replace(next_state, states=states, seen=next_state.seen | state.seen)
+
+
 def refill(model: Decoder, prompt: Prompt, state: DecodeState, length: int) -> DecodeState:
     """Recompute the states from the prompt and all new tokens except the latest, as one text."""
     count = state.longest + state.step
@@ -113,8 +124,10 @@ def _start(options: SamplingOptions, key: Key[Array, ""], prompt: Prompt, length
     )
 
 
-def _read_prompt(model: Decoder, prompt: Prompt, length: int, rope_length: Int[Array, ""]) -> LayerStates:
-    """Return the states after a prompt without its last token.
+def _read_prompt(
+    model: Decoder, prompt: Prompt, length: int, rope_length: Int[Array, ""], states: LayerStates | None = None
+) -> LayerStates:
+    """Return the states after a prompt without its last token, from `states` on; by default from empty ones.
 
     Where the mesh shards the sequence, each device computes a share of a piece.
     """
@@ -127,9 +140,9 @@ def _read_prompt(model: Decoder, prompt: Prompt, length: int, rope_length: Int[A
         _, states = model.hidden(take(prompt.tokens), TokenInfo(take(prompt.positions)), states)
         return start + size, () if states is None else states
 
-    states = set_rope_length(model.init_state(len(prompt.tokens), length), rope_length)
-    _, states = while_loop(lambda carry: carry[0] < room, step, (room - prompt.pieces * size, states))
-    return states
+    first = model.init_state(len(prompt.tokens), length) if states is None else states
+    carry = room - prompt.pieces * size, set_rope_length(first, rope_length)
+    return while_loop(lambda carry: carry[0] < room, step, carry)[1]
 
 
 def find_rope_switches(model: Decoder) -> tuple[int, ...]:

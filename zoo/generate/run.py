@@ -105,13 +105,13 @@ def generate(
     unstacked = unstack_layers(model, mesh)
     if callback is None:
         fixed = model, unstacked, options, key
-        new = run_jitted(_on_mesh(complete, mesh), (fixed,), (prompt, until, slots))
+        new = run_jitted(on_mesh(complete, mesh), (fixed,), (prompt, until, slots))
     else:
-        state = run_jitted(_on_mesh(prefill, mesh), ((model, options, key),), (prompt, slots))
+        state = run_jitted(on_mesh(prefill, mesh), ((model, options, key),), (prompt, slots))
 
         def read_again(state: DecodeState) -> DecodeState:
             text = dataclasses.replace(state, states=())  # the caches are freed before there are new ones
-            return run_jitted(_on_mesh(refill, mesh), (model,), (prompt, text, slots))
+            return run_jitted(on_mesh(refill, mesh), (model,), (prompt, text, slots))
 
         switches = find_rope_switches(model) if length is None else ()
         switches = [switch + 1 - int(state.longest) for switch in switches]
@@ -148,7 +148,8 @@ def _check_finite(new: Int[Array, "batch new"], stop_tokens: Sequence[int]) -> N
             )
 
 
-def _on_mesh(program: Callable, mesh: Mesh | None) -> Callable:
+def on_mesh(program: Callable, mesh: Mesh | None) -> Callable:
+    """Return a program of tokens for the devices of a mesh; without one, the program itself."""
     if mesh is None:
         return program
     return SpmdProgram(program, mesh, 1, OutputDims.from_tree("batch seq"))
@@ -176,7 +177,7 @@ def _decode_with_callback(
         if count > 1 and count - 1 in before:
             state = before[count - 1](state)
         args = state, jax.device_put(np.int32(count))
-        state = run_jitted(_on_mesh(decode_until, mesh), (fixed,), args, donate=True)
+        state = run_jitted(on_mesh(decode_until, mesh), (fixed,), args, donate=True)
         newest, running = jax.device_get((state.newest, state.running))
         callback(np.array(newest[:rows]))
         if not running:

@@ -11,7 +11,7 @@ which does not occur in text.
 import functools
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -52,6 +52,8 @@ class Tokenizer(Protocol):
     """Tokens that precede every prompt (BOS)."""
     cache_key: str
     """Identifies the tokenizer: equal keys produce equal tokens."""
+    special_tokens: Mapping[str, int]
+    """Id of each special token, by its spelling."""
 
     @property
     def token_bytes(self) -> Int[np.ndarray, "vocab"]:
@@ -103,6 +105,7 @@ class ByteTokenizer:
         self.prefix: tuple[int, ...] = (SEPARATOR,)
         self.token_bytes = (np.arange(256) != SEPARATOR).astype(np.int64)
         self.cache_key = "256"
+        self.special_tokens: Mapping[str, int] = {}
 
     def encode(self, text: str) -> Int[np.ndarray, "tokens"]:
         return np.frombuffer(encode_utf8(text), np.uint8).astype(np.int64)
@@ -142,6 +145,8 @@ class FileTokenizer:
             separator = self.prefix[0] if self.prefix else SEPARATOR
         self.separator = separator
         self.cache_key = f"{vocab} {separator} {digest}"
+        added = self._tokenizer.get_added_tokens_decoder()
+        self.special_tokens: Mapping[str, int] = {x.content: token for token, x in added.items() if x.special}
 
     def _find_prefix(self) -> tuple[int, ...]:
         """Find the special tokens before a text by encoding one. Special tokens after a text (EOS) are not used."""
@@ -250,9 +255,9 @@ def train_bpe(documents: Iterable[bytes], vocab: int, path: Path) -> FileTokeniz
     return FileTokenizer(path, vocab)
 
 
-def find_tokenizer(directory: Path, vocab: int) -> Tokenizer | None:
+def find_tokenizer(directory: str | Path, vocab: int) -> Tokenizer | None:
     """Return the tokenizer of a checkpoint: its `tokenizer.json`, else bytes if the vocabulary is 256, else None."""
-    path = directory / TOKENIZER_FILE
+    path = Path(directory) / TOKENIZER_FILE
     if path.exists():
         if _is_byte_tokenizer(path):
             return ByteTokenizer()
@@ -260,7 +265,7 @@ def find_tokenizer(directory: Path, vocab: int) -> Tokenizer | None:
     return ByteTokenizer() if vocab == 256 else None
 
 
-def read_tokenizer(directory: Path) -> Tokenizer:
+def read_tokenizer(directory: str | Path) -> Tokenizer:
     """Read the tokenizer of a checkpoint directory, to train with, from its `tokenizer.json` and `config.json`.
 
     The separator is `bos_token_id` or, if that is not set, `eos_token_id`.
@@ -268,6 +273,7 @@ def read_tokenizer(directory: Path) -> Tokenizer:
     **Raises** `FileNotFoundError` if a file is missing, and `TokenizerError`, a `ValueError`, if a file is damaged, if
     the two do not match, or if tokenizing a text would lose bytes of it.
     """
+    directory = Path(directory)
     path = directory / TOKENIZER_FILE
     config = directory / "config.json"
     for required in (path, config):

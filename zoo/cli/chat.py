@@ -1,0 +1,297 @@
+"""Implement `zoo chat`."""
+
+import contextlib
+import importlib
+import json
+import signal
+import sys
+from collections.abc import Callable, Generator, Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import jax
+import tyro
+
+import zoo
+from zoo._compile_cache import enable_compile_cache
+from zoo._files import write_text
+from zoo._terminal import show
+from zoo.generate import Conversation
+from zoo.parallel.devices import make_device_mesh
+from zoo.text.chat import ChatError, ChatTemplate, NoChatTemplateError, encode_rendered, protect
+from zoo.text.tokenizers import StreamDecoder, Tokenizer, find_tokenizer
+from zoo.weights.directory import resolve_directory
+
+from .generate import read_generation_defaults, read_stop_tokens
+
+_HELP = """/reset          forget the conversation, and keep the system prompt
+/system TEXT    begin anew with another system prompt
+/save FILE      write the conversation as JSON
+/exit           end; Ctrl-D too
+Ctrl-C stops an answer."""
+
+
+def chat(
+    directory: Annotated[Path, tyro.conf.Positional],
+    *,
+    adapter: Path | None = None,
+    system: Annotated[str | None, tyro.conf.arg(metavar="TEXT")] = None,
+    max_new_tokens: int = 1024,
+    temperature: float | None = None,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
+    repetition_penalty: float | None = None,
+    seed: int = 0,
+    variable: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME=VALUE")] = (),
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None,
+    fsdp: int = 1,
+    expert: int = 1,
+    context: int = 1,
+    tensor: int = 1,
+    no_compile_cache: bool = False,
+) -> None:
+    """Chat with a model in the terminal: zoo chat Qwen/Qwen3-0.6B.
+
+    Renders the conversation by the checkpoint's chat template, and shows tokens as they come. A turn reads only what
+    is new. Special tokens that are typed are plain text. A model without a chat template continues the text. Without a
+    terminal each line of standard input is a turn. Commands: /reset, /system TEXT, /save FILE, /help, /exit; Ctrl-C
+    stops an answer.
+
+    Args:
+        directory: Checkpoint directory with config.json, safetensors and tokenizer.json, or a name on the Hugging Face
+            hub, with @REVISION behind it for another than the newest.
+        adapter: Directory or name of a PEFT adapter, which is merged into the model.
+        system: System prompt.
+        max_new_tokens: Maximum number of tokens per answer.
+        temperature: 0 is greedy decoding. Default of this and the next four: generation_config.json, else 0.7.
+        top_k: Sample from the k most likely tokens.
+        top_p: Nucleus sampling: sample from the most likely tokens whose total probability reaches p, 0 < p <= 1.
+        min_p: Sample from tokens at least min_p times as likely as the most likely one, 0 to 1.
+        repetition_penalty: Above 1, makes tokens that have occurred less likely.
+        seed: Random seed of the samples.
+        variable: Variables of the chat template, in JSON: enable_thinking=false.
+        dtype: Dtype of the parameters and the computation. Default: as stored.
+        fsdp: Fully sharded data parallelism: number of devices that shard the parameters.
+        expert: Expert parallelism: devices that share the experts of mixtures out.
+        context: Context parallelism: number of devices that share KV caches.
+        tensor: Tensor parallelism: number of devices that shard heads, MLP and vocabulary.
+        no_compile_cache: Compile anew: neither read compiled programs from the user's cache folder nor keep them there.
+    """
+    if not no_compile_cache:
+        enable_compile_cache()
+    variables = _parse_variables(variable)
+    path = resolve_directory(directory)
+    mesh = make_device_mesh(data=1, fsdp=fsdp, expert=expert, context=context, tensor=tensor, pipe=1)
+    model = zoo.load(path, mesh=mesh, dtype=dtype)
+    if adapter is not None:
+        model = zoo.adapters.merge(zoo.adapters.load(model, adapter))
+    vocab, _ = model.embedding.table_shape
+    tokenizer = find_tokenizer(path, vocab)
+    if tokenizer is None:
+        raise ValueError(f"{path} has no tokenizer.json, and a chat needs one")
+    given = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+    given["repetition_penalty"] = repetition_penalty
+    sampling: dict[str, Any] = {"temperature": 0.7} | read_generation_defaults(path)
+    sampling |= {name: value for name, value in given.items() if value is not None}
+    if not sampling["temperature"]:
+        sampling = {name: x for name, x in sampling.items() if name in ("temperature", "repetition_penalty")}
+    template = _read_template(path)
+    stops = [token for token in read_stop_tokens(path) if token < vocab]
+    if template is not None:
+        end = tokenizer.special_tokens.get(template.special_tokens.get("eos_token", ""))
+        stops += [] if end is None or end in stops else [end]
+    key = jax.random.key(seed)
+    conversation = Conversation(model, stop_tokens=stops, mesh=mesh, key=key, **sampling)
+    session = _Session(conversation, tokenizer, template, variables, stops, max_new_tokens)
+    session.begin(system)
+    _run(session)
+
+
+class _Session:
+    """The messages of a chat, their text, and the tokens that the model has read or written of it."""
+
+    def __init__(
+        self,
+        conversation: Conversation,
+        tokenizer: Tokenizer,
+        template: ChatTemplate | None,
+        variables: dict[str, Any],
+        stops: Sequence[int],
+        max_new_tokens: int,
+    ):
+        self._conversation = conversation
+        self._tokenizer = tokenizer
+        self._template = template
+        self._variables = variables
+        self._stops = stops
+        self._max_new_tokens = max_new_tokens
+        self.system: str | None = None
+        self.messages: list[dict[str, str]] = []
+        self._text = ""
+        self._tokens: list[int] = []
+
+    def begin(self, system: str | None) -> None:
+        """Begin a conversation. **Raises** `ChatError` for a system prompt that a model without a template gets."""
+        if system is not None and self._template is None:
+            raise ChatError("a system prompt needs a chat template, and this model has none")
+        self.system = system
+        self.messages = [] if system is None else [{"role": "system", "content": system}]
+        self._text = ""
+        self._tokens = []
+
+    def answer(self, question: str) -> Generator[str, None, None]:
+        """Add a turn; yield the text of the answer as it comes. Closed early, it keeps what was yielded.
+
+        **Raises** `ValueError`, without the turn, for messages that the template refuses and for more tokens than the
+        model has positions.
+        """
+        asked = [*self.messages, {"role": "user", "content": question}]
+        text, tokens = self._encode(asked)
+        decoder = StreamDecoder(self._tokenizer.decode, tokens)
+        new: list[int] = []
+        stream = self._conversation.stream(tokens, max_new_tokens=self._max_new_tokens)
+        try:
+            for token in stream:
+                new.append(token)
+                if token not in self._stops:
+                    yield decoder.push(token)
+            yield decoder.flush()
+        except GeneratorExit:
+            stream.close()
+            self._record(asked, text, tokens, new)
+            raise
+        self._record(asked, text, tokens, new)
+
+    def _record(self, asked: list[dict[str, str]], text: str, tokens: list[int], new: list[int]) -> None:
+        """Add a turn to the messages, and its text and tokens to what the next turn goes on from."""
+        has_ended = bool(new) and new[-1] in self._stops
+        words = self._tokenizer.decode(new[:-1] if has_ended else new)
+        self.messages = [*asked, {"role": "assistant", "content": words}]
+        self._tokens = [*tokens, *new]
+        (written,) = protect([{"content": words}], self._tokenizer.special_tokens)
+        self._text = text + written["content"]
+        if has_ended:
+            self._text += self._spell(new[-1])
+
+    def _encode(self, messages: Sequence[dict[str, str]]) -> tuple[str, list[int]]:
+        """Return text and tokens of messages up to the next answer. Tokens so far stay if the text so far does."""
+        if self._template is None:
+            (new,) = self._tokenizer.encode_all([messages[-1]["content"].encode()])
+            before = self._tokens or list(self._tokenizer.prefix)
+            return "", [*before, *new.tolist()]
+        protected = protect(messages, self._tokenizer.special_tokens)
+        text = self._template.render(protected, add_generation_prompt=True, **self._variables).text
+        if self._text and text.startswith(self._text):
+            new = encode_rendered(text[len(self._text) :], self._tokenizer)
+            return text, [*self._tokens, *new.tolist()]
+        return text, encode_rendered(text, self._tokenizer).tolist()
+
+    def _spell(self, token: int) -> str:
+        spellings = {number: spelling for spelling, number in self._tokenizer.special_tokens.items()}
+        return spellings.get(token, "")
+
+
+def _run(session: _Session) -> None:
+    """Read turns until the input ends."""
+    is_terminal = sys.stdin.isatty()
+    if is_terminal:
+        with contextlib.suppress(ImportError):
+            importlib.import_module("readline")  # input() then has its history and its keys
+        show("/help shows the commands; Ctrl-D ends.")
+    while True:
+        try:
+            line = input(">>> " if is_terminal else "")
+        except EOFError:
+            if is_terminal:
+                show()
+            return
+        except KeyboardInterrupt:
+            show()
+            continue
+        if not line.strip():
+            continue
+        try:
+            if line.startswith("/"):
+                if _obey(session, line):
+                    return
+            else:
+                _show_answer(session, line)
+        except (ValueError, OSError) as error:
+            show(f"error: {error}", file=sys.stderr)
+
+
+def _obey(session: _Session, line: str) -> bool:
+    """Carry out a command; return True for the end."""
+    command, _, rest = line.partition(" ")
+    rest = rest.strip()
+    match command:
+        case "/exit" | "/quit":
+            return True
+        case "/reset":
+            session.begin(session.system)
+        case "/system":
+            session.begin(rest or None)
+        case "/save" if rest:
+            write_text(Path(rest).expanduser(), json.dumps(session.messages, indent=2, ensure_ascii=False) + "\n")
+            show(f"wrote {rest}")
+        case "/save":
+            show("/save FILE: the name of a file is missing")
+        case "/help":
+            show(_HELP)
+        case _:
+            show(f"there is no command {command}: /help shows all; a space before the / makes it text")
+    return False
+
+
+def _show_answer(session: _Session, line: str) -> None:
+    """Print an answer as it comes. Ctrl-C ends it, and what was printed is the answer."""
+    stream = session.answer(line)
+    with _stop_on_interrupt() as is_stopped:
+        for piece in stream:
+            show(piece, end="")
+            if is_stopped():
+                break
+    stream.close()
+    show()
+
+
+@contextlib.contextmanager
+def _stop_on_interrupt() -> Iterator[Callable[[], bool]]:
+    """Take Ctrl-C as a wish to stop, instead of an exception in the middle of a step, which has donated its caches. A
+    second one raises."""
+    pressed: list[int] = []
+
+    def press(number: int, frame: Any) -> None:
+        if pressed:
+            raise KeyboardInterrupt
+        pressed.append(number)
+
+    before = signal.signal(signal.SIGINT, press)
+    try:
+        yield lambda: bool(pressed)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _read_template(directory: Path) -> ChatTemplate | None:
+    """Return the chat template of a checkpoint; None, with a line, if it has none."""
+    try:
+        return ChatTemplate.read(directory)
+    except NoChatTemplateError:
+        show(f"{directory} has no chat template: what you type is continued as text", file=sys.stderr)
+        return None
+
+
+def _parse_variables(pairs: Sequence[str]) -> dict[str, Any]:
+    """Return the variables of a template. **Raises** `ValueError` for one that is not NAME=VALUE."""
+    variables = {}
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
+        if not equals or not name.isidentifier():
+            raise ValueError(f"--variable is NAME=VALUE, such as enable_thinking=false, not {pair!r}")
+        try:
+            variables[name] = json.loads(value)
+        except ValueError:
+            variables[name] = value
+    return variables

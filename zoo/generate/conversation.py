@@ -1,0 +1,116 @@
+"""A text that goes on: its next tokens are read behind those that the caches and recurrent states hold."""
+
+from collections.abc import Generator, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Key
+
+from zoo._checks import wrap_key
+from zoo.models import Decoder
+from zoo.parallel import Mesh, place
+from zoo.parallel.spmd import run_jitted
+
+from . import request
+from .buckets import choose_cache_length, choose_rows, pad_prompt
+from .decode import DecodeState, decode_until, find_rope_switches, prefill, read_on, unstack_layers
+from .run import on_mesh
+
+_Number = float | int
+
+
+class Conversation:
+    """Generates one text in turns, and reads each token once.
+
+        conversation = Conversation(model, stop_tokens=[2])
+        for token in conversation.stream(tokens, max_new_tokens=100):
+            ...
+
+    Options are those of `zoo.generate`. A turn draws with a key of its own, folded from `key` by its number.
+
+    **Raises** as `zoo.generate` does.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        *,
+        temperature: _Number = 0.0,
+        top_k: int | None = None,
+        top_p: _Number | None = None,
+        min_p: _Number | None = None,
+        repetition_penalty: _Number | None = None,
+        stop_tokens: Sequence[int] = (),
+        mesh: Mesh | None = None,
+        key: Key[Array, ""] | None = None,
+    ):
+        request.check_sampling_options(1, temperature, top_k, top_p, min_p, repetition_penalty, key is not None)
+        request.check_mesh(mesh)
+        self._vocab, _ = model.embedding.table_shape
+        self._mesh = None if mesh is None else mesh.without_sequence_parallelism
+        options = request.SamplingOptions.from_arguments(
+            temperature, top_k, top_p, min_p, repetition_penalty, list(stop_tokens), self._vocab
+        )
+        self._options = options if self._mesh is None else place(options, self._mesh)
+        self._key = jax.random.key(0) if key is None else wrap_key(key)
+        self._model = model
+        self._unstacked = unstack_layers(model, self._mesh)
+        self._rereads = bool(find_rope_switches(model))
+        self._turns = 0
+        self._length = 0
+        self._state: DecodeState | None = None
+        self._held: list[int] = []
+
+    @property
+    def held(self) -> tuple[int, ...]:
+        """The tokens that the states hold."""
+        return tuple(self._held)
+
+    def stream(self, tokens: Sequence[int], *, max_new_tokens: int) -> Generator[int, None, None]:
+        """Yield the tokens that follow `tokens`, the whole text so far, one by one as they are computed, up to a stop
+        token.
+
+        If the text begins with the tokens that are held, only the others are read; else, or if the caches are too
+        short for the new tokens, all of them. Rope scaling that switches frequencies at a length reads all of them,
+        too. Iteration may end early: the next turn goes on behind the tokens that were yielded.
+        """
+        text = jnp.asarray([list(tokens)], jnp.int32)
+        request.check_prompt(text, None, self._vocab)
+        known = len(self._held)
+        length = choose_cache_length(self._model, text.shape[1], max_new_tokens, None)
+        goes_on = 0 < known < text.shape[1] and list(tokens[:known]) == self._held and not self._rereads
+        if not goes_on or length > self._length:
+            self._state = None
+            self._length = length
+            known = 0
+        prompt = pad_prompt(
+            text[:, known:], None, choose_rows(self._model, 1, self._mesh), self._length, self._mesh, 0, known
+        )
+        fixed = self._model, self._options, jax.random.fold_in(self._key, self._turns)
+        self._turns += 1
+        state = self._state
+        self._state = None  # donated
+        self._held = []
+        if state is None:
+            state = run_jitted(on_mesh(prefill, self._mesh), (fixed,), (prompt, self._length))
+        else:
+            state = run_jitted(on_mesh(read_on, self._mesh), (fixed,), (state, prompt, self._length), donate=True)
+        held = list(tokens[:-1])
+        newest = tokens[-1]
+        for count in range(1, max_new_tokens + 1):
+            args = state, jax.device_put(np.int32(count))
+            state = run_jitted(
+                on_mesh(decode_until, self._mesh), ((self._unstacked, self._options),), args, donate=True
+            )
+            held.append(int(newest))
+            self._state, self._held = state, held
+            newest, running = jax.device_get((state.newest[0], state.running))
+            if newest < 0:
+                raise ValueError(
+                    f"logits are not finite after {count - 1} new tokens: look for NaN in the model's parameters "
+                    "(zoo.inspect), or compute in another dtype"
+                )
+            yield int(newest)
+            if not running:
+                return
