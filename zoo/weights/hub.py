@@ -75,7 +75,7 @@ def download(name: str, revision: str | None = None) -> Path:
     except failures as error:
         _raise_if_refused(hub, error, repository, revision)
         raise CheckpointError(
-            f"the download of {repository} broke off: {_summarize_error(error)}. The same call resumes it"
+            f"the download of {repository} broke off: {_summarize(error)}. The same call resumes it"
         ) from None
     _logger.info("%s is commit %s", repository, info.sha)
     return path
@@ -150,9 +150,7 @@ def _find_cached(hub: ModuleType, repository: str, revision: str | None, error: 
     is_whole = any((folder / name).exists() for name in _WEIGHTS)
     if not is_whole and not (shards and all((folder / name).exists() for name in shards)):
         _raise_uncached(hub, wanted, f"only a part of {wanted} is in the cache {_get_cache(hub)}", error)
-    _logger.warning(
-        "the Hugging Face hub does not answer (%s): %s is read from the cache", _summarize_error(error), wanted
-    )
+    _logger.warning("the Hugging Face hub does not answer (%s): %s is read from the cache", _summarize(error), wanted)
     return folder
 
 
@@ -160,13 +158,13 @@ def _raise_uncached(hub: ModuleType, wanted: str, problem: str, error: Exception
     cached = sorted(path.name.removeprefix("models--").replace("--", "/") for path in _get_cache(hub).glob("models--*"))
     held = f" It has {', '.join(cached[:8])}{', ...' if cached[8:] else ''}." if cached else ""
     raise CheckpointError(
-        f"there is no directory {wanted}, the Hugging Face hub does not answer ({_summarize_error(error)}), and {problem}."
+        f"there is no directory {wanted}, the Hugging Face hub does not answer ({_summarize(error)}), and {problem}."
         f"{held} Where there is a network, `hf download {wanted.partition('@')[0]} --local-dir DIRECTORY` makes a "
         "directory to copy"
     ) from None
 
 
-def _summarize_error(error: Exception) -> str:
+def _summarize(error: Exception) -> str:
     """Return the first line of an error, or its kind."""
     kind = type(error).__name__
     if kind == "OfflineModeIsEnabled":
