@@ -133,7 +133,7 @@ def main(config: Config) -> None:
         by_depth = [float(correct[(depths >= low) & (depths < high)].mean()) for low, high in pairwise(DEPTHS)]
         return {"accuracy": float(correct.mean()), "by_depth": by_depth}
 
-    with train.Run(config.run.subrun("hybrid"), config=config) as run:
+    with train.Run(config.run, config=config, name="hybrid") as run:
         run.print_line(f"{zoo.count(model):,} parameters on {mesh}")
         model, opt_state = run.restore((model, opt_state), batches)
         for batch in run.steps(batches, config.steps, tokens=config.batch_size * config.seq_len):

@@ -3,15 +3,13 @@
 import errno
 import json
 import os
-import sys
-import types
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from zoo.train import Metrics, TensorBoard, Tracker, WeightsAndBiases, read_metrics
+from zoo.train import Metrics, Tracker, read_metrics
 from zoo.train.metrics import truncate_after
 
 
@@ -85,39 +83,6 @@ def test_trackers_receive_written_metrics(tmp_path):
         metrics.log(2, loss=jnp.nan)
         assert memory.seen == [(1, dict(loss=2.0))] and not memory.closed
     assert memory.seen[1:] == [(2, dict(loss="nan"))] and memory.closed
-
-
-def test_trackers_call_their_packages(tmp_path, monkeypatch):
-    calls = []
-    note = lambda name, answer=None: lambda *args, **kwargs: (calls.append((name, args, kwargs)), answer)[1]
-    run = types.SimpleNamespace(log=note("log"), finish=note("finish"))
-    writer = types.SimpleNamespace(add_scalar=note("add_scalar"), close=note("close"))
-    for name, content in (
-        ("wandb", dict(init=note("init", run))),
-        ("tensorboardX", dict(SummaryWriter=note("writer", writer))),
-    ):
-        module = types.ModuleType(name)
-        vars(module).update(content)
-        monkeypatch.setitem(sys.modules, name, module)
-    for make in (lambda: WeightsAndBiases(tmp_path, config={"a": 1}, mode="offline"), lambda: TensorBoard(tmp_path)):
-        tracker = make()
-        tracker.log(3, dict(loss=1.5, note="nan"))
-        tracker.close()
-    assert calls == [
-        ("init", (), dict(dir=str(tmp_path), config={"a": 1}, mode="offline")),
-        ("log", (dict(loss=1.5, note="nan"),), dict(step=3)),
-        ("finish", (), {}),
-        ("writer", (str(tmp_path),), {}),
-        ("add_scalar", ("loss", 1.5, 3), {}),
-        ("close", (), {}),
-    ]
-
-
-@pytest.mark.parametrize("adapter, package", [(TensorBoard, "tensorboardX"), (WeightsAndBiases, "wandb")])
-def test_tracker_missing_package_names_its_command(tmp_path, monkeypatch, adapter, package):
-    monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(ImportError, match=f"pip install {package}"):
-        adapter(tmp_path, **({} if package == "tensorboardX" else {"config": {}}))
 
 
 def test_read_metrics_names_damaged_lines(tmp_path):

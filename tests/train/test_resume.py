@@ -65,7 +65,7 @@ def test_resume_takes_the_flags_of_the_folder(tmp_path, capsys):
     # A folder of before these flags.
     wanted |= dict.fromkeys(("attention", "recurrence", "grouped_matmul"), "auto")
     wanted |= {"context": 1, "context_attention": "ring", "sequence_parallel": False, "expert": 1, "pipe": 1}
-    wanted |= {"schedule": "gpipe", "rounds": 1}
+    wanted |= {"schedule": "gpipe", "rounds": 1, "track": ()}
     assert resume(tmp_path) == {name: value for name, value in wanted.items() if name not in ("run", "digest")}
     line = capsys.readouterr().out.splitlines()[0]
     assert line.startswith(f"from {tmp_path / 'config.json'}: --data a b c --heads=3 --ranks 1 16 --kind=b")

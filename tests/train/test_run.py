@@ -130,7 +130,7 @@ def test_run_by_name_has_its_folder_and_its_name_in_config(tmp_path):
     with train.Run(config.run, config=config, name="wide") as run:
         assert run.directory == tmp_path / "wide"
     saved = json.loads((tmp_path / "wide" / "config.json").read_text())
-    assert saved == {"width": 8, "out": str(tmp_path), "seed": 3, "run": "wide"}
+    assert saved == {"width": 8, "out": str(tmp_path), "seed": 3, "track": [], "run": "wide"}
 
 
 def test_run_resume_without_checkpoint_starts_at_step_1(tmp_path, unbroken):

@@ -51,7 +51,7 @@ from .skip import count_skips, skip_nonfinite, skip_spikes
 from .spikes import SpikeDetector
 from .summary import summary
 from .sweep import sweep_grid, sweep_map, sweep_models, sweep_step
-from .trackers import TensorBoard, Tracker, WeightsAndBiases
+from .trackers import MLflow, TensorBoard, Tracker, Trackio, WeightsAndBiases
 
 __all__ = [
     "AssociativeRecall",
@@ -68,6 +68,7 @@ __all__ = [
     "GroupWords",
     "Interrupt",
     "LabeledImages",
+    "MLflow",
     "MeshOptions",
     "Metrics",
     "NeedleRetrieval",
@@ -82,6 +83,7 @@ __all__ = [
     "TokenWindows",
     "Tokenizer",
     "Tracker",
+    "Trackio",
     "WeightsAndBiases",
     "adamw",
     "apply_updates",

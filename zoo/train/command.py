@@ -19,6 +19,7 @@ from .environment import require_deterministic_kernels
 from .interrupt import Interrupt
 from .options import MeshOptions, RunOptions, flatten_config, list_fields
 from .resume import check_resumed_mesh, find_config, parse_resumed
+from .tracking import import_trackers
 
 _Config = TypeVar("_Config")
 _Result = TypeVar("_Result")
@@ -92,6 +93,9 @@ def _start(parse: Callable[[Sequence[str]], _Config], words: Sequence[str], defa
         check_directory(run.out, resume=run.resume, checkpoints=run.checkpoints)
     if run.resume is not False:
         config = parse_resumed(parse, words, run.out, flatten_config(default))
+    resumed_run = _find_group(config, RunOptions)
+    if resumed_run is not None and is_first_process():
+        import_trackers(resumed_run.track)
     if run.deterministic:
         require_deterministic_kernels()
     if not run.no_compile_cache:

@@ -45,6 +45,7 @@ from .resume import read_learning_rate
 from .samples import continue_prompts
 from .spikes import SpikeDetector
 from .trackers import Tracker
+from .tracking import Trackers, import_trackers
 
 _log = logging.getLogger("zoo")
 
@@ -60,7 +61,9 @@ class Run:
 
     - `options`: the run's flags, or only its directory.
     - `config`: what `config.json` holds, a dataclass or a mapping. Option groups are flattened.
-    - `name`: of one of several runs, in the subdirectory `name` of the directory; `config.json` has it as "run".
+    - `name`: of one of several runs, in the subdirectory `name` of the directory; `config.json` has it as "run", and
+      trackers have the directory as its group.
+    - `trackers`: made by the caller, besides those that `options` name. Only the first process tracks.
 
     A run stops with `FloatingPointError` at the first metrics that are not finite, and saves no state that holds NaN.
     Metrics of a step that the optimizer skipped may hold any numbers (`zoo.train.count_skips`): the run stops only once
@@ -70,7 +73,7 @@ class Run:
 
     **Raises** `OSError`, before anything is written, if the directory cannot hold a run (`FileExistsError` if it holds
     something else, or checkpoints and `resume` is not set), if another run is in it (`BlockingIOError`), or if all
-    checkpoints to resume from are damaged (`FileNotFoundError`).
+    checkpoints to resume from are damaged (`FileNotFoundError`); `ImportError` if the package of a tracker is missing.
     """
 
     def __init__(
@@ -91,7 +94,9 @@ class Run:
         if not isinstance(options, RunOptions):
             options = RunOptions(Path(options))
         self.config = flatten_config(config)
+        group = None
         if name is not None:
+            group = options.out.absolute().name
             options = options.subrun(name)
             self.config["run"] = name
         self.directory = options.out
@@ -102,7 +107,16 @@ class Run:
         self.stopped = False
         self.spike: int | None = None
         self._spikes = spikes
-        self.metrics = Metrics(self.directory / "metrics.jsonl", fetch_every=fetch_every, trackers=trackers)
+        run_on_first(lambda: import_trackers(options.track))
+        self._trackers = Trackers(
+            self.directory,
+            options.track,
+            config=self.config,
+            group=group,
+            resume=options.resume is not False,
+            others=trackers,
+        )
+        self.metrics = Metrics(self.directory / "metrics.jsonl", fetch_every=fetch_every, trackers=[self._trackers])
         self._timing = RecordFile(self.directory / "timing.jsonl")
         self._best_metric = best_metric
         self._best_value: tuple[int, Any] | None = None
@@ -222,6 +236,7 @@ class Run:
         self.total = total
         self._pace = Throughput(total, tokens=tokens, flops=flops)
         if jax.process_index() == 0:
+            self._trackers.open()
             self._progress = make_progress(total, start=self.step)
         first = self.step + 1
         while self.step < total and not self.stopped:

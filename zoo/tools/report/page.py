@@ -21,6 +21,7 @@ from zoo._files import read_json, to_jsonable, write_json, write_text
 from zoo._terminal import escape_controls
 from zoo.train.metrics import Record, read_metrics
 from zoo.train.progress import RATE_FORMATS, format_duration, format_si
+from zoo.train.tracking import track_report
 
 from .charts import INSTALL, Chart, Curve, LineChart, LoadChart, Picture, draw_svg, dump_chart, load_chart
 from .style import STYLE
@@ -82,7 +83,8 @@ def write_report(
     plots: Mapping[str, Chart] | None = None,
     defaults: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Write `report.html` into a run's folder, from its metrics, timing, configuration and environment.
+    """Write `report.html` into a run's folder, from its metrics, timing, configuration and environment, and give it to
+    the run's trackers.
 
     Charts need matplotlib, the extra `tools`. Without it the page has tables, and a line that says so.
 
@@ -121,7 +123,9 @@ def write_report(
     kept = {field.name: to_jsonable(getattr(content, field.name)) for field in dataclasses.fields(content)}
     kept["plots"] = {label: dump_chart(chart) for label, chart in content.plots.items()}
     write_json(directory / "report.json", kept)
-    return _write_page(directory, content)
+    path = _write_page(directory, content)
+    track_report(directory, path, samples)
+    return path
 
 
 def redraw_report(directory: Path) -> Path:
