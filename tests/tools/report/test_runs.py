@@ -98,7 +98,7 @@ def test_report_sets_values_apart_that_differ_from_the_defaults(tmp_path):
         run.log(validation=8.0)
     tools.report_runs(tmp_path, "A run", [{"run": "."}], description="wide", config=config)
     report = (tmp_path / "report.html").read_text()
-    assert "2 defaults" in report  # depth and seed
+    assert "3 defaults" in report  # depth, seed and track
     tools.report_runs(tmp_path, "A run", [{"run": "."}], description="wide")
     assert "defaults" not in (tmp_path / "report.html").read_text()
 
