@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -22,10 +23,11 @@ def test_values_are_flat_numbers():
     assert flat == {"loss": 2.0, "rates/0": 0.1, "rates/1": 0.2, "rates/2": 0.3, "rates/3": float("inf")}
 
 
-class Recorder:
-    """An object whose calls are recorded in a shared list, and return further ones."""
+class Recorder(types.ModuleType):
+    """A module, or an object of it, whose calls are recorded in a shared list, and return further ones."""
 
     def __init__(self, calls, name=""):
+        super().__init__(name)
         self._calls, self._name, self.id = calls, name, "run-1"
 
     def __getattr__(self, name):
@@ -87,10 +89,15 @@ def test_trackio_runs_of_one_name_differ(calls):
     assert Trackio(config={}, name="x", run_id=first.run_id).run_id == calls[-1][1][1] == first.run_id
 
 
-def test_mlflow_resumes_without_parameters(calls):
-    MLflow(config={"a": 1}, run_id="run-1").log(2, dict(loss=1.5))
-    names = [name for name, _, _ in calls]
-    assert names == ["MlflowClient", "update_run", "log_dict", "Metric", "log_batch"]
+def test_mlflow_resumes_without_parameters_and_sends_once_a_second(calls):
+    tracker = MLflow(config={"a": 1}, run_id="run-1")
+    assert [name for name, _, _ in calls] == ["MlflowClient", "update_run", "log_dict"]
+    calls.clear()
+    for step in range(4):
+        tracker.log(step, {str(name): 1.5 for name in range(400)})
+    tracker.close()
+    sent = [name if name != "log_batch" else len(options["metrics"]) for name, _, options in calls if name != "Metric"]
+    assert sent == [400, 1000, 200, "set_terminated"]
 
 
 @pytest.mark.parametrize("name, make", [("wandb", WeightsAndBiases), ("tensorboard", TensorBoard)])

@@ -170,17 +170,17 @@ class MLflow:
     ):
         self._entities = import_tracker("mlflow").entities
         self._client = import_tracker("mlflow").MlflowClient()
+        self._waiting: list[Any] = []
+        self._sent_at = 0.0
         if run_id is None:
             experiment = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
             found = self._client.get_experiment_by_name(experiment)
             experiment_id = self._client.create_experiment(experiment) if found is None else found.experiment_id
             tags = {} if group is None else {"group": group}
             self.run_id = self._client.create_run(experiment_id, tags=tags, run_name=name).info.run_id
-            params = (config or {}).items()
-            # The parameters of a run cannot change: its configuration after a resume is only in the artifact.
-            self._client.log_batch(
-                self.run_id, params=[self._entities.Param(name, str(value)[:500]) for name, value in params]
-            )
+            # MLflow takes 100 parameters, and never another value of one: the artifact has all, also after a resume.
+            params = [self._entities.Param(name, str(value)[:500]) for name, value in (config or {}).items()]
+            self._client.log_batch(self.run_id, params=params[:100])
         else:
             self.run_id = run_id
             self._client.update_run(run_id, status="RUNNING")
@@ -188,9 +188,11 @@ class MLflow:
             self._client.log_dict(self.run_id, config, "config.json")
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
-        now = int(1000 * time.time())
-        metrics = [self._entities.Metric(name, value, now, step) for name, value in flatten_values(values).items()]
-        self._client.log_batch(self.run_id, metrics=metrics)
+        now = time.time()
+        for name, value in flatten_values(values).items():
+            self._waiting.append(self._entities.Metric(name, value, int(1000 * now), step))
+        if now - self._sent_at >= 1:
+            self._send()
 
     def log_report(self, report: Path, samples: Samples) -> None:
         self._client.log_artifact(self.run_id, str(report))
@@ -198,7 +200,15 @@ class MLflow:
             self._client.log_text(self.run_id, _format_samples(samples), "samples.md")
 
     def close(self) -> None:
+        self._send()
         self._client.set_terminated(self.run_id)
+
+    def _send(self) -> None:
+        """Send the metrics that wait: a request takes as long as a step of a small model, so there is one a second."""
+        for first in range(0, len(self._waiting), 1000):  # the most that MLflow takes at once
+            self._client.log_batch(self.run_id, metrics=self._waiting[first : first + 1000])
+        self._waiting.clear()
+        self._sent_at = time.time()
 
 
 def flatten_values(values: Mapping[str, Any]) -> dict[str, float]:
