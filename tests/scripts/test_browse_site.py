@@ -29,6 +29,7 @@ TERMS = {
     "KV cache": "checkpoints.html",
     "JSONL": "resume.html",
     "LoRA": "adapters.html",
+    "wandb": "train.html",
     "multi-node": "tutorials/devices.html",
 }
 """Words that readers search for, and a page that they should find."""
