@@ -89,7 +89,7 @@ def test_trackio_runs_of_one_name_differ(calls):
     assert Trackio(config={}, name="x", run_id=first.run_id).run_id == calls[-1][1][1] == first.run_id
 
 
-def test_mlflow_resumes_without_parameters_and_sends_once_a_second(calls):
+def test_mlflow_sends_once_a_second(calls):
     tracker = MLflow(config={"a": 1}, run_id="run-1")
     assert [name for name, _, _ in calls] == ["MlflowClient", "update_run", "log_dict"]
     calls.clear()
