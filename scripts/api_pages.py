@@ -36,8 +36,6 @@ ALSO_SHOWN = (
 )
 """Names that no package exports, but that porting a model or writing a mixer needs."""
 SHAPES = "zoo.shapes"
-HEAD = "---\nsearch:\n  boost: 0.5\n---\n\n"
-"""Front matter: a page of the reference comes after the page that explains."""
 
 
 @dataclass(frozen=True)
@@ -171,13 +169,13 @@ def build_api_pages(note: str) -> dict[str, str]:
     pages = {}
     for page, entries in list_pages().items():
         stubs = "\n\n".join(entry.stub() for entry in entries)
-        pages[f"docs/api/{page}.md"] = f"{HEAD}# {page}\n\n{note}{summarize(page)}\n\n{stubs}\n"
+        pages[f"docs/api/{page}.md"] = f"# {page}\n\n{note}{summarize(page)}\n\n{stubs}\n"
     options = "    options:\n      show_root_heading: false\n      show_if_no_docstring: true"
-    pages[f"docs/api/{SHAPES}.md"] = f"{HEAD}# {SHAPES}\n\n{note}::: {SHAPES}\n{options}\n"
+    pages[f"docs/api/{SHAPES}.md"] = f"# {SHAPES}\n\n{note}::: {SHAPES}\n{options}\n"
     rows = [f"| [`{page}`]({page}.md) | {summarize(page)} |" for page in [*list_pages(), SHAPES]]
     pages["docs/api/index.md"] = "\n".join(
         [
-            f"{HEAD}# API\n\n{note}One page per package, from the docstrings. Shapes such as "
+            f"# API\n\n{note}One page per package, from the docstrings. Shapes such as "
             '`Float[Array, "batch seq embed"]` are part of a signature, and are checked whenever the tests run. '
             "[Public names](../names.md) lists all names with one sentence each.\n",
             "| package | contents |",

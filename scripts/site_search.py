@@ -1,0 +1,97 @@
+"""MkDocs hook: rank guides before the API in the site's search, mend the search, and ask the built index for its words.
+
+lunr, which the theme searches with, merges the states of its automaton by a string that joins the letter of each edge
+to the number of the state that it leads to. Where a word has digits, two states may have one string: lunr then drops
+words, and a query that meets them raises. A comma between them keeps the states apart.
+"""
+
+import itertools
+import json
+import logging
+import re
+import shutil
+import subprocess
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+GUIDES = 3.0
+API = 0.5
+BOOSTS = dict.fromkeys(("families.md", "glossary.md", "performance.md"), 1.0)
+"""Boosts of pages that hold a little of everything; of the others, the API has `API`, and a guide `GUIDES`."""
+FREQUENT = 500
+"""Words that a build asks for, the most frequent ones of the site."""
+PROGRAM = Path(__file__).with_name("ask_search.js")
+WORKERS = "assets/javascripts/workers/search.*.js"
+FAULT = re.compile(r"\b(\w)=\1\+(\w)\+(\w)\.id\b")
+"""Where lunr's `TokenSet.prototype.toString` joins a letter to a number, as it is minified."""
+
+log = logging.getLogger("mkdocs.hooks.site_search")
+
+
+def find_boost(path: str) -> float:
+    """Return the boost of a page, by its path below docs/."""
+    return API if path.startswith("api/") else BOOSTS.get(path, GUIDES)
+
+
+def mend_worker(script: str) -> str:
+    """Separate the edges in the string by which lunr compares two states.
+
+    **Raises** `ValueError` if the script does not have it exactly once.
+    """
+    mended, count = FAULT.subn(r'\1=\1+\2+\3.id+","', script)
+    if count != 1:
+        raise ValueError(f"lunr's TokenSet.toString was found {count} times in the theme's worker")
+    return mended
+
+
+def list_words(site: Path, count: int = FREQUENT) -> list[str]:
+    """Return the most frequent words of a built site, each letter and digit, and pairs of the most frequent words."""
+    docs = json.loads((site / "search" / "search_index.json").read_text(encoding="utf-8"))["docs"]
+    texts = (re.sub(r"<[^>]+>", " ", f"{doc['title']} {doc['text']}") for doc in docs)
+    counts = Counter(word for text in texts for word in re.findall(r"[a-z0-9][a-z0-9_]*", text.lower()))
+    words = [word for word, _ in counts.most_common(count)]
+    pairs = [f"{first} {second}" for first, second in itertools.pairwise(words[:101])]
+    return [*dict.fromkeys([*words, *"abcdefghijklmnopqrstuvwxyz0123456789"]), *pairs]
+
+
+def ask(site: Path, words: Iterable[str]) -> list[dict[str, Any]]:
+    """Ask the search of a built site for `words`, by Node.
+
+    Each answer has the `words`, the pages or places that were `found`, best first, and `warnings` of the search.
+
+    **Raises** `FileNotFoundError` without Node.
+    """
+    node = shutil.which("node")
+    if node is None:
+        raise FileNotFoundError("Node is needed to ask the site's search: node is not on the path")
+    done = subprocess.run(
+        [node, str(PROGRAM), str(site)], input=json.dumps(list(words)), capture_output=True, text=True, check=True
+    )
+    return json.loads(done.stdout)
+
+
+def find_faults(site: Path) -> Iterator[str]:
+    """Yield a line for each frequent word of a built site that its search fails on."""
+    for answer in ask(site, list_words(site)):
+        if answer["warnings"]:
+            yield f"the search fails on {answer['words']!r}: {' '.join(answer['warnings'])}"
+
+
+def on_page_markdown(markdown: str, *, page, **_) -> str:
+    """Give a page its boost, unless its front matter has one."""
+    page.meta["search"] = {"boost": find_boost(page.file.src_uri)} | page.meta.get("search", {})
+    return markdown
+
+
+def on_post_build(config, **_) -> None:
+    """Mend the theme's worker, and warn of words that the search fails on, which fails a strict build."""
+    site = Path(config["site_dir"])
+    (worker,) = site.glob(WORKERS)
+    worker.write_text(mend_worker(worker.read_text(encoding="utf-8")), encoding="utf-8")
+    try:
+        for line in find_faults(site):
+            log.warning("%s", line)
+    except FileNotFoundError as missing:
+        log.info("%s", missing)
