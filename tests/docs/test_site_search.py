@@ -3,8 +3,6 @@
 import json
 import random
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,7 +12,6 @@ from scripts import browse_site, site_search
 
 material = pytest.importorskip("material")
 
-ROOT = Path(__file__).parents[2]
 THEME = Path(material.__file__).parent / "templates"
 FIRST = {
     "lora": "adapters.html",
@@ -81,16 +78,6 @@ def test_words_are_those_of_the_index(site):
     assert {"a", "0", "z", "9"} <= set(words)
     assert "p" in words and "<p>000" not in words
     assert sum(" " in word for word in words) == 100
-
-
-@pytest.fixture(scope="module")
-def built(tmp_path_factory):
-    """The site, built as `make docs` builds it."""
-    folder = tmp_path_factory.mktemp("built") / "site"
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return folder
 
 
 def ask(site, words):
