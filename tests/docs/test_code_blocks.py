@@ -10,6 +10,7 @@ from pathlib import Path
 import jax
 import pytest
 
+import zoo
 from scripts.page_code import list_code
 
 pytestmark = pytest.mark.ci
@@ -21,6 +22,7 @@ FOR_EIGHT_DEVICES = (
     *("docs/add-a-layer.md", "docs/tutorials/devices.md"),
 )
 """Pages that ask for eight devices, or are about them."""
+HUB_NAME = "Qwen/Qwen3-0.6B"
 
 
 def command(words: list[str], fails: bool) -> None:
@@ -52,10 +54,19 @@ def test_page_runs(page, devices, tmp_path, monkeypatch, no_type_checks):
     show_devices(monkeypatch, devices)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "docs").symlink_to(ROOT / "docs")  # commands run in the repository
+    if f'"{HUB_NAME}"' in page.read_text(encoding="utf-8"):
+        save_model_of_the_hub(tmp_path / HUB_NAME)  # a folder of that name comes before the hub
     names = {"__name__": "__main__", "command": command}
     for line, source in list_code(page.read_text(encoding="utf-8")):
         # Empty lines in front give the traceback, and a failing assertion, the page's own line numbers.
         exec(compile("\n" * (line - 1) + source, str(page), "exec", dont_inherit=True), names)
+
+
+def save_model_of_the_hub(folder):
+    """Write a small Qwen3, with the ids that pages take from the vocabulary of Qwen3-0.6B."""
+    config = {"vocab_size": 10_000, "hidden_size": 16, "num_hidden_layers": 2, "intermediate_size": 32}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    zoo.save(zoo.models.preset("qwen3-0.6b", key=jax.random.key(0), **config, **heads), folder)
 
 
 def show_devices(monkeypatch, count):

@@ -1,9 +1,11 @@
 """Generated files are current, a build writes the pages of the site, and it loads nothing from another host."""
 
+import inspect
 import re
 
 import pytest
 
+import zoo
 from scripts import check_site, make_pages, write_pages
 from zoo.models.hf.families import FAMILIES
 from zoo.models.presets.published import PRESETS
@@ -43,6 +45,11 @@ def test_figures_of_the_front_are_those_of_their_sources(name):
 
     front = " ".join(read(name).split())
     assert f"**{len(FAMILIES)} families in and out" in front
+    assert f"**{len(list_mixers())} mixers, in any hybrid.**" in front
+    methods = re.findall(r"^\| `(\w+)` \|", read("docs/adapters.md").partition("| method |")[2], re.MULTILINE)
+    assert all(callable(getattr(zoo.adapters, method)) for method in methods)
+    assert f"**{len(methods)} adapter methods.**" in front
+    assert f"**One model, {len(zoo.parallel.AXES)} mesh axes.**" in front
     assert f"**Programs of {len(read('recipes/transformer.py').splitlines())} lines.**" in front
     assert "within 1e-4 of the largest logit and usually within 1e-6" in front
     assert "within 1e-4 of the largest logit, and usually within 1e-6" in " ".join(read("docs/checkpoints.md").split())
@@ -53,6 +60,26 @@ def test_figures_of_the_front_are_those_of_their_sources(name):
     medians = [re.search(rf"^\| {row} \| ([\d.]+) s", read("docs/performance.md"), re.MULTILINE)[1] for row in measured]
     ours, eager, compiled = (f"{float(x):.2f} s" for x in medians)
     assert f"on two cores, takes {ours}; PyTorch's takes {eager} eager and {compiled} compiled" in front
+
+
+def list_mixers():
+    """Return the token mixers of the library. RWKV-4's channel mixing has the interface of one, for its state."""
+
+    def walk(cls):
+        for subclass in cls.__subclasses__():
+            yield subclass
+            yield from walk(subclass)
+
+    concrete = {cls for cls in walk(zoo.layers.AbstractMixer) if not inspect.isabstract(cls)}
+    return {cls for cls in concrete if cls.__module__.startswith("zoo.") and cls.__name__ != "RWKV4ChannelMixing"}
+
+
+def test_the_plan_of_the_front_is_the_one_of_its_page():
+    front, page = ((make_pages.ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "docs/plan.md"))
+    command = re.search(r"^\$ zoo plan --preset .*", front, re.MULTILINE)[0]
+    assert command in page.splitlines()
+    shown = re.search(r"^memory .*?(?=^```)", front, re.MULTILINE | re.DOTALL)[0].splitlines()
+    assert len(shown) > 3 and set(shown) <= set(page.splitlines())
 
 
 def test_home_page_groups_every_family():
