@@ -1,6 +1,5 @@
 """Implement `zoo convert`."""
 
-import os
 from collections.abc import Collection
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -16,12 +15,13 @@ from zoo.parallel.devices import use_cpu
 from zoo.weights.directory import CONFIG_NAME, resolve_directory
 from zoo.weights.safetensors import PICKLE_SUFFIXES, SAFE_WEIGHTS_INDEX_NAME
 from zoo.weights.sentence_files import list_saved_files
+from zoo.weights.tokenizer_files import TOKENIZER_FILES, leaves_directory
 
 from .parts import list_weight_files
 
 _COPIED_FILE_PATTERNS = (
-    *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model"),
-    *("chat_template*", "generation_config.json", "LICENSE*", "README.md"),
+    *TOKENIZER_FILES,
+    *("generation_config.json", "LICENSE*", "README.md"),
 )
 """Files of a checkpoint without weights that are copied: tokenizer, chat template, license."""
 
@@ -105,19 +105,8 @@ def _list_extra_files(source: Path, written: Collection[str]) -> tuple[list[Path
             skipped.append(f"{path.name} (not a shard of this checkpoint)")
         elif not any(fnmatchcase(path.name, pattern) for pattern in _COPIED_FILE_PATTERNS):
             skipped.append(f"{path.name} (unknown kind)")
-        elif _is_link_to_outside(path, source):
+        elif leaves_directory(path, source):
             skipped.append(f"{path.name} (link that leaves the directory)")
         else:
             copied.append(path)
     return copied, skipped
-
-
-def _is_link_to_outside(path: Path, source: Path) -> bool:
-    """Return True for a link to a file that does not belong to the checkpoint, say `README.md -> ~/.ssh/id_rsa`.
-
-    In the cache of the Hugging Face hub a checkpoint is `snapshots/COMMIT/`, and its files are links to `blobs/`.
-    """
-    home = Path(os.path.realpath(source))
-    target = Path(os.path.realpath(path))
-    is_blob = home.parent.name == "snapshots" and target.parent == home.parents[1] / "blobs"
-    return not (target.is_relative_to(home) or is_blob)

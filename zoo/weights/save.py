@@ -31,6 +31,7 @@ from .left_aside import LeftAside, check_source, open_left_aside
 from .plan import plan_tensors, strip_base_prefix
 from .safetensors import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, CheckpointError, write_tensors
 from .sentence_files import list_saved_files
+from .tokenizer_files import copy_tokenizer
 
 _logger = logging.getLogger("zoo")
 _WEIGHT_FILE_PATTERN = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
@@ -65,7 +66,7 @@ def save(
       scratch the first family that computes the same.
     - `source`: the directory that the model was loaded from. The tensors that `load` left aside there are written back,
       bit for bit: vision towers, projectors, modules of multi-token prediction. Default: they are missing, with one
-      line in the log.
+      line in the log. Its tokenizer and chat template are copied; without `source`, from where the model was loaded.
     - `config`: keys to add or change in config.json that do not affect the computation: `{"eos_token_id": 2}`.
     - `shard_bytes`: a larger checkpoint is saved in shards with an index.
 
@@ -92,6 +93,9 @@ def save(
         origin = dataclasses.replace(origin, wrapping=aside.wrapping)
         name_map = read_name_map(origin)
     _write_checkpoint(model, Path(directory), origin, name_map, shard_bytes, aside, source)
+    tokenizer = source or getattr(getattr(model, "origin", None), "directory", "")
+    if tokenizer and jax.process_index() == 0:
+        copy_tokenizer(Path(tokenizer), Path(directory))
     lacking = getattr(getattr(model, "origin", None), "left_aside", "")
     if source is None and lacking and jax.process_index() == 0:
         _logger.warning(
