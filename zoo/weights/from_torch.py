@@ -33,7 +33,7 @@ def from_torch(
 ) -> LoadedModel:
     """Convert a PyTorch module or state dict into a model.
 
-    - `weights`: a `torch.nn.Module` of transformers, or its state dict.
+    - `weights`: a `torch.nn.Module`, or its state dict, whose values may be NumPy arrays.
     - `config`: a mapping, a transformers config, or the path of a config.json. Default: the module's own.
     - `mesh`, `dtype`, `family`, `ignore`: as for `load`.
 
@@ -54,7 +54,7 @@ def from_torch(
         config_json["architectures"] = [type(weights).__name__]
     if family is None:
         family = find_family(config_json, Path(CONFIG_NAME))
-    tensors = {_to_file_name(name, family): _view_torch_tensor(name, x) for name, x in state_dict.items()}
+    tensors = {_to_file_name(name, family): _view_tensor(name, x) for name, x in state_dict.items()}
     checkpoint = resolve_checkpoint(
         config_json, tensors, _with_memory_names(family, tensors), ignore, "the config: ", "the state dict"
     )
@@ -105,8 +105,8 @@ def _to_config_dict(source: Any) -> dict[str, Any]:
     config = source.to_dict() if hasattr(source, "to_dict") else source
     if not isinstance(config, Mapping):
         raise CheckpointError(
-            "a state dict has no config: pass config=, as a mapping, a transformers config, or the path of a "
-            "config.json"
+            "there is no config: pass config=, as a mapping, a transformers config, or the path of a config.json; for "
+            "a module of your own, family= too (docs/tutorials/from-pytorch.md)"
         )
     return json.loads(json.dumps(dict(config), default=str))
 
@@ -119,12 +119,14 @@ def _to_file_name(name: str, family: Family) -> str:
     return name
 
 
-def _view_torch_tensor(name: str, x: Any) -> LazyTensor:
-    """View a torch.Tensor through DLPack, without a copy if it is on the CPU."""
+def _view_tensor(name: str, x: Any) -> LazyTensor:
+    """View a NumPy array, or a torch.Tensor through DLPack, without a copy if it is on the CPU."""
+    if isinstance(x, np.ndarray):
+        return LazyTensor(x.dtype, x.shape, lambda: x, zero_copy=True)
     import torch  # pyright: ignore[reportMissingImports]
 
     if not isinstance(x, torch.Tensor):
-        raise CheckpointError(f"{name} is {type(x).__name__}, where a torch.Tensor was expected")
+        raise CheckpointError(f"{name} is {type(x).__name__}, where a torch.Tensor or a NumPy array was expected")
     if x.is_meta:
         raise CheckpointError(
             f"{name} is on the device 'meta', which has shapes and no numbers: read the weights into the module before"

@@ -9,6 +9,8 @@ from jaxtyping import PyTree
 from zoo.models.hf.spec import NameMap, Shape, TensorMapping, prefixed
 from zoo.models.parameter_paths import ParameterPath, format_path, iterate_indices, list_parameter_paths
 
+from .safetensors import CheckpointError
+
 
 @dataclasses.dataclass(frozen=True)
 class _ArraySlice:
@@ -43,7 +45,7 @@ class TensorPlan:
 def plan_tensors(tree: PyTree, name_map: NameMap) -> dict[str, TensorPlan]:
     """Return the plan of each checkpoint tensor, by its name. `tree` may hold arrays or shapes.
 
-    **Raises** `KeyError` if the name map lacks one of the model's arrays, or the model lacks some parts of a fused
+    **Raises** `CheckpointError` if the name map lacks one of the model's arrays, or the model some parts of a fused
     tensor; `ValueError` if two rows name one part. Each is a mistake in the family's name map.
     """
     mappings = invert_name_map(name_map)
@@ -60,7 +62,7 @@ def plan_tensors(tree: PyTree, name_map: NameMap) -> dict[str, TensorPlan]:
             found.setdefault(name, (mapping, {}, len(path.ranges) - stars))[1][part] = piece
     for name, (mapping, slices, _) in found.items():
         if len(slices) < len(mapping.parts):
-            raise KeyError(f"{name} is made of {', '.join(mapping.parts)}, and the model has only some of them")
+            raise CheckpointError(f"{name} is made of {', '.join(mapping.parts)}, and the model has only some of them")
     return {
         name: TensorPlan(mapping, tuple(piece for _, piece in sorted(slices.items())), num_stacked_dims)
         for name, (mapping, slices, num_stacked_dims) in found.items()
@@ -88,7 +90,7 @@ def find_mapping(
         if name in mappings:
             pattern, mapping, part = mappings[name]
             return pattern + suffix, mapping, part
-    raise KeyError(f"the table has no row for {path.name}")
+    raise CheckpointError(f"the family's table of names has no row for {path.name}")
 
 
 def strip_base_prefix_if_absent(name_map: NameMap, names: set[str]) -> NameMap | None:

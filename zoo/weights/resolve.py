@@ -143,7 +143,7 @@ def resolve_checkpoint(
             config_json = {key: value for key, value in config_json.items() if key != QUANTIZATION_KEY}
             config = read_config(family, config_json)
             decode = True
-        layers = config["num_hidden_layers"]
+        layers = config.get("num_hidden_layers", 0)  # a family of one's own may have another key
         if layers > len(tensors):  # refused here: building 10^9 layers, if only in shapes, would never end
             raise ConfigError(f"num_hidden_layers = {layers}, and the checkpoint has {len(tensors)} tensors in all")
         model = build_shapes(family, config)

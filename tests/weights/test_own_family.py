@@ -1,0 +1,54 @@
+"""A family of a user's own, and a state dict of NumPy arrays."""
+
+import dataclasses
+from functools import partial
+
+import numpy as np
+import pytest
+
+import zoo
+from zoo.layers import MLP, Attention, RMSNorm
+from zoo.models import Family
+
+
+def build(config, *, key):
+    layers = [(partial(Attention, 8, 2), partial(MLP, 8, 16, bias=False))] * config["depth"]
+    return zoo.models.build_decoder(vocab=16, embed=8, layers=layers, norm=partial(RMSNorm, 8), tied=True, key=key)
+
+
+NAMES = {
+    "tokens": "embedding",
+    "norm": "norm",
+    "blocks.*.ln1": "layers.*.mixer_norm",
+    "blocks.*.ln2": "layers.*.ffn_norm",
+    "blocks.*.up": "layers.*.mlp.up",
+    "blocks.*.down": "layers.*.mlp.down",
+    **{f"blocks.*.{part}": f"layers.*.attention.{part}" for part in ("query", "key", "value", "out")},
+}
+OWN = Family(name="own", architecture="Own", build=build, names=lambda config: NAMES, defaults={"depth": 2})
+
+
+def make_state():
+    draw = np.random.default_rng(0)
+    shapes = {"tokens": (16, 8), "norm": (8,)}
+    for i in range(2):
+        square = dict.fromkeys((f"blocks.{i}.{part}" for part in ("query", "key", "value", "out")), (8, 8))
+        shapes |= square | {f"blocks.{i}.ln1": (8,), f"blocks.{i}.ln2": (8,)}
+        shapes |= {f"blocks.{i}.up": (16, 8), f"blocks.{i}.down": (8, 16)}
+    return {f"{name}.weight": draw.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+
+
+def test_numpy_arrays_of_a_family_without_num_hidden_layers(tmp_path):
+    state = make_state()
+    model = zoo.from_torch(state, config={"model_type": "own"}, family=OWN)
+    assert (model.stack.segments[0].blocks[0].mixer.key.weight[1] == state["blocks.1.key.weight"]).all()
+    zoo.save(model, tmp_path)
+    again = zoo.load(tmp_path, family=OWN)
+    assert (again.embedding.weight == state["tokens.weight"]).all()
+
+
+def test_table_without_a_row_names_the_parameter():
+    lacking = {name: ours for name, ours in NAMES.items() if name != "blocks.*.up"}
+    family = dataclasses.replace(OWN, names=lambda config: lacking)
+    with pytest.raises(zoo.CheckpointError, match=r"has no row for layers\.\*\.mlp\.up\.weight"):
+        zoo.from_torch(make_state(), config={"model_type": "own"}, family=family)
