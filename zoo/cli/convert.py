@@ -21,7 +21,7 @@ from .parts import list_weight_files
 
 _COPIED_FILE_PATTERNS = (
     *TOKENIZER_FILES,
-    *("generation_config.json", "LICENSE*", "README.md"),
+    *("LICENSE*", "README.md"),
 )
 """Files of a checkpoint without weights that are copied: tokenizer, chat template, license."""
 

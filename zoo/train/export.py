@@ -8,7 +8,8 @@ import jax
 from zoo._terminal import show
 from zoo.models import Decoder
 from zoo.text.corpus import Corpus
-from zoo.weights import NoFamilyError, save
+from zoo.weights import NoFamilyError
+from zoo.weights.save import write_model
 
 
 def export(model: Decoder, corpus: Corpus, directory: Path, *, seq_len: int) -> Path:
@@ -22,7 +23,7 @@ def export(model: Decoder, corpus: Corpus, directory: Path, *, seq_len: int) -> 
     if model.origin is not None:
         grown = json.loads(model.origin.config).get("max_position_embeddings", seq_len) < seq_len
         more = {"max_position_embeddings": seq_len} if grown else {}
-    save(model, directory, config=more)
+    write_model(model, directory, config=more)
     if jax.process_index() == 0:
         corpus.tokenizer.save(directory)
     if jax.process_count() > 1:

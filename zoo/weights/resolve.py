@@ -77,9 +77,7 @@ def open_checkpoint(
         raise CheckpointError(f"{error}\n  {stray}") from None
     if stray:
         _logger.warning("%s", stray)
-    origin = dataclasses.replace(
-        found.model.origin, sentence_files=read_sentence_files(path), directory=str(path.absolute())
-    )
+    origin = dataclasses.replace(found.model.origin, sentence_files=read_sentence_files(path))
     return dataclasses.replace(found, model=dataclasses.replace(found.model, origin=origin))
 
 

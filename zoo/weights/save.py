@@ -25,13 +25,14 @@ from zoo.models.hf.spec import Family, NameMap, Origin, replace_ending
 from zoo.models.hf.wrappers import rename_all, wrap_config
 from zoo.models.parameter_paths import find_differences, list_parameter_paths
 
-from .directory import CONFIG_NAME
+from .directory import CONFIG_NAME, resolve_directory
 from .formats import drop_quantization_if_plain, pack_like, split_quantization, unpack_exported
 from .left_aside import LeftAside, check_source, open_left_aside
+from .model_card import describe_model, name_base, write_model_card
 from .plan import plan_tensors, strip_base_prefix
 from .safetensors import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, CheckpointError, write_tensors
 from .sentence_files import list_saved_files
-from .tokenizer_files import copy_tokenizer
+from .tokenizer_files import copy_tokenizer, has_tokenizer
 
 _logger = logging.getLogger("zoo")
 _WEIGHT_FILE_PATTERN = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
@@ -64,11 +65,13 @@ def save(
     - `model`: a model, or a tree of its structure: gradients are saved under their parameters' names.
     - `family`: the family to save as. Default: for a loaded model the family it was loaded from; for a model made from
       scratch the first family that computes the same.
-    - `source`: the directory that the model was loaded from. The tensors that `load` left aside there are written back,
-      bit for bit: vision towers, projectors, modules of multi-token prediction. Default: they are missing, with one
-      line in the log. Its tokenizer and chat template are copied; without `source`, from where the model was loaded.
+    - `source`: the directory, or the name on the hub, that the model was loaded from. Its tokenizer, chat template and
+      generation_config.json are copied, and the tensors that `load` left aside are written back, bit for bit: vision
+      towers, projectors, modules of multi-token prediction. Default: they are missing, with a line in the log.
     - `config`: keys to add or change in config.json that do not affect the computation: `{"eos_token_id": 2}`.
     - `shard_bytes`: a larger checkpoint is saved in shards with an index.
+
+    A directory without a README.md gets a model card, so that `hf upload NAME DIRECTORY` publishes it.
 
     Before anything is written, the config's model is built in shapes and compared with `model`, so that `load` returns
     the same model. A quantized checkpoint that was dequantized on load is saved as plain tensors; one loaded with
@@ -83,7 +86,27 @@ def save(
     `CheckpointError` if the parts of a fused tensor have several dtypes, for a `source` of another model, and for the
     name of a file.
     """
-    _require_directory(Path(directory))
+    source = None if source is None else resolve_directory(source)
+    write_model(model, Path(directory), family, source=source, config=config, shard_bytes=shard_bytes)
+    if jax.process_index() != 0:
+        return
+    if source is not None:
+        copy_tokenizer(source, Path(directory))
+    elif getattr(model, "origin", None) is not None and not has_tokenizer(Path(directory)):
+        _logger.warning("%s has no tokenizer: zoo.save(..., source=) copies the one of a checkpoint", directory)
+
+
+def write_model(
+    model: PyTree,
+    directory: Path,
+    family: str | Family | None = None,
+    *,
+    source: Path | None = None,
+    config: Mapping[str, Any] | None = None,
+    shard_bytes: int = 5_000_000_000,
+) -> None:
+    """Save a model as `save` does, without a tokenizer."""
+    _require_directory(directory)
     _refuse_adapters(model)
     model = _take_master_weights(model)
     origin, name_map = resolve_origin(model, family, dict(config or {}))
@@ -92,12 +115,13 @@ def save(
         aside = open_left_aside(source, origin)
         origin = dataclasses.replace(origin, wrapping=aside.wrapping)
         name_map = read_name_map(origin)
-    _write_checkpoint(model, Path(directory), origin, name_map, shard_bytes, aside, source)
-    tokenizer = source or getattr(getattr(model, "origin", None), "directory", "")
-    if tokenizer and jax.process_index() == 0:
-        copy_tokenizer(Path(tokenizer), Path(directory))
+    _write_checkpoint(model, directory, origin, name_map, shard_bytes, aside, source)
+    if jax.process_index() != 0:
+        return
+    base = None if source is None else name_base(source)
+    write_model_card(directory, describe_model(directory.resolve().name, origin.family.name, base))
     lacking = getattr(getattr(model, "origin", None), "left_aside", "")
-    if source is None and lacking and jax.process_index() == 0:
+    if source is None and lacking:
         _logger.warning(
             "%s lacks what was left aside on loading: %s; zoo.save(..., source=) writes it too", directory, lacking
         )

@@ -1,6 +1,5 @@
 """Find and copy the files of a checkpoint that make its tokenizer and its chat template."""
 
-import logging
 import os
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -11,22 +10,16 @@ from .safetensors import PICKLE_SUFFIXES
 
 TOKENIZER_FILES = (
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model"),
-    "chat_template*",
+    *("chat_template*", "generation_config.json"),
 )
-"""Patterns of their names."""
-
-_logger = logging.getLogger("zoo")
+"""Patterns of their names, and of the file that says which tokens end a text."""
 
 
 def copy_tokenizer(source: Path, directory: Path) -> None:
-    """Copy tokenizer and chat template of a checkpoint to a directory, over older ones.
+    """Copy tokenizer, chat template and generation_config.json of a checkpoint to a directory, over older ones.
 
-    Pickled files and links that leave `source` are left out. Without `source` there is nothing to copy, and one line
-    in the log says so.
+    Pickled files and links that leave `source` are left out.
     """
-    if not source.is_dir():
-        _logger.warning("%s: wrote no tokenizer, since %s is gone: pass source=, its directory", directory, source)
-        return
     for path in sorted(source.iterdir()):
         is_named = any(fnmatchcase(path.name, pattern) for pattern in TOKENIZER_FILES)
         is_plain = path.is_file() and path.suffix not in PICKLE_SUFFIXES and not leaves_directory(path, source)
@@ -35,6 +28,11 @@ def copy_tokenizer(source: Path, directory: Path) -> None:
         target = directory / path.name
         if not (target.exists() and target.samefile(path)):
             copy_file(path, target)
+
+
+def has_tokenizer(directory: Path) -> bool:
+    """Return True if a directory has a file that makes a tokenizer."""
+    return any((directory / name).exists() for name in ("tokenizer.json", "tokenizer.model", "vocab.txt", "vocab.json"))
 
 
 def leaves_directory(path: Path, source: Path) -> bool:

@@ -14,6 +14,7 @@ from zoo.models.hf.spec import NameMap
 from zoo.models.targets import find_linears
 from zoo.parallel import merge_rounds
 from zoo.weights import CheckpointError
+from zoo.weights.model_card import describe_adapter, write_model_card
 from zoo.weights.safetensors import write_tensors
 
 from ..compose import adapter_names, check_adapter_name, is_adapter
@@ -61,6 +62,8 @@ def save(model: Any, directory: str | Path, *, adapter_name: str | None = None, 
     with create_files(path) as create:
         write_tensors(create(WEIGHTS_FILE), shapes, tensors.__getitem__)
         create(CONFIG_FILE).write((json.dumps(config, indent=2, sort_keys=True) + "\n").encode())
+    base_name = config["base_model_name_or_path"]
+    write_model_card(path, describe_adapter(path.resolve().name, config["peft_type"], base_name))
 
 
 def _name_base(model: Any) -> str | None:

@@ -223,9 +223,6 @@ class Origin:
     """The tensors of the checkpoint that the model does not have, in words; "" without any."""
     sentence_files: tuple[tuple[str, str], ...] = ()
     """Paths and texts of sentence-transformers' files, which say how `zoo.embed` pools."""
-    directory: str = dataclasses.field(default="", compare=False)
-    """The directory, whose tokenizer `save` copies; "" for a model that came from elsewhere. Models that differ only in
-    it are trees of one structure."""
 
     def __repr__(self) -> str:
         return f"Origin({self.family.name})"

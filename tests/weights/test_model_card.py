@@ -1,0 +1,51 @@
+"""Saved directories have a model card that the hub reads; one that is there already stays."""
+
+import huggingface_hub
+import jax
+import pytest
+
+import zoo
+from zoo import adapters
+
+CACHED = "models--tiny--llama/snapshots/0123456789abcdef0123456789abcdef01234567"
+
+
+def make_model():
+    return zoo.models.Transformer(vocab=32, embed=16, layers=1, heads=2, mlp=16, key=jax.random.key(0))
+
+
+@pytest.fixture
+def cached(tmp_path):
+    """A checkpoint where the hub's cache has it."""
+    zoo.save(make_model(), tmp_path / CACHED)
+    return tmp_path / CACHED
+
+
+def read(directory):
+    return huggingface_hub.ModelCard.load(directory / "README.md")
+
+
+def test_card_of_a_model(cached, tmp_path):
+    zoo.save(make_model(), tmp_path / "mine")
+    card = read(tmp_path / "mine")
+    assert card.data.library_name == "transformers" and card.data.base_model is None
+    assert "# mine" in card.text and "`llama`" in card.text
+    zoo.save(zoo.load(cached), tmp_path / "tuned", source=cached)
+    card = read(tmp_path / "tuned")
+    assert card.data.base_model == "tiny/llama" and "made from `tiny/llama`" in card.text
+
+
+def test_card_of_an_adapter(cached, tmp_path):
+    model = adapters.lora(zoo.load(cached), key=jax.random.key(1))
+    adapters.save(model, tmp_path / "adapter", base="tiny/llama")
+    card = read(tmp_path / "adapter")
+    assert card.data.library_name == "peft" and card.data.base_model == "tiny/llama" and "lora" in card.data.tags
+    adapters.save(model, tmp_path / "private", base=cached)
+    assert str(tmp_path) not in (tmp_path / "private" / "README.md").read_text()
+    assert read(tmp_path / "private").data.base_model is None
+
+
+def test_a_card_that_is_there_stays(tmp_path):
+    (tmp_path / "README.md").write_text("mine\n")
+    zoo.save(make_model(), tmp_path)
+    assert (tmp_path / "README.md").read_text() == "mine\n"
