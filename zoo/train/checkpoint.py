@@ -98,10 +98,13 @@ class Checkpoints:
         self.wait()
         arrays = flatten_with_names(merge_rounds(eqx.filter(state, eqx.is_array)))
         _require_savable(arrays)
-        arrays = {name: np.asarray(x) if isinstance(x, np.generic) else x for name, x in arrays.items()}
+        numpy_scalars = {name: np.asarray(x) for name, x in arrays.items() if isinstance(x, np.generic)}
+        arrays = {**arrays, **numpy_scalars}
         size = sum(x.nbytes for x in arrays.values())
         if metric is not None:
-            metric = float(metric) if math.isfinite(metric) else None
+            metric = float(metric)
+            if not math.isfinite(metric):
+                metric = None
         self._saving = _Save(step, size, metric)
         if obstacle := run_on_first(lambda: self.folder.make_room(step, size)):
             raise UnwrittenCheckpointError(obstacle)
@@ -255,7 +258,10 @@ class Checkpoints:
     def _read_whole(self, step: int | None, read: Callable[[int], Any]) -> Any:
         """Read the checkpoint of `step`, or of the newest one that can be read."""
         while True:
-            found = self.latest_step() if step is None else self.verify(step)
+            if step is None:
+                found = self.latest_step()
+            else:
+                found = self.verify(step)
             if found is None:
                 raise FileNotFoundError(f"{self.folder.location}: no whole checkpoint here; it holds none")
             try:
@@ -289,8 +295,10 @@ class Checkpoints:
                     return leaf
                 return jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding)
             x = arrays.pop(format_key_path(path))  # so that it is freed once it is copied
+            if isinstance(leaf, np.generic):
+                return x[()]
             if _is_numpy(leaf):
-                return x[()] if isinstance(leaf, np.generic) else x
+                return x
             if x.shape != leaf.shape:
                 return jax.device_put(reshape_layers(x, leaf.shape), leaf.sharding)
             return jnp.copy(x)  # on several devices, arrays restored by Orbax cannot be donated; copies can

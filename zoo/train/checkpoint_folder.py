@@ -36,7 +36,10 @@ class CheckpointFolder:
     def __init__(self, location: Path | str):
         self.in_store = "://" in str(location)
         self.path = _open_path(location)
-        self.location = str(location).rstrip("/") if self.in_store else str(self.path)
+        if self.in_store:
+            self.location = str(location).rstrip("/")
+        else:
+            self.location = str(self.path)
         self._warned: set[str] = set()
         self._verified: set[int] = set()
         self._unreadable: dict[int, str] = {}
@@ -75,14 +78,14 @@ class CheckpointFolder:
         **Raises** `FileNotFoundError`, with the available steps, if it is absent or damaged.
         """
         steps = self.list_steps()
-        damage = self._find_damage(step, by_digest=True) if step in steps else None
-        if step not in steps or damage:
-            reason = f", because {damage}" if damage else ""
-            others = [other for other in steps if other != step] or "none"
-            raise FileNotFoundError(
-                f"{self.location}: no whole checkpoint of step {step} here{reason}; it holds {others}"
-            )
-        return step
+        reason = ""
+        if step in steps:
+            damage = self._find_damage(step, by_digest=True)
+            if not damage:
+                return step
+            reason = f", because {damage}"
+        others = [other for other in steps if other != step] or "none"
+        raise FileNotFoundError(f"{self.location}: no whole checkpoint of step {step} here{reason}; it holds {others}")
 
     def read_metadata(self, step: int) -> Any:
         """Read the JSON that was saved next to the arrays of a checkpoint."""

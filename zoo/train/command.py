@@ -55,9 +55,15 @@ def run_cli(
     it again.
     """
     presets = presets or {}
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    preset = words.pop(0) if words and words[0] in presets else None
-    default = config() if preset is None else presets[preset]
+    if arguments is None:
+        arguments = sys.argv[1:]
+    words = list(arguments)
+    if words and words[0] in presets:
+        preset = words.pop(0)
+        default = presets[preset]
+    else:
+        preset = None
+        default = config()
     program = " ".join(filter(None, (Path(sys.argv[0]).name, preset)))
     about = sys.modules[main.__module__].__doc__ or ""
     if presets:
@@ -111,7 +117,9 @@ def _start(parse: Callable[[Sequence[str]], _Config], words: Sequence[str], defa
 def _end_after(error: BaseException, main: Callable[..., Any], program: str) -> NoReturn:
     """Print the error that ended the program, and end it. Re-raises an error of one process not raised on purpose."""
     is_alone = count_processes() == 1
-    text = describe_backend_error(error) or (str(error) if _is_user_error(error, main) else None)
+    text = describe_backend_error(error)
+    if text is None and _is_user_error(error, main):
+        text = str(error)
     if isinstance(error, BrokenPipeError) and is_output_closed():
         status = 1
         discard_output()
@@ -120,7 +128,8 @@ def _end_after(error: BaseException, main: Callable[..., Any], program: str) -> 
         show_error(f"{program}: {str(error) or 'interrupted'}")
     elif text is not None:
         status = 2
-        show_error(f"{program}: error{'' if is_alone else f' in {name_process()}'}: {text}")
+        where = "" if is_alone else f" in {name_process()}"
+        show_error(f"{program}: error{where}: {text}")
     elif is_alone:
         raise error
     else:
@@ -181,12 +190,18 @@ def _make_resume_spec(type_info: Any) -> Any:
             raise ValueError(f"one step or none was expected, not {' '.join(words)}")
         return int(words[0]) if words else True
 
+    def describe(value: bool | int) -> list[str]:
+        """Return the words of the default, for `--help`."""
+        if value is True:
+            return []
+        return [str(value)]
+
     return tyro.constructors.PrimitiveConstructorSpec(
         nargs="*",
         metavar="[STEP]",
         instance_from_str=parse,
         is_instance=lambda value: isinstance(value, bool | int),
-        str_from_instance=lambda value: [] if value is True else [str(value)],  # of the default, for --help
+        str_from_instance=describe,
     )
 
 

@@ -110,7 +110,9 @@ def claim_directory(lock: DirectoryLock, *, resume: bool | int = False, checkpoi
     directory.mkdir(parents=True, exist_ok=True)
     names = sorted(path.name for path in directory.iterdir() if not _is_ignored(path))
     if names and not any(_holds_run(path) for path in (directory, *directory.iterdir())):
-        shown = ", ".join(names[:3]) + (", ..." if names[3:] else "")
+        shown = ", ".join(names[:3])
+        if len(names) > 3:
+            shown += ", ..."
         raise FileExistsError(f"{directory} holds other things than a run ({shown}): choose another folder (--out)")
     lock.acquire()
     try:
@@ -119,9 +121,10 @@ def claim_directory(lock: DirectoryLock, *, resume: bool | int = False, checkpoi
         folder = CheckpointFolder(checkpoints or directory / "checkpoints")
         steps = folder.list_steps()
         if steps and resume is False:
+            place = checkpoints if isinstance(checkpoints, str) else directory
             raise FileExistsError(
-                f"{checkpoints if isinstance(checkpoints, str) else directory} holds a run of {steps[-1]} steps: "
-                "resume it (--resume), or choose another folder (--out), or delete this one"
+                f"{place} holds a run of {steps[-1]} steps: resume it (--resume), or choose another folder (--out), or "
+                "delete this one"
             )
         if steps and not isinstance(resume, bool) and resume not in steps:
             folder.require_whole(resume)
@@ -153,8 +156,7 @@ def _require_url(directory: Path) -> None:
         config = read_json(directory / "config.json")
     except (OSError, ValueError):
         return  # none, or damaged, which is reported where its flags are read
-    url = config.get("checkpoint_url") if isinstance(config, Mapping) else None
-    if url is not None:
+    if isinstance(config, Mapping) and (url := config.get("checkpoint_url")) is not None:
         raise ValueError(f"{directory} keeps its checkpoints at a URL: resume it with --checkpoint-url {url}")
 
 
@@ -163,7 +165,8 @@ def _check_writable(directory: Path) -> None:
     try:
         nearest = next(path for path in (directory, *directory.absolute().parents) if os.path.lexists(path))
         if not nearest.is_dir():
-            raise NotADirectoryError(f"{nearest} is {'a file' if nearest.exists() else 'a link to nothing'}")
+            kind = "a file" if nearest.exists() else "a link to nothing"
+            raise NotADirectoryError(f"{nearest} is {kind}")
         with tempfile.TemporaryFile(dir=nearest, prefix=".") as probe:
             probe.write(b"\0")
             probe.flush()

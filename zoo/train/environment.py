@@ -53,7 +53,9 @@ def _git_commit() -> str | None:
         changes = _run_git("status", "--porcelain")
     except (OSError, subprocess.SubprocessError):
         return f"{commit}+unchecked"
-    return f"{commit}+changes" if changes else commit
+    if changes:
+        return f"{commit}+changes"
+    return commit
 
 
 def _run_git(*words: str) -> str:

@@ -38,8 +38,11 @@ class Evaluation:
         all_aux = []
         for name, batches in self._batches.items():
             results = jax.device_get([self._loss(model, batch) for batch in batches])
-            losses = [loss for loss, _ in results] if self._has_aux else results
-            all_aux += [aux for _, aux in results] if self._has_aux else []
+            if self._has_aux:
+                losses = [loss for loss, _ in results]
+                all_aux += [aux for _, aux in results]
+            else:
+                losses = results
             mean = np.average(losses, weights=self._counts[name])
             bits[name] = float(bits_per_byte(float(mean), self._texts[name]))
         if self._has_aux:

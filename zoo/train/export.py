@@ -19,10 +19,11 @@ def export(model: Decoder, corpus: Corpus, directory: Path, *, seq_len: int) -> 
     trained on `seq` tokens. The configuration of a loaded model stays as it was, unless `seq` is more than it had.
     """
     separator = corpus.tokenizer.separator
-    more = {"bos_token_id": separator, "eos_token_id": separator, "max_position_embeddings": seq_len}
-    if model.origin is not None:
-        grown = json.loads(model.origin.config).get("max_position_embeddings", seq_len) < seq_len
-        more = {"max_position_embeddings": seq_len} if grown else {}
+    more = {"max_position_embeddings": seq_len}
+    if model.origin is None:
+        more = {"bos_token_id": separator, "eos_token_id": separator, **more}
+    elif json.loads(model.origin.config).get("max_position_embeddings", seq_len) >= seq_len:
+        more = {}
     write_model(model, directory, config=more)
     if jax.process_index() == 0:
         corpus.tokenizer.save(directory)

@@ -4,6 +4,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from functools import partial
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -12,7 +13,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, PyTree, Shaped, UInt32
 
-from zoo.parallel import leaves, map_leaves
+from zoo.parallel import Leaf, leaves, map_leaves
 from zoo.parallel.rounds import has_rounds
 
 _HASH_SEEDS = (0x243F6A88, 0x13198A2E)
@@ -35,16 +36,23 @@ def fingerprint_arrays(tree: PyTree) -> dict[str, str]:
     - Each device hashes its shards, so only eight bytes per array are communicated. One program per array, because XLA
       materializes the summands on CPUs.
     """
-    is_run = lambda leaf: leaf.adapter_parameter or leaf.observed
-    frozen = map_leaves(lambda leaf, x: None if is_run(leaf) else x, eqx.filter(tree, eqx.is_array))
+    frozen = map_leaves(_drop_trained, eqx.filter(tree, eqx.is_array))
     arrays = {leaf.name: x for leaf, x in zip(leaves(frozen), jax.tree.leaves(frozen), strict=True)}
     in_rounds = [has_rounds(leaf) for leaf in leaves(frozen)]
     sums = jax.device_get([hash_array(x, has) for x, has in zip(arrays.values(), in_rounds, strict=True)])
-    shapes = [_merge_shape(x.shape) if has else x.shape for x, has in zip(arrays.values(), in_rounds, strict=True)]
+    shapes = [x.shape for x in arrays.values()]
+    shapes = [_merge_shape(shape) if has else shape for shape, has in zip(shapes, in_rounds, strict=True)]
     return {
         name: f"{x.dtype} {list(shape)} {' '.join(f'{int(lane):08x}' for lane in pair)}"
         for (name, x), shape, pair in zip(arrays.items(), shapes, sums, strict=True)
     }
+
+
+def _drop_trained(leaf: Leaf, x: Any) -> Any:
+    """Return None for what is trained or observed on top of the frozen parameters."""
+    if leaf.adapter_parameter or leaf.observed:
+        return None
+    return x
 
 
 def _merge_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -77,10 +85,18 @@ def require_same_fingerprints(
 
 def _describe_difference(saved: str | None, current: str | None) -> str:
     """Return in words whether two hashes differ in dtype and shape, or in values."""
-    kinds = ["absent" if entry is None else entry.partition("]")[0] + "]" for entry in (saved, current)]
-    if kinds[0] == kinds[1]:
+    before = _describe_kind(saved)
+    now = _describe_kind(current)
+    if before == now:
         return "the numbers differ"
-    return f"{kinds[0]} in the checkpoint, {kinds[1]} here"
+    return f"{before} in the checkpoint, {now} here"
+
+
+def _describe_kind(entry: str | None) -> str:
+    """Return the dtype and shape that a hash begins with."""
+    if entry is None:
+        return "absent"
+    return entry.partition("]")[0] + "]"
 
 
 @partial(jax.jit, static_argnums=1)

@@ -43,10 +43,10 @@ def find_nan_arrays(state: PyTree, *, step: int) -> str | None:
     if stacked and not np.logical_or.reduce(found).all():
         return None
     names = [name for name, has_nan in zip(arrays, found, strict=True) if has_nan.any()]
+    if not names:
+        return None
     more = f" and {len(names) - 3} more arrays" if len(names) > 3 else ""
-    if names:
-        return f"NaN in {', '.join(names[:3])}{more} of the state after step {step}"
-    return None
+    return f"NaN in {', '.join(names[:3])}{more} of the state after step {step}"
 
 
 def describe_retry(steps: Sequence[int]) -> str:
@@ -65,7 +65,8 @@ def describe_retry(steps: Sequence[int]) -> str:
 
 @eqx.filter_jit
 def _has_nan(x: Inexact[Array, "..."], *, stacked: bool) -> Bool[Array, "..."]:
-    return jnp.isnan(x).any(axis=range(1, x.ndim) if stacked else None)
+    axes = range(1, x.ndim) if stacked else None
+    return jnp.isnan(x).any(axis=axes)
 
 
 def _has_finite(value: Any) -> bool:

@@ -34,5 +34,5 @@ def _list_arrays(tree: PyTree) -> list[tuple[str, Array]]:
 
 def _find_group(name: str) -> str:
     """Return the sublayer that a parameter path names: `attention` of `layers.*.attention.query.weight`."""
-    words = [word for word in name.split(".") if word != "*"]
-    return words[1] if words[0] == "layers" else words[0]
+    words = [word for word in name.removeprefix("layers.").split(".") if word != "*"]
+    return words[0]

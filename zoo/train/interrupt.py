@@ -40,7 +40,9 @@ class Interrupt:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         for number, handler in self._before.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+            if handler is None:
+                handler = signal.SIG_DFL
+            signal.signal(number, handler)
         self._before.clear()
         if self.requested and self._number == signal.SIGTERM:
             Interrupt.ended_by_sigterm = True

@@ -48,7 +48,9 @@ class Metrics:
         """Log `values` for `step`. Return the records fetched by this call, usually none."""
         self._pending.setdefault(step, {}).update(values)
         first, last = ((step - 1) // self.fetch_every for step in (next(iter(self._pending)), step))
-        return self._fetch(keep=1) if last > first else []
+        if last <= first:
+            return []
+        return self._fetch(keep=1)
 
     def flush(self) -> list[Record]:
         """Fetch and write everything logged so far. Call it before saving a checkpoint."""
@@ -176,7 +178,9 @@ def _parse_lines(path: Path) -> Iterator[tuple[int, Record | str]]:
                 return
             try:
                 record = parse_json(line)
-                usable = isinstance(record, dict) and type(record.get("step")) is int
-                yield number, record if usable else "no record of a step"
+                if isinstance(record, dict) and type(record.get("step")) is int:
+                    yield number, record
+                else:
+                    yield number, "no record of a step"
             except ValueError as error:
                 yield number, f"not JSON ({error})"

@@ -33,7 +33,9 @@ class Throughput:
             self._first = self._before = step, now
         elif step > self._before[0]:
             speed = (step - self._before[0]) / (now - self._before[1])
-            measured |= {f"{name}_per_second": speed * amount for name, amount in self._per_step.items() if amount}
+            for name, amount in self._per_step.items():
+                if amount:
+                    measured[f"{name}_per_second"] = speed * amount
             measured["seconds_left"] = (self._total - step) * (now - self._first[1]) / (step - self._first[0])
             self._before = step, now
         return measured
@@ -139,7 +141,9 @@ def format_metrics(values: Mapping[str, Any], throughput: Mapping[str, float | i
 
 def format_si(value: float | int) -> str:
     """Format with three digits and an SI prefix: `51.2k`, `1.3M`."""
-    power = min(int(math.log10(abs(value)) // 3), 5) if abs(value) >= 1 else 0
+    power = 0
+    if abs(value) >= 1:
+        power = min(int(math.log10(abs(value)) // 3), 5)
     return f"{value / 1000**power:.3g}{('', 'k', 'M', 'G', 'T', 'P')[power]}"
 
 
@@ -153,10 +157,14 @@ def format_duration(seconds: float | int) -> str:
     """Format as hours, minutes and seconds: `1:02:03`, `2:03`."""
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+    if hours:
+        return f"{hours}:{minutes:02}:{seconds:02}"
+    return f"{minutes}:{seconds:02}"
 
 
 def _format_number(value: Any) -> str:
     if not isinstance(value, float):
         return str(value)
-    return f"{value:.3f}" if 1e-2 <= abs(value) < 1e4 else f"{value:.3g}"
+    if 1e-2 <= abs(value) < 1e4:
+        return f"{value:.3f}"
+    return f"{value:.3g}"

@@ -38,5 +38,6 @@ def write_results(
     results = {"result": result, "figures": figures, "parameters": count(model), "metrics": last, "samples": samples}
     write_json(directory / "results.json", results)
     shown = ["".join(sample).rstrip() for sample in samples if sample[0] == samples[0][0]]
-    show(("\n\n" if shown else "\n").join(["", *shown, result]))
+    separator = "\n\n" if shown else "\n"
+    show(separator.join(["", *shown, result]))
     return results

@@ -102,9 +102,13 @@ def _format_flag(name: str, value: Any, defaults: Mapping[str, Any]) -> list[str
     if name in _NOT_TAKEN or name not in defaults or value == to_jsonable(defaults[name]):
         return []
     flag = _flag_name(name)
-    if isinstance(value, bool) and isinstance(defaults[name], bool):
-        return [flag if value else flag.replace("--", "--no-", 1)]
-    return [flag, *map(str, value)] if isinstance(value, list) else [f"{flag}={value}"]
+    if isinstance(value, list):
+        return [flag, *map(str, value)]
+    if not isinstance(value, bool) or not isinstance(defaults[name], bool):
+        return [f"{flag}={value}"]
+    if value:
+        return [flag]
+    return [flag.replace("--", "--no-", 1)]
 
 
 def _flag_name(name: str) -> str:

@@ -129,7 +129,9 @@ class Run:
             self._profile = None
         self._interrupt = Interrupt()
         self._pace = Throughput(0)
-        self._progress: Progress = LineProgress(0) if jax.process_index() == 0 else SilentProgress()
+        self._progress: Progress = SilentProgress()
+        if jax.process_index() == 0:
+            self._progress = LineProgress(0)
         self._named = None if isinstance(options.resume, bool) else options.resume
         self._checkpoint_folder = options.checkpoints
         with contextlib.ExitStack() as exits:
@@ -240,7 +242,7 @@ class Run:
             self._progress = make_progress(total, start=self.step)
         first = self.step + 1
         while self.step < total and not self.stopped:
-            with contextlib.nullcontext() if self._profile is None else self._profile.step(self.step + 1):
+            with self._profile_step():
                 batch = next(batches)
                 self.step += 1
                 # Read once a step, before its body: whoever asks within the step gets the same answer.
@@ -342,6 +344,11 @@ class Run:
         with self._name_interruption("exporting"):
             weights = self._find_newest_checkpoint()
             export_result(model, corpus, self.directory / "export", seq_len=seq_len, weights=weights)
+
+    def _profile_step(self) -> contextlib.AbstractContextManager:
+        if self._profile is None:
+            return contextlib.nullcontext()
+        return self._profile.step(self.step + 1)
 
     def _find_newest_checkpoint(self) -> str | None:
         """Return the path or URL of the newest whole checkpoint."""

@@ -115,8 +115,11 @@ def update_unless(
     """Return the updates and the state of `run()`, or updates that change nothing and `state`; count the steps
     skipped."""
     shapes, _ = jax.eval_shape(run)
-    # x + -0.0 is x for every x, bit for bit; -0.0 + 0.0 is 0.0.
-    skip = lambda: (jax.tree.map(lambda x: jnp.full(x.shape, -0.0, x.dtype), shapes), state.inner)
+
+    def skip() -> tuple[PyTree, Any]:
+        # x + -0.0 is x for every x, bit for bit; -0.0 + 0.0 is 0.0.
+        return jax.tree.map(lambda x: jnp.full(x.shape, -0.0, x.dtype), shapes), state.inner
+
     updates, inner = jax.lax.cond(is_skipped, skip, run)
     in_a_row = jnp.where(is_skipped, state.in_a_row + 1, 0)
     return updates, SkipState(inner, state.skipped + is_skipped, in_a_row)
@@ -134,8 +137,8 @@ def count_skips(opt_state: PyTree) -> dict[str, Array]:
     found = {}
     for state in find_states(opt_state, SkipState):
         # Copies: the state itself is donated to the next step, before the metrics are fetched.
-        counts = {"skipped_steps": jnp.copy(state.skipped), "skipped_in_a_row": jnp.copy(state.in_a_row)}
-        found = {name: found[name] + x if name in found else x for name, x in counts.items()}
+        for name, count in {"skipped_steps": state.skipped, "skipped_in_a_row": state.in_a_row}.items():
+            found[name] = found[name] + count if name in found else jnp.copy(count)
     for state in find_states(opt_state, LossScaleState):
         found["loss_scale"] = jnp.copy(state.scale)
     return found
@@ -154,8 +157,7 @@ class LossScaleState(NamedTuple):
 
 def find_states(opt_state: PyTree, kind: type) -> Iterator[Any]:
     """Yield the states of one kind in the state of an optimizer, including states inside others."""
-    is_kind = lambda x: isinstance(x, kind)
-    for state in jax.tree.leaves(opt_state, is_leaf=is_kind):
-        if is_kind(state):
+    for state in jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, kind)):
+        if isinstance(state, kind):
             yield state
             yield from find_states(tuple(state), kind)

@@ -79,9 +79,11 @@ def scale_by_adam(
 
     def init(params: PyTree) -> AdamState:
         key = jax.random.key(seed)
-        make_zeros = lambda x: jnp.zeros_like(x, jnp.float32)  # for each moment its own, so that both can be donated
-        encode = lambda moment: map_leaves(lambda leaf, x: moment.encode(leaf, make_zeros(x), key), params)
-        return AdamState(jnp.zeros((), jnp.int32), key, encode(first), encode(second))
+
+        def encode_zeros(moment):  # for each moment its own zeros, so that both can be donated
+            return map_leaves(lambda leaf, x: moment.encode(leaf, jnp.zeros_like(x, jnp.float32), key), params)
+
+        return AdamState(jnp.zeros((), jnp.int32), key, encode_zeros(first), encode_zeros(second))
 
     def update(updates: PyTree, state: Any, params: PyTree = None) -> tuple[PyTree, AdamState]:
         key, first_key, second_key = jax.random.split(state.key, 3)

@@ -39,7 +39,8 @@ def decay_mask(params: PyTree) -> PyTree:
 
 def _decays(leaf: Leaf, x: Any) -> bool:
     dims = leaf.unstacked_dims
-    return not leaf.no_weight_decay and (x.ndim if dims is None else len(dims)) >= 2
+    ndim = x.ndim if dims is None else len(dims)
+    return ndim >= 2 and not leaf.no_weight_decay
 
 
 def _is_matrix(leaf: Leaf, x: Any) -> bool:

@@ -123,7 +123,8 @@ class BlockwiseMoment(AbstractMoment):
         codes = jnp.searchsorted(boundaries, blocks / jnp.where(scales == 0, 1, scales)[..., None])
         codes = codes.reshape(*x.shape[:-1], -1)[..., : x.shape[-1]].astype(jnp.uint8)
         padded = (*dims, *(Dim("chunk"),) * (3 - len(dims)))
-        scale_dims = [Dim("chunk") if number == axis else dim for number, dim in enumerate(padded)]
+        scale_dims = list(padded)
+        scale_dims[axis] = Dim("chunk")
         return _Packed(jnp.moveaxis(codes, -1, axis), jnp.moveaxis(scales, -1, axis), *padded, *scale_dims)
 
     def _unpack(self, dims: tuple[Dim, ...], packed: _Packed) -> Float[Array, "..."]:
@@ -183,9 +184,12 @@ def make_dynamic_map(*, signed: bool) -> Float[np.ndarray, "256"]:
     """
     values = [0.0, 1.0]
     for i in range(7):
-        edges = np.linspace(0.1, 1, 2 ** (i if signed else i + 1) + 1)
+        intervals = 2**i if signed else 2 ** (i + 1)
+        edges = np.linspace(0.1, 1, intervals + 1)
         centers = (edges[:-1] + edges[1:]) / 2 * 10.0 ** (i - 6)
-        values += [*centers, *(-centers if signed else ())]
+        values.extend(centers)
+        if signed:
+            values.extend(-centers)
     return np.sort(np.array(values, np.float32))
 
 
