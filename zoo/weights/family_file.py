@@ -24,6 +24,8 @@ def load_family(path: str | Path) -> Family:
     exec(loader.source_to_code(loader.get_data(str(path)), str(path)), vars(module))
     defined = {name: x for name, x in vars(module).items() if isinstance(x, Family)}
     if len(defined) != 1:
-        listed = f"{len(defined)}: {', '.join(sorted(defined))}" if defined else "none"
+        listed = "none"
+        if defined:
+            listed = f"{len(defined)}: {', '.join(sorted(defined))}"
         raise CheckpointError(f"{path} should define one zoo.models.Family, and has {listed}")
     return next(iter(defined.values()))

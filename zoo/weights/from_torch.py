@@ -44,12 +44,15 @@ def from_torch(
     **Raises** `CheckpointError` as `load` does, for tensors without numbers (`meta`), and for a model that
     `torch.compile`, PEFT or a parallel module wraps.
     """
-    dtype = None if dtype is None else parse_dtype(dtype)
+    if dtype is not None:
+        dtype = parse_dtype(dtype)
     state_dict = weights.state_dict() if hasattr(weights, "state_dict") else weights
     if not isinstance(state_dict, Mapping):
         raise CheckpointError(f"a module or a state dict was expected, not {type(weights).__name__}")
     _refuse_wrapped(type(weights).__name__, state_dict)
-    config_json = _to_config_dict(getattr(weights, "config", None) if config is None else config)
+    if config is None:
+        config = getattr(weights, "config", None)
+    config_json = _to_config_dict(config)
     if hasattr(weights, "state_dict"):  # as `save_pretrained` writes: its class says which head it has
         config_json["architectures"] = [type(weights).__name__]
     if family is None:
@@ -101,7 +104,9 @@ def _to_config_dict(source: Any) -> dict[str, Any]:
     """Return a config as the JSON object of a config.json."""
     if isinstance(source, str | Path):
         path = Path(source)
-        return read_json(path / CONFIG_NAME if path.is_dir() else path)
+        if path.is_dir():
+            path = path / CONFIG_NAME
+        return read_json(path)
     config = source.to_dict() if hasattr(source, "to_dict") else source
     if not isinstance(config, Mapping):
         raise CheckpointError(
@@ -180,13 +185,18 @@ def compute_expectations(
         if padding is not None:  # PyTorch's embeddings have no gradient at padding_idx
             tokens = torch.where(tokens == padding, (padding + 1) % vocab, tokens)
         out = model(tokens, labels=tokens, output_hidden_states=True, use_cache=False)
-        results |= {f"{prefix}hidden_states.{i}": x for i, x in enumerate(out.hidden_states)}
-        results |= {f"{prefix}logits": out.logits}
+        results.update({f"{prefix}hidden_states.{i}": x for i, x in enumerate(out.hidden_states)})
+        results[f"{prefix}logits"] = out.logits
         if not prefix:
             out.loss.backward()
             gradients = _to_file_layout(
                 model, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
             )
-            results |= {f"grad.{_to_file_name(name, family) if family else name}": x for name, x in gradients.items()}
-            results |= {"input_ids": tokens, "loss": out.loss}
-    return {name: (x if name == "input_ids" else x.detach().float()).numpy() for name, x in results.items()}
+            for name, gradient in gradients.items():
+                if family:
+                    name = _to_file_name(name, family)
+                results[f"grad.{name}"] = gradient
+            results["input_ids"] = tokens
+            results["loss"] = out.loss
+    input_ids = results.pop("input_ids").numpy()
+    return {name: x.detach().float().numpy() for name, x in results.items()} | {"input_ids": input_ids}

@@ -42,10 +42,7 @@ def describe_left_aside(tensors: Mapping[str, LazyTensor]) -> str:
         return ""
     size = sum(math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in tensors.values())
     prefixes = list(dict.fromkeys(_find_prefix(name) for name in sorted(tensors)))
-    if len(prefixes) > _MAX_LISTED:
-        more = f" and {len(prefixes) - _MAX_LISTED} more"
-    else:
-        more = ""
+    more = f" and {len(prefixes) - _MAX_LISTED} more" if len(prefixes) > _MAX_LISTED else ""
     count = "1 tensor" if len(tensors) == 1 else f"{len(tensors):,} tensors"
     return f"{count} ({size:,} bytes), {', '.join(prefixes[:_MAX_LISTED])}{more}"
 
@@ -58,7 +55,9 @@ def _find_prefix(name: str) -> str:
     if first not in ("model", "language_model"):
         return f"{first}.*" if rest else first
     second, _, rest = rest.partition(".")
-    return f"{first}.{second}.*" if rest else name
+    if not rest:
+        return name
+    return f"{first}.{second}.*"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -75,7 +75,8 @@ def load(
     dtype; and, while reading, for numbers that are not finite. **Raises** `TypeError` for an unknown `dtype`,
     `ValueError` for one that is not floating point.
     """
-    dtype = None if dtype is None else parse_dtype(dtype)
+    if dtype is not None:
+        dtype = parse_dtype(dtype)
     return read_parameters(open_checkpoint(resolve_directory(directory, revision), family, ignore, packed), mesh, dtype)
 
 
@@ -112,12 +113,12 @@ def read_parameters(checkpoint: Checkpoint, mesh: Mesh | None, dtype: Any) -> Lo
         for part, piece in enumerate(tensor_plan.slices):
             sources[piece.leaf][piece.index] = name, part
     is_trainable = [leaf.trainable for leaf in annotated_leaves(model)]
-    dtypes = [
-        _resolve_dtype(leaf_sources, tensors, location, dtype, trainable)
-        if _is_floating(x.dtype)
-        else _resolve_code_dtype(leaf_sources, tensors, location, x.dtype)
-        for leaf_sources, trainable, x in zip(sources, is_trainable, leaves, strict=True)
-    ]
+    dtypes = []
+    for leaf_sources, trainable, x in zip(sources, is_trainable, leaves, strict=True):
+        if _is_floating(x.dtype):
+            dtypes.append(_resolve_dtype(leaf_sources, tensors, location, dtype, trainable))
+        else:
+            dtypes.append(_resolve_code_dtype(leaf_sources, tensors, location, x.dtype))
     shapes = [jax.ShapeDtypeStruct(x.shape, leaf_dtype) for x, leaf_dtype in zip(leaves, dtypes, strict=True)]
     abstract_model = jax.tree.unflatten(treedef, shapes)
     if mesh is None:
@@ -168,7 +169,9 @@ def _resolve_dtype(
             f"{location}: {first} is {first_dtype} and {second} is {second_dtype}: pass dtype= to read all layers in "
             "one dtype"
         )
-    result = np.dtype(next(iter(stored)) if dtype is None else dtype)
+    if dtype is None:
+        dtype = next(iter(stored))
+    result = np.dtype(dtype)
     if not is_trainable:
         result = max([result, *stored], key=lambda kind: np.dtype(kind).itemsize)
     return np.dtype(jax.dtypes.canonicalize_dtype(result))

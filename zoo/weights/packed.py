@@ -39,7 +39,9 @@ def unpack_mxfp4(tensors: Mapping[str, LazyTensor], location: str) -> dict[str, 
 
     def choose_dtype(name: str) -> np.dtype:
         bias = tensors.get(f"{name}_bias")
-        return bias.dtype if bias in floating else default
+        if bias in floating:
+            return bias.dtype
+        return default
 
     return plain | {
         name: _decode_lazily(tensors[name + BLOCKS_SUFFIX], tensors[name + SCALES_SUFFIX], choose_dtype(name))

@@ -181,8 +181,13 @@ def resolve_checkpoint(
     head, embedding = (rename(f"{module}.weight", wrapping) for module in (family.head, family.embedding))
     always_ties = family.required_values.get(TIE) == (True,)
     is_tied_head_stored = config.get(TIE, always_ties) and {head, embedding} <= tensors.keys()
-    _check_tensors(tensor_plans, tensors, family, location, (head,) if is_tied_head_stored else ())
-    tied = (head, embedding) if is_tied_head_stored else None
+    if is_tied_head_stored:
+        tied = head, embedding
+        allowed = (head,)
+    else:
+        tied = None
+        allowed = ()
+    _check_tensors(tensor_plans, tensors, family, location, allowed)
     return Checkpoint(location, family, config, model, name_map, tensor_plans, tensors, tied)
 
 

@@ -131,9 +131,10 @@ def _require_directory(directory: Path) -> None:
     """**Raises** `CheckpointError` for the name of a weight file, and for an existing file."""
     names_weights = directory.suffix == ".safetensors"
     if names_weights or directory.is_file():
+        advice = f"pass {directory.parent}" if names_weights else "choose another name"
         raise CheckpointError(
             f"{directory}: a file, where a directory was expected, which gets {CONFIG_NAME} and {SAFE_WEIGHTS_NAME}: "
-            f"{f'pass {directory.parent}' if names_weights else 'choose another name'}"
+            f"{advice}"
         )
 
 
@@ -165,7 +166,8 @@ def resolve_origin(model: Any, requested: str | Family | None, overrides: dict[s
         wrapping = origin.wrapping if family is None else None
         given = json.loads(origin.config)
         if origin.wrapping is not None and wrapping is None:  # only the language model
-            given |= {"architectures": [origin.family.architecture], "model_type": origin.family.name}
+            given["architectures"] = [origin.family.architecture]
+            given["model_type"] = origin.family.name
         config = drop_quantization_if_plain(model, {**given, **overrides}, origin.packed)
         reason = _find_config_mismatch(model, origin.family, config)
         if reason is None:
@@ -175,7 +177,9 @@ def resolve_origin(model: Any, requested: str | Family | None, overrides: dict[s
         family = origin.family  # changed since it was loaded: the new model may still be one of the family
         reasons.append(f"it was read as {family.name}, and {reason}")
     read_alone = []
-    for candidate in FAMILIES.values() if family is None else [family]:
+    candidates = FAMILIES.values() if family is None else [family]
+    sentence_files = () if origin is None else origin.sentence_files
+    for candidate in candidates:
         if candidate.describe is None:
             read_alone.append(candidate.name)
             continue
@@ -185,7 +189,6 @@ def resolve_origin(model: Any, requested: str | Family | None, overrides: dict[s
         except ConfigError as error:
             reason = str(error)
         if reason is None:
-            sentence_files = () if origin is None else origin.sentence_files
             written = Origin(candidate, _format_config(config, model), sentence_files=sentence_files)
             return written, read_name_map(written)
         reasons.append(f"{candidate.name}: {reason}")
@@ -237,16 +240,18 @@ def read_name_map(origin: Origin) -> NameMap:
     """Return the name map of a checkpoint's files, which may lack the base model's prefix, or be multimodal."""
     config = read_config(origin.family, split_quantization(json.loads(origin.config))[0])
     name_map = rename_all(origin.family.names(config), origin.wrapping)
-    return strip_base_prefix(name_map) if origin.lacks_base_prefix else name_map
+    if origin.lacks_base_prefix:
+        return strip_base_prefix(name_map)
+    return name_map
 
 
 def _format_config(config: Mapping[str, Any], model: Any) -> str:
     """Return config.json as text, with the parameters' dtype, under `torch_dtype` if the config used that key."""
     dtypes = {np.dtype(x.dtype) for x in jax.tree.leaves(model) if hasattr(x, "dtype")}
     dtypes = {dtype for dtype in dtypes if jax.numpy.issubdtype(dtype, jax.numpy.floating)}
-    key = "torch_dtype" if "torch_dtype" in config else "dtype"
     config = dict(config)
     if len(dtypes) == 1:
+        key = "torch_dtype" if "torch_dtype" in config else "dtype"
         config[key] = next(iter(dtypes)).name
     return json.dumps(config, indent=2, sort_keys=True) + "\n"
 

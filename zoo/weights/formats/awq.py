@@ -89,14 +89,21 @@ class AWQFormat(AbstractQuantizedFormat):
     def encode_part(self, suffix: str, read: Callable[[str], np.ndarray]) -> np.ndarray:
         if suffix == "scales":
             return read("scales").T
-        return pack_words(read("codes" if suffix == "qweight" else "zeros").T, BITS, ORDER)
+        field = "codes" if suffix == "qweight" else "zeros"
+        return pack_words(read(field).T, BITS, ORDER)
 
 
 def read_awq(config: Mapping[str, Any]) -> AWQFormat:
     """Read the config of `quant_method` "awq". **Raises** `ConfigError` for options that are not covered."""
     versions = ("gemm", "GEMM", None)
-    required = dict.fromkeys(("version", "format", "checkpoint_format"), versions) | {"bits": (4,)}
-    required |= {"zero_point": (True,), "desc_act": (False, None)}
+    required = {
+        "version": versions,
+        "format": versions,
+        "checkpoint_format": versions,
+        "bits": (4,),
+        "zero_point": (True,),
+        "desc_act": (False, None),
+    }
     ignored = ("group_size", "modules_to_not_convert", "backend", "do_fuse", "fuse_max_seq_len", "modules_to_fuse")
     check_options(config, required, (*ignored, *IGNORED_KEYS))
     return AWQFormat(read_group_size(config), left_out=read_names(config, "modules_to_not_convert"))

@@ -83,12 +83,7 @@ class AbstractQuantizedFormat(abc.ABC):
     def is_left_out(self, module: str) -> bool:
         """Return True for a module that the config declares not to be quantized: by its name, by the first or last
         words of its name, or by a pattern `re:...`."""
-        return any(
-            re.match(entry[3:], module) is not None
-            if entry.startswith("re:")
-            else f".{module}.".startswith(f".{entry}.") or f".{module}.".endswith(f".{entry}.")
-            for entry in self.left_out
-        )
+        return any(_names_module(entry, module) for entry in self.left_out)
 
     @property
     @abc.abstractmethod
@@ -142,7 +137,9 @@ class AbstractQuantizedFormat(abc.ABC):
 
     def list_whole_vectors(self) -> tuple[str, ...]:
         """Return the one-dimensional fields of the packed layer that belong to the whole matrix, and not to rows."""
-        return ("group_index",) if self.is_reordered else ()
+        if not self.is_reordered:
+            return ()
+        return ("group_index",)
 
     def view_vectors(self, name: str, parts: Parts) -> Mapping[str, LazyTensor]:
         """Return the further arrays of the packed layer, by their fields."""
@@ -167,7 +164,10 @@ class AbstractQuantizedFormat(abc.ABC):
         groups = self.read_groups(name, parts, columns)
         codes = self.read_codes(parts, rows, columns).astype(np.float32)
         zeros = self.read_zeros(name, parts, rows)
-        codes -= np.float32(zeros) if isinstance(zeros, int) else zeros.astype(np.float32)[:, groups]
+        if isinstance(zeros, int):
+            codes -= np.float32(zeros)
+        else:
+            codes -= zeros.astype(np.float32)[:, groups]
         codes *= self.read_scales(parts, rows).astype(np.float32)[:, groups]
         return codes
 
@@ -204,9 +204,11 @@ def pack_words(numbers: np.ndarray, bits: int, order: Iterable[int] = ()) -> np.
 
 def take_rows(array: np.ndarray, rows: np.ndarray, axis: int = 0) -> np.ndarray:
     """Return some rows of a memory-mapped array: consecutive ones as a view."""
-    first = int(rows[0]) if len(rows) else 0
-    is_range = len(rows) > 0 and np.array_equal(rows, np.arange(first, first + len(rows)))
-    index = slice(first, first + len(rows)) if is_range else rows
+    index: np.ndarray | slice = rows
+    if len(rows):
+        first = int(rows[0])
+        if np.array_equal(rows, np.arange(first, first + len(rows))):
+            index = slice(first, first + len(rows))
     return array[index] if axis == 0 else array[:, index]
 
 
@@ -221,9 +223,8 @@ def check_options(config: Mapping[str, Any], required: Mapping[str, Collection[A
     **Raises** `ConfigError` that names all keys that are unknown or have another value.
     """
     method = config.get("quant_method")
-    list_values = lambda key: " or ".join(repr(x) for x in required[key] if x is not None or len(required[key]) == 1)
     errors = [
-        f"{key} = {value!r}, and {list_values(key)} is read"
+        f"{key} = {value!r}, and {_list_values(required[key])} is read"
         for key, value in config.items()
         if key in required and not is_any_of(value, required[key])
     ]
@@ -249,8 +250,22 @@ def read_names(config: Mapping[str, Any], *keys: str) -> tuple[str, ...]:
     return ()
 
 
+def _list_values(values: Collection[Any]) -> str:
+    """Return the values in words; None, which is an absent key, only if there is no other."""
+    return " or ".join(repr(x) for x in values if x is not None or len(values) == 1)
+
+
+def _names_module(entry: str, module: str) -> bool:
+    """Return True for a name that is the module's, or its first or last words, and for a pattern that matches it."""
+    if entry.startswith("re:"):
+        return re.match(entry[3:], module) is not None
+    return f".{module}.".startswith(f".{entry}.") or f".{module}.".endswith(f".{entry}.")
+
+
 def _check_pattern(name: str) -> None:
+    if not name.startswith("re:"):
+        return
     try:
-        re.compile(name[3:] if name.startswith("re:") else "")
+        re.compile(name[3:])
     except re.error as error:
         raise ConfigError(f"quantization_config: {name!r} is not a regular expression: {error}") from None

@@ -91,9 +91,10 @@ class NF4Format(AbstractQuantizedFormat):
         if state["quant_type"] != "nf4":
             yield f"{name} is of the quant_type {state['quant_type']!r}, and nf4 is read"
         nested = {"weight.nested_absmax", "weight.nested_quant_map"}
-        if found := nested & parts.keys() if "nested_blocksize" not in state else nested - parts.keys():
-            word = "has" if "nested_blocksize" not in state else "lacks its"
-            yield f"{name} {word} {', '.join(sorted(found))}, and its quant_state says otherwise"
+        if "nested_blocksize" not in state and (found := nested & parts.keys()):
+            yield f"{name} has {', '.join(sorted(found))}, and its quant_state says otherwise"
+        elif "nested_blocksize" in state and (found := nested - parts.keys()):
+            yield f"{name} lacks its {', '.join(sorted(found))}, and its quant_state says otherwise"
         elif ("nested_blocksize" in state) != (parts["weight.absmax"].dtype == np.uint8):
             yield f"{name}.weight.absmax is {parts['weight.absmax'].dtype}, and its quant_state says otherwise"
         else:
@@ -118,12 +119,15 @@ class NF4Format(AbstractQuantizedFormat):
         return parts["weight.quant_map"].read()[codes] * constants
 
     def find_packing_errors(self, name: str, parts: Parts) -> Iterator[str]:
-        state, (out, in_) = _read_state(parts), self.find_shape(parts)
+        state = _read_state(parts)
+        out, in_ = self.find_shape(parts)
         if in_ % BLOCK_SIZE:
             yield f"{name} is a matrix of [{out}, {in_}], and blocks of {BLOCK_SIZE} numbers begin inside its rows"
             return
         found = state["blocksize"], state.get("nested_blocksize")
-        if found != (wanted := (BLOCK_SIZE, NESTED_GROUP_SIZE if self.nested else None)):
+        nested_size = NESTED_GROUP_SIZE if self.nested else None
+        wanted = BLOCK_SIZE, nested_size
+        if found != wanted:
             yield f"{name} has blocksize and nested_blocksize {found}, and {wanted} were expected"
         if parts["weight"].shape[1:] != (1,):
             yield f"{name}.weight is {list(parts['weight'].shape)}, and one column was expected"
@@ -147,8 +151,10 @@ class NF4Format(AbstractQuantizedFormat):
     def view_vectors(self, name: str, parts: Parts) -> Mapping[str, LazyTensor]:
         if not self.nested:
             return {}
-        (out, in_), steps = self.find_shape(parts), parts["weight.nested_absmax"]
-        first = np.arange(out) * (groups := in_ // BLOCK_SIZE)
+        out, in_ = self.find_shape(parts)
+        steps = parts["weight.nested_absmax"]
+        groups = in_ // BLOCK_SIZE
+        first = np.arange(out) * groups
 
         def read_steps(rows: np.ndarray, columns: slice) -> np.ndarray:
             numbers = first[rows, None] // NESTED_GROUP_SIZE + np.arange(columns.start, columns.stop)
@@ -186,7 +192,9 @@ class NF4Format(AbstractQuantizedFormat):
 def _read_state(parts: Parts) -> dict[str, Any]:
     """Return the quant_state. **Raises** `ValueError` for text that is not JSON, or lacks keys."""
     state = json.loads(bytes(parts[_STATE].read()))
-    sizes = ["blocksize", *(["nested_blocksize"] if isinstance(state, dict) and "nested_blocksize" in state else [])]
+    sizes = ["blocksize"]
+    if isinstance(state, dict) and "nested_blocksize" in state:
+        sizes.append("nested_blocksize")
     is_count = lambda value: type(value) is int and 0 < value < 2**48
     if not isinstance(state, dict) or not all(is_count(state.get(key)) for key in sizes) or "quant_type" not in state:
         raise ValueError(f"quant_type and {' and '.join(sizes)} above 0 were expected")

@@ -51,10 +51,16 @@ class PackQuantizedFormat(AbstractQuantizedFormat):
 
     @property
     def suffixes(self) -> Mapping[str, Collection[Any]]:
-        found: dict[str, Collection[Any]] = {"weight_packed": (np.int32,), "weight_scale": SCALE_DTYPES}
-        found |= {"weight_shape": (np.int64, np.int32)}
-        found |= {} if self.symmetric else {"weight_zero_point": (np.int32,)}
-        return found | ({"weight_g_idx": (np.int32,)} if self.reordered else {})
+        found: dict[str, Collection[Any]] = {
+            "weight_packed": (np.int32,),
+            "weight_scale": SCALE_DTYPES,
+            "weight_shape": (np.int64, np.int32),
+        }
+        if not self.symmetric:
+            found["weight_zero_point"] = (np.int32,)
+        if self.reordered:
+            found["weight_g_idx"] = (np.int32,)
+        return found
 
     def find_shape(self, parts: Parts) -> tuple[int, int]:
         shape = parts["weight_shape"].read()
@@ -140,7 +146,9 @@ class PackQuantizedFormat(AbstractQuantizedFormat):
             return pack_words(read("zeros").T, self.bits).T
         if suffix == "weight_shape":
             return np.array(read("codes").shape, np.int64)
-        return read("scales" if suffix == "weight_scale" else "group_index")
+        if suffix == "weight_scale":
+            return read("scales")
+        return read("group_index")
 
 
 def read_compressed_tensors(config: Mapping[str, Any]) -> FP8Format | PackQuantizedFormat:
@@ -148,8 +156,12 @@ def read_compressed_tensors(config: Mapping[str, Any]) -> FP8Format | PackQuanti
 
     **Raises** `ConfigError` for options that are not covered.
     """
-    required = {"format": ("float-quantized", "pack-quantized"), "quantization_status": ("compressed", "frozen", None)}
-    required |= {"kv_cache_scheme": (None,), "transform_config": ({}, None)}
+    required = {
+        "format": ("float-quantized", "pack-quantized"),
+        "quantization_status": ("compressed", "frozen", None),
+        "kv_cache_scheme": (None,),
+        "transform_config": ({}, None),
+    }
     ignored = ("ignore", "config_groups", "global_compression_ratio", "version", "run_compressed", "sparsity_config")
     check_options(config, required, ignored)
     sparsity = config.get("sparsity_config") or {}
@@ -162,10 +174,12 @@ def read_compressed_tensors(config: Mapping[str, Any]) -> FP8Format | PackQuanti
     if config.get("format") != "pack-quantized":
         raise ConfigError("quantization_config: format is missing, and 'float-quantized' or 'pack-quantized' is read")
     _check_scheme(scheme, {"num_bits": (4, 8), "type": ("int",), "strategy": ("group", "channel")})
-    grouped = scheme.get("strategy") == "group"
+    group_size = None
+    if scheme.get("strategy") == "group":
+        group_size = read_group_size({"group_size": scheme.get("group_size")})
     return PackQuantizedFormat(
         scheme["num_bits"],
-        read_group_size({"group_size": scheme.get("group_size")}) if grouped else None,
+        group_size,
         scheme.get("symmetric", True),
         scheme.get("actorder") in _REORDERED,
         left_out=left_out,
@@ -185,7 +199,7 @@ def _find_scheme(config: Mapping[str, Any]) -> Mapping[str, Any]:
                 f"quantization_config: a group has the format {own!r}, and the file {config.get('format')!r}"
             )
     schemes = [group.get("weights") for group in groups]
-    first = schemes[0] if schemes else None
+    first = next(iter(schemes), None)
     if not isinstance(first, Mapping) or any(scheme != first for scheme in schemes):
         raise ConfigError("quantization_config: config_groups should have one scheme for the weights of all groups")
     return first

@@ -40,14 +40,18 @@ class FP8Format(AbstractQuantizedFormat):
         return out, in_
 
     def list_shapes(self, out: int, in_: int, parts: Parts) -> Mapping[str, Collection[tuple[int, ...]]]:
+        if self.block == "channel":
+            return {self.scale: [(out, 1)]}
         if isinstance(self.block, str):
-            return {self.scale: [(out, 1)] if self.block == "channel" else [(), (1,)]}
+            return {self.scale: [(), (1,)]}
         rows, columns = self.block
         return {self.scale: [(count_groups(out, rows), count_groups(in_, columns))]}
 
     @property
     def side_suffixes(self) -> tuple[str, ...]:
-        return ("input_scale", "activation_scale", *((self.scale,) if self.block == "tensor" else ()))
+        if self.block == "tensor":
+            return ("input_scale", "activation_scale", self.scale)
+        return ("input_scale", "activation_scale")
 
     @property
     def kind(self) -> CodeKind:
@@ -98,15 +102,21 @@ def read_fp8(config: Mapping[str, Any]) -> FP8Format:
 
     **Raises** `ConfigError` for options that are not covered.
     """
-    required = {"fmt": ("e4m3", "float8_e4m3fn"), "activation_scheme": ("dynamic", "static")}
-    required |= {"scale_fmt": ("float", "ue8m0", None), "expert_dtype": ("fp8",), "modules_to_convert": (None, [])}
+    required = {
+        "fmt": ("e4m3", "float8_e4m3fn"),
+        "activation_scheme": ("dynamic", "static"),
+        "scale_fmt": ("float", "ue8m0", None),
+        "expert_dtype": ("fp8",),
+        "modules_to_convert": (None, []),
+    }
     lists = ("modules_to_not_convert", "ignored_layers")
     check_options(config, required, (*lists, "weight_block_size", "dequantize", "packed_modules_mapping"))
     left_out = read_names(config, *lists)
     if "ignored_layers" in config and config.get("weight_block_size") is None:
         return FP8Format("tensor", "weight_scale", left_out=left_out)
-    block = config.get("weight_block_size", [128, 128])
-    return FP8Format("tensor" if block is None else read_block(block, "weight_block_size"), left_out=left_out)
+    size = config.get("weight_block_size", [128, 128])
+    block = "tensor" if size is None else read_block(size, "weight_block_size")
+    return FP8Format(block, left_out=left_out)
 
 
 def read_block(value: Any, key: str) -> tuple[int, int]:

@@ -142,9 +142,16 @@ class GPTQFormat(AbstractQuantizedFormat):
 def read_gptq(config: Mapping[str, Any]) -> GPTQFormat:
     """Read the config of `quant_method` "gptq". **Raises** `ConfigError` for options that are not covered."""
     formats = ("gptq", "gptq_v2", None)
-    required = {"bits": (4, 8), "checkpoint_format": formats, "format": formats, "dynamic": ({}, None)}
-    required |= {"is_marlin_format": (False, None), "pack_dtype": ("int32", None), "sym": (True, False)}
-    required |= {"desc_act": (True, False)}
+    required = {
+        "bits": (4, 8),
+        "checkpoint_format": formats,
+        "format": formats,
+        "dynamic": ({}, None),
+        "is_marlin_format": (False, None),
+        "pack_dtype": ("int32", None),
+        "sym": (True, False),
+        "desc_act": (True, False),
+    }
     check_options(config, required, IGNORED_KEYS)
     if "bits" not in config:
         raise ConfigError("quantization_config: bits is missing, and 4 or 8 is read")
@@ -152,7 +159,8 @@ def read_gptq(config: Mapping[str, Any]) -> GPTQFormat:
     left_out = read_names(config, "modules_to_not_convert")
     group_size = read_group_size(config)
     reordered = config.get("desc_act", False)
-    return GPTQFormat(config["bits"], group_size, reordered, 0 if is_v2 else 1, left_out=left_out)
+    zero_offset = 0 if is_v2 else 1
+    return GPTQFormat(config["bits"], group_size, reordered, zero_offset, left_out=left_out)
 
 
 def read_group_size(config: Mapping[str, Any], default: int = 128) -> int | None:

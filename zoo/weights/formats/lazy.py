@@ -65,13 +65,13 @@ def _find_odd_scales(found: Mapping[str, Parts]) -> Iterator[str]:
 def _describe_missing(name: str, parts: Parts, missing: Sequence[str], tensors: Mapping[str, LazyTensor]) -> list[str]:
     """Return messages for a matrix that lacks some of its parts."""
     present = next(iter(parts))
-    described = (
-        f"{name}.{suffix} is {tensors[f'{name}.{suffix}'].dtype}, beside its {name}.{present}"
-        if f"{name}.{suffix}" in tensors
-        else f"{name}.{present} lacks its {name}.{suffix}"
-        for suffix in missing
-    )
-    return [*described]
+    described = []
+    for suffix in missing:
+        if (tensor := tensors.get(f"{name}.{suffix}")) is not None:
+            described.append(f"{name}.{suffix} is {tensor.dtype}, beside its {name}.{present}")
+        else:
+            described.append(f"{name}.{present} lacks its {name}.{suffix}")
+    return described
 
 
 def dequantize_lazily(

@@ -102,14 +102,17 @@ def _pack_linear(linear: Linear, quantized: AbstractQuantizedFormat) -> Abstract
 def _view_packed(name: str, parts: Parts, quantized: AbstractQuantizedFormat, num_layers: int) -> dict[str, LazyTensor]:
     """Return the tensors of the packed layers, one or several, that the rows of a matrix are divided among. They are
     read from its parts."""
-    (out, in_), halves = quantized.find_shape(parts), CODES_PER_BYTE[quantized.kind]
+    out, in_ = quantized.find_shape(parts)
+    halves = CODES_PER_BYTE[quantized.kind]
     groups = count_groups(in_, quantized.input_group or in_)
 
     def read_some_codes(rows: np.ndarray, columns: slice) -> np.ndarray:
         codes = quantized.read_codes(parts, rows, slice(columns.start * halves, columns.stop * halves)).view(np.uint8)
         if quantized.kind == "float8_e4m3fn" and ((codes & 127) == 127).any():
             raise CheckpointError(f"{name}.weight has a number that is not finite")
-        return codes[:, 0::2] | codes[:, 1::2] << 4 if halves == 2 else codes
+        if halves == 2:
+            return codes[:, 0::2] | codes[:, 1::2] << 4
+        return codes
 
     def read_codes(rows: np.ndarray, columns: slice) -> np.ndarray:
         return read_in_chunks(read_some_codes, rows, columns, np.uint8)
@@ -136,8 +139,9 @@ def _view_packed(name: str, parts: Parts, quantized: AbstractQuantizedFormat, nu
     if quantized.has_zeros:
         views[f"{name}.zeros"] = make("zeros", np.uint8, groups, read_zeros)
     for field, vector in quantized.view_vectors(name, parts).items():
-        is_whole = field in quantized.list_whole_vectors()
-        views[f"{name}.{field}"] = _repeat_vector(vector, num_layers if is_whole else 1)
+        if field in quantized.list_whole_vectors():
+            vector = _repeat_vector(vector, num_layers)
+        views[f"{name}.{field}"] = vector
     return views
 
 
@@ -151,18 +155,25 @@ def _repeat_vector(vector: LazyTensor, num_layers: int) -> LazyTensor:
 
 def list_packed(model: Any) -> tuple[str, ...]:
     """Return the paths of the layers that hold the matrices of a quantized file."""
-    is_packed = lambda node: isinstance(node, AbstractGroupLinear)
-    if not any(map(is_packed, jax.tree.leaves(model, is_leaf=is_packed))):  # layers are merged only if some are packed
+    nodes = jax.tree.leaves(model, is_leaf=_is_packed_linear)
+    if not any(map(_is_packed_linear, nodes)):  # layers are merged only if some are packed
         return ()
     return tuple(sorted({site.name for site in find_linears(model) if isinstance(site.module, AbstractGroupLinear)}))
+
+
+def _is_packed_linear(node: Any) -> bool:
+    return isinstance(node, AbstractGroupLinear)
 
 
 def pack_like(built: _Model, model: Any, quantized: AbstractQuantizedFormat) -> _Model:
     """Return a model in shapes with the same layers packed as in `model`."""
     packed = {site.identity for site in find_linears(model) if isinstance(site.module, AbstractGroupLinear)}
-    pack = lambda name, ranges, module: (
-        _pack_linear(module, quantized) if (name, ranges) in packed and type(module) is Linear else module
-    )
+
+    def pack(name: str, ranges: IndexRanges, module: Any) -> Any:
+        if (name, ranges) in packed and type(module) is Linear:
+            return _pack_linear(module, quantized)
+        return module
+
     return map_modules(pack, built, is_linear_site)
 
 
@@ -182,7 +193,8 @@ def unpack_exported(
     held = decode_side_tensors(side_tensors)
     names = (f"{stem}.{suffix}" for stem in stems for suffix in quantized.side_suffixes)
     side = {name: held[name] for name in names if name in held}
-    written |= {name: (x.shape, x.dtype) for name, x in side.items()}
+    for name, x in side.items():
+        written[name] = x.shape, x.dtype
     halves = CODES_PER_BYTE[quantized.kind]
     for stem in stems:
         (out, columns), _ = specs[f"{stem}.codes"]
@@ -197,8 +209,11 @@ def unpack_exported(
         if name not in sources:
             return tensor(name)
         stem, suffix = sources[name]
-        part, (shape, _) = quantized.encode_part(suffix, lambda field: _read_field(stem, field)), written[name]
-        return part[: shape[0]] if part.ndim == 1 else part  # of a vector, each layer has a copy
+        part = quantized.encode_part(suffix, lambda field: _read_field(stem, field))
+        if part.ndim == 1:  # of a vector, each layer has a copy
+            shape, _ = written[name]
+            return part[: shape[0]]
+        return part
 
     def _read_field(stem: str, field: str) -> np.ndarray:
         if field == "codes" and halves == 2:

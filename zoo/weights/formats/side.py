@@ -24,7 +24,9 @@ def encode_side_tensors(tensors: Mapping[str, LazyTensor]) -> str:
             raise CheckpointError(f"{name} has {data.nbytes:,} bytes, and at most {_MAX_BYTES:,} were expected")
         entry = _CODES[tensor.dtype], tensor.shape, base64.b64encode(data.tobytes()).decode()
         names[name] = numbers.setdefault(entry, len(numbers))
-    return json.dumps({"values": [*numbers], "names": names}) if names else ""
+    if not names:
+        return ""
+    return json.dumps({"values": [*numbers], "names": names})
 
 
 def decode_side_tensors(text: str) -> dict[str, np.ndarray]:
