@@ -53,7 +53,9 @@ def causal_conv1d_reference(
     seq = inputs.shape[1] - width + 1
     taps = (weight[:, ~lag] * lag_inputs(inputs, lag, seq, segment_ids) for lag in range(width - 1, -1, -1))
     y = reduce(jnp.add, taps)
-    return y if bias is None else y + bias
+    if bias is None:
+        return y
+    return y + bias
 
 
 def lag_inputs(
@@ -63,7 +65,9 @@ def lag_inputs(
     first = inputs.shape[1] - seq - lag
     x = inputs[:, first : first + seq]
     same = _is_same_segment(segment_ids, lag, seq)
-    return x if same is None else jnp.where(same[..., None], x, 0)
+    if same is None:
+        return x
+    return jnp.where(same[..., None], x, 0)
 
 
 def _is_same_segment(

@@ -147,9 +147,13 @@ def einsum_dot_general(
     if swapped:
         left, right, x, y = right, left, y, x
     dims = [*batch, *(letter for letter in left + right if letter in out and letter not in batch)]
-    dims_of = lambda letters: ([left.index(letter) for letter in letters], [right.index(letter) for letter in letters])
-    product = lax.dot_general(x, y, (dims_of(contracted), dims_of(batch)), preferred_element_type=dtype)
-    product = lax.optimization_barrier(product) if swapped else product  # else XLA swaps them back
+
+    def find_dims(letters: list[str]) -> tuple[list[int], list[int]]:
+        return [left.index(letter) for letter in letters], [right.index(letter) for letter in letters]
+
+    product = lax.dot_general(x, y, (find_dims(contracted), find_dims(batch)), preferred_element_type=dtype)
+    if swapped:
+        product = lax.optimization_barrier(product)  # else XLA swaps them back
     if dims == list(out):
         return product
     return product.transpose([dims.index(letter) for letter in out])
@@ -170,7 +174,8 @@ def einsum_in_dtype(
     left: str, right: str, out: str, x: Float[Array, "..."], y: Float[Array, "..."]
 ) -> Float[Array, "..."]:
     """Compute an einsum with float32 accumulation, rounded to the dtype of `x`."""
-    return (einsum_round_once if x.dtype in _HALF_DTYPES else einsum_dot_general)(left, right, out, x, y, x.dtype)
+    einsum = einsum_round_once if x.dtype in _HALF_DTYPES else einsum_dot_general
+    return einsum(left, right, out, x, y, x.dtype)
 
 
 def blocked_transpose(x: Float[Array, "rows columns"]) -> Float[Array, "columns rows"]:

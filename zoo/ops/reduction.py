@@ -16,7 +16,8 @@ def max_last_dim(x: Float[Array, "*dims features"]) -> Float[Array, "*dims 1"]:
 
     On a CPU, halves are compared elementwise first, in vector registers: XLA reduces the last dim one number at a time.
     """
-    for _ in range(_MAX_HALVINGS if current_platform() == "cpu" else 0):
+    halvings = _MAX_HALVINGS if current_platform() == "cpu" else 0
+    for _ in range(halvings):
         if x.shape[-1] <= _MIN_SIZE:
             break
         half = -(-x.shape[-1] // 2)  # of an odd size both have the middle

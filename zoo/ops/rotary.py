@@ -154,7 +154,9 @@ def yarn_get_mscale(factor: _Number, mscale: _Number = 1) -> float:
 
     DeepSeek multiplies its attention scale by yarn_get_mscale(factor, mscale_all_dim) ** 2.
     """
-    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
+    if factor <= 1:
+        return 1.0
+    return 0.1 * mscale * math.log(factor) + 1.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -285,7 +287,11 @@ def apply_rotary(
     sin = sin[..., None, :]
     to_rotate = x[..., :dim].astype(jnp.float32)
     rest = x[..., dim:]
-    a, b = (to_rotate[..., 0::2], to_rotate[..., 1::2]) if interleaved else jnp.split(to_rotate, 2, axis=-1)
+    if interleaved:
+        a = to_rotate[..., 0::2]
+        b = to_rotate[..., 1::2]
+    else:
+        a, b = jnp.split(to_rotate, 2, axis=-1)
     rotated = a * cos - b * sin, b * cos + a * sin
     if interleaved:
         rotated = jnp.stack(rotated, axis=-1).reshape(to_rotate.shape)

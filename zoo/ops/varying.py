@@ -14,13 +14,17 @@ from jaxtyping import PyTree
 def varying(x: Any) -> frozenset[str]:
     """Return the mesh axes along which `x` may differ between devices. The only place that asks JAX."""
     manual = jax.sharding.get_abstract_mesh().manual_axes
-    return frozenset(jax.typeof(x).mat.varying) if manual else frozenset()
+    if not manual:
+        return frozenset()
+    return frozenset(jax.typeof(x).mat.varying)
 
 
 def vary(tree: PyTree, axes: frozenset[str] | tuple[str, ...]) -> PyTree:
     """Cast every array of a tree to vary over `axes` too. The gradient of the cast is an all-reduce over these axes."""
     ordered = [axis for axis in jax.sharding.get_abstract_mesh().axis_names if axis in axes]
-    return jax.tree.map(lambda x: _vary_array(x, ordered), tree) if ordered else tree
+    if not ordered:
+        return tree
+    return jax.tree.map(lambda x: _vary_array(x, ordered), tree)
 
 
 def align_varying(*trees: Any) -> tuple[Any, ...]:
@@ -35,4 +39,6 @@ def _vary_array(x: Any, axes: list[str]) -> Any:
     """Cast one array to vary over the axes along which it does not vary yet."""
     already = varying(x)
     missing = tuple(axis for axis in axes if axis not in already)
-    return lax.pcast(x, missing, to="varying") if missing else x
+    if not missing:
+        return x
+    return lax.pcast(x, missing, to="varying")

@@ -19,8 +19,10 @@ class Marks(NamedTuple):
 
 def balance_blocks(seq: int, block: int) -> int:
     """Return the size of the blocks of at most `block` tokens, a multiple of 16, that pad a sequence least."""
+    if seq <= 16:
+        return seq
     count = -(-seq // block)
-    return -(-seq // count // 16) * 16 if seq > 16 else seq
+    return -(-seq // count // 16) * 16
 
 
 def mark_blocks(
@@ -34,7 +36,9 @@ def mark_blocks(
         return jnp.broadcast_to(x, (batch, *x.shape[1:]))
 
     def split_segments(x: Array | None, size: int) -> Array | None:
-        return None if x is None else split(x, size, mode="edge")
+        if x is None:
+            return None
+        return split(x, size, mode="edge")
 
     queries = split(places[0], sizes[0], mode="edge")
     keys = split(places[1], sizes[1], constant_values=-1)
@@ -46,7 +50,8 @@ def mark_blocks(
 
 def mask_blocks(causal: bool, window: int | None, queries: Marks, keys: Marks) -> Bool[Array, "query_block key_block"]:
     """Return the attention mask of one block of queries and one of keys."""
-    row = [None if x is None else x[None] for x in (queries.segments, keys.segments, queries.positions, keys.positions)]
+    marks = (queries.segments, keys.segments, queries.positions, keys.positions)
+    row = jax.tree.map(lambda x: x[None], marks)
     mask = AttentionMask(causal, window, *row).materialize(len(queries.positions), len(keys.positions))
     assert mask is not None  # there are positions
     return mask[0]
@@ -87,7 +92,8 @@ class _Bounds(NamedTuple):
 def _bound(marks: Marks, low: Int[Array, "batch blocks"]) -> _Bounds:
     """Return the bounds of each block, given its lowest positions."""
     positions, segments = marks
-    return _Bounds(low, positions.max(-1), None if segments is None else (segments.min(-1), segments.max(-1)))
+    segment_bounds = None if segments is None else (segments.min(-1), segments.max(-1))
+    return _Bounds(low, positions.max(-1), segment_bounds)
 
 
 def _find_lowest_unmasked(keys: Marks) -> Int[Array, "batch blocks"]:

@@ -187,8 +187,10 @@ def _attend_fwd(
     options: _Options, query: Array, key: Array, value: Array, sinks: Array | None, marks: tuple[Marks, Marks]
 ) -> tuple[tuple[Array, Array], tuple]:
     """Return the output and the log-sum-exp, and the residuals."""
-    (batch, query_seq, heads, _), kv_heads = query.shape, key.shape[2]
-    (query_size, key_size), group = options.sizes, heads // kv_heads
+    batch, query_seq, heads, _ = query.shape
+    kv_heads = key.shape[2]
+    group = heads // kv_heads
+    query_size, key_size = options.sizes
     sink = jnp.full(heads, -jnp.inf) if sinks is None else sinks.astype(jnp.float32)
     start = jnp.repeat(sink.reshape(kv_heads, group), query_size, axis=1)[..., None]
     blocks = (
@@ -220,7 +222,8 @@ def _differentiate(
     options: _Options, query: Array, key: Array, value: Array, gradient: Array, lse: Array, total: Array, marks: Any
 ) -> tuple[Array, Array, Array]:
     """Return the cotangents of queries, keys and values in float32."""
-    (query_size, key_size), kv_heads = options.sizes, key.shape[2]
+    query_size, key_size = options.sizes
+    kv_heads = key.shape[2]
     blocks = (
         _split(query, kv_heads, query_size),
         *(_split(x, kv_heads, key_size) for x in (key, value)),
@@ -245,11 +248,18 @@ def _map_heads(
     caches.
     """
     if current_platform() == "cpu":
-        row = lambda x: lax.map(lambda head: function(x[0], x[1], *head), x[2])
-        return lax.map(row, (ranges, marks, arrays))
+
+        def scan_heads(row: tuple) -> tuple[Array, ...]:
+            ranges, marks, arrays = row
+            return lax.map(lambda head: function(ranges, marks, *head), arrays)
+
+        return lax.map(scan_heads, (ranges, marks, arrays))
     ranges = ranges[0].min(0), ranges[1].max(0)
-    row = lambda marks, arrays: jax.vmap(lambda *head: function(ranges, marks, *head))(*arrays)
-    return jax.vmap(row)(marks, arrays)
+
+    def map_heads(marks: tuple[Marks, Marks], arrays: tuple[Array, ...]) -> tuple[Array, ...]:
+        return jax.vmap(lambda *head: function(ranges, marks, *head))(*arrays)
+
+    return jax.vmap(map_heads)(marks, arrays)
 
 
 def _attend_head(

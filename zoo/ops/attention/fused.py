@@ -45,11 +45,11 @@ def fused_attention(
     mask = attention_mask.materialize(query.shape[1], key.shape[1])
     attend = functools.partial(jax.nn.dot_product_attention, scale=scale, implementation=implementation)
     if mask is None or attention_mask.is_structural:
-        behind = None if attention_mask.window is None else attention_mask.window - 1
-        if behind is None:
-            bounds = None
-        else:
-            bounds = (behind, 0 if attention_mask.causal else behind)
+        bounds = None
+        if attention_mask.window is not None:
+            behind = attention_mask.window - 1
+            ahead = 0 if attention_mask.causal else behind
+            bounds = (behind, ahead)
         return attend(query, key, value, is_causal=attention_mask.causal, local_window_size=bounds)
     return zero_masked_queries(attend(query, key, value, mask=mask[:, None]), mask)
 

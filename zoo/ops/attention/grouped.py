@@ -114,8 +114,11 @@ def scale_scores(
     scores: Float[Array, "..."], head_dim: int, scale: float | None, soft_cap: float | None
 ) -> Float[Array, "..."]:
     """Scale the products of queries and keys, and apply the soft cap if there is one."""
-    scores = scores * (head_dim**-0.5 if scale is None else scale)
-    return scores if soft_cap is None else soft_cap * jnp.tanh(scores / soft_cap)
+    factor = head_dim**-0.5 if scale is None else scale
+    scores = scores * factor
+    if soft_cap is None:
+        return scores
+    return soft_cap * jnp.tanh(scores / soft_cap)
 
 
 def group_size(query: Float[Array, "..."], key: Float[Array, "..."]) -> int:

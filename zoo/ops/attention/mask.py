@@ -73,12 +73,15 @@ class AttentionMask:
         **Raises** `ValueError` as `find_positions` does.
         """
         query_positions, key_positions = self.find_positions(query_seq, key_seq)
-        rules = [] if self.key_positions is None else [key_positions[:, None, :] >= 0]
+        rules = []
+        if self.key_positions is not None:
+            rules.append(key_positions[:, None, :] >= 0)
         age = query_positions[:, :, None] - key_positions[:, None, :]
         if self.causal:
             rules.append(age >= 0)
         if self.window is not None:
-            rules.append((age if self.causal else jnp.abs(age)) < self.window)
+            distance = age if self.causal else jnp.abs(age)
+            rules.append(distance < self.window)
         if self.query_segments is not None and self.key_segments is not None:
             rules.append(self.query_segments[:, :, None] == self.key_segments[:, None, :])
         if self.selected is not None:

@@ -32,8 +32,11 @@ def reference_attention(
     highest = jnp.max(scores, axis=-1, keepdims=True, where=mask, initial=MASK_VALUE)
     if sinks is not None:
         sinks = sinks.astype(jnp.float32).reshape(query.shape[2], 1, 1)
-    highest = lax.stop_gradient(highest if sinks is None else jnp.maximum(highest, sinks))
+        highest = jnp.maximum(highest, sinks)
+    highest = lax.stop_gradient(highest)
     weights = jnp.where(mask, jnp.exp(jnp.where(mask, scores - highest, 0)), 0)
-    total = weights.sum(axis=-1, keepdims=True) + (0 if sinks is None else jnp.exp(sinks - highest))
+    total = weights.sum(axis=-1, keepdims=True)
+    if sinks is not None:
+        total = total + jnp.exp(sinks - highest)
     weights = weights / jnp.where(total > 0, total, 1)
     return jnp.einsum("bhqk,bkhd->bqhd", weights, value_fp32, precision="highest").astype(value.dtype)

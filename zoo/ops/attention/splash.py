@@ -135,8 +135,10 @@ def _make_attend(static: _Static, segments: Array | None) -> Callable:
 
     shape = (static.seq, static.seq)
     behind = None if static.window is None else static.window - 1
-    if behind is not None or static.causal:
-        mask = splash_attention_mask.LocalMask(shape, (behind, 0 if static.causal else behind), 0)
+    if static.causal:
+        mask = splash_attention_mask.LocalMask(shape, (behind, 0), 0)
+    elif behind is not None:
+        mask = splash_attention_mask.LocalMask(shape, (behind, behind), 0)
     else:
         mask = splash_attention_mask.FullMask(shape)
     block = next(size for size in (_LARGEST_BLOCK, _LARGEST_BLOCK // 2, _LANES) if static.seq % size == 0)
@@ -148,8 +150,11 @@ def _make_attend(static: _Static, segments: Array | None) -> Callable:
         attn_logits_soft_cap=static.soft_cap,
         interpret=static.is_interpreted,
     )
-    make_ids = lambda ids: None if ids is None else splash_attention_kernel.SegmentIds(ids, ids)
-    run_head = lambda query, key, value, sinks, ids: run(query, key, value, make_ids(ids), sinks)
+
+    def run_head(query: Array, key: Array, value: Array, sinks: Array | None, ids: Array | None) -> Any:
+        segment_ids = None if ids is None else splash_attention_kernel.SegmentIds(ids, ids)
+        return run(query, key, value, segment_ids, sinks)
+
     run_row = jax.vmap(run_head, in_axes=(0, 0, 0, 0, None))
     return lambda query, key, value, sinks: jax.vmap(run_row, in_axes=(0, 0, 0, None, 0))(
         query, key, value, sinks, segments

@@ -110,7 +110,9 @@ def _sum_in_choice_order(
     total: Any = 0.0
     for k in range(row_indices.shape[1]):
         row = rows[row_indices[:, k]].astype(jnp.float32)
-        total = total + (row if weights is None else row * weights[:, k : k + 1])
+        if weights is not None:
+            row = row * weights[:, k : k + 1]
+        total = total + row
     return total
 
 

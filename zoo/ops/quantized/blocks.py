@@ -62,7 +62,9 @@ class BlockScaling(AbstractRecipe):
 
 def make_tile(ndim: int, axis: int, size: int) -> tuple[int, ...]:
     """Return the shape of a tile of `size` values along one axis."""
-    return tuple(size if dim == axis % ndim else 1 for dim in range(ndim))
+    tile = [1] * ndim
+    tile[axis] = size
+    return tuple(tile)
 
 
 def find_block_amax(x: Float[Array, "*dims"], block: tuple[int, ...]) -> Float[Array, "*blocks"]:

@@ -90,13 +90,16 @@ def saturating_cast(x: Float[Array, "*dims"], dtype: Any) -> Float[Array, "*dims
         infinity, nan = np.array([np.inf, np.nan]).astype(dtype).view(np.uint8) & 0x7F
         codes = jnp.where(jnp.isinf(x), int(infinity), jnp.where(jnp.isnan(x), int(nan), codes))
     codes = codes | (jnp.signbit(x).astype(jnp.int32) << (bits - 1))
-    return lax.bitcast_convert_type(codes.astype(jnp.uint8 if bits == 8 else jnp.uint4), dtype)
+    code_dtype = jnp.uint8 if bits == 8 else jnp.uint4
+    return lax.bitcast_convert_type(codes.astype(code_dtype), dtype)
 
 
 def find_amax(x: Float[Array, "*dims"], axes: Sequence[str] = ()) -> Float[Array, ""]:
     """Return max |x| in float32, over the devices along mesh `axes` too."""
     amax = jnp.abs(x).max(initial=0).astype(jnp.float32)
-    return lax.pmax(amax, tuple(axes)) if axes else amax
+    if not axes:
+        return amax
+    return lax.pmax(amax, tuple(axes))
 
 
 def find_multiplier(amax: Float[Array, "*dims"], largest: float | int) -> Float[Array, "*dims"]:
@@ -143,8 +146,10 @@ def multiply_scaled(left: str, right: str, out: str, x: ScaledTensor, y: ScaledT
     precision "highest" also keeps cublasLt from its fast accumulation, which has fewer bits than float32.
     """
     dtype = _choose_operand_dtype(x, y)
-    flatten = lambda z: z.reshape(-1, z.shape[-1])
-    operands = (flatten(z.values if dtype is None else decode_blocks(z, dtype)) for z in (x, y))
+    operands = []
+    for tensor in (x, y):
+        values = tensor.values if dtype is None else decode_blocks(tensor, dtype)
+        operands.append(values.reshape(-1, values.shape[-1]))
     with jax.default_matmul_precision("highest"):
         product = einsum_dot_general(left, right, out, *operands, jnp.float32)  # pyright: ignore[reportCallIssue]
     return product * (x.scale * y.scale)

@@ -52,9 +52,12 @@ def get_group_dequantizer(
         values = _decode_codes(codes, kind)
         expand = lambda x: _expand_groups(x.astype(jnp.float32), index, group_size, values.shape[-1])
         if zeros is not None or kind in _MIDDLE:
-            values = values - (jnp.float32(_MIDDLE[kind]) if zeros is None else expand(zeros))
+            zero = jnp.float32(_MIDDLE[kind]) if zeros is None else expand(zeros)
+            values = values - zero
         values = values * expand(scales)
-        return (values * INT8_STEP if kind == "int8" else values).astype(dtype)
+        if kind == "int8":
+            values = values * INT8_STEP
+        return values.astype(dtype)
 
     return dequantize
 

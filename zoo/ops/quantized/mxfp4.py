@@ -87,7 +87,8 @@ def quantize_mxfp4(x: Float[Array, "*rows values"]) -> tuple[_Blocks, _Scales]:
 def _nearest_e2m1_code(magnitudes: Float[Array, "*dims"]) -> UInt8[Array, "*dims"]:
     """Return the three-bit code of the nearest magnitude."""
     middles = (_MAGNITUDES[:-1] + _MAGNITUDES[1:]) / 2
-    above = [
-        magnitudes >= middle if up else magnitudes > middle for middle, up in zip(middles, _ROUND_TIES_UP, strict=True)
-    ]
+    above = []
+    for middle, rounds_up in zip(middles, _ROUND_TIES_UP, strict=True):
+        is_above = magnitudes >= middle if rounds_up else magnitudes > middle
+        above.append(is_above)
     return jnp.stack(above).sum(0, dtype=jnp.uint8)

@@ -43,7 +43,8 @@ class NVFP4(AbstractRecipe):
         return self.stochastic
 
     def quantize_input(self, x: Float[Array, "*rows in"], amax: Float[Array, "..."] | None, axis: int) -> ScaledTensor:
-        x, amax = _transform(x, amax) if axis == -2 else (x, amax)
+        if axis == -2:
+            x, amax = _transform(x, amax)
         return quantize_nvfp4(x, amax, make_tile(x.ndim, axis, BLOCK_SIZE))
 
     def quantize_weight(
@@ -58,9 +59,11 @@ class NVFP4(AbstractRecipe):
         axis: int,
         bits: UInt32[Array, "*padded out"] | None,
     ) -> ScaledTensor:
-        x, amax = _transform(gradient, amax) if axis == -2 else (gradient, amax)
-        bits = None if bits is None else bits[:, : x.shape[1]]
-        return quantize_nvfp4(x, amax, make_tile(x.ndim, axis, BLOCK_SIZE), bits)
+        if axis == -2:
+            gradient, amax = _transform(gradient, amax)
+        if bits is not None:
+            bits = bits[:, : gradient.shape[1]]
+        return quantize_nvfp4(gradient, amax, make_tile(gradient.ndim, axis, BLOCK_SIZE), bits)
 
 
 def _transform(x: Float[Array, "*rows in"], amax: Any) -> tuple[Float[Array, "*padded in"], Any]:

@@ -111,9 +111,13 @@ def _tiled_matmul(
         rows = jnp.where(is_new, lax.dynamic_slice_in_dim(x, first, size, 1), 0)
         return y + einsum_dot_general("ri", "io", "ro", rows, weight, jnp.float32)
 
-    is_forward = weight_subscripts == "oi"
-    step, features, dtype = (write_outputs, out, x.dtype) if is_forward else (add_outputs, in_size, jnp.float32)
-    start = vary(jnp.zeros((len(x), features), dtype), varying(x))
+    if weight_subscripts == "oi":
+        step = write_outputs
+        start = jnp.zeros((len(x), out), x.dtype)
+    else:
+        step = add_outputs
+        start = jnp.zeros((len(x), in_size), jnp.float32)
+    start = vary(start, varying(x))
     return lax.fori_loop(0, -(-out // size), step, start).astype(x.dtype)
 
 

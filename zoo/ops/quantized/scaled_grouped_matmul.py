@@ -91,7 +91,9 @@ def _decode(x: ScaledTensor) -> Float[Array, "..."]:
 
 
 def _reduce_max(amax: Float[Array, "experts"], axes: tuple[str, ...]) -> Float[Array, "experts"]:
-    return lax.pmax(amax, axes) if axes else amax
+    if not axes:
+        return amax
+    return lax.pmax(amax, axes)
 
 
 def _find_row_amax(

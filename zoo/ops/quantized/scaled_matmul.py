@@ -108,7 +108,8 @@ def _scaled_matmul_fwd(
         amax = recipe.read_history(history.input)
         weight_amax = recipe.read_history(history.weight)
     quantized = recipe.quantize_input(x, amax, -1), recipe.quantize_weight(weight, weight_amax, dim - 2)
-    y = multiply_scaled("rk", "nk" if dim == 1 else "kn", "rn", *quantized)
+    terms = "nk" if dim == 1 else "kn"
+    y = multiply_scaled("rk", terms, "rn", *quantized)
     y = y.astype(jnp.result_type(x, weight)).reshape(*x.shape[:-1], -1)
     seen = None if history is None else _record_amax(history.input, x)
     return y, (StoredTensor(recipe.quantize_input(x, amax, -2)), weight, weight_amax, seen, history, noise)
@@ -128,8 +129,10 @@ def _scaled_matmul_bwd(options: _Options, residuals: tuple, gradient: Float[Arra
     terms = "nk" if dim == 1 else "kn"
     x_gradient = multiply_scaled("rn", terms, "rk", by_features, transposed)
     x = stored.restore()
-    left, right = (("rn", by_tokens), ("rk", x)) if dim == 1 else (("rk", x), ("rn", by_tokens))
-    weight_gradient = multiply_scaled(left[0], right[0], terms, left[1], right[1])
+    if dim == 1:
+        weight_gradient = multiply_scaled("rn", "rk", terms, by_tokens, x)
+    else:
+        weight_gradient = multiply_scaled("rk", "rn", terms, x, by_tokens)
     seen = None
     if history is not None:
         seen = AmaxArrays(input_seen, _record_amax(history.weight, weight), _record_amax(history.gradient, gradient))

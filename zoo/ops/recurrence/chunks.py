@@ -179,7 +179,8 @@ def exclude_own_token(decay: Float[Array, "*lead size size"], *, exclusive: bool
 
 def causal_mask(size: int, *, strict: bool = False) -> Bool[Array, "size size"]:
     """Return a causal mask: True where column <= row, or column < row if `strict`."""
-    return jnp.tril(jnp.ones((size, size), bool), -1 if strict else 0)
+    diagonal = -1 if strict else 0
+    return jnp.tril(jnp.ones((size, size), bool), diagonal)
 
 
 def batched_matmul(

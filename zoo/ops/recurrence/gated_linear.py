@@ -115,7 +115,9 @@ def recurrent_gated_linear(
         read = decayed + update if bonus is None else state + bonus[..., None] * update
         return decayed + update, (query[..., :, None] * read).sum(-2)
 
-    xs = (query, key, value, decays if decays.ndim == 4 else decays[..., None], starts)
+    if decays.ndim == 3:
+        decays = decays[..., None]
+    xs = (query, key, value, decays, starts)
     last, output = lax.scan(step, initial, [x.swapaxes(0, 1) for x in xs])
     return (scale * output.swapaxes(0, 1)).astype(dtype), last
 
@@ -141,7 +143,10 @@ def chunked_gated_linear(
     dtype = value.dtype
     seq = value.shape[1]
     group = _heads_per_group(query, value, log_decay)
-    find_state, state = (state, None) if callable(state) else (None, state)
+    find_state = None
+    if callable(state):
+        find_state = state
+        state = None
     query, key, value, decays, bonus, initial = _prepare_gated_operands(query, key, value, log_decay, bonus, state)
     count = count_segment_starts(segment_ids, seq, chunk_size)[:, :, None]
     query, key, value, decays = (split_into_chunks(x, chunk_size) for x in (query, key, value, decays))

@@ -99,17 +99,19 @@ def recurrent_delta(
                 state = decay[..., None] * state
                 if not read_before_decay:
                     read_state = state
-            update = 0 if write_value is None else write_value[i]
-            update = update + (read[i][..., None] * read_state).sum(-2)
+            update = (read[i][..., None] * read_state).sum(-2)
+            if write_value is not None:
+                update = write_value[i] + update
             state = state + write[i][..., None] * update[..., None, :]
             if key is not None and value is not None:
                 state = state + key[i][..., None] * value[i][..., None, :]
         return state, (query[..., None] * state).sum(-2)
 
-    rows = [
-        None if x is None else jnp.moveaxis(x.astype(jnp.float32).reshape(len(x), seq, steps, *x.shape[2:]), 0, 2)
-        for x in (operands.read, operands.write, operands.write_value, operands.key, operands.value)
-    ]
+    def split_steps(x: Array) -> Array:
+        return jnp.moveaxis(x.astype(jnp.float32).reshape(len(x), seq, steps, *x.shape[2:]), 0, 2)
+
+    rows = (operands.read, operands.write, operands.write_value, operands.key, operands.value)
+    rows = jax.tree.map(split_steps, rows)
     tokens = (operands.query.astype(jnp.float32), jnp.exp(operands.log_decay), starts)
     query, decay, starts = (x.swapaxes(0, 1) for x in tokens)
     state, output = lax.scan(step, operands.state, (query, *rows, decay, starts))
@@ -140,7 +142,10 @@ def chunked_delta(
 
     **Raises** `ValueError` as `recurrent_delta`, and for a `chunk_size` that is not a power of two or below `steps`.
     """
-    find_state, state = (state, None) if callable(state) else (None, state)
+    find_state = None
+    if callable(state):
+        find_state = state
+        state = None
     operands = DeltaOperands.from_arrays(query, read, write, write_value, key, value, log_decay, state, steps)
     chunks = DeltaChunks(operands, segment_ids, steps, read_before_decay, chunk_size)
     transition = chunks.compute_transition()

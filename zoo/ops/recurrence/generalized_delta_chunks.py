@@ -89,7 +89,9 @@ class DeltaOperands(NamedTuple):
         """The dtype of the values and of the output."""
         if self.value is not None:
             return self.value.dtype
-        return (self.write if self.write_value is None else self.write_value).dtype
+        if self.write_value is not None:
+            return self.write_value.dtype
+        return self.write.dtype
 
 
 class DeltaChunks:
@@ -181,7 +183,8 @@ class DeltaChunks:
         else:
             scores = self._decayed_scores_by_step(rows, columns, strict)
         if self.count is not None:
-            row = jnp.repeat(self.count, self.steps if strict else 1, axis=-1)
+            row_steps = self.steps if strict else 1
+            row = jnp.repeat(self.count, row_steps, axis=-1)
             column = jnp.repeat(self.count, self.steps, axis=-1)
             scores = jnp.where(row[..., :, None] == column[..., None, :], scores, 0)
         return scores
@@ -235,7 +238,9 @@ def scan_chunks(
         update = chunk.constant + batched_matmul(chunk.read, state.astype(chunk.read.dtype))
         update = update.astype(chunk.write.dtype)
         after = chunk.chunk_decay[..., None] * state + batched_matmul(chunk.write.mT, update)
-        return after if chunk.kv_update is None else after + chunk.kv_update, (state, update)
+        if chunk.kv_update is not None:
+            after = after + chunk.kv_update
+        return after, (state, update)
 
     state, (boundary_states, updates) = lax.scan(step, state, chunks)
     return state, boundary_states, updates
@@ -291,7 +296,12 @@ def scan_chunks_of_shard(
     width = chunks.read.shape[-1]
     identity = jnp.broadcast_to(jnp.eye(width, dtype=jnp.float32), (*zeros.shape[:2], width, width))
     identity = vary(identity, varying(zeros))
-    pad = lambda x: None if x is None else jnp.concatenate([jnp.zeros((*x.shape[:-1], width), x.dtype), x], axis=-1)
+
+    def pad(x: Array | None) -> Array | None:
+        if x is None:
+            return None
+        return jnp.concatenate([jnp.zeros((*x.shape[:-1], width), x.dtype), x], axis=-1)
+
     padded = chunks._replace(constant=pad(chunks.constant), kv_update=pad(chunks.kv_update))
     results = scan_chunks(jnp.concatenate([identity, zeros], axis=-1), padded)
     last, boundary_states, updates = (DenseAffineMap(x[..., :width], x[..., width:]) for x in results)

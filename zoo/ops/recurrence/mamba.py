@@ -191,7 +191,9 @@ def _read_initial_state(
 def _decay_state(A: Array, dt: Array, keep: Array | None, h: Array) -> Array:
     """Compute exp(dt A) h, or zero where a segment starts, [batch, state, inner]."""
     h = jnp.exp(dt[:, None] * A) * h
-    return h if keep is None else keep[:, None, None] * h
+    if keep is None:
+        return h
+    return keep[:, None, None] * h
 
 
 def _index_token(x: Any, i: Array) -> Any:

@@ -34,9 +34,10 @@ def ssd(
     """
     dt = dt.astype(jnp.float32)
     value = (x * dt[..., None]).astype(x.dtype)
-    initial = state if state is None or callable(state) else state.swapaxes(-1, -2)
+    if state is not None and not callable(state):
+        state = state.swapaxes(-1, -2)
     log_decay = dt * A.astype(jnp.float32)
-    options = {"state": initial, "segment_ids": segment_ids, "implementation": implementation}
+    options = {"state": state, "segment_ids": segment_ids, "implementation": implementation}
     y, last = gated_linear(C, B, value, log_decay, **options)
     if D is not None:
         y = (y + D.astype(jnp.float32)[:, None] * x).astype(x.dtype)

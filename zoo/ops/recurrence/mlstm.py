@@ -81,10 +81,12 @@ def mlstm(
     ones = jnp.ones_like(value[..., :1], jnp.float32)
     inputs = jnp.concatenate([value.astype(jnp.float32), ones], axis=-1) * jnp.exp(gate - maximum)[..., None]
     chosen = GATED_LINEAR.select(implementation, RecurrenceRequest.from_heads(query, inputs, log_decay))
+    if chosen.name != "recurrent":
+        inputs = inputs.astype(value.dtype)
     sums, last = chosen.function(
         query,
         key,
-        inputs if chosen.name == "recurrent" else inputs.astype(value.dtype),
+        inputs,
         log_decay,
         scale=scale,
         state=initial_sums,

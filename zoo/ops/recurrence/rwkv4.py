@@ -62,7 +62,10 @@ def rwkv4(
     **Raises** `ValueError` for an unknown implementation, and for "recurrent" with an `IncomingState`.
     """
     run = WKV.select(implementation, RecurrenceRequest.from_channels(v, state)).function
-    incoming, state = (state, None) if callable(state) else (None, state)
+    options = {}
+    if callable(state):
+        options["incoming"] = state
+        state = None
     k, v, w, u, state, segment_ids, token_mask = align_varying(k, v, w, u, state, segment_ids, token_mask)
     if state is None:
         zeros = jnp.zeros_like(k[:, 0] * w, jnp.float32)
@@ -73,7 +76,6 @@ def rwkv4(
     if token_mask is not None:
         k_fp32 = jnp.where(token_mask[..., None], k_fp32, NO_HISTORY)
         log_decay = jnp.where(token_mask[..., None], log_decay, 0)
-    options = {} if incoming is None else {"incoming": incoming}
     output, last = run(k_fp32, v_fp32, log_decay, bonus, state, segment_ids, **options)
     return output.astype(v.dtype), last
 

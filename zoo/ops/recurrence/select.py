@@ -42,6 +42,11 @@ class RecurrenceRequest:
         state: Any = None,
     ) -> "RecurrenceRequest":
         """Describe a recurrence with a matrix state per head, of arrays [batch, seq, heads, dim]."""
+        decay = "channel"
+        if log_decay is None:
+            decay = "none"
+        elif log_decay.ndim == 3:
+            decay = "head"
         return cls(
             batch=query.shape[0],
             seq=query.shape[1],
@@ -50,7 +55,7 @@ class RecurrenceRequest:
             groups=query.shape[2],
             key_dim=query.shape[3],
             value_dim=value.shape[3],
-            decay="none" if log_decay is None else "head" if log_decay.ndim == 3 else "channel",
+            decay=decay,
             has_bonus=has_bonus,
             steps=steps,
             has_incoming_state=callable(state),
@@ -86,7 +91,9 @@ def find_sharding_obstacle(request: RecurrenceRequest) -> str | None:
 
 
 def _find_chunked_drawback(request: RecurrenceRequest) -> str | None:
-    return "a single token is not a chunk" if request.seq == 1 else None
+    if request.seq == 1:
+        return "a single token is not a chunk"
+    return None
 
 
 def _find_recurrent_drawback(request: RecurrenceRequest) -> str | None:

@@ -73,7 +73,9 @@ def _run_forward(
 ) -> tuple:
     """Return the outputs and the last state, and to `save` them, the states before the chunks and the inverses."""
     blocks = _Blocks(query, value, gates)
-    (batch, heads, chunks), size = blocks.grid, blocks.size
+    batch, heads, chunks = blocks.grid
+    size = blocks.size
+    refinements = 1 if query.dtype == jnp.float32 else 2
     residuals = [
         jax.ShapeDtypeStruct((batch, heads, chunks, *state.shape[2:]), jnp.float32),
         jax.ShapeDtypeStruct((batch, heads, chunks, size, size), query.dtype),
@@ -85,7 +87,7 @@ def _run_forward(
         (blocks.rows, blocks.head, *[blocks.chunk] * (2 * save)),
         (value, state, *residuals[: 2 * save]),
         products=(4, 4, 6),
-        inversions=2 * (size.bit_length() - (1 if query.dtype == jnp.float32 else 2)),
+        inversions=2 * (size.bit_length() - refinements),
     )
 
 
@@ -100,7 +102,9 @@ class _Blocks:
 
     def _index(self, step: Any) -> Any:
         """Return the chunk of a step of the grid."""
-        return self.chunks - 1 - step if self.is_reversed else step
+        if self.is_reversed:
+            return self.chunks - 1 - step
+        return step
 
     def rows(self, x: Any) -> pl.BlockSpec:
         """Return the block of a chunk's rows in an array [batch, heads, seq, dim]."""
@@ -130,7 +134,8 @@ class _Blocks:
         Its FLOPs per token are `products` of size key_dim, size value_dim and key_dim value_dim, and 2 size^2 for each
         of the products in `inversions`.
         """
-        (key_dim, value_dim), size = self.widths, self.size
+        key_dim, value_dim = self.widths
+        size = self.size
         terms = (size * key_dim, size * value_dim, key_dim * value_dim)
         per_token = sum(n * term for n, term in zip(products, terms, strict=True)) + 2 * inversions * size**2
         tokens = math.prod(self.grid) * size

@@ -81,7 +81,8 @@ def forward_kernel(
     inverse = invert_unit_lower(-chunk.beta * chunk.couplings, refine=dtype == jnp.float32).astype(dtype)
     if residual_refs:
         state_ref, inverse_ref = residual_refs
-        state_ref[...], inverse_ref[...] = state, inverse
+        state_ref[...] = state
+        inverse_ref[...] = inverse
     _, _, update = chunk.compute_corrections(value_ref[...], inverse, state)
     output = chunk.decays.from_start * multiply(chunk.query, state.astype(dtype))
     output = scale * (output + multiply(chunk.scores.astype(dtype), update))

@@ -44,11 +44,14 @@ def _apply_kernels_bwd(
     query = operands.query
     bonus = operands.bonus
     shared = (len(query), grid.blocks, *query.shape[2:])
-    partial_sum = jax.ShapeDtypeStruct(shared, query.dtype if grid.group == 1 else jnp.float32)
+    sum_dtype = query.dtype if grid.group == 1 else jnp.float32
+    partial_sum = jax.ShapeDtypeStruct(shared, sum_dtype)
     if bonus is None:
         per_row = None
+        per_row_spec = None
     else:
         per_row = jax.ShapeDtypeStruct((len(query), *bonus.shape), jnp.float32)
+        per_row_spec = grid.head(per_row)
     (found,) = grid.run(
         partial(backward_kernel, scale=scale, per_channel=grid.per_channel),
         (grid.describe_operands(operands, grid.chunk), grid.rows(grad_output), grid.block(grad_last)),
@@ -59,7 +62,7 @@ def _apply_kernels_bwd(
                 grid.shared(partial_sum),
                 grid.rows(operands.value),
                 grid.decay(operands.log_decay),
-                None if per_row is None else grid.head(per_row),
+                per_row_spec,
                 grid.block(grad_last),
             ),
         ),
@@ -112,7 +115,9 @@ class _Grid:
 
     def _chunk(self, step: Any) -> Any:
         """Return the chunk of a step of the grid."""
-        return self.chunks - 1 - step if self.is_reversed else step
+        if self.is_reversed:
+            return self.chunks - 1 - step
+        return step
 
     def describe_operands(self, operands: GatedOperands, describe_state: Callable) -> GatedOperands:
         """Return the blocks of a kernel's operands."""
@@ -120,18 +125,22 @@ class _Grid:
             (None, None, self.size, self.key_dim),
             lambda b, block, n, h: (b, lax.div(block, self.blocks_per_group), self._chunk(n), 0),
         )
-        count = pl.BlockSpec(
-            (None, None, 1, self.size),
-            lambda b, block, n, h: (0 if len(operands.count) == 1 else b, self._chunk(n), 0, 0),
-        )
-        bonus = pl.BlockSpec((None, 1, self.key_dim), lambda b, block, n, h: (self._head(block, h), 0, 0))
+
+        def index_count(b: Any, block: Any, n: Any, h: Any) -> tuple[Any, ...]:
+            row = 0 if len(operands.count) == 1 else b
+            return row, self._chunk(n), 0, 0
+
+        count = pl.BlockSpec((None, None, 1, self.size), index_count)
+        bonus = None
+        if operands.bonus is not None:
+            bonus = pl.BlockSpec((None, 1, self.key_dim), lambda b, block, n, h: (self._head(block, h), 0, 0))
         return GatedOperands(
             keys,
             keys,
             self.rows(operands.value),
             self.decay(operands.log_decay),
             count,
-            None if operands.bonus is None else bonus,
+            bonus,
             describe_state(operands.state),
         )
 

@@ -207,7 +207,8 @@ def _compute_channel_scores(
         before += jnp.where(is_later, _roll(total, half), 0)
         after += jnp.where(is_later, 0, _roll(total, size - half))
         half *= 2
-    return scores, before + log_decay if bonus is None else before, after
+    reads = before + log_decay if bonus is None else before
+    return scores, reads, after
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))

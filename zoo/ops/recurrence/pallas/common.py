@@ -62,6 +62,11 @@ def find_platform_obstacle() -> str | None:
     return None
 
 
+def round_up_to_lanes(dim: int) -> int:
+    """Return the size that a last dim takes in a TPU's memory, a multiple of its 128 lanes."""
+    return -(-dim // 128) * 128
+
+
 def describe_output(like: Float[Array, "..."], shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
     """Describe an output of `pallas_call` that varies over the mesh axes of an operand."""
     return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=jax.typeof(like).mat)
@@ -72,7 +77,9 @@ def multiply(
 ) -> Float[Array, "_ _"]:
     """Multiply two matrices, with float32 accumulation and result. Float32 operands are multiplied in float32, not
     rounded to bfloat16 as XLA does by default on a TPU."""
-    dims = (((0 if transpose_x else 1,), (1 if transpose_y else 0,)), ((), ()))
+    x_dim = 0 if transpose_x else 1
+    y_dim = 1 if transpose_y else 0
+    dims = (((x_dim,), (y_dim,)), ((), ()))
     if x.dtype == jnp.float32:
         precision = lax.Precision.HIGHEST
     else:

@@ -47,7 +47,7 @@ from zoo.shapes import MatrixState, Queries, SegmentIds, Values
 from ...varying import align_varying
 from ..chunks import count_segment_starts, split_into_chunks
 from ..select import RecurrenceRequest
-from .common import find_platform_obstacle
+from .common import find_platform_obstacle, round_up_to_lanes
 
 _CHUNK_SIZE = 64
 _SMALLEST_CHUNK = 16
@@ -80,12 +80,11 @@ def _bound_vmem(request: RecurrenceRequest, size: int) -> int:
 
     Kernels for v5e bounded by 14.5 MiB compiled; of the kernels bounded by 17 MiB or more, the float32 ones did not.
     """
-    lanes = lambda dim: -(-dim // 128) * 128
-    key = lanes(request.key_dim)
-    value = lanes(request.value_dim)
+    key = round_up_to_lanes(request.key_dim)
+    value = round_up_to_lanes(request.value_dim)
     width = jnp.dtype(request.dtype).itemsize
     state = 4 * request.key_dim * value
-    pairs = size * lanes(size)
+    pairs = size * round_up_to_lanes(size)
     blocks = 3 * state + width * (size * (4 * key + 3 * value) + pairs)
     return 2 * blocks + 4 * (6 * pairs + 4 * size * (key + value)) + 3 * state
 

@@ -47,7 +47,7 @@ from zoo.shapes import LogDecays, MatrixState, SegmentIds, Values
 from ...varying import align_varying
 from ..chunks import count_segment_starts, split_into_chunks
 from ..select import RecurrenceRequest
-from .common import find_platform_obstacle
+from .common import find_platform_obstacle, round_up_to_lanes
 
 _CHUNK_SIZE = 128
 """Tokens per chunk: rows and columns of a TPU's matrix unit."""
@@ -105,13 +105,12 @@ def _count_bytes(request: RecurrenceRequest, size: int) -> int:
 
     Kernels for v5e bounded by up to 15.9 MiB compiled; kernels bounded by 22 to 27 MiB took 19 to 25.
     """
-    lanes = lambda dim: -(-dim // 128) * 128
-    key = lanes(request.key_dim)
-    value = lanes(request.value_dim)
+    key = round_up_to_lanes(request.key_dim)
+    value = round_up_to_lanes(request.value_dim)
     width = jnp.dtype(request.dtype).itemsize
     per_channel = request.decay == "channel" or request.has_bonus
     state = 4 * request.key_dim * value
-    pairs = 4 * size * lanes(size)
+    pairs = 4 * size * round_up_to_lanes(size)
     keys = 4 * size * key
     share = _count_heads_per_block(request)
     blocks = (1 + 2 * share) * state + size * (width * (2 * key + 3 * value) + 8 * key) + 2 * keys * per_channel
@@ -144,7 +143,8 @@ def pallas_gated_linear(
 
     **Raises** `ValueError` if groups do not divide heads, and with the reason of `find_gated_linear_obstacle`.
     """
-    (batch, seq, groups, key_dim), (heads, value_dim) = query.shape, value.shape[2:]
+    batch, seq, groups, key_dim = query.shape
+    heads, value_dim = value.shape[2:]
     if heads % groups:
         raise ValueError(
             f"pallas_gated_linear: {heads} heads of values do not share out over {groups} heads of queries and keys"
@@ -173,7 +173,8 @@ def pallas_gated_linear(
     else:
         decays = split_into_chunks(decays, size).swapaxes(1, 2)[:, :, :, None]
     count = count_segment_starts(segment_ids, seq, size)[:, :, None].astype(jnp.float32)
-    bonus = None if bonus is None else bonus.astype(jnp.float32)[:, None]
+    if bonus is not None:
+        bonus = bonus.astype(jnp.float32)[:, None]
     operands = GatedOperands(query, key, value, decays, count, bonus, state.astype(jnp.float32))
     output, last = apply_kernels(float(scale), _count_heads_per_block(request), *align_varying(operands))
     return output[:, :, :seq].swapaxes(1, 2).astype(out_dtype), last
