@@ -73,9 +73,9 @@ def evaluate(
     """
     if not no_compile_cache:
         enable_compile_cache()
-    for name, number in (("length", length - 1), ("batch", batch), ("limit", 1 if limit is None else limit)):
-        if number < 1:
-            raise ValueError(f"--{name} must be at least {2 if name == 'length' else 1}")
+    for name, number, least in (("length", length, 2), ("batch", batch, 1), ("limit", limit, 1)):
+        if number is not None and number < least:
+            raise ValueError(f"--{name} must be at least {least}")
     path = resolve_directory(directory)
     files = read_texts(data)
     mesh = make_device_mesh(data=data_axis, fsdp=fsdp, expert=expert, context=context, tensor=tensor, pipe=pipe)
@@ -94,7 +94,10 @@ def evaluate(
     if limit is not None and limit < len(windows):
         windows = [windows[i * len(windows) // limit] for i in range(limit)]
     results = {"files": len(files), "windows": len(windows), **_evaluate_windows(model, windows, length, batch, mesh)}
-    show(json.dumps(results, indent=2) if as_json else _format_results(results))
+    if as_json:
+        show(json.dumps(results, indent=2))
+    else:
+        show(_format_results(results))
 
 
 def read_texts(paths: Sequence[Path]) -> list[str]:
@@ -103,7 +106,8 @@ def read_texts(paths: Sequence[Path]) -> list[str]:
     for path in paths:
         if not path.exists():
             raise FileNotFoundError(f"{path}: no such file or directory to read text from")
-        for file in sorted(_list_files(path)) if path.is_dir() else [path]:
+        files = sorted(_list_files(path)) if path.is_dir() else [path]
+        for file in files:
             content = file.read_bytes()
             try:
                 text = content.decode()

@@ -64,14 +64,18 @@ def parity(
         norms = _read_gradient_norms(meta)
     else:
         norms = None
+    loaded_family = None if family is None else load_family(family)
     report = compare(
         directory,
         results,
         gradient_norms=norms,
         tolerance=tolerance,
-        family=None if family is None else load_family(family),
+        family=loaded_family,
     )
-    show(_format_json(report) if as_json else "\n".join(_format_report(report, every)))
+    if as_json:
+        show(_format_json(report))
+    else:
+        show("\n".join(_format_report(report, every)))
     if not report.passed:
         sys.exit(1)
 
@@ -112,8 +116,11 @@ def _format_report(report: ParityReport, every_gradient: bool) -> list[str]:
 
 def _format_line(line: Comparison) -> list[str]:
     figures = [line.error, line.own, line.bfloat16, line.theirs]
-    return [
-        line.name,
-        *("" if x is None else f"{x:.1e}" for x in figures),
-        "" if line.passed else "<- out of tolerance",
-    ]
+    mark = "" if line.passed else "<- out of tolerance"
+    return [line.name, *map(_format_error, figures), mark]
+
+
+def _format_error(error: float | None) -> str:
+    if error is None:
+        return ""
+    return f"{error:.1e}"

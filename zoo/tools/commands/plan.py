@@ -104,14 +104,16 @@ def plan(
         else:
             progress(f"the step on {format_sizes(sizes)}")
             found = [planning.Candidate(sizes, planning.plan_training(make, sizes, topology, options, layout))]
-        for candidate in found[:3] if compiled else ():
-            progress(f"compiling for {format_sizes(candidate.sizes)}, which takes minutes")
-            programs.append(planning.compile_training(make, candidate.sizes, topology, options, layout))
+        if compiled:
+            for candidate in found[:3]:
+                progress(f"compiling for {format_sizes(candidate.sizes)}, which takes minutes")
+                programs.append(planning.compile_training(make, candidate.sizes, topology, options, layout))
     if as_json:
         plans = [_list_figures(candidate.plan, tokens) | {"suggested": is_suggested} for candidate in found]
         for described, program in zip(plans, programs, strict=False):
             described["compiled"] = program.as_dict()
-        show(json.dumps(plans if search else plans[0], indent=2))
+        shown = plans if search else plans[0]
+        show(json.dumps(shown, indent=2))
     else:
         if search:
             show("\n".join(_format_candidates(found)) + "\n")
@@ -159,7 +161,8 @@ def _complete_sizes(sizes: dict[str, int], topology: Topology) -> dict[str, int]
         else:
             hint = f"; --data {topology.devices // given} would take them all"
         raise ValueError(f"{product} are {given} devices, and {topology} has {topology.devices}{hint}")
-    return {axis: topology.devices // given if size == -1 else size for axis, size in sizes.items()}
+    left_over = {axis: topology.devices // given for axis, size in sizes.items() if size == -1}
+    return {**sizes, **left_over}
 
 
 @contextmanager
@@ -199,4 +202,6 @@ def _format_candidates(found: Sequence["Candidate"]) -> list[str]:
 def _format_fit(plan: "Plan") -> str:
     if plan.fits_with_margin:
         return "yes"
-    return "barely" if plan.fits else "no"
+    if plan.fits:
+        return "barely"
+    return "no"

@@ -30,7 +30,8 @@ def attach_moves(groups: Sequence[Group], moves: Sequence[TracedMove]) -> tuple[
         in_stack = word == "stack" or (move.in_model and not move.differentiated)
         if not move.in_model:
             if not move.differentiated:
-                of_step.add(move, "loss" if move.size == 1 else "gradients")
+                subject = "loss" if move.size == 1 else "gradients"
+                of_step.add(move, subject)
             else:
                 of_sections[last].setdefault("loss", _Collector()).add(move)
         elif "gather" in move.modules and move.layer is None:
@@ -46,7 +47,12 @@ def attach_moves(groups: Sequence[Group], moves: Sequence[TracedMove]) -> tuple[
         elif in_stack and kinds:
             of_groups[kinds[0]].add(move, "hidden states")
         else:
-            name, inner = ("head", "") if word == "_Unembedding" else (word or "loss", ".".join(move.modules[1:]))
+            if word == "_Unembedding":
+                name = "head"
+                inner = ""
+            else:
+                name = word or "loss"
+                inner = ".".join(move.modules[1:])
             number = next((n for n, sections in enumerate(of_sections) if name in sections), last)
             if name not in of_sections[number] and "head" in of_sections[last]:  # a tied matrix
                 name = "head"
@@ -86,7 +92,9 @@ def _share_out(
     total = sum(layers for _, _, layers in matching)
     left = move.times
     for index, (number, parameter, layers) in enumerate(matching):
-        times = left if index == len(matching) - 1 else move.times * layers // total
+        times = move.times * layers // total
+        if index == len(matching) - 1:
+            times = left  # with what rounding leaves
         left -= times
         if times:
             subject = parameter.name.removeprefix("layers.*.").removesuffix(".weight")
@@ -121,15 +129,14 @@ class _Collector:
 
     def make_moves(self) -> tuple[Move, ...]:
         """Return one move per collective, axes and phase, in the order of the program, forward first."""
-        moves = [
-            dataclasses.replace(
-                parts[0],
-                subject=_join_subjects([part.subject for part in parts[:: -1 if parts[0].phase == "backward" else 1]]),
-                count=sum(part.count for part in parts),
-                bytes=sum(part.bytes for part in parts),
-            )
-            for parts in self.found.values()
-        ]
+        moves = []
+        for parts in self.found.values():
+            subjects = [part.subject for part in parts]
+            if parts[0].phase == "backward":
+                subjects.reverse()
+            count = sum(part.count for part in parts)
+            size = sum(part.bytes for part in parts)
+            moves.append(dataclasses.replace(parts[0], subject=_join_subjects(subjects), count=count, bytes=size))
         return tuple(sorted(moves, key=lambda move: ("forward", "backward", "update").index(move.phase)))
 
 
@@ -137,4 +144,6 @@ def _join_subjects(subjects: Sequence[str]) -> str:
     """Join names of matrices, in the order of the layer; if there are many, return their number."""
     names = [name for name in dict.fromkeys(subjects) if name]
     joined = ", ".join(names)
-    return joined if len(joined) <= _LONGEST_SUBJECT else f"{len(names)} parameters"
+    if len(joined) > _LONGEST_SUBJECT:
+        return f"{len(names)} parameters"
+    return joined

@@ -26,7 +26,8 @@ def name_group(group: Group) -> str:
 def draw_group(group: Group, drawing: Drawing, y: Number, width: int) -> tuple[list[str], Number]:
     """Draw a card: a header, the moves of parameters, and the sections."""
     left = MARGIN
-    right = width - MARGIN - (8 if len(group.layers) > 1 else 0)
+    behind = (2, 1) if len(group.layers) > 1 else ()  # sheets behind the card
+    right = width - MARGIN - 4 * len(behind)
     x = left + _PAD
     inner = right - left - 2 * _PAD
     at = y + _PAD + 12
@@ -55,12 +56,13 @@ def draw_group(group: Group, drawing: Drawing, y: Number, width: int) -> tuple[l
         height = max(height, moved_height)
     else:
         moved, moved_height = _draw_moves(moves, x, at + 2, inner)
-        at += moved_height + 10 if moves else 0
+        if moves:
+            at += moved_height + 10
         elements, height = _draw_sections(drawn, drawing.axis_sizes, x, at, inner)
     height += at + _PAD - y
-    sheets = [rect(left + 4 * n, y + 4 * n, right - left, height, "card", 6) for n in (2, 1) if len(group.layers) > 1]
+    sheets = [rect(left + 4 * n, y + 4 * n, right - left, height, "card", 6) for n in behind]
     card = rect(left, y, right - left, height, "card", 6)
-    return [*sheets, card, *parts, *moved, *elements], height + (8 if sheets else 0)
+    return [*sheets, card, *parts, *moved, *elements], height + 4 * len(behind)
 
 
 def _draw_stages(group: Group, stages: Sequence[tuple[str, int]], x: Number, y: Number, width: Number) -> list[str]:
@@ -87,8 +89,9 @@ class _Box:
 
     @property
     def name(self) -> str:
-        is_tied = self.section.name == "head" and not self.section.parameters
-        return "head, tied" if is_tied else self.section.name
+        if self.section.name == "head" and not self.section.parameters:
+            return "head, tied"
+        return self.section.name
 
     @property
     def row_heights(self) -> list[tuple[Number, Number]]:
@@ -98,11 +101,10 @@ class _Box:
     @property
     def height(self) -> Number:
         rows = sum(picture + captions + 8 for picture, captions in self.row_heights)
+        height = 26 + rows
         if self.moves:
-            moves = _draw_moves(self.moves, 0, 0, self.width - 20)[1] + 6
-        else:
-            moves = 0
-        return 26 + rows + moves + (4 if self.moves else 0)
+            height += _draw_moves(self.moves, 0, 0, self.width - 20)[1] + 10
+        return height
 
 
 _CELL_GAP = 18.0
@@ -126,7 +128,10 @@ def _make_box(section: Section, axis_sizes: Mapping[str, int], width: Number) ->
     widths.append(estimate_width(section.name, bold=True) + 30)
     wide = [_measure_move(move) for move in moves]
     side_by_side = sum(wide) + 8 * (len(wide) - 1)
-    widths.append(side_by_side if side_by_side <= max([0, *widths]) + 130 else max(wide, default=0))
+    if side_by_side <= max([0, *widths]) + 130:
+        widths.append(side_by_side)
+    else:
+        widths += wide
     return _Box(section, rows, moves, min(width, max(widths) + 20))
 
 
@@ -156,7 +161,9 @@ def _draw_sections(
             parts += _draw_box(box, at, y)
             at += box.width + _BETWEEN
         y += max(box.height for box in line) + 10
-    return parts, y - top - (10 if lines else 0)
+    if lines:
+        y -= 10
+    return parts, y - top
 
 
 def _draw_box(box: _Box, x: Number, y: Number) -> list[str]:
@@ -192,7 +199,9 @@ def caption_move(move: Move) -> str:
     traffic = format_bytes(move.bytes / move.count)
     if move.count > 1:
         traffic = f"{move.count:,} x {traffic}"
-    return f"{move.subject}: {traffic}" if move.subject else traffic
+    if move.subject:
+        return f"{move.subject}: {traffic}"
+    return traffic
 
 
 def _measure_move(move: Move) -> Number:

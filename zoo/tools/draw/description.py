@@ -20,7 +20,7 @@ from zoo.parallel.module import is_trainable
 
 from .attach import attach_moves
 from .parts import AxisUse, Drawing, DrawnParameter, Group, Section
-from .traced_moves import TracedMove, choose_seq_len, find_image_shape, trace_step
+from .traced_moves import TracedMove, choose_seq_len, count_microbatches, find_image_shape, trace_step
 
 _LAYER = "layers.*."
 
@@ -43,6 +43,7 @@ def describe_layout(
     groups = _make_groups(shapes, kinds, mesh)
     step = trace_step(shapes, mesh, kinds.find_label, loss_fn=loss_fn, batch=batch, seq_len=seq_len)
     groups, rest = attach_moves(_sort_sections(groups, step.calls), step.moves)
+    described_batch = _describe_batch(shapes, mesh, batch, seq_len) if step.moves else ""
     return Drawing(
         title=title or type(model).__name__,
         mesh=str(mesh),
@@ -50,12 +51,20 @@ def describe_layout(
         axes=tuple(_describe_axis(axis, mesh, groups, step.moves) for axis in AXES if mesh.shape[axis] > 1),
         groups=tuple(groups),
         moves=tuple(rest),
-        batch=_describe_batch(shapes, mesh, batch, seq_len) if step.moves else "",
+        batch=described_batch,
     )
 
 
 def _to_shape(x: Any) -> Any:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype) if is_array_or_shape(x) else x
+    if not is_array_or_shape(x):
+        return x
+    return jax.ShapeDtypeStruct(x.shape, x.dtype)
+
+
+def _drop_layer_axis(x: Any) -> Any:
+    if not is_array_or_shape(x):
+        return x
+    return jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
 
 
 @dataclasses.dataclass
@@ -85,7 +94,7 @@ class _LayerKinds:
 
 def _make_key(block: AbstractBlock) -> Any:
     """Return a key that is equal for layers of one kind."""
-    one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype) if is_array_or_shape(x) else x, block)
+    one = jax.tree.map(_drop_layer_axis, block)
     arrays = zip(list_parameter_paths(one), jax.tree.leaves(eqx.filter(one, is_array_or_shape)), strict=True)
     return type(block), tuple((path.name, path.dims, x.shape, str(x.dtype)) for path, x in arrays)
 
@@ -114,11 +123,14 @@ def _make_groups(model: PyTree, kinds: _LayerKinds, mesh: Mesh) -> list[Group]:
         parameter, axes = _describe_parameter(path, x, mesh)
         parameter = dataclasses.replace(parameter, trainable=is_trainable(path.leaf, x))
         if not path.name.startswith(_LAYER):
-            (before if _is_input(path.name) else after).append(parameter)
+            side = before if _is_input(path.name) else after
+            side.append(parameter)
             continue
         layer_axes = layer_axes or axes
         found = in_layers[kinds.find_kind(path.ranges[0][0])]
-        found[parameter.name] = _add_layers(found[parameter.name], parameter) if parameter.name in found else parameter
+        if parameter.name in found:
+            parameter = _add_layers(found[parameter.name], parameter)
+        found[parameter.name] = parameter
     groups = [
         Group(name, tuple(sorted(layers)), layer_axes, _split_sections(list(parameters.values())))
         for name, layers, parameters in zip(kinds.names, kinds.layers, in_layers, strict=True)
@@ -127,7 +139,9 @@ def _make_groups(model: PyTree, kinds: _LayerKinds, mesh: Mesh) -> list[Group]:
     first, last = (
         Group(name, (), (), _split_sections(part)) for name, part in zip(names, (before, after), strict=True)
     )
-    return [*([first] if before else []), *groups, last]
+    if before:
+        groups.insert(0, first)
+    return [*groups, last]
 
 
 def _is_input(name: str) -> bool:
@@ -160,8 +174,12 @@ def _sort_sections(groups: Sequence[Group], calls: Sequence[tuple[int | None, st
 
 def _describe_parameter(path: ParameterPath, x: Any, mesh: Mesh) -> tuple[DrawnParameter, tuple[str, ...]]:
     """Return a parameter, and the mesh axes that shard its layers."""
-    spec = tuple(mesh.spec(path.dims, x.shape, path.name)) if path.dims else ()
-    sharded = [(entry,) if isinstance(entry, str) else entry or () for entry in spec]
+    sharded = []
+    if path.dims:
+        for axes in mesh.spec(path.dims, x.shape, path.name):
+            if isinstance(axes, str):  # JAX unpacks single axes
+                axes = (axes,)
+            sharded.append(axes or ())
     sharded += [()] * (len(x.shape) - len(sharded))
     gathered = dict(mesh.find_gather_dims(path.dims))
     shards = math.prod(mesh.shape[axis] for axes in sharded for axis in axes)
@@ -170,7 +188,7 @@ def _describe_parameter(path: ParameterPath, x: Any, mesh: Mesh) -> tuple[DrawnP
     used = [mesh.shape[axis] for index, axes in entries for axis in axes if axis not in gathered.get(index, ())]
     size = x.size * np.dtype(x.dtype).itemsize
     dims = tuple(dim.name for dim in path.dims) or ("",) * len(x.shape)
-    return DrawnParameter(
+    parameter = DrawnParameter(
         name=path.name,
         dims=dims[first:],
         shape=tuple(x.shape[first:]),
@@ -181,7 +199,9 @@ def _describe_parameter(path: ParameterPath, x: Any, mesh: Mesh) -> tuple[DrawnP
         dtype=str(x.dtype),
         bytes=size,
         bytes_per_device=size // shards,
-    ), (sharded[0] if first else ())
+    )
+    layer_axes = sharded[0] if first else ()
+    return parameter, layer_axes
 
 
 def _add_layers(first: DrawnParameter, second: DrawnParameter) -> DrawnParameter:
@@ -195,7 +215,8 @@ def _add_layers(first: DrawnParameter, second: DrawnParameter) -> DrawnParameter
 
 def _describe_axis(axis: str, mesh: Mesh, groups: Sequence[Group], moves: Sequence[TracedMove]) -> AxisUse:
     dims = [dim for dim in ("batch", "seq") if axis in mesh.axes(dim)]
-    dims += ["layers"] if any(axis in group.layer_axes for group in groups) else []
+    if any(axis in group.layer_axes for group in groups):
+        dims.append("layers")
     for group in groups:
         for x in group.parameters:
             dims += [dim for dim, axes in zip(x.dims, x.sharded_axes, strict=True) if axis in axes]
@@ -208,7 +229,7 @@ def _describe_batch(model: Any, mesh: Mesh, batch: Mapping[str, Any] | None, seq
     if batch is not None:
         shape = jax.tree.leaves(batch)[0].shape
         return f"a batch of {' x '.join(f'{size:,}' for size in shape)}"
-    microbatches = 4 * mesh.shape["pipe"] if mesh.shape["pipe"] > 1 else 1
+    microbatches = count_microbatches(mesh)
     rows = f"{microbatches} micro-batches of 1 row" if microbatches > 1 else "1 row"
     if isinstance(model, ImageEncoder):
         return f"{rows} per device, images of {' x '.join(map(str, find_image_shape(model)[1:]))}"

@@ -25,7 +25,9 @@ def draw_device_grid(axis_sizes: Mapping[str, int], x: Number, y: Number, width:
     down = range(1, len(axes), 2)
     left = _LABEL * len(down) + 2
     top = _LABEL * len(across) + 2
-    dots = 16.0 if any(axis_sizes[axes[i]] > drawn[i] for i in across) else 0.0
+    is_cut = [axis_sizes[axis] > count for axis, count in zip(axes, drawn, strict=False)]
+    dots = 16.0 if any(is_cut[i] for i in across) else 0.0
+    dots_below = 12 if any(is_cut[i] for i in down) else 0
     columns = math.prod(drawn[i] for i in across)
     gaps = _measure(drawn, across, 0.0)
     side = min(24.0, max(4.0, (width - left - dots - gaps) / columns))
@@ -44,10 +46,11 @@ def draw_device_grid(axis_sizes: Mapping[str, int], x: Number, y: Number, width:
         parts.append(rect(x + left + at[0], y + top + at[1], side, side, f"device {kind}", min(2.0, side / 6)))
         if side >= 14 and estimate_width(str(device), 9) < side - 2:
             middle = (x + left + at[0] + side / 2, y + top + at[1] + side / 2 + 3)
-            parts.append(text(*middle, str(device), f"number {kind if not device else ''}"))
+            shade = "" if device else kind
+            parts.append(text(*middle, str(device), f"number {shade}"))
     size = [_measure(drawn, run, side) for run in (across, down)]
     parts += _label_axes(axes, axis_sizes, drawn, x, y, left, top, side, size)
-    return [*parts, "</g>"], top + max(size[1], side) + (12 if any(axis_sizes[axes[i]] > drawn[i] for i in down) else 0)
+    return [*parts, "</g>"], top + max(size[1], side) + dots_below
 
 
 def _measure(drawn: Sequence[int], run: range, side: Number) -> Number:

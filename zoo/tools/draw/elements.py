@@ -79,7 +79,10 @@ def estimate_width(words: str, size: Number = 11, *, bold: bool = False) -> floa
     """Estimate the width of a text, in the wide letters of fonts that may stand in for the system's."""
     narrow = sum(character in "iljtfr.,:;'|!() " for character in words)
     wide = sum(character in "mwMWGOQ%@" for character in words)
-    return size * (0.625 * (len(words) - narrow - wide) + 0.37 * narrow + 0.95 * wide) * (1.11 if bold else 1.0)
+    width = size * (0.625 * (len(words) - narrow - wide) + 0.37 * narrow + 0.95 * wide)
+    if bold:
+        width *= 1.11
+    return width
 
 
 def format_number(x: Number) -> str:
@@ -98,8 +101,14 @@ def text(x: Number, y: Number, words: str, kind: str = "") -> str:
 
 def spans(x: Number, y: Number, parts: Iterable[tuple[str, str]], kind: str = "") -> str:
     """Return a line of text whose parts have CSS classes of their own."""
-    inner = "".join(f"<tspan{_class(own)}>{escape(words)}</tspan>" if own else escape(words) for words, own in parts)
+    inner = "".join(_span(words, own) for words, own in parts)
     return f'<text x="{format_number(x)}" y="{format_number(y)}"{_class(kind)}>{inner}</text>'
+
+
+def _span(words: str, kind: str) -> str:
+    if not kind:
+        return escape(words)
+    return f"<tspan{_class(kind)}>{escape(words)}</tspan>"
 
 
 def path(d: str, kind: str, x: Number = 0, y: Number = 0) -> str:
@@ -114,8 +123,11 @@ def rectangles(bounds: Iterable[tuple[Number, Number, Number, Number]], kind: st
     """Return one path of many rectangles, each x, y, width and height; "" of none."""
     numbers = (map(format_number, each) for each in bounds)
     d = "".join(f"M{x} {y}h{width}v{height}H{x}z" for x, y, width, height in numbers)
-    return path(d, kind) if d else ""
+    if not d:
+        return ""
+    return path(d, kind)
 
 
 def _class(kind: str) -> str:
-    return f' class="{kind.strip()}"' if kind.strip() else ""
+    kind = kind.strip()
+    return f' class="{kind}"' if kind else ""

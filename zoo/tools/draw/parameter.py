@@ -47,7 +47,9 @@ class ParameterPicture:
 
     @property
     def picture_height(self) -> Number:
-        return _DOT if self.is_number else self._bands_above + self._down
+        if self.is_number:
+            return _DOT
+        return self._bands_above + self._down
 
     @property
     def text_height(self) -> Number:
@@ -60,7 +62,9 @@ class ParameterPicture:
         dims = self.parameter.dims
         if _DOWN in dims:
             return len(dims) - 1 - dims[::-1].index(_DOWN)
-        return len(dims) - 1 if len(dims) > 1 else None
+        if len(dims) < 2:
+            return None
+        return len(dims) - 1
 
     @property
     def _across_dims(self) -> list[int]:
@@ -69,7 +73,9 @@ class ParameterPicture:
     @property
     def _across(self) -> Number:
         sizes = [self.parameter.shape[index] for index in self._across_dims]
-        return _scale(math.prod(sizes), _LONGEST_ACROSS) if sizes else _THIN
+        if not sizes:
+            return _THIN
+        return _scale(math.prod(sizes), _LONGEST_ACROSS)
 
     @property
     def _down(self) -> Number:
@@ -89,7 +95,9 @@ class ParameterPicture:
 
     @property
     def _cuts_down(self) -> list[_Cut]:
-        return [] if self._down_dim is None else self._find_cuts([self._down_dim])
+        if self._down_dim is None:
+            return []
+        return self._find_cuts([self._down_dim])
 
     @property
     def _bands_above(self) -> Number:
@@ -106,7 +114,10 @@ class ParameterPicture:
 
     @property
     def _caption(self) -> str:
-        return format_bytes(self.parameter.bytes_per_device) + ("" if self.parameter.trainable else ", frozen")
+        size = format_bytes(self.parameter.bytes_per_device)
+        if self.parameter.trainable:
+            return size
+        return f"{size}, frozen"
 
     def _dim_lines(self) -> list[list[tuple[str, str]]]:
         """Return a line per dim: its name, its size, and the axes that shard it, in their colors."""
@@ -121,14 +132,17 @@ class ParameterPicture:
 
     def describe(self) -> str:
         """Describe the parameter in words, for screen readers and pointers."""
-        dims = [
-            f"{dim} {size:,}{' over ' + ' and '.join(axes) if axes else ''}"
-            for dim, size, axes in zip(*self._dims(), strict=True)
-        ]
-        sharding = "" if any(self.parameter.sharded_axes) else "; replicated"
-        sharding += "" if self.parameter.trainable else "; frozen"
-        size = format_bytes(self.parameter.bytes_per_device)
-        return f"{self.parameter.name}: {', '.join(dims) or 'a number'}; {size} per device{sharding}"
+        dims = []
+        for dim, size, axes in zip(*self._dims(), strict=True):
+            over = f" over {' and '.join(axes)}" if axes else ""
+            dims.append(f"{dim} {size:,}{over}")
+        parts = [f"{self.parameter.name}: {', '.join(dims) or 'a number'}"]
+        parts.append(f"{format_bytes(self.parameter.bytes_per_device)} per device")
+        if not any(self.parameter.sharded_axes):
+            parts.append("replicated")
+        if not self.parameter.trainable:
+            parts.append("frozen")
+        return "; ".join(parts)
 
     def draw(self, x: Number, y: Number, row_height: Number) -> list[str]:
         """Draw it with its left edge at x, and its lower edge `row_height` below y; captions follow."""
@@ -147,8 +161,10 @@ class ParameterPicture:
         for number, (axis, positions) in enumerate(_list_bands(self._cuts_down, self._down)):
             at = x + number * (_BAND + _BAND_GAP)
             parts += _draw_band(axis, [(at, top + start, _BAND, size) for start, size in positions])
-        lines: list[list[tuple[str, str]]] = [[(self._label, "name")]] if self._label else []
-        for number, line in enumerate([*lines, *self._dim_lines(), [(self._caption, "")]], 1):
+        lines = [*self._dim_lines(), [(self._caption, "")]]
+        if self._label:
+            lines.insert(0, [(self._label, "name")])
+        for number, line in enumerate(lines, 1):
             parts.append(spans(x, base + _LINE * number, line))
         return [*parts, "</g>"]
 
@@ -177,7 +193,9 @@ def shorten_name(name: str) -> str:
     words = [word for word in name.split(".") if word != "*"]
     if words[0] == "layers":
         words = words[1:]
-    return ".".join(words[:-1] if words[-1] == "weight" and len(words) > 1 else words)
+    if len(words) > 1 and words[-1] == "weight":
+        words = words[:-1]
+    return ".".join(words)
 
 
 def _scale(size: int, longest: Number) -> Number:
@@ -194,7 +212,8 @@ def _split_side(length: Number, count: int) -> list[tuple[Number, Number]]:
         gap = 0.5
     else:
         gap = 0.0
-    return [(number * pitch, pitch - (gap if number < count - 1 else 0)) for number in range(count)]
+    pieces = [(number * pitch, pitch - gap) for number in range(count - 1)]
+    return [*pieces, ((count - 1) * pitch, pitch)]
 
 
 def _list_shards(cuts: Sequence[_Cut]) -> list[str]:
@@ -202,7 +221,12 @@ def _list_shards(cuts: Sequence[_Cut]) -> list[str]:
     kinds = []
     for index in itertools.product(*(range(size) for _, size, _ in cuts)):
         foreign = [is_gathered for (_, _, is_gathered), number in zip(cuts, index, strict=True) if number]
-        kinds.append("stored" if not foreign else "gathered" if all(foreign) else "other")
+        if not foreign:
+            kinds.append("stored")
+        elif all(foreign):
+            kinds.append("gathered")
+        else:
+            kinds.append("other")
     return kinds
 
 

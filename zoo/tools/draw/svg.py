@@ -111,9 +111,15 @@ def _draw_header(drawing: Drawing, title: str, width: int) -> tuple[list[str], N
         return parts, y + 4
     y += 4
     beside = width >= 640
-    grid, height = draw_device_grid(drawing.axis_sizes, MARGIN, y, 250 if beside else width - 2 * MARGIN)
+    grid_width = 250 if beside else width - 2 * MARGIN
+    grid, height = draw_device_grid(drawing.axis_sizes, MARGIN, y, grid_width)
     parts += grid
-    left, top = (300.0, y + 10) if beside else (MARGIN, y + height + 22)
+    if beside:
+        left = 300.0
+        top = y + 10
+    else:
+        left = MARGIN
+        top = y + height + 22
     legend, end = _draw_legend(drawing, left, top, width)
     return [*parts, *legend], max(y + height, end) + 16
 
@@ -135,7 +141,8 @@ def _draw_legend(drawing: Drawing, x: Number, y: Number, width: int) -> tuple[li
         y += 19
     entries = [("stored", "stored on device 0")]
     kinds = {axes for parameter in drawing.parameters for axes in parameter.gathered_axes if axes}
-    entries += [("gathered", "gathered before use")] if kinds else []
+    if kinds:
+        entries.append(("gathered", "gathered before use"))
     entries.append(("other", "on other devices"))
     at = x
     for kind, words in entries:
@@ -161,9 +168,8 @@ def _wrap_parts(parts: Sequence[str], size: Number, width: Number, *, bold: bool
     """Return lines of text, of which each part begins a new one unless it fits behind the one before."""
     lines: list[str] = []
     for part in parts:
-        joined = f"{lines[-1]}; {part}" if lines else part
-        if lines and estimate_width(joined, size, bold=bold) <= width - 2 * MARGIN:
-            lines[-1] = joined
+        if lines and estimate_width(f"{lines[-1]}; {part}", size, bold=bold) <= width - 2 * MARGIN:
+            lines[-1] = f"{lines[-1]}; {part}"
         else:
             lines += _wrap_words(part, width - 2 * MARGIN, size, bold=bold)
     return lines

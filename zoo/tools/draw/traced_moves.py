@@ -112,11 +112,17 @@ def trace_step(
         return TracedStep([], [])
     if (loss_fn is None) != (batch is None):
         raise ValueError("loss_fn and batch belong together: pass both, or neither")
-    microbatches = 4 * mesh.shape["pipe"] if mesh.shape["pipe"] > 1 else 1
+    microbatches = count_microbatches(mesh)
     if loss_fn is None or batch is None:
         loss_fn = _choose_loss(model)
         batch = _make_batch(model, mesh, microbatches, seq_len)
-    labeled = jax.tree.map(lambda x: _label_stack(x, label_block) if is_stack(x) else x, model, is_leaf=is_stack)
+
+    def label_stack(x: Any) -> Any:
+        if not is_stack(x):
+            return x
+        return _label_stack(x, label_block)
+
+    labeled = jax.tree.map(label_stack, model, is_leaf=is_stack)
     labeled = split_rounds(labeled, mesh.layout.rounds)
     step = value_and_grad(loss_fn, mesh, microbatches=microbatches)
     jaxpr = eqx.filter_make_jaxpr(lambda model, batch: step(model, batch))(labeled, dict(batch))[0]
@@ -165,15 +171,24 @@ def _make_batch(model: Any, mesh: Mesh, microbatches: int, seq_len: int) -> dict
         return {"images": jax.ShapeDtypeStruct((rows, *find_image_shape(model)), jnp.float32)}
     tokens = jax.ShapeDtypeStruct((rows, choose_seq_len(model, mesh, seq_len)), jnp.int32)
     is_lm = isinstance(model, Decoder) or isinstance(model.head, MaskedLMHead)
-    return {"tokens": tokens, "targets": tokens} if is_lm else {"tokens": tokens}
+    if not is_lm:
+        return {"tokens": tokens}
+    return {"tokens": tokens, "targets": tokens}
+
+
+def count_microbatches(mesh: Mesh) -> int:
+    """Return the number of micro-batches of the step that is drawn: four per stage of a pipeline."""
+    stages = mesh.shape["pipe"]
+    return 4 * stages if stages > 1 else 1
 
 
 def choose_seq_len(model: Any, mesh: Mesh, seq_len: int) -> int:
     """Return a number of tokens per row that the mesh divides and the model has positions for, near `seq_len`."""
     parts = 2 * math.prod(mesh.shape[axis] for axis in {*mesh.axes("seq"), *mesh.axes("tokens")})  # zigzag: two each
     positions = getattr(model, "position_embedding", None)
-    longest = seq_len if positions is None else min(seq_len, positions.length)
-    return max(longest // parts, 1) * parts
+    if positions is not None:
+        seq_len = min(seq_len, positions.length)
+    return max(seq_len // parts, 1) * parts
 
 
 def find_image_shape(model: ImageEncoder) -> tuple[int, int, int]:
@@ -238,8 +253,14 @@ def _read_place(scopes: tuple[str, ...]) -> _Place:
         words = words[words.index(f"{_LABEL}{layer}") + 2 :]  # after the label comes the field `block`
     elif words and words[0][0].isupper():
         words = words[1:]
-    modules = tuple(to_snake_case(word.rpartition(".")[2]) if "." in word else word for word in words)
-    return _Place(layer, modules, frozenset(transforms), in_model)
+    return _Place(layer, tuple(map(_name_module, words)), frozenset(transforms), in_model)
+
+
+def _name_module(word: str) -> str:
+    """Return the name of a module in a scope; of a class, `zoo.layers.Linear`, in snake case."""
+    if "." not in word:
+        return word
+    return to_snake_case(word.rpartition(".")[2])
 
 
 def _read_move(equation: Any, place: _Place, times: int) -> TracedMove:

@@ -37,11 +37,15 @@ def join_streams(model: Any, expected: Mapping[str, np.ndarray]) -> dict[str, np
     they are.
     """
     names = [name for name, x in expected.items() if "hidden_states." in name and x.ndim == 4]
-    join = lambda x: np.moveaxis(x, 0, 2).reshape(*x.shape[1:3], -1)
-    joined = {name: join(expected[name]) for name in names}
     last = max((int(name.rpartition(".")[2]) for name in names), default=0)
-    normalize = lambda name, x: np.asarray(model.norm(jnp.asarray(x))) if name.endswith(f".{last}") else x
-    return {**expected, **{name: normalize(name, x) for name, x in joined.items()}}
+    joined = {}
+    for name in names:
+        x = expected[name]
+        x = np.moveaxis(x, 0, 2).reshape(*x.shape[1:3], -1)
+        if name.endswith(f".{last}"):
+            x = np.asarray(model.norm(jnp.asarray(x)))
+        joined[name] = x
+    return {**expected, **joined}
 
 
 def run_decoder(model: Decoder, blocks: Sequence[Any], tokens: Array, inputs: Mapping[int, np.ndarray]) -> Activations:
@@ -60,12 +64,13 @@ def run_decoder(model: Decoder, blocks: Sequence[Any], tokens: Array, inputs: Ma
         outputs.append(hidden.x)
         routings += routing
     last = len(blocks)
-    if skip_embedding:
-        alone |= {last: _run_head(model, jnp.asarray(inputs[last - 1]))[0]} if last - 1 in inputs else {}
-    elif last in alone:
+    if skip_embedding and last - 1 in inputs:
+        alone[last], _ = _run_head(model, jnp.asarray(inputs[last - 1]))
+    elif not skip_embedding and last in alone:
         alone[last], _ = _run_head(model, alone[last])
     final, logits = _run_head(model, outputs[-1])
-    states = [*(outputs[1:] if skip_embedding else outputs[:-1]), final]
+    before = outputs[1:] if skip_embedding else outputs[:-1]
+    states = [*before, final]
     router_logits = [np.asarray(routing.logits).reshape(-1, routing.logits.shape[-1]) for routing in routings]
     return Activations(states, alone, {"logits": logits}, router_logits)
 
@@ -100,7 +105,9 @@ class TextInputs(NamedTuple):
 
     def zero_padding(self, x: Any) -> Any:
         """Set the features of padding, "batch seq features", to 0, since models do not define them."""
-        return x if self.mask is None or x.ndim < 3 else x * self.mask[..., None]
+        if self.mask is None or x.ndim < 3:
+            return x
+        return x * self.mask[..., None]
 
 
 def run_encoder(

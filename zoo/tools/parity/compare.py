@@ -133,8 +133,9 @@ def _compare_activations(
     blocks = _unstack_blocks(model)
     model_inputs = kind.read(expected)
     if isinstance(model_inputs, TextInputs):  # transformers' features of padding are not a result
-        no_padding = lambda name, x: np.asarray(model_inputs.zero_padding(x)) if _has_tokens(name) else x
-        expected = {name: no_padding(name, x) for name, x in expected.items()}
+        of_tokens = {name: x for name, x in expected.items() if _has_tokens(name)}
+        padded = {name: np.asarray(model_inputs.zero_padding(x)) for name, x in of_tokens.items()}
+        expected = {**expected, **padded}
     inputs = {
         number: expected[f"hidden_states.{number}"]
         for number in range(len(blocks))
@@ -152,11 +153,12 @@ def _compare_activations(
             else:
                 state_in_bfloat16 = in_bfloat16.hidden_states[number]
             alone = ours.layers_alone.get(number)
+            own = None if alone is None else relative_error(alone, expected[name])
             yield Comparison(
                 _name_hidden_state(model, blocks, number),
                 relative_error(state, expected[name]),
                 tolerance,
-                None if alone is None else relative_error(alone, expected[name]),
+                own,
                 *_compute_bfloat16_errors(name, state_in_bfloat16, expected),
             )
     for name in ("logits", "last_hidden_state", "pooler_output"):
@@ -193,8 +195,9 @@ def _name_hidden_state(model: LoadedModel, blocks: Sequence[Any], number: int) -
     block = blocks[layer]
     parts = [getattr(block, field.name) for field in array_fields(block) if NAMED_BY_CLASS in field.metadata]
     words = ", ".join(to_snake_case(type(part).__name__) for part in parts)
-    is_normed = number == len(blocks) and isinstance(model, Decoder)
-    return f"layer {layer} ({words})" + (" and the final norm" if is_normed else "")
+    if number == len(blocks) and isinstance(model, Decoder):
+        return f"layer {layer} ({words}) and the final norm"
+    return f"layer {layer} ({words})"
 
 
 def _compute_bfloat16_errors(

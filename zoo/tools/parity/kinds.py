@@ -75,9 +75,13 @@ def _make_image_loss(expected: Mapping[str, np.ndarray]) -> LossAndBatch:
 
 
 def _read_texts(expected: Mapping[str, np.ndarray]) -> TextInputs:
-    read = lambda name: jnp.asarray(expected[name]) if name in expected else None
-    mask = read("attention_mask")
-    return TextInputs(jnp.asarray(expected["input_ids"]), None if mask is None else mask > 0, read("token_type_ids"))
+    mask = None
+    token_types = None
+    if "attention_mask" in expected:
+        mask = jnp.asarray(expected["attention_mask"]) > 0
+    if "token_type_ids" in expected:
+        token_types = jnp.asarray(expected["token_type_ids"])
+    return TextInputs(jnp.asarray(expected["input_ids"]), mask, token_types)
 
 
 def _make_text_loss(expected: Mapping[str, np.ndarray]) -> LossAndBatch:

@@ -55,8 +55,9 @@ def _make_tpu(
 ) -> Chip:
     """`ici` is the sheet's bandwidth of a chip over all its links in both directions, in GB/s, and `network` is in
     Gb/s: a ring along one of the torus's `dims` sends over two of its links."""
-    rates = {"bfloat16": teraflops * TERA, "float32": teraflops * TERA, "float32 highest": teraflops * TERA / 6}
-    rates["float8"] = teraflops * TERA * (2 if name == "tpu7x" else 1)
+    rate = teraflops * TERA
+    float8_rate = 2 * rate if name == "tpu7x" else rate
+    rates = {"bfloat16": rate, "float32": rate, "float32 highest": rate / 6, "float8": float8_rate}
     ring = ici * GB / 2 / dims
     return Chip(name, "tpu", round(memory), bandwidth * GB, rates, ring, network * GB / 8, source)
 

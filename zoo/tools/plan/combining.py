@@ -4,6 +4,7 @@ XLA gathers an array once if a program gathers it twice, such as a tied embeddin
 `psum(a + b)`: the gradients of an input that queries, keys and values share are added before they are summed.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 from jax.extend.core import Literal
@@ -27,7 +28,8 @@ def _find_repeated_gathers(flat: FlatJaxpr) -> set[Any]:
         if equation.name in _GATHERS:
             operands = tuple(names.get(id(x), id(x)) for x in equation.invars)
             key = equation.name, operands, str(sorted(equation.params.items(), key=lambda item: item[0]))
-            repeated.update(equation.outvars if key in seen else ())
+            if key in seen:
+                repeated.update(equation.outvars)
             seen.add(key)
     return repeated
 
@@ -45,17 +47,26 @@ def _find_added_sums(flat: FlatJaxpr) -> set[Any]:
         if equation.name in _SUMS:
             options = equation.name, str(sorted(equation.params.items(), key=lambda item: item[0]))
             for x in equation.outvars:
-                sums[x], origin[x] = options, x
+                sums[x] = options
+                origin[x] = x
         elif equation.name in VIEWS and len(equation.operands) == 1:
             (x,) = equation.operands
             if x in sums and uses[x] == 1:
-                sums[equation.outvars[0]], origin[equation.outvars[0]] = sums[x], origin[x]
+                sums[equation.outvars[0]] = sums[x]
+                origin[equation.outvars[0]] = origin[x]
         elif equation.name in ("add", "add_any") and len(equation.operands) == 2:
             one, other = equation.operands
             if sums.get(one, 1) == sums.get(other, 2) and uses[one] == uses[other] == 1:
                 left_out.add(origin[other])
-                sums[equation.outvars[0]], origin[equation.outvars[0]] = sums[one], origin[one]
+                sums[equation.outvars[0]] = sums[one]
+                origin[equation.outvars[0]] = origin[one]
     return left_out
+
+
+def _name_operand(x: Any, names: Mapping[int, Any]) -> Any:
+    if isinstance(x, Literal):
+        return str(x.val)
+    return names.get(id(x), id(x))
 
 
 def _name_values(flat: FlatJaxpr) -> dict[int, Any]:
@@ -63,7 +74,7 @@ def _name_values(flat: FlatJaxpr) -> dict[int, Any]:
     once."""
     names: dict[int, Any] = {}
     for equation in flat.eqns:
-        operands = tuple(str(x.val) if isinstance(x, Literal) else names.get(id(x), id(x)) for x in equation.invars)
+        operands = tuple(_name_operand(x, names) for x in equation.invars)
         if equation.name in VIEWS and len(operands) == 1:
             names[id(equation.outvars[0])] = operands[0]
         elif equation.name in ELEMENTWISE and len(equation.outvars) == 1:

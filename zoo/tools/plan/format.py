@@ -88,11 +88,14 @@ def _format_tokens(plan: "Plan", tokens: float | None) -> str:
     """Format the range of tokens per second, and of the days for so many tokens."""
     rates = plan.tokens_per_second or {}
     text = f"{_join_range([_format_count(rate) for rate in rates.values()])} tokens/s"
-    days = None if tokens is None else plan.count_days(tokens)
-    if tokens is None or days is None:
+    if tokens is None or (days := plan.count_days(tokens)) is None:
         return text
-    unit, factor = ("days", 1) if days["overlapped"] >= 1 else ("hours", 24)
-    ends = [f"{factor * value:,.3g}" if factor * value < 100 else f"{factor * value:,.0f}" for value in days.values()]
+    unit = "days"
+    durations = list(days.values())
+    if days["overlapped"] < 1:
+        unit = "hours"
+        durations = [24 * value for value in durations]
+    ends = [f"{value:,.3g}" if value < 100 else f"{value:,.0f}" for value in durations]
     return f"{text}; {_format_count(tokens)} tokens: {_join_range(ends)} {unit}"
 
 
@@ -108,7 +111,9 @@ def _format_count(value: float) -> str:
 
 def _format_mfu(plan: "Plan", seconds: float) -> str:
     mfu = plan.mfu(seconds)
-    return "" if mfu is None else f", MFU {mfu:.0%}"
+    if mfu is None:
+        return ""
+    return f", MFU {mfu:.0%}"
 
 
 def _format(value: float | int) -> str:

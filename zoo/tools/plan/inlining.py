@@ -118,7 +118,9 @@ def _inline(
         name = equation.primitive.name
         stack = str(equation.source_info.name_stack)
         inside = "/".join(filter(None, (scope, stack)))
-        inner = list(find_subjaxprs(equation.params)) if name in _CALLS else []
+        inner = []
+        if name in _CALLS:
+            inner = list(find_subjaxprs(equation.params))
         if len(inner) == 1:
             called = getattr(inner[0], "jaxpr", inner[0])
             given = dict(zip(called.invars, invars[len(invars) - len(called.invars) :], strict=True))
@@ -161,4 +163,6 @@ def _inline_iteration(scan: Any, invars: list[Any], equations: list[Equation], s
 
 def rename(x: Any, names: dict[Any, Any]) -> Any:
     """Return the name of a variable in the equations of its caller."""
-    return x if isinstance(x, Literal) else names.get(x, x)
+    if isinstance(x, Literal):
+        return x
+    return names.get(x, x)

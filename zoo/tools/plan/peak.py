@@ -114,7 +114,8 @@ class _Liveness:
         for index, equation in enumerate(self.flat.eqns):
             for x in self._find_carried(equation, ending[index]):
                 alive.pop(x, None)  # the loop has it
-            for inner in () if equation.name in OPAQUE_PRIMITIVES else find_subjaxprs(equation.params):
+            inners = () if equation.name in OPAQUE_PRIMITIVES else find_subjaxprs(equation.params)
+            for inner in inners:
                 during = self._describe(alive) + self._measure_call(equation, inner)
                 peak = max(peak, during, key=lambda peak: peak.bytes)
             made = [x for x in equation.outvars if self.roots[x] == {x}]
@@ -135,7 +136,12 @@ class _Liveness:
         arrays = []
         for x, size in alive.items():
             maker = self.makers.get(x)
-            primitive, scope = ("argument", "") if maker is None else (maker.name, maker.scope)
+            if maker is None:
+                primitive = "argument"
+                scope = ""
+            else:
+                primitive = maker.name
+                scope = maker.scope
             arrays.append(LiveArray(size, x.aval.shape, str(x.aval.dtype), primitive, scope))
         return Peak(tuple(arrays))
 

@@ -25,8 +25,8 @@ def iterate_gathers(flat: FlatJaxpr, specs: Mapping[Any, Any], shape: Mapping[st
             for x, spec in zip(equation.outvars, equation.params["out_specs"], strict=True):
                 axes[x] = _list_axes(spec, shape)
         elif equation.name == "sharding_constraint":
-            (x,), sharding = equation.outvars, equation.params["sharding"]
-            kept = _list_axes(getattr(sharding, "spec", None), shape)
+            (x,) = equation.outvars
+            kept = _list_axes(getattr(equation.params["sharding"], "spec", None), shape)
             if gathered := given - kept:
                 parts = math.prod(shape[axis] for axis in kept)
                 yield tuple(sorted(gathered, key=list(shape).index)), x.aval.size * x.aval.dtype.itemsize // parts

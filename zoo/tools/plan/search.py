@@ -204,7 +204,8 @@ def _estimate_traffic(sizes: Mapping[str, int], topology: Topology, options: Tra
     tokens = options.rows * options.seq / devices * sizes["tensor"]
     stage = parameters / sizes["pipe"] / sizes["tensor"] / sizes["expert"]
     reach = sizes["fsdp"] * sizes["expert"] * sizes["context"] * sizes["tensor"]
-    gathers = 8 * stage * (options.microbatches if sizes["fsdp"] > 1 else 1)
+    times = options.microbatches if sizes["fsdp"] > 1 else 1
+    gathers = 8 * stage * times
     if reach > topology.domain:
         bandwidth = chip.network * min(topology.domain, reach) / sizes["fsdp"]
     else:

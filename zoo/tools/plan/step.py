@@ -54,7 +54,9 @@ class Plan:
         temporaries = self.program.live
         logits = sum(x.bytes for x in temporaries.arrays if _LOGITS.search(x.scope))
         gradients = min(self.program.gradients, temporaries.bytes - logits)
-        kinds |= {"gradients": gradients, "logits": logits, "activations": temporaries.bytes - logits - gradients}
+        kinds["gradients"] = gradients
+        kinds["logits"] = logits
+        kinds["activations"] = temporaries.bytes - logits - gradients
         return {kind: size for kind, size in kinds.items() if size}
 
     @property
@@ -156,11 +158,12 @@ class Plan:
             for x in self.transfers
         ]
         times = {"overlapped": self.overlapped, "sequential": self.sequential}
+        options = None if self.options is None else self.options.as_dict()
         return {
             "topology": str(self.topology),
             "devices": self.topology.devices,
             "mesh": self.program.shape,
-            "options": None if self.options is None else self.options.as_dict(),
+            "options": options,
             "memory": self.memory,
             "peak": self.peak,
             "budget": self.chip.memory,

@@ -63,7 +63,10 @@ def trace_program(step: Callable, *args: Any, platform: Platform | None = None) 
         shown = closed
     else:
         shown = lowering.trace(step, args, {}, leaves, "cpu")[0]
-    sizes = [count_device_bytes(names[id(x)][1]) if id(x) in names else 0 for x in call.invars]
+    sizes = [0] * len(call.invars)
+    for number, x in enumerate(call.invars):
+        if id(x) in names:
+            sizes[number] = count_device_bytes(names[id(x)][1])
     body = call.params["jaxpr"]
     specs = [getattr(getattr(x, "sharding", None), "spec", None) for x in leaves]
     return TracedProgram(
@@ -78,7 +81,9 @@ def trace_program(step: Callable, *args: Any, platform: Platform | None = None) 
 
 def _find_shape(leaves: list[Any]) -> dict[str, int]:
     meshes = [x.sharding.mesh for x in leaves if isinstance(getattr(x, "sharding", None), jax.sharding.NamedSharding)]
-    return dict(meshes[0].shape) if meshes else {}
+    if not meshes:
+        return {}
+    return dict(meshes[0].shape)
 
 
 def _count_shard_map_results(jaxpr: Any) -> int:

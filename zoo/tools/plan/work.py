@@ -93,7 +93,9 @@ def count_aval_bytes(variable: Any) -> int:
 def find_collective_axes(equation: Any) -> tuple[str, ...]:
     """Return the mesh axes of a collective, an equation."""
     named = equation.params.get("axes", equation.params.get("axis_name"))
-    return tuple(axis for axis in (named if isinstance(named, tuple | list) else (named,)) if isinstance(axis, str))
+    if not isinstance(named, tuple | list):
+        named = (named,)
+    return tuple(axis for axis in named if isinstance(axis, str))
 
 
 def count_sent_bytes(collective: Collective, shape: Mapping[str, int]) -> float:

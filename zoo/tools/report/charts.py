@@ -100,7 +100,8 @@ class Chart:
 
     def choose_height(self, width: int) -> int:
         """Return the height of the chart at a width, in pixels."""
-        return round(0.46 * width) if width > 600 else round(0.75 * width)
+        ratio = 0.46 if width > 600 else 0.75
+        return round(ratio * width)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -307,8 +308,8 @@ class ImageGrid(Chart):
             axes.imshow(np.concatenate([ink, opacity[..., None]], -1), interpolation="nearest")
             axes.set_title(caption, loc="center", fontsize=10)
             if is_missed:
-                corner, (height, width) = (-0.5, -0.5), opacity.shape
-                axes.plot(*_outline(corner, width, height), color=_CURVES[1], linewidth=2, clip_on=False)
+                height, width = opacity.shape
+                axes.plot(*_outline((-0.5, -0.5), width, height), color=_CURVES[1], linewidth=2, clip_on=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -400,7 +401,9 @@ def _draw_curve(axes: Any, number: int, curve: Curve, x: np.ndarray, values: np.
 
 def _format_label(label: str) -> str:
     """Return a label that matplotlib shows: it hides labels that begin with an underscore."""
-    return f"{_SHOWN_UNDERSCORE}{label}" if label.startswith("_") else label
+    if label.startswith("_"):
+        return f"{_SHOWN_UNDERSCORE}{label}"
+    return label
 
 
 def _label_axes(figure: Any, axes: Any, chart: LineChart | ScatterChart) -> None:
@@ -450,7 +453,9 @@ def _drop_nonfinite(curve: Curve) -> tuple[Float[np.ndarray, "points"], Float[np
 def _format_count(value: float, position: int) -> str:
     if value >= 1e6:
         return format_si(value)
-    return f"{value:,.0f}" if value >= 1 or value == 0 else f"{value:g}"
+    if value >= 1 or value == 0:
+        return f"{value:,.0f}"
+    return f"{value:g}"
 
 
 def _format_plain(value: float, position: int) -> str:

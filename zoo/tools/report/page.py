@@ -29,6 +29,8 @@ from .style import STYLE
 _WIDE = 860
 _NARROW = 400
 _NUMBER_CLASS = ' class="number"'
+_CONTROL_PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {0x7F: 0x2421}
+"""The Unicode picture of each control character."""
 
 
 class ParameterRow(NamedTuple):
@@ -156,15 +158,20 @@ def redraw_report(directory: Path) -> Path:
 
 def _relate(folder: Path, directory: Path) -> str:
     """Return a run's folder relative to the report, so that both can be moved."""
-    return str(folder.relative_to(directory) if folder.is_relative_to(directory) else folder.absolute())
+    if folder.is_relative_to(directory):
+        return str(folder.relative_to(directory))
+    return str(folder.absolute())
 
 
 def _write_page(directory: Path, content: ReportContent) -> Path:
     folders = {label: directory / folder for label, folder in (content.runs or {"": ""}).items()}
     metrics = {label: read_metrics(folder / "metrics.jsonl") for label, folder in folders.items()}
     first, *others = folders.values()
-    timing = [] if others else read_metrics(first / "timing.jsonl")
-    speed = {} if others else _summarize_speed(next(iter(metrics.values())), timing)
+    timing = []
+    speed = {}
+    if not others:
+        timing = read_metrics(first / "timing.jsonl")
+        speed = _summarize_speed(next(iter(metrics.values())), timing)
     page = _Page()
     page.add_header(content)
     page.add(_format_headline({**content.headline, **speed}))
@@ -219,7 +226,8 @@ class _Page:
         if self._has_charts:
             charts = _make_optimization_charts(metrics, content.tokens_per_step)
             small = "".join(f"<figure>{draw_svg(chart, width=_NARROW)}</figure>" for chart in charts)
-            self.add(f'<section class="pair">{small}</section>' if small else "")
+            if small:
+                self.add(f'<section class="pair">{small}</section>')
 
     def draw(self, chart: Chart) -> str:
         """Draw a wide and a narrow picture; the style sheet shows the one that fits. "" without matplotlib, except for
@@ -265,7 +273,9 @@ def _make_optimization_charts(metrics: Mapping[str, Sequence[Record]], tokens_pe
         if name == "learning_rate":  # a schedule has no noise to smooth
             curves = [dataclasses.replace(curve, smooth=False, dots=False) for curve in curves]
         is_swept = any(isinstance(line.get(name), list) for lines in metrics.values() for line in lines)
-        unit = name.replace("_", " ") + (", median" if is_swept else "")
+        unit = name.replace("_", " ")
+        if is_swept:
+            unit += ", median"
         x_label = "tokens" if tokens_per_step else "steps"
         if curves:
             charts.append(LineChart(curves, unit, x_label, log=name == "gradient_norm"))
@@ -274,20 +284,25 @@ def _make_optimization_charts(metrics: Mapping[str, Sequence[Record]], tokens_pe
 
 def _to_number(value: Any) -> float:
     """Convert a logged value; of several, take the median."""
-    return float(np.median([float(item) for item in value]) if isinstance(value, list) else value)
+    if isinstance(value, list):
+        value = np.median([float(item) for item in value])
+    return float(value)
 
 
 def _make_load_charts(runs: Mapping[str, Sequence[Record]], name: str, tokens_per_step: int) -> Iterable[LoadChart]:
+    x_label = "tokens" if tokens_per_step else "steps"
     for label, lines in runs.items():
         logged = [line for line in lines if name in line]
         if logged:
             steps = [line["step"] * (tokens_per_step or 1) for line in logged]
             counts = np.array([line[name] for line in logged], float)
-            yield LoadChart(label, steps, counts, "tokens" if tokens_per_step else "steps")
+            yield LoadChart(label, steps, counts, x_label)
 
 
 def _summarize_speed(metrics: Sequence[Record], timing: Sequence[Record]) -> dict[str, str]:
-    rates = {"steps": f"{metrics[-1]['step']:,}"} if metrics else {}
+    rates = {}
+    if metrics:
+        rates["steps"] = f"{metrics[-1]['step']:,}"
     for name, write in RATE_FORMATS.items():
         if values := [line[name] for line in timing if name in line]:
             number, unit = write(statistics.median(values)).split(" ")
@@ -334,38 +349,50 @@ def _format_table(rows: Sequence[Mapping[str, Any]]) -> str:
     if not rows:
         return ""
     numeric = {name for row in rows for name, value in row.items() if isinstance(value, int | float)}
-    head = "".join(f"<th{_NUMBER_CLASS if name in numeric else ''}>{_escape(name)}</th>" for name in rows[0])
+    head = "".join(_make_cell("th", _escape(name), name in numeric) for name in rows[0])
     cells = [[_format_cell(value, name in numeric) for name, value in row.items()] for row in rows]
     body = "".join(f"<tr>{''.join(row)}</tr>" for row in cells)
     return _format_scrolling_table(head, body, "results")
 
 
 def _format_scrolling_table(head: str, body: str, name: str) -> str:
-    head = f"<thead><tr>{head}</tr></thead>" if head else ""
+    if head:
+        head = f"<thead><tr>{head}</tr></thead>"
     return f'<div class="scroll" tabindex="0"><table class="{name}">{head}<tbody>{body}</tbody></table></div>'
 
 
 def _format_cell(value: Any, numeric: bool) -> str:
     if isinstance(value, float):
         written = f"{value:,.3f}"
+    elif isinstance(value, int):
+        written = f"{value:,}"
     else:
-        written = f"{value:,}" if isinstance(value, int) else _escape(value)
-    return f"<td{_NUMBER_CLASS if numeric else ''}>{written}</td>"
+        written = _escape(value)
+    return _make_cell("td", written, numeric)
+
+
+def _make_cell(tag: str, written: str, numeric: bool) -> str:
+    kind = _NUMBER_CLASS if numeric else ""
+    return f"<{tag}{kind}>{written}</{tag}>"
 
 
 def _format_pairs(values: Mapping[str, Any]) -> str:
     rows = "".join(
         f"<tr><th>{_escape(name)}</th><td>{_escape(_format_setting(value))}</td></tr>" for name, value in values.items()
     )
-    return _format_scrolling_table("", rows, "pairs") if rows else ""
+    if not rows:
+        return ""
+    return _format_scrolling_table("", rows, "pairs")
 
 
 def _format_setting(value: Any) -> str:
+    if value is None:
+        return "none"
     if isinstance(value, Mapping):
         return ", ".join(f"{name} {_format_setting(item)}" for name, item in value.items())
     if isinstance(value, Iterable) and not isinstance(value, str):
         return " ".join(map(_format_setting, value)) or "none"
-    return "none" if value is None else str(value)
+    return str(value)
 
 
 def _format_headline(headline: Mapping[str, str]) -> str:
@@ -394,12 +421,14 @@ def _format_configuration(config: Mapping[str, Any], defaults: Mapping[str, Any]
 def _escape(value: Any) -> str:
     """Escape text for HTML. Control characters, which an untrained model samples, become their Unicode pictures;
     bidirectional controls, which reverse a line or hide in it, become their escapes."""
-    text = "".join(chr(0x2400 + ord(c)) if ord(c) < 32 and c not in "\n\t" else c for c in str(value))
-    return html.escape(escape_controls(text.replace("\x7f", "\u2421"), keep="\n\t"))
+    text = str(value).translate(_CONTROL_PICTURES)
+    return html.escape(escape_controls(text, keep="\n\t"))
 
 
 def _read_json_if_present(path: Path) -> dict[str, Any]:
-    return read_json(path) if path.exists() else {}
+    if not path.exists():
+        return {}
+    return read_json(path)
 
 
 def _format_page(title: str, body: str) -> str:

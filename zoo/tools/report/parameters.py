@@ -34,8 +34,11 @@ def describe_model(model: Any) -> str:
     if len(groups) > _MAX_GROUPS:
         counts = collections.Counter(kinds)
         groups = [(kind, counts[kind]) for kind in counts]
-    layers = ", ".join(f"{number} {'layer' if number == 1 else 'layers'} of {kind}" for kind, number in groups)
-    return f"{layers}; {size}"
+    layers = []
+    for kind, number in groups:
+        noun = "layer" if number == 1 else "layers"
+        layers.append(f"{number} {noun} of {kind}")
+    return f"{', '.join(layers)}; {size}"
 
 
 def _describe_block(block: Any) -> str:
@@ -51,18 +54,23 @@ def tabulate_parameters(model: PyTree, mesh: Mesh) -> list[ParameterRow]:
     share a name, their layer numbers follow. Layers in rounds have the same shapes as in one round. Accepts abstract
     models (`eqx.filter_eval_shape`), since nothing is computed.
     """
-    to_shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
-    arrays = merge_rounds(jax.tree.map(to_shape, eqx.filter(model, is_array_or_shape)))
+    arrays = eqx.filter(model, is_array_or_shape)
+    arrays = merge_rounds(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arrays))
     paths = list_parameter_paths(arrays)
     names = collections.Counter(path.name for path in paths)
     rows = []
     for path, x in zip(paths, jax.tree.leaves(arrays), strict=True):
-        spec = mesh.spec(path.dims, x.shape, path.name) if path.dims else ()
-        axes = [(entry,) if isinstance(entry, str) else entry for entry in spec]  # JAX unpacks single axes
-        sharded = [f"{dim.name} over {' x '.join(over)}" for dim, over in zip(path.dims, axes, strict=False) if over]
+        sharded = []
+        if path.dims:
+            for dim, axes in zip(path.dims, mesh.spec(path.dims, x.shape, path.name), strict=False):
+                if isinstance(axes, str):  # JAX unpacks single axes
+                    axes = (axes,)
+                if axes:
+                    sharded.append(f"{dim.name} over {' x '.join(axes)}")
+        name = path.name if names[path.name] == 1 else _disambiguate_name(path)
         rows.append(
             ParameterRow(
-                name=path.name if names[path.name] == 1 else _disambiguate_name(path),
+                name=name,
                 shape=" x ".join(map(str, x.shape)),
                 dims=" ".join(dim.name for dim in path.dims),
                 layout=", ".join(sharded) or "replicated",
@@ -79,5 +87,7 @@ def _disambiguate_name(path: ParameterPath) -> str:
     if not path.ranges:
         return path.leaf.name
     numbers = path.ranges[0]
-    step = f" by {numbers.step}" if len(numbers) > 1 and numbers.step > 1 else ""
-    return f"{path.name} ({numbers[0]}{f'-{numbers[-1]}' if len(numbers) > 1 else ''}{step})"
+    if len(numbers) == 1:
+        return f"{path.name} ({numbers[0]})"
+    step = f" by {numbers.step}" if numbers.step > 1 else ""
+    return f"{path.name} ({numbers[0]}-{numbers[-1]}{step})"

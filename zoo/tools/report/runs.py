@@ -55,6 +55,7 @@ def report_run(
         if jax.process_index() == 0 and (run.directory / "results.json").exists():
             results = read_json(run.directory / "results.json")
             figures = results["figures"]
+            tabulated = model if parameters is None else parameters
             path = write_report(
                 run.directory,
                 title=title,
@@ -65,7 +66,7 @@ def report_run(
                 unit="bits per byte",
                 headline={**figures, "parameters": f"{results['parameters']:,}", **(headline or {})},
                 samples=results["samples"],
-                parameters=tabulate_parameters(model if parameters is None else parameters, mesh),
+                parameters=tabulate_parameters(tabulated, mesh),
                 defaults=_list_defaults(config),
                 **sections,
             )
@@ -119,10 +120,14 @@ def report_runs(
 
 def _list_defaults(config: Any) -> dict[str, Any] | None:
     """Return the defaults of a configuration as `config.json` names them."""
-    return flatten_config(type(config)()) if dataclasses.is_dataclass(config) else None
+    if not dataclasses.is_dataclass(config):
+        return None
+    return flatten_config(type(config)())
 
 
 def _format_number(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.3f}"
-    return f"{value:,}" if isinstance(value, int) else str(value)
+    if isinstance(value, int):
+        return f"{value:,}"
+    return str(value)

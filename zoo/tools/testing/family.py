@@ -126,8 +126,8 @@ def _compare_files(directory: Path, copy: Path, family: Family) -> list[str]:
     places = [f"{name} is new" for name in saved.keys() - original.keys()]
     for name, tensor in original.items():
         if name not in saved:
-            is_ignored = any(re.search(pattern, name) for pattern in family.ignored_tensors)
-            places += [] if is_ignored else [f"{name} is missing"]
+            if not any(re.search(pattern, name) for pattern in family.ignored_tensors):
+                places.append(f"{name} is missing")
         elif saved[name].dtype != tensor.dtype or saved[name].read().tobytes() != tensor.read().tobytes():
             places.append(f"{name} has other bits")
     return sorted(places)

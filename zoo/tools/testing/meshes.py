@@ -27,7 +27,9 @@ _AXES = ("data", "fsdp", "tensor")
 def choose_meshes() -> list[Mesh]:
     """Return a mesh with data, fsdp and tensor of 2, as far as there are devices; none for a single device."""
     axes = _AXES[3 - int(math.log2(min(jax.device_count(), 8))) :]
-    return [_make_mesh(dict.fromkeys(axes, 2))] if axes else []
+    if not axes:
+        return []
+    return [_make_mesh(dict.fromkeys(axes, 2))]
 
 
 def _make_mesh(sizes: dict[str, int], layout: Any = None) -> Mesh:
@@ -56,7 +58,10 @@ def check_meshes(subject: Subject, texts: Texts, meshes: Sequence[Mesh]) -> Iter
         yield Check(_NAME, "", cause="meshes=() was passed")
     for mesh in meshes:
         checks = [*_check_training(subject, texts, mesh)]
-        yield from checks if all(check.passed for check in checks) else _blame_axes(subject, texts, mesh, checks)
+        if all(check.passed for check in checks):
+            yield from checks
+        else:
+            yield from _blame_axes(subject, texts, mesh, checks)
         compared = f"decoding on {mesh}, and on one device"
         yield from run_checks(_NAME, compared, partial(_compare_decoding, subject, texts, mesh, compared))
 
@@ -83,8 +88,9 @@ def _blame_axes(subject: Subject, texts: Texts, mesh: Mesh, checks: list[Check])
     """Yield the checks of a mesh and, if it has several axes, the failed checks of each axis by itself."""
     sizes = {axis: size for axis, size in mesh.shape.items() if size > 1}
     found = []
-    for axis, size in sizes.items() if len(sizes) > 1 else ():
-        found += _check_training(subject, texts, _make_mesh({axis: size}, mesh.layout))
+    if len(sizes) > 1:
+        for axis, size in sizes.items():
+            found += _check_training(subject, texts, _make_mesh({axis: size}, mesh.layout))
     yield from [check for check in found if not check.passed] or checks
 
 

@@ -99,7 +99,9 @@ def _perturb(subject: Subject) -> Subject:
     rng = np.random.default_rng(0)
 
     def add(leaf, x):
-        noise = _DEVIATION * rng.normal(size=x.shape) if is_trainable(leaf, x) else 0
-        return x + jax.numpy.asarray(noise, x.dtype) if is_trainable(leaf, x) else x
+        if not is_trainable(leaf, x):
+            return x
+        noise = _DEVIATION * rng.normal(size=x.shape)
+        return x + jax.numpy.asarray(noise, x.dtype)
 
     return map_leaves(add, subject)

@@ -251,7 +251,8 @@ def _check_implementation(
     except ObstacleError as error:
         yield Check("modes agree", "", cause=str(error))
         return
-    (y, by_x, by_parameters), (expected_y, expected_by_x, expected_by_parameters) = results, expected
+    y, by_x, by_parameters = results
+    expected_y, expected_by_x, expected_by_parameters = expected
     names = list_trainable_names(subject)
     worst = find_worst(
         [

@@ -75,7 +75,9 @@ class CheckReport:
             outcome = f"fails {len(self.failures)} of {made} checks"
         else:
             outcome = f"passes {made} checks"
-        return outcome + (f", {skipped} not made" if skipped else "")
+        if skipped:
+            outcome += f", {skipped} not made"
+        return outcome
 
     def raise_failures(self) -> None:
         """**Raises** `AssertionError` with one line for each failed check."""
@@ -88,7 +90,9 @@ def _describe_outcome(check: Check) -> tuple[str, str]:
     if check.difference is None:
         return "-", f"not checked: {check.cause}"
     error, place = check.difference
-    return f"{error:.1e}", check.compared if check.passed else f"FAILED: {check.compared}: {place}"
+    if check.passed:
+        return f"{error:.1e}", check.compared
+    return f"{error:.1e}", f"FAILED: {check.compared}: {place}"
 
 
 def flaw(place: str) -> Difference:
@@ -104,7 +108,9 @@ def find_worst(differences: Iterable[Difference]) -> Difference:
 
 def join_flaws(places: Sequence[str]) -> Difference:
     """Return one difference for all places where something is wrong; zero for none."""
-    return flaw(", ".join(dict.fromkeys(places))) if places else Difference(0.0, "")
+    if not places:
+        return Difference(0.0, "")
+    return flaw(", ".join(dict.fromkeys(places)))
 
 
 def compare_tokens(actual: Any, expected: Any, mask: Any = None, *, of: str = "the output") -> Difference:

@@ -134,7 +134,8 @@ def list_implementations(module: Any, given: Mapping[str, Sequence[Any]]) -> Ite
         for value in given.get(name, values):
             if value != getattr(module, name):
                 is_slow = name not in given and value == "pallas" and current_platform() == "cpu"
-                yield name, value, f"{_IS_SLOW} {name}=[{value!r}]" if is_slow else ""
+                reason = f"{_IS_SLOW} {name}=[{value!r}]" if is_slow else ""
+                yield name, value, reason
 
 
 def set_implementation(subject: Subject, name: str, value: Any) -> Subject:
