@@ -4,6 +4,7 @@ Keys, shapes and dtypes are known when a program is traced. Values are checked w
 programs; inside one, an id outside the vocabulary gives NaN.
 """
 
+import contextlib
 import difflib
 from collections.abc import Mapping
 from typing import Any
@@ -177,10 +178,10 @@ def parse_dtype(dtype: Any, *, name: str = "dtype") -> np.dtype:
 
     **Raises** `TypeError` for what is not a dtype, and `ValueError` for one that is not floating point.
     """
-    try:
-        parsed = None if dtype is None else jax.numpy.dtype(dtype)
-    except (TypeError, ValueError):
-        parsed = None
+    parsed = None
+    if dtype is not None:
+        with contextlib.suppress(TypeError, ValueError):
+            parsed = jax.numpy.dtype(dtype)
     if parsed is None:
         word = str(dtype).removeprefix("torch.").lower()
         nearest = _DTYPE_WORDS.get(word) or next(iter(difflib.get_close_matches(word, _DTYPES, n=1, cutoff=0.5)), None)

@@ -59,9 +59,11 @@ def user_cache_folder() -> Path:
 
     **Raises** `RuntimeError` for a user without a home.
     """
-    given = os.environ.get("XDG_CACHE_HOME")
-    default = ("Library", "Caches") if sys.platform == "darwin" else (".cache",)
-    return (Path(given) if given else Path.home().joinpath(*default)) / "equizoo"
+    if given := os.environ.get("XDG_CACHE_HOME"):
+        return Path(given) / "equizoo"
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Caches" / "equizoo"
+    return Path.home() / ".cache" / "equizoo"
 
 
 def open_to_append(path: Path) -> BinaryIO:
@@ -158,8 +160,10 @@ def to_jsonable(value: object) -> Any:
         return value
     if isinstance(value, Mapping):
         return {str(key): to_jsonable(item) for key, item in value.items()}
-    if isinstance(value, list | tuple | set | frozenset):
-        return [to_jsonable(item) for item in (sorted(value, key=str) if isinstance(value, set | frozenset) else value)]
+    if isinstance(value, set | frozenset):
+        value = sorted(value, key=str)
+    if isinstance(value, list | tuple):
+        return [to_jsonable(item) for item in value]
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: to_jsonable(getattr(value, field.name)) for field in dataclasses.fields(value)}
     return str(value)

@@ -138,8 +138,10 @@ def find_cluster(environment: Mapping[str, str]) -> Cluster | None:
                 "pass JAX_COORDINATOR_ADDRESS=HOST:PORT of its node to all of them "
                 "(mpirun -x JAX_COORDINATOR_ADDRESS=...)"
             )
+    elif _is_tpu_host(environment):
+        return Cluster("Cloud TPU")
     else:
-        return Cluster("Cloud TPU") if _is_tpu_host(environment) else None
+        return None
     count = _read_number(environment, count_name)
     index = _read_number(environment, index_name)
     if index >= count:

@@ -22,9 +22,13 @@ _CONTROLS = re.compile(
 
 def escape_controls(text: str, *, keep: str = "") -> str:
     """Replace control characters by their escapes in Python, except those in `keep`."""
-    return _CONTROLS.sub(
-        lambda found: found[0] if found[0] in keep else found[0].encode("unicode_escape").decode(), text
-    )
+
+    def escape(found: re.Match[str]) -> str:
+        if found[0] in keep:
+            return found[0]
+        return found[0].encode("unicode_escape").decode()
+
+    return _CONTROLS.sub(escape, text)
 
 
 def show(text: str = "", *, file: Any = None, end: str = "\n") -> None:
@@ -32,7 +36,7 @@ def show(text: str = "", *, file: Any = None, end: str = "\n") -> None:
 
     `file` is standard output by default.
     """
-    print(escape_controls(text, keep="\n\t"), file=sys.stdout if file is None else file, end=end, flush=True)
+    print(escape_controls(text, keep="\n\t"), file=file, end=end, flush=True)
 
 
 def show_error(text: str) -> None:
@@ -76,15 +80,16 @@ def align_columns(rows: Sequence[Sequence[str]], *, right: Collection[int] = (),
 
     A row may have fewer cells than the others; its last cell then does not widen its column.
     """
-    widths: dict[int, int] = {}
+    num_columns = max(map(len, rows), default=0)
+    widths = [0] * num_columns
     for row in rows:
-        for column, cell in enumerate(row if len(row) == max(map(len, rows)) else row[:-1]):
-            widths[column] = max(widths.get(column, 0), len(cell))
+        aligned = row if len(row) == num_columns else row[:-1]
+        for column, cell in enumerate(aligned):
+            widths[column] = max(widths[column], len(cell))
     lines = []
     for row in rows:
-        cells = [
-            cell.rjust(widths.get(column, 0)) if column in right else cell.ljust(widths.get(column, 0))
-            for column, cell in enumerate(row)
-        ]
+        cells = []
+        for column, (cell, width) in enumerate(zip(row, widths, strict=False)):
+            cells.append(cell.rjust(width) if column in right else cell.ljust(width))
         lines.append(gap.join(cells).rstrip())
     return lines

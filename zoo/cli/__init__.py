@@ -43,7 +43,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     Bad input exits with status 2 and one line on standard error: any error that this library raises deliberately, and
     any error of the file system. Other errors keep their traceback. Ctrl-C prints one line and exits with status 130.
     """
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if arguments is None:
+        arguments = sys.argv[1:]
+    arguments = list(arguments)
     if arguments == ["--version"]:
         show(zoo.__version__)
         return
@@ -62,7 +64,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if isinstance(error, BrokenPipeError) and is_output_closed():
             discard_output()
             sys.exit(1)
-        line = describe_backend_error(error) or (str(error) if is_user_error(error) else None)
+        line = describe_backend_error(error)
+        if line is None and is_user_error(error):
+            line = str(error)
         if line is None:
             raise
         show_error(f"zoo {name}".strip() + f": error: {line}")
@@ -74,7 +78,8 @@ def build_subcommands(selected: str) -> Any:
 
     def entry(name: str) -> Any:
         docstring = COMMANDS[name].__doc__ or ""
-        about = docstring.partition("\n\n    Args:" if name == selected else "\n")[0]
+        end = "\n\n    Args:" if name == selected else "\n"
+        about = docstring.partition(end)[0]
         return Annotated[
             Any, tyro.conf.subcommand(name, constructor=COMMANDS[name], description=unwrap_paragraphs(about))
         ]

@@ -21,12 +21,14 @@ def families() -> None:
     rows = [(name, f.architecture, str(support[name]), summarize_family(f)) for name, f in sorted(FAMILIES.items())]
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
     for line in align_columns(rows):
-        show(line if width is None or len(line) <= width else line[: width - 3] + "...")
+        if width is not None and len(line) > width:
+            line = line[: width - 3] + "..."
+        show(line)
 
 
 def summarize_family(family: Family) -> str:
     """Return the first paragraph of the docstring of the module that defines a family."""
     modules = [x for x in vars(families_package).values() if isinstance(x, ModuleType)]
     defining = [module for module in modules if any(x is family for x in vars(module).values())]
-    text = (defining[0].__doc__ or "") if defining else ""
+    text = next((module.__doc__ for module in defining), None) or ""
     return " ".join(text.partition("\n\n")[0].split())

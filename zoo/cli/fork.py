@@ -125,7 +125,9 @@ def _rename_recipe(text: str, name: str, path: Path, *, others: set[str]) -> str
         for other in others:
             new = re.sub(rf"\bpython recipes/{other}\.py\b", f"zoo fork {other} && python {other}.py", new)
             new = re.sub(rf"\brecipes/{other}\.py\b", f"{other}.py (zoo fork {other})", new)
-        lines.append(line if new == line else _align_comment(new, line.find("  # ")))
+        if new != line:
+            new = _align_comment(new, line.find("  # "))
+        lines.append(new)
     return "".join(lines)
 
 
@@ -134,7 +136,9 @@ def _find_prerequisite_commands(text: str, path: Path) -> list[str]:
     docstring = ast.get_docstring(ast.parse(text)) or ""
     usage = [line.strip().partition("  # ")[0].rstrip() for line in docstring.splitlines() if line.startswith("    ")]
     own = [command.startswith(f"python {shlex.quote(path.name)}") for command in usage]
-    return usage[: own.index(True)] if True in own else []
+    if True not in own:
+        return []
+    return usage[: own.index(True)]
 
 
 def _align_comment(line: str, column: int) -> str:

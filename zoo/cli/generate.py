@@ -81,9 +81,9 @@ def generate(
     if not no_compile_cache:
         enable_compile_cache()
     if (given := sum(map(bool, (words, prompt, tokens)))) != 1:
+        end = ", not both" if given else ""
         raise ValueError(
-            'pass the prompt as words after the directory, "Once upon a time", as --prompt or as --tokens'
-            + (", not both" if given else "")
+            f'pass the prompt as words after the directory, "Once upon a time", as --prompt or as --tokens{end}'
         )
     if pipe != 1:  # before minutes of loading
         raise NotImplementedError(
@@ -100,21 +100,25 @@ def generate(
     text = find_tokenizer(path, vocab)
     prompts = list(tokens) or [_encode_prompt(text, each, path) for each in prompt]
     batch, mask = pad_left(prompts)
+    padding_mask = None if mask.all() else jnp.asarray(mask)
+    if stop_token is None:
+        stops = [token for token in stops if token < vocab]
+    key = jax.random.key(seed) if temperature else None
     printer = _TokenPrinter(text, prompts)
     zoo.generate(
         model,
         jnp.asarray(batch),
-        mask=None if mask.all() else jnp.asarray(mask),
+        mask=padding_mask,
         max_new_tokens=max_new_tokens,
         temperature=temperature,
         top_k=top_k,
         top_p=top_p,
         min_p=min_p,
         repetition_penalty=repetition_penalty,
-        stop_tokens=[token for token in stops if token < vocab] if stop_token is None else stops,
+        stop_tokens=stops,
         mesh=mesh,
         callback=printer.push,
-        key=jax.random.key(seed) if temperature else None,
+        key=key,
     )
     printer.close()
 
@@ -199,7 +203,8 @@ class _TokenPrinter:
             if token >= 0:
                 pieces.append(stream.push(token))
         if len(self._streams) == 1:
-            show(self._pieces[0].pop() if self._pieces[0] else "", end="")
+            show("".join(self._pieces[0]), end="")
+            self._pieces[0].clear()
 
     def close(self) -> None:
         """Print the rest of the text, and the timings."""
@@ -209,7 +214,8 @@ class _TokenPrinter:
             show("".join(pieces) + stream.flush())
         seconds = [when - self._start for when, _ in self._steps]
         counts = [count for _, count in self._steps]
-        summary = f"{sum(counts)} token{'s' if sum(counts) > 1 else ''}; the first after {seconds[0]:.2f} s"
+        noun = "tokens" if sum(counts) > 1 else "token"
+        summary = f"{sum(counts)} {noun}; the first after {seconds[0]:.2f} s"
         if len(seconds) > 2:
             summary += f", then {sum(counts[2:]) / (seconds[-1] - seconds[1]):.1f} tokens/s"
         show(summary, file=sys.stderr)

@@ -77,8 +77,9 @@ def info(
 def _build_json(summary: Summary, preset: str | None) -> dict[str, Any]:
     """Return the summary as a JSON object. Scripts read its keys: they do not change."""
     model = summary.model
-    parts = [
-        {
+    parts = []
+    for row in model.rows:
+        part: dict[str, Any] = {
             "name": row.name,
             "part": row.part,
             "layers": list(row.layers),
@@ -89,10 +90,11 @@ def _build_json(summary: Summary, preset: str | None) -> dict[str, Any]:
             "lear" + "nt": row.trainable,  # in two parts, since elsewhere the word is trainable
             "share": row.count / model.count,
             "tensors": list(row.tensors),
-            **({} if row.spec is None else {"spec": list(row.spec), "bytes_per_device": row.bytes_per_device}),
         }
-        for row in model.rows
-    ]
+        if row.spec is not None:
+            part["spec"] = list(row.spec)
+            part["bytes_per_device"] = row.bytes_per_device
+        parts.append(part)
     mesh = {}
     if model.mesh is not None:
         mesh["mesh"] = {**model.mesh.shape, "bytes_per_device": model.bytes_per_device}
@@ -100,10 +102,14 @@ def _build_json(summary: Summary, preset: str | None) -> dict[str, Any]:
         origin = {}
     else:
         origin = {"preset": preset, "source": find_preset(preset).source}
-    stored = {}
+    stored: dict[str, Any] = {}
     if summary.stored is not None:
         stored = {"files": summary.stored.files, "bytes": summary.stored.bytes, "tensors": summary.stored.tensors}
-        stored |= {"left_aside": summary.stored.left_aside} if summary.stored.left_aside else {}
+        if summary.stored.left_aside:
+            stored["left_aside"] = summary.stored.left_aside
+    chosen = {}
+    if summary.implementations is not None:
+        chosen["implementations"] = summary.implementations.as_dict()
     return {
         **origin,
         "family": summary.family,
@@ -117,7 +123,7 @@ def _build_json(summary: Summary, preset: str | None) -> dict[str, Any]:
         "segments": model.segments,
         "cache": model.cache,
         **mesh,
-        **({} if summary.implementations is None else {"implementations": summary.implementations.as_dict()}),
+        **chosen,
         "rows": parts,
     }
 
@@ -139,7 +145,8 @@ def _format_summary(summary: Summary, preset: str | None, names: bool) -> list[s
     else:
         files = "1 file" if stored.files == 1 else f"{stored.files} files"
         rows.append(("on disk", f"{format_bytes(stored.bytes)} in {files}, {stored.tensors:,} tensors of {dtypes}"))
-        rows += [("left aside", stored.left_aside)] if stored.left_aside else []
+        if stored.left_aside:
+            rows.append(("left aside", stored.left_aside))
     rows += [*model.describe_layers(), *model.describe_mesh()]
     if summary.implementations is None:
         chosen = []

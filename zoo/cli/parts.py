@@ -101,6 +101,7 @@ def _summarize_shapes(
     """Summarize a model in shapes. `dtypes` are the dtypes of each array, as stored or as initialized."""
     stored_model = set_dtypes(model, [array_dtypes[0] for array_dtypes in dtypes])
     mappings = invert_name_map(name_map)
+    chosen = None if platform is None else _list_implementations(stored_model, platform)
     return Summary(
         family=family.name,
         architecture=family.architecture,
@@ -113,7 +114,7 @@ def _summarize_shapes(
             name_tensor=partial(_format_tensor_name, mappings=mappings),
         ),
         stored=None,
-        implementations=None if platform is None else _list_implementations(stored_model, platform),
+        implementations=chosen,
     )
 
 
@@ -134,8 +135,11 @@ def _format_tensor_name(path: ParameterPath, mappings: Mapping[str, Any]) -> str
     else:
         notes = []
     is_matrix = len(path.dims) - path.name.count("*") == 2  # the mapping also covers biases, which are not transposed
-    notes += ["transposed"] if mapping.transposed and is_matrix else []
-    return name + (f" ({', '.join(notes)})" if notes else "")
+    if mapping.transposed and is_matrix:
+        notes.append("transposed")
+    if not notes:
+        return name
+    return f"{name} ({', '.join(notes)})"
 
 
 def _list_implementations(model: Any, platform: Platform) -> ModelImplementations | None:
@@ -143,5 +147,7 @@ def _list_implementations(model: Any, platform: Platform) -> ModelImplementation
     if not isinstance(model, Decoder):
         return None
     positions = model.position_embedding
-    seq_len = 1024 if positions is None else min(1024, positions.length)
+    seq_len = 1024
+    if positions is not None:
+        seq_len = min(seq_len, positions.length)
     return implementations(model, seq_len=seq_len, platform=platform)

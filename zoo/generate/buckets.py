@@ -60,7 +60,9 @@ def choose_rows(model: Decoder, rows: int, mesh: Mesh | None) -> int:
         rounded = _round_up(local)
     else:
         rounded = min(size for size in (1, 4, 8) if size >= local)
-    return shards * (local if rounded > local and _has_arrays_per_row(model) else rounded)
+    if rounded > local and _has_arrays_per_row(model):
+        rounded = local
+    return shards * rounded
 
 
 def _has_arrays_per_row(model: Decoder) -> bool:
@@ -70,7 +72,9 @@ def _has_arrays_per_row(model: Decoder) -> bool:
 def _round_up(size: int) -> int:
     """Return the smallest of 2ⁿ and 3 · 2ⁿ that is at least `size`: two buckets per octave."""
     power = 1 << (size - 1).bit_length()
-    return power * 3 // 4 if power >= 4 and size <= power * 3 // 4 else power
+    if power >= 4 and size <= power * 3 // 4:
+        return power * 3 // 4
+    return power
 
 
 class Prompt(Module):
@@ -108,12 +112,15 @@ def pad_prompt(
     Tokens are padded on the left to the whole pieces that fill the cache, with position -1: padding takes no slot of a
     KV cache. Rows are padded with copies of the last one, which end at once.
     """
-    (count, seq), piece = tokens.shape, choose_piece(length, mesh)
+    count, seq = tokens.shape
+    piece = choose_piece(length, mesh)
     is_real: Any = np.ones(tokens.shape, bool) if mask is None else mask
     # With NumPy if possible, so that nothing compiles for each shape of a prompt.
     on_host = is_host_readable(tokens) and (mask is None or is_host_readable(mask))
     xp: Any = np if on_host else jnp
-    ids, is_real = jax.device_get((tokens, is_real)) if on_host else (tokens, is_real)
+    ids: Any = tokens
+    if on_host:
+        ids, is_real = jax.device_get((tokens, is_real))
     is_real = is_real.astype(bool)
     row = np.arange(rows)
     source = np.minimum(row, count - 1)

@@ -138,7 +138,7 @@ def _read_prompt(
         start, states = carry
         take = lambda x: shard(lax.dynamic_slice_in_dim(x, start, size, axis=1), "seq", axis=1)
         _, states = model.hidden(take(prompt.tokens), TokenInfo(take(prompt.positions)), states)
-        return start + size, () if states is None else states
+        return start + size, states or ()
 
     first = model.init_state(len(prompt.tokens), length) if states is None else states
     carry = room - prompt.pieces * size, set_rope_length(first, rope_length)
@@ -173,7 +173,7 @@ def decode_until(fixed: tuple[Decoder, SamplingOptions], state: DecodeState, unt
         tokens = jnp.maximum(state.newest, 0)
         states = set_rope_length(state.states, _find_rope_length(state))
         hidden, states = model.hidden(tokens[:, None], TokenInfo(positions[:, None]), states)
-        state = dataclasses.replace(state, states=() if states is None else states)
+        state = dataclasses.replace(state, states=states or ())
         return _append_token(state, model.logits(hidden.x[:, 0]), options)
 
     return lax.while_loop(lambda state: (state.step < until) & state.running, step, state)
@@ -236,10 +236,18 @@ def _mark_seen_tokens(prompt: Prompt, vocab: int) -> Bool[Array, "batch classes"
 
 def unstack_layers(model: Decoder, mesh: Mesh | None) -> Decoder:
     """Unstack the parameters of scanned layers; a model of unstacked layers is returned as it is."""
-    return swap_stack(model, lambda stack: _unstack(stack, mesh) if isinstance(stack, Stack) else stack)
+
+    def unstack(stack: AbstractStack) -> AbstractStack:
+        if isinstance(stack, Stack):
+            return _unstack(stack, mesh)
+        return stack
+
+    return swap_stack(model, unstack)
 
 
 @eqx.filter_jit
 def _unstack(stack: Stack, mesh: Mesh | None) -> AbstractStack:
     layers = stack.unstack()
-    return layers if mesh is None else place(layers, mesh)
+    if mesh is None:
+        return layers
+    return place(layers, mesh)

@@ -88,14 +88,16 @@ def generate(
     )
     request.check_prompt(tokens, mask, vocab)
     request.check_mesh(mesh)
-    mesh = None if mesh is None else mesh.without_sequence_parallelism
+    if mesh is not None:
+        mesh = mesh.without_sequence_parallelism
     if callback is not None and any(isinstance(x, Tracer) for x in jax.tree.leaves((model, tokens, mask, key))):
         raise ValueError("a callback needs tokens as they come, and under jit there are none yet: call generate bare")
     stop_tokens = _read_stop_tokens(stop_tokens)
     options = request.SamplingOptions.from_arguments(
         temperature, top_k, top_p, min_p, repetition_penalty, stop_tokens, vocab
     )
-    options = options if mesh is None else place(options, mesh)  # once, not at every step
+    if mesh is not None:
+        options = place(options, mesh)  # once, not at every step
     slots = choose_cache_length(model, tokens.shape[1], max_new_tokens, length)
     prompt = pad_prompt(tokens, mask, choose_rows(model, len(tokens), mesh), slots, mesh, length or 0)
     until = jax.device_put(np.int32(max_new_tokens))

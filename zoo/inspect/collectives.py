@@ -69,7 +69,8 @@ def sum_collectives(
         moved = sum(sizes) * group_size
         if kind == "all-reduce":  # a TPU's may read bfloat16 and sum in float32
             moved = max(moved, count_shape_bytes(instruction.shape))
-        key = kind, axes, "" if axes is not None else _format_groups(instruction)
+        groups = _format_groups(instruction) if axes is None else ""
+        key = kind, axes, groups
         total = sums.setdefault(key, [0, 0, 0, 0])
         for index, increment in enumerate((1, len(sizes), moved, execution.asynchronous)):
             total[index] += execution.times * increment
@@ -132,7 +133,9 @@ def _parse_integers(text: str) -> list[int]:
 
 def _iota(shape: Sequence[int], order: Sequence[int]) -> np.ndarray:
     ids = np.arange(math.prod(shape)).reshape(shape)
-    return ids.transpose(order) if order else ids
+    if order:
+        ids = ids.transpose(order)
+    return ids
 
 
 def _parse_device_ids(text: str, devices: int) -> np.ndarray:
@@ -164,7 +167,9 @@ def _parse_axis(axis: str, sizes: dict[str, int]) -> tuple[str, int, int]:
     """Parse a sub-axis: `'b':(2)3` is the factor 3 of axis b after a factor 2, outermost first; `'b'` is all of b."""
     name, _, part = axis.partition(":")
     name = name.strip("'\"")
-    preceding, size = _parse_integers(part) if part else (1, sizes[name])
+    if not part:
+        return name, 1, sizes[name]
+    preceding, size = _parse_integers(part)
     return name, preceding, preceding * size
 
 

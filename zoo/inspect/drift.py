@@ -79,7 +79,8 @@ class Drift:
         ]
         for layer in self.layers:
             values = [layer.output, layer.local_output, layer.gradient, layer.local_gradient]
-            cells = "  ".join(f"{'':>10}" if value is None else f"{value:>10.3g}" for value in values)
+            words = ["" if value is None else f"{value:.3g}" for value in values]
+            cells = "  ".join(f"{word:>10}" for word in words)
             lines.append(f"{layer.name:{width}}  {cells}")
         return "\n".join(lines)
 
@@ -107,7 +108,10 @@ def drift(
     **Raises** `ValueError` for a precision that is not below float32; `NotImplementedError` where `pipe` shards the
     layers.
     """
-    low_model = low if isinstance(low, Decoder) else cast(model, _check_dtype(low))
+    if isinstance(low, Decoder):
+        low_model = low
+    else:
+        low_model = cast(model, _check_dtype(low))
     if mesh is None:
         mesh = make_mesh(devices=jax.devices()[:1])
     placed = place((cast(model, jnp.float32), low_model), mesh)
@@ -213,4 +217,6 @@ def _sum(x: Array) -> Float[Array, ""]:
     """Sum over all values of all devices."""
     total = x.sum()
     axes = tuple(sorted(varying(total)))
-    return lax.psum(total, axes) if axes else total
+    if not axes:
+        return total
+    return lax.psum(total, axes)

@@ -35,8 +35,9 @@ def list_executions(module: HloModule) -> tuple[list[Execution], list[str]]:
                     trips = find_trip_count(module, instruction, computation)
                     if trips is None:
                         endless.append(instruction.name)
+                        trips = 1
                     for body in instruction.called_computations("body"):
-                        executions += walk(body, times * (1 if trips is None else trips), asynchronous)
+                        executions += walk(body, times * trips, asynchronous)
                 case "conditional":
                     names = instruction.called_computations("branch_computations") or (
                         *instruction.called_computations("true_computation"),

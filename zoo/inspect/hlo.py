@@ -101,7 +101,10 @@ def parse_module(text: str) -> HloModule:
 
 def parse_instruction(name: str, rest: str) -> Instruction:
     """Parse an instruction from the text after its `name = `."""
-    end = _find_closing_bracket(rest, 0) if rest.startswith("(") else rest.index(" ")
+    if rest.startswith("("):
+        end = _find_closing_bracket(rest, 0)
+    else:
+        end = rest.index(" ")
     shape = rest[:end]
     rest = rest[end:].lstrip()
     opening = rest.index("(")
@@ -115,7 +118,10 @@ def _find_closing_bracket(text: str, start: int) -> int:
     """Return the index after the bracket that closes the one at `start`; the length of the text if none does."""
     depth = 0
     for bracket in re.compile(r"[()]").finditer(text, start):
-        depth += 1 if bracket[0] == "(" else -1
+        if bracket[0] == "(":
+            depth += 1
+        else:
+            depth -= 1
         if depth == 0:
             return bracket.end()
     return len(text)
@@ -155,7 +161,9 @@ def count_shape_bytes(shape: str) -> int:
 def list_dims(shape: str) -> list[int]:
     """Return the sizes of the dims of an array's shape: [4, 8] of `f32[4,8]{1,0}`."""
     found = _ARRAY_SHAPE.search(shape)
-    return [] if found is None else [int(size) for size in re.findall(r"\d+", found[2])]
+    if found is None:
+        return []
+    return [int(size) for size in re.findall(r"\d+", found[2])]
 
 
 def count_parameters(module: HloModule) -> int:
@@ -200,7 +208,9 @@ def _count_fusion_reads(fused: Computation, sizes: list[int]) -> int:
     for name, number in numbers.items():
         reads = [_count_bytes_read(use, source) for use, source in _find_uses(fused, name)]
         size = sizes[number] if number < len(sizes) else 0
-        total += size if None in reads else min(size, sum(filter(None, reads)))
+        if None not in reads:
+            size = min(size, sum(filter(None, reads)))
+        total += size
     return total
 
 
@@ -219,7 +229,9 @@ def _count_bytes_read(use: Instruction, source: str) -> int | None:
     first_only = use.operands[0] == source and source not in use.operands[1:]
     if use.opcode in _SLICE_OPCODES and first_only:
         return count_shape_bytes(use.shape)
-    return 0 if use.opcode == "dynamic-update-slice" and first_only else None
+    if use.opcode == "dynamic-update-slice" and first_only:
+        return 0
+    return None
 
 
 def _count_bytes_written(fused: Computation, root: str) -> int:

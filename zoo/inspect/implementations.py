@@ -92,7 +92,8 @@ class ModelImplementations:
             named = "" if row.is_auto else ", by name"
             lines.append(f"{row.operation}{where}: {row.chosen}{named}")
             lines += [f"    not {name}: {reason}" for name, reason in row.reasons.items()]
-        lines += [f"loop over layers: {self.loop}"] if self.loop else []
+        if self.loop:
+            lines.append(f"loop over layers: {self.loop}")
         return "\n".join(lines)
 
 
@@ -221,15 +222,17 @@ def format_ranges(numbers: Sequence[int]) -> str:
     ordered = sorted(set(numbers))
     steps = {after - before for before, after in itertools.pairwise(ordered)}
     if len(steps) <= 1:
-        step = steps.pop() if steps else 0
-        if not step:
+        if not steps:
             return f"{ordered[0]}"
-        return f"{ordered[0]}-{ordered[-1]}" + (f" by {step}" if step > 1 else "")
+        step = steps.pop()
+        by = f" by {step}" if step > 1 else ""
+        return f"{ordered[0]}-{ordered[-1]}{by}"
     parts = []
     start = ordered[0]
     for before, after in zip(ordered, [*ordered[1:], -1], strict=True):
         if after != before + 1:
-            parts.append(f"{start}-{before}" if before > start else f"{before}")
+            part = f"{start}-{before}" if before > start else f"{before}"
+            parts.append(part)
             start = after
     if len(parts) <= 3:
         return ", ".join(parts)

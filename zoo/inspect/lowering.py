@@ -94,7 +94,9 @@ def get_step_name(step: Any) -> str:
 def find_platform(mesh: Mesh | None, leaves: Sequence[Any]) -> Platform:
     """Return the platform that a step with this mesh and these arguments is compiled for."""
     devices = _find_devices(leaves) if mesh is None else [mesh.devices.flat[0]]
-    return normalize_platform(devices[0].platform) if devices else current_platform()
+    if not devices:
+        return current_platform()
+    return normalize_platform(devices[0].platform)
 
 
 def _find_devices(leaves: Sequence[Any]) -> list[Any]:
@@ -108,5 +110,6 @@ def _find_devices(leaves: Sequence[Any]) -> list[Any]:
 def _choose_platform(leaves: Sequence[Any]) -> str | None:
     """Return the platform to trace for: the platform of the shapes' devices. For arrays it is the same as in a call, so
     that a call finds the program that was compiled for them."""
-    devices = _find_devices(leaves) if has_shapes(leaves) else []
-    return normalize_platform(devices[0].platform) if devices else target_platform.value
+    if has_shapes(leaves) and (devices := _find_devices(leaves)):
+        return normalize_platform(devices[0].platform)
+    return target_platform.value

@@ -113,7 +113,8 @@ def _count_devices(options: Any) -> int:
 def find_subjaxprs(options: Any) -> Iterator[Any]:
     """Yield the jaxprs that an equation calls, such as the jaxprs of jit, remat and custom VJPs."""
     for value in options.values():
-        for jaxpr in value if isinstance(value, tuple | list) else (value,):
+        jaxprs = value if isinstance(value, tuple | list) else (value,)
+        for jaxpr in jaxprs:
             if hasattr(getattr(jaxpr, "jaxpr", jaxpr), "eqns"):
                 yield jaxpr
 
@@ -159,4 +160,6 @@ def _get_complex_factor(equation: Any) -> int:
 def format_scope(equation: Any) -> str:
     """Format the name scopes that an equation was traced in."""
     stack = str(equation.source_info.name_stack)
-    return f"in {stack}" if stack else "outside any module"
+    if not stack:
+        return "outside any module"
+    return f"in {stack}"

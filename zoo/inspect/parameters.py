@@ -141,14 +141,16 @@ class ModelSummary:
 
     def _list_cells(self, names: bool) -> list[list[str]]:
         lines = [["parameter", "layers", "dims", "shape", "dtype", "share"]]
-        lines[0] += [] if self.mesh is None else ["sharding", "per device"]
+        if self.mesh is not None:
+            lines[0] += ["sharding", "per device"]
         for part in dict.fromkeys(row.part for row in self.rows):
             rows = [row for row in self.rows if row.part == part]
             count = sum(row.count for row in rows)
             lines.append([f"{part}: {count:,}", "", "", "", "", _format_percentage(count, self.num_parameters)])
             for row in rows:
                 lines.append(_format_cells(row, self.num_parameters))
-                lines += [[f"    {name}"] for name in row.tensors] if names else []
+                if names:
+                    lines += [[f"    {name}"] for name in row.tensors]
         return lines
 
 
@@ -222,7 +224,13 @@ def _summarize_parameters(
         else:
             layers = []
         row_dtypes = tuple(dict.fromkeys(dtype for _, _, array_dtypes in arrays for dtype in array_dtypes))
-        specs = [None if mesh is None else mesh.spec(path.dims, full, path.name) for path, full, _ in arrays]
+        if mesh is None:
+            specs = [None] * len(arrays)
+        else:
+            specs = [mesh.spec(path.dims, full, path.name) for path, full, _ in arrays]
+        tensors = () if name_tensor is None else (name_tensor(path),)
+        if layers:
+            shape = (len(layers), *shape)
         largest = max(range(len(arrays)), key=lambda i: math.prod(arrays[i][1]))  # its segment has the dim `layers`
         sizes = [math.prod(full) // _count_shards(spec, mesh) for (_, full, _), spec in zip(arrays, specs, strict=True)]
         rows.append(
@@ -231,31 +239,39 @@ def _summarize_parameters(
                 part=_get_part_name(name),
                 layers=tuple(sorted(layers)),
                 dims=" ".join(dim.name for dim in arrays[largest][0].dims),
-                shape=(len(layers), *shape) if layers else shape,
+                shape=shape,
                 dtypes=row_dtypes,
-                tensors=() if name_tensor is None else (name_tensor(path),),
+                tensors=tensors,
                 spec=specs[largest],
                 bytes_per_device=sum(sizes) * np.dtype(row_dtypes[0]).itemsize,
                 trainable=name in trained,
             )
         )
     parts = list(dict.fromkeys(row.part for row in rows))
-    last = {"norms": len(parts), "head": len(parts) + 1}
-    return sorted(rows, key=lambda row: -1 if "embedding" in row.part else last.get(row.part, parts.index(row.part)))
+    places = {part: number for number, part in enumerate(parts)}
+    places.update(dict.fromkeys((part for part in parts if "embedding" in part), -1))
+    places.update(norms=len(parts), head=len(parts) + 1)
+    return sorted(rows, key=lambda row: places[row.part])
 
 
 def _count_shards(spec: PartitionSpec | None, mesh: Mesh | None) -> int:
     """Return the number of shards of an array."""
     if spec is None or mesh is None:
         return 1
-    axes = [axis for entry in spec for axis in ((entry,) if isinstance(entry, str) else entry or ())]
-    return math.prod(mesh.shape[axis] for axis in axes)
+    shards = 1
+    for axes in spec:
+        if isinstance(axes, str):
+            axes = (axes,)
+        shards *= math.prod(mesh.shape[axis] for axis in axes or ())
+    return shards
 
 
 def _get_part_name(name: str) -> str:
     """Return the part of the model that a parameter belongs to: the first word of its name within the layer."""
     word = name.removeprefix("layers.*.").partition(".")[0]
-    return "norms" if word == "norm" or word.endswith("_norm") else word
+    if word == "norm" or word.endswith("_norm"):
+        return "norms"
+    return word
 
 
 def count_by_dtype(tensors: Iterable[Any]) -> dict[str, int]:
@@ -282,15 +298,19 @@ def _measure_cache(model: Any, max_length: int | None) -> dict[str, Any] | None:
         return sum(map(math.prod, zip(sizes, repeats, strict=True))), str(jax.tree.leaves(states)[0].dtype)
 
     try:
-        (one_token, dtype), (two_tokens, _) = measure(1), measure(2)
+        one_token, dtype = measure(1)
+        two_tokens, _ = measure(2)
     except NotImplementedError:
         return None
+    size = None
+    if max_length is not None:
+        size, _ = measure(max_length)
     return {
         "bytes_per_token": two_tokens - one_token,
         "bytes_per_row": 2 * one_token - two_tokens,
         "dtype": dtype,
         "length": max_length,
-        "bytes": None if max_length is None else measure(max_length)[0],
+        "bytes": size,
     }
 
 

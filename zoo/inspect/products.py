@@ -45,5 +45,7 @@ def _iterate_fused(
 def _count_dot(dot: Instruction, computation: Computation) -> int:
     contracted = re.search(r"\blhs_contracting_dims=\{([\d,]*)\}", dot.attributes)
     left = list_dims(computation[dot.operands[0]].shape)
-    depth = math.prod(left[int(dim)] for dim in re.findall(r"\d+", contracted[1] if contracted else ""))
+    depth = 1
+    if contracted:
+        depth = math.prod(left[int(dim)] for dim in re.findall(r"\d+", contracted[1]))
     return 2 * math.prod(list_dims(dot.shape)) * depth

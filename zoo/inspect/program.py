@@ -114,8 +114,12 @@ class CompiledProgram:
         warning.
         """
         if failed := sorted(self.failed_donations, key=lambda donation: -donation.bytes):
-            lines = [f"  {d.name}: {d.bytes:,} bytes{'' if d.used else ', never read'}" for d in failed[:20]]
-            lines += [f"  and {len(failed) - 20} more"] if len(failed) > 20 else []
+            lines = []
+            for donation in failed[:20]:
+                unused = "" if donation.used else ", never read"
+                lines.append(f"  {donation.name}: {donation.bytes:,} bytes{unused}")
+            if len(failed) > 20:
+                lines.append(f"  and {len(failed) - 20} more")
             raise DonationError(
                 f"{self.name} donates {len(failed)} arrays whose buffers no output reuses. Each needs an output of the "
                 "same shape, dtype and sharding: return one, or do not donate it:\n" + "\n".join(lines)
@@ -169,9 +173,10 @@ def compiled(step: Callable, *args: Any, **kwargs: Any) -> CompiledProgram:
     executions, endless = list_executions(module)
     devices = hlo.count_devices(module)
     mesh = _find_mesh(jaxpr, (args, kwargs), devices)
+    shape = {} if mesh is None else mesh.shape
     return CompiledProgram(
         name=lowering.get_step_name(step),
-        mesh={} if mesh is None else {axis: size for axis, size in mesh.shape.items() if size > 1},
+        mesh={axis: size for axis, size in shape.items() if size > 1},
         devices=devices,
         platform=lowering.find_platform(mesh, leaves),
         seconds=seconds,
@@ -241,9 +246,10 @@ def name_arguments(step: Any, jaxpr: Any, args: tuple, kwargs: dict) -> dict[int
     positional = _name_positional_arguments(step, len(args))
     names = {}
     for variable, ((part, key, *path), x) in zip(jaxpr.invars, paths, strict=True):
-        argument = positional[key.idx] if part.idx == 0 else key.key
-        rest = jax.tree_util.keystr(tuple(path), simple=True, separator=".")
-        names[id(variable)] = (f"{argument}.{rest}" if rest else argument), x
+        name = positional[key.idx] if part.idx == 0 else key.key
+        if path:
+            name += "." + jax.tree_util.keystr(tuple(path), simple=True, separator=".")
+        names[id(variable)] = name, x
     return names
 
 
@@ -252,7 +258,7 @@ def _name_positional_arguments(step: Any, count: int) -> list[str]:
     parameters = inspect.signature(step).parameters.values()
     names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     variadic = next((p.name for p in parameters if p.kind == p.VAR_POSITIONAL), "")
-    return [names[i] if i < len(names) else f"{variadic}.{i - len(names)}" for i in range(count)]
+    return [*names[:count], *(f"{variadic}.{i}" for i in range(count - len(names)))]
 
 
 def _check_donations(
@@ -275,6 +281,7 @@ def _check_donations(
 
 def count_device_bytes(x: Any) -> int:
     """Count the bytes of an array per device."""
-    sharding = x.sharding if is_array_or_shape(x) else None
-    shape = x.shape if sharding is None else sharding.shard_shape(x.shape)
+    shape = x.shape
+    if is_array_or_shape(x) and x.sharding is not None:
+        shape = x.sharding.shard_shape(shape)
     return math.prod(shape) * x.dtype.itemsize

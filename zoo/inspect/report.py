@@ -14,7 +14,9 @@ def format_program(program: Any) -> str:
 def _format_lines(program: Any) -> Iterator[tuple[str, str]]:
     axes = " x ".join(f"{axis} {size}" for axis, size in program.mesh.items())
     on = f"{program.devices} devices" if program.devices > 1 else "one device"
-    yield program.name, f"{axes}: {on}" if axes else on
+    if axes:
+        on = f"{axes}: {on}"
+    yield program.name, on
     seconds = program.seconds
     where = ", out of the compilation cache" if seconds.cached else ""
     yield "seconds", f"trace {seconds.trace:.2f}, lower {seconds.lower:.2f}, compile {seconds.compile:.2f}{where}"

@@ -1,6 +1,6 @@
 """Histories of delayed scaling: add the maxima that a step has seen."""
 
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -20,15 +20,20 @@ def update_amax(model: _Model, seen: PyTree) -> _Model:
 
     **Raises** `ValueError` for a model without histories.
     """
-    is_history = lambda node: isinstance(node, AmaxHistory)
-    nodes = jax.tree.leaves(model, is_leaf=is_history)
-    if not any(map(is_history, nodes)):
+    nodes = jax.tree.leaves(model, is_leaf=_is_history)
+    if not any(map(_is_history, nodes)):
         raise ValueError("the model has no histories of maxima: make it by zoo.precision.fp8(model, DelayedScaling())")
 
     def update(node, new):
-        return jax.tree.map(_prepend_amax, node, new) if is_history(node) else node
+        if not _is_history(node):
+            return node
+        return jax.tree.map(_prepend_amax, node, new)
 
-    return jax.tree.map(update, model, seen, is_leaf=is_history)
+    return jax.tree.map(update, model, seen, is_leaf=_is_history)
+
+
+def _is_history(node: Any) -> bool:
+    return isinstance(node, AmaxHistory)
 
 
 def _prepend_amax(

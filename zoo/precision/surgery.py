@@ -45,13 +45,12 @@ def fp8(model: _Model, recipe: AbstractRecipe = _DEFAULT_RECIPE, *, targets: Tar
     sites = find_linears(model)
     paths = list_parameter_paths(model)
     is_target = match_targets(targets, sites)
+    per_head = _find_per_head_names(model)
     excluded = set()
     if targets == ALL_LINEAR:
-        excluded = {path.name.removesuffix(".weight") for path in paths if path.leaf.full_precision}
-        excluded |= _find_per_head_names(model)
+        excluded = per_head.union(path.name.removesuffix(".weight") for path in paths if path.leaf.full_precision)
     selected = [site for site in sites if site.name not in excluded and site.tabulate(is_target, bool).any()]
     stacked_dims = {path.name: tuple(dim.name for dim in path.dims[:-2]) for path in paths}
-    per_head = _find_per_head_names(model)
     errors = [
         f"{site.name}: {reason}"
         for site in selected
@@ -72,8 +71,13 @@ def fp8(model: _Model, recipe: AbstractRecipe = _DEFAULT_RECIPE, *, targets: Tar
 
 def remove_fp8(model: _Model) -> _Model:
     """Replace every `FP8Linear` by the `Linear` of its parameters, beneath adapters too."""
-    is_fp8 = lambda node: isinstance(node, FP8Linear)
-    return jax.tree.map(lambda node: node.to_linear() if is_fp8(node) else node, model, is_leaf=is_fp8)
+    return jax.tree.map(_to_plain, model, is_leaf=lambda node: isinstance(node, FP8Linear))
+
+
+def _to_plain(node: Any) -> Any:
+    if isinstance(node, FP8Linear):
+        return node.to_linear()
+    return node
 
 
 def _find_per_head_names(model: Any) -> set[str]:

@@ -106,11 +106,13 @@ def load_text(
         raise ValueError(f"a vocabulary of {vocab} cannot write every byte: take 256 for bytes, more for byte pairs")
     if isinstance(source, str | Path):
         source = (source,)
-    documents, texts, binary = _read_sources(source) if source else _read_standard_library()
+    if source:
+        documents, texts, binary = _read_sources(source)
+    else:
+        documents, texts, binary = _read_standard_library()
     train, validation = _split_by_hash(documents)
-    digest = hashlib.blake2b(
-        f"{_CACHE_VERSION} {vocab if tokenizer is None else tokenizer.cache_key}".encode(), digest_size=12
-    )
+    vocab_key = vocab if tokenizer is None else tokenizer.cache_key
+    digest = hashlib.blake2b(f"{_CACHE_VERSION} {vocab_key}".encode(), digest_size=12)
     for document in documents:
         digest.update(document.digest)
     directory = (cache or user_cache_folder() / "text") / digest.hexdigest()
@@ -196,7 +198,9 @@ def _require_path(source: Any) -> None:
     except OSError:  # longer than a name can be
         is_there = False
     if not is_there:
-        shown = str(source) if len(str(source)) <= 200 else f"{str(source)[:60]!r}..."
+        shown = str(source)
+        if len(shown) > 200:
+            shown = f"{shown[:60]!r}..."
         raise FileNotFoundError(f"{shown}: there is no such file or folder to read text from; {_HOW_TO_GIVE_TEXTS}")
 
 

@@ -98,8 +98,8 @@ def _rename(part: Path, directory: Path) -> None:
 
 def _sync(path: Path) -> None:
     """Wait until a file or a directory is on the disk. Does nothing for a directory on systems that cannot sync one."""
-    is_directory = path.is_dir()
-    with contextlib.suppress(OSError) if is_directory else contextlib.nullcontext():
+    ignored = (OSError,) if path.is_dir() else ()
+    with contextlib.suppress(*ignored):
         descriptor = os.open(path, os.O_RDONLY)
         try:
             os.fsync(descriptor)

@@ -153,7 +153,9 @@ class FileTokenizer:
         with_special = self._tokenizer.encode("a").ids
         plain = self._tokenizer.encode("a", add_special_tokens=False).ids
         starts = [i for i in range(len(with_special)) if plain and with_special[i : i + len(plain)] == plain]
-        return tuple(with_special[: starts[0]]) if starts else ()
+        if not starts:
+            return ()
+        return tuple(with_special[: starts[0]])
 
     @property
     def token_bytes(self) -> Int[np.ndarray, "vocab"]:
@@ -171,7 +173,8 @@ class FileTokenizer:
             return {}
         texts = {index: self._text_of(word) for word, index in self._tokenizer.get_vocab().items()}
         added = self._tokenizer.get_added_tokens_decoder()
-        texts.update({index: b"" if token.special else token.content.encode() for index, token in added.items()})
+        for index, token in added.items():
+            texts[index] = b"" if token.special else token.content.encode()
         texts[self.separator] = b""
         return texts
 
@@ -262,7 +265,9 @@ def find_tokenizer(directory: str | Path, vocab: int) -> Tokenizer | None:
         if _is_byte_tokenizer(path):
             return ByteTokenizer()
         return FileTokenizer(path, vocab)
-    return ByteTokenizer() if vocab == 256 else None
+    if vocab == 256:
+        return ByteTokenizer()
+    return None
 
 
 def read_tokenizer(directory: str | Path) -> Tokenizer:
@@ -294,8 +299,9 @@ def read_tokenizer(directory: str | Path) -> Tokenizer:
         if vocab < 256:
             raise TokenizerError(f"{path} has 256 tokens, and the model that {config} describes knows {vocab}")
         return ByteTokenizer()
-    named = [facts.get("bos_token_id"), facts.get("eos_token_id")]
-    separators = [token for entry in named for token in (entry if isinstance(entry, list) else [entry])]
+    separators = []
+    for named in (facts.get("bos_token_id"), facts.get("eos_token_id")):
+        separators += named if isinstance(named, list) else [named]
     separator = next((token for token in separators if token is not None), None)
     if type(separator) is not int or not 0 <= separator < vocab:
         raise TokenizerError(
@@ -358,7 +364,9 @@ def _find_spelling(facts: dict[str, Any]) -> Callable[[str], bytes] | None:
 
     def spell_byte_fallback(word: str) -> bytes:
         found = byte.fullmatch(word)
-        return bytes.fromhex(found[1]) if found else word.replace("▁", " ").encode()
+        if found:
+            return bytes.fromhex(found[1])
+        return word.replace("▁", " ").encode()
 
     decoder = json.dumps(facts.get("decoder"))
     if '"ByteLevel"' in decoder:
