@@ -72,6 +72,16 @@ def build_decoder(
     position_key = jax.random.fold_in(embedding_key, 1)
     deviation = embed**-0.5
     position_options = {"offset": position_offset, "scale": deviation, "key": position_key}
+    head = None
+    made_inputs = None
+    if layer_inputs is not None:
+        made_inputs = layer_inputs(key=jax.random.fold_in(embedding_key, 2))
+    if final_norm is None:
+        final_norm = norm
+    if soft_cap is not None:
+        soft_cap = float(soft_cap)
+    if not tied:
+        head = Linear(embed, vocab, in_=Dim("embed"), out=Dim("vocab"), bias=head_bias, key=head_key)
     return Decoder(
         embedding=Embedding(vocab, embed, scale=deviation, multiplier=multiplier, key=embedding_key),
         position_embedding=PositionEmbedding(positions, embed, **position_options) if positions else None,
@@ -79,12 +89,12 @@ def build_decoder(
             layers, norm, block=block, parts=parts, dropout=dropout, remat=remat, loop=loop, key=stack_key
         ),
         embedding_norm=None if embedding_norm is None else embedding_norm(),
-        layer_inputs=None if layer_inputs is None else layer_inputs(key=jax.random.fold_in(embedding_key, 2)),
-        norm=norm() if final_norm is None else final_norm(),
-        head=None if tied else Linear(embed, vocab, in_=Dim("embed"), out=Dim("vocab"), bias=head_bias, key=head_key),
+        layer_inputs=made_inputs,
+        norm=final_norm(),
+        head=head,
         dropout=Dropout(dropout),
         logits_multiplier=float(logits_multiplier),
-        soft_cap=None if soft_cap is None else float(soft_cap),
+        soft_cap=soft_cap,
         hidden_states_skip_embedding=hidden_states_skip_embedding,
     )
 
@@ -110,7 +120,8 @@ def build_stack(
         made = {"mixer": mixer(key=mixer_key), "mixer_norm": norm(), "dropout": Dropout(dropout)}
         if ffn is None:
             return MixerBlock(**made)
-        made |= {name: make(key=jax.random.fold_in(ffn_key, i)) for i, (name, make) in enumerate(parts.items())}
+        for i, (name, make) in enumerate(parts.items()):
+            made[name] = make(key=jax.random.fold_in(ffn_key, i))
         return block(ffn=ffn(key=ffn_key), ffn_norm=norm(), **made)
 
     for mixer, ffn in layers:

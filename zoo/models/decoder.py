@@ -142,7 +142,9 @@ class Block(AbstractBlock):
         return hidden.add_residual(self._scale_residual(self.dropout(fed, info, site=1)), routing), state
 
     def _scale_residual(self, x: ResidualStream) -> ResidualStream:
-        return x if self.residual_multiplier == 1 else self.residual_multiplier * x
+        if self.residual_multiplier == 1:
+            return x
+        return self.residual_multiplier * x
 
 
 class AbstractStack(Module):
@@ -187,7 +189,9 @@ class UnrolledStack(AbstractStack):
             hidden, state = set_dropout_keys(gather(block), layer_info)(hidden, layer_info, state)
             hidden = hidden.sum_decisions(layer_info, self.routing)
             new_states.append(state)
-        return hidden, None if states is None else tuple(new_states)
+        if states is None:
+            return hidden, None
+        return hidden, tuple(new_states)
 
 
 def set_dropout_keys(block: AbstractBlock, info: TokenInfo) -> AbstractBlock:
@@ -195,9 +199,13 @@ def set_dropout_keys(block: AbstractBlock, info: TokenInfo) -> AbstractBlock:
     if info.keys is None:
         return block
     sites = itertools.count(_FIRST_LINEAR_SITE)
-    is_linear = lambda node: isinstance(node, AbstractLinear)
-    set_keys = lambda node: node.with_dropout_keys(info, next(sites)) if is_linear(node) else node
-    return jax.tree.map(set_keys, block, is_leaf=is_linear)
+
+    def set_keys(node: Any) -> Any:
+        if isinstance(node, AbstractLinear):
+            return node.with_dropout_keys(info, next(sites))
+        return node
+
+    return jax.tree.map(set_keys, block, is_leaf=lambda node: isinstance(node, AbstractLinear))
 
 
 class Decoder(Module):
@@ -306,8 +314,8 @@ class Decoder(Module):
 
     def gather_unembedding(self) -> "_Unembedding":
         """All-gather the parameters of the head, or of the tied embedding."""
-        table = gather(self.embedding if self.head is None else self.head)
-        return _Unembedding(table, self.soft_cap, self.logits_multiplier)
+        table = self.embedding if self.head is None else self.head
+        return _Unembedding(gather(table), self.soft_cap, self.logits_multiplier)
 
     def init_state(self, batch: int, length: int) -> LayerStates:
         """Return empty states, one per layer, for `batch` rows of up to `length` tokens, in the dtype of activations.
@@ -335,7 +343,9 @@ def find_checkable_vocab(model: Any) -> int | None:
             f"a model of tokens was expected, and {type(model).__name__} reads images: model(images), or "
             "model.hidden(images, model.token_info(images)).x for the hidden states after the final norm"
         )
-    return None if current_mesh() is not None else model.embedding.table_shape[0]
+    if current_mesh() is not None:
+        return None
+    return model.embedding.table_shape[0]
 
 
 class _Unembedding(Module):

@@ -33,8 +33,13 @@ def check_factory(role: str, factory: Callable[..., Any]) -> None:
     **Raises** `TypeError` for a layer where its class was expected, and if arguments are missing or unknown.
     """
     _require_factory(role, factory)
-    is_partial = isinstance(factory, functools.partial)
-    inner, sizes, options = (factory.func, factory.args, factory.keywords) if is_partial else (factory, (), {})
+    sizes = ()
+    options = {}
+    inner = factory
+    if isinstance(factory, functools.partial):
+        inner = factory.func
+        sizes = factory.args
+        options = factory.keywords
     try:
         signature = inspect.signature(inner)
     except (TypeError, ValueError):  # some callables in C have none

@@ -199,15 +199,20 @@ def _sum_chunk_losses_fwd(chunk_loss: Callable, *perturbed_args: Any):
     trainable, frozen = eqx.partition(parameters, perturbed)
 
     def loss_of(differentiated, rows):
-        trainable, *differentiated_rows = differentiated
+        trainable, differentiated_x, differentiated_weights = differentiated
         x, targets, weights = rows
-        x, weights = (old if new is None else new for old, new in zip((x, weights), differentiated_rows, strict=True))
+        if differentiated_x is not None:
+            x = differentiated_x
+        if differentiated_weights is not None:
+            weights = differentiated_weights
         return chunk_loss(eqx.combine(trainable, frozen), integer_arrays, x, targets, weights)
 
     def step(carry, rows):
         total, gradients = carry
         x, _, weights = rows
-        differentiated = (trainable, x if x_perturbed else None, weights if weights_perturbed else None)
+        differentiated_x = x if x_perturbed else None
+        differentiated_weights = weights if weights_perturbed else None
+        differentiated = (trainable, differentiated_x, differentiated_weights)
         loss, (chunk_gradients, d_x, d_weights) = jax.value_and_grad(loss_of)(differentiated, rows)
         gradients = jax.tree.map(lambda sum, g: sum + g.astype(jnp.float32), gradients, chunk_gradients)
         return (total + loss, gradients), (d_x, d_weights)

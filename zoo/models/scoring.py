@@ -50,7 +50,8 @@ def _compute_hidden_states(
     for number, block in enumerate(unstack_blocks(model)):
         hidden, _ = gather(block)(hidden, info.fold_keys(number))
         states.append(hidden.x)
-    states = [*(states[1:] if model.hidden_states_skip_embedding else states[:-1]), gather(model.norm)(states[-1])]
+    before = states[1:] if model.hidden_states_skip_embedding else states[:-1]
+    states = [*before, gather(model.norm)(states[-1])]
     return tuple(map(replicate_tokens, states))
 
 

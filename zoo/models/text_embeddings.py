@@ -71,7 +71,9 @@ def embed(
     if num_shards(tokens, "seq") > 1:
         raise NotImplementedError("a row is pooled on one device, and the mesh shards the sequence: take context=1")
     chosen = find_pooling(model.origin) if pooling is None else _parse_modes(pooling)
-    return _embed(model, tokens, None if mask is None else jnp.asarray(mask, bool), chosen)
+    if mask is not None:
+        mask = jnp.asarray(mask, bool)
+    return _embed(model, tokens, mask, chosen)
 
 
 @eqx.filter_jit
@@ -130,9 +132,10 @@ _MODE_KEYS = {
 
 def _parse_modes(pooling: str | Sequence[str]) -> Pooling:
     """**Raises** `ValueError` for an unknown mode, for none, and for "normalize" before the last place."""
-    names = (pooling,) if isinstance(pooling, str) else tuple(pooling)
-    normalized = names[-1:] == (NORMALIZE,)
-    modes = names[:-1] if normalized else names
+    modes = (pooling,) if isinstance(pooling, str) else tuple(pooling)
+    normalized = modes[-1:] == (NORMALIZE,)
+    if normalized:
+        modes = modes[:-1]
     if unknown := [mode for mode in modes if mode not in POOLINGS]:
         raise ValueError(f"pooling {unknown[0]!r}: known are {', '.join(POOLINGS)}, and {NORMALIZE} in the last place")
     if not modes:
@@ -163,7 +166,9 @@ def find_pooling(origin: Origin | None) -> Pooling:
 
 def _find_module_kind(name: str) -> str:
     """Return the class of a module, of one from elsewhere with its package."""
-    return name.rpartition(".")[2] if name.startswith(_MODULE_PACKAGE) else name
+    if name.startswith(_MODULE_PACKAGE):
+        return name.rpartition(".")[2]
+    return name
 
 
 def _read_pooling_config(path: str, config: Mapping[str, Any], *, normalized: bool) -> Pooling:
@@ -184,4 +189,5 @@ def _read_pooling_config(path: str, config: Mapping[str, Any], *, normalized: bo
         modes = ()
     if not modes or not all(mode in list(POOLINGS) for mode in modes):
         raise ValueError(f"{path} has pooling_mode = {named!r}, and known are {', '.join(POOLINGS)}: pass pooling=")
-    return Pooling(modes, normalized, sizes[0] if sizes else None)
+    size = sizes[0] if sizes else None
+    return Pooling(modes, normalized, size)

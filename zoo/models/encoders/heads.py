@@ -62,7 +62,9 @@ class DenseTransform(Module):
 
     def __call__(self, x: Float[Array, "*rows embed"]) -> Float[Array, "*rows embed"]:
         x = self.activation(self.linear(x))
-        return x if self.norm is None else self.norm(x)
+        if self.norm is None:
+            return x
+        return self.norm(x)
 
 
 class ClassificationHead(AbstractEncoderHead):
@@ -92,7 +94,9 @@ class ClassificationHead(AbstractEncoderHead):
 
     def __call__(self, x: HiddenStates, mask: PaddingMask | None = None) -> Float[Array, "batch classes"]:
         pooled = self.pool(x, mask)
-        return self.linear(pooled if self.transform is None else self.transform(pooled))
+        if self.transform is not None:
+            pooled = self.transform(pooled)
+        return self.linear(pooled)
 
 
 class TokenClassificationHead(AbstractEncoderHead):
@@ -110,7 +114,9 @@ class TokenClassificationHead(AbstractEncoderHead):
         self.transform = None if transform is None else transform(key=transform_key)
 
     def __call__(self, x: HiddenStates, mask: PaddingMask | None = None) -> Float[Array, "batch seq classes"]:
-        return self.linear(x if self.transform is None else self.transform(x))
+        if self.transform is not None:
+            x = self.transform(x)
+        return self.linear(x)
 
 
 class LateClassificationHead(AbstractEncoderHead):
@@ -164,7 +170,9 @@ class MaskedUnembedding(Module):
             logits = self.table.transposed(x)
         else:
             logits = self.table(x)
-        return logits if self.head.bias is None else logits + self.head.bias
+        if self.head.bias is None:
+            return logits
+        return logits + self.head.bias
 
 
 class EncoderFeatures(Module):
@@ -182,4 +190,5 @@ class FeatureHead(AbstractEncoderHead):
     pooler: AbstractPooler | None
 
     def __call__(self, x: HiddenStates, mask: PaddingMask | None = None) -> EncoderFeatures:
-        return EncoderFeatures(x, None if self.pooler is None else self.pooler(x, mask))
+        pooled = None if self.pooler is None else self.pooler(x, mask)
+        return EncoderFeatures(x, pooled)

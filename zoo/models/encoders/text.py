@@ -108,7 +108,9 @@ class Encoder(Module):
             )
         options = {"segment_ids": segment_ids, "positions": positions, "token_types": token_types, "key": key}
         hidden, _ = self.hidden(tokens, self.token_info(tokens, mask=mask, **options))
-        return self.read_head(hidden.x, None if mask is None else jnp.asarray(mask, bool))
+        if mask is not None:
+            mask = jnp.asarray(mask, bool)
+        return self.read_head(hidden.x, mask)
 
     def token_info(
         self,

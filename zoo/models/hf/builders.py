@@ -1,6 +1,6 @@
 """Factories of layers from the values of a config. Keys are canonical: `zoo.models.hf.config` resolves aliases."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -214,8 +214,10 @@ def make_latent_attention_factory(config: Config, *, interleaved: bool, **option
 
 def make_gated_mlp_factory(config: Config, *, width: int | None = None, bias: bool = False) -> Callable[..., GatedMLP]:
     """Return a factory of gated MLPs, of `intermediate_size` unless `width` is given, as for an expert."""
-    sizes = config["hidden_size"], config["intermediate_size"] if width is None else width
-    return partial(GatedMLP, *sizes, activation=find_activation(config), bias=bias, out_scale=compute_out_scale(config))
+    if width is None:
+        width = config["intermediate_size"]
+    options = {"activation": find_activation(config), "bias": bias, "out_scale": compute_out_scale(config)}
+    return partial(GatedMLP, config["hidden_size"], width, **options)
 
 
 def make_mlp_factory(config: Config, *, bias: bool = True) -> Callable[..., MLP]:
@@ -251,14 +253,14 @@ def make_mixture_factory(
         check_routing_sizes(experts, top, config.get("n_group", 1), config.get("topk_group", 1))
     except ValueError as error:
         raise ConfigError(f"{', '.join(f'{key} = {value}' for key, value in sizes.items())}: {error}") from None
-    return partial(
-        MixtureOfExperts,
-        partial(router, embed, experts, top),
-        make_gated_mlp_factory(config, width=width) if expert is None else expert,
-        experts,
-        shared=None if shared is None else make_gated_mlp_factory(config, width=shared),
-        shared_gate=partial(Projection, embed, 1, in_=Dim("embed")) if gate else None,
-    )
+    if expert is None:
+        expert = make_gated_mlp_factory(config, width=width)
+    options = {}
+    if shared is not None:
+        options["shared"] = make_gated_mlp_factory(config, width=shared)
+    if gate:
+        options["shared_gate"] = partial(Projection, embed, 1, in_=Dim("embed"))
+    return partial(MixtureOfExperts, partial(router, embed, experts, top), expert, experts, **options)
 
 
 def make_biased_router_factory(config: Config) -> Callable[..., BiasedRouter]:
@@ -311,10 +313,17 @@ def make_layer_norm_factory(config: Config, **options: Any) -> Callable[[], Laye
 def read_layer_types(config: Config, default: Sequence[str]) -> list[str]:
     """Return the attention type of each layer: `layer_types`, or the `default`. **Raises** `ConfigError` unless it has
     one per layer."""
-    types = default if config["layer_types"] is None else config["layer_types"]
+    types = config["layer_types"]
+    if types is None:
+        types = default
     if not isinstance(types, list | tuple) or len(types) != config["num_hidden_layers"]:
         raise ConfigError(f"layer_types should name the kind of each of the {config['num_hidden_layers']} layers")
     return list(types)
+
+
+def list_layer_types(is_local: Iterable[Any], local: str = "sliding_attention") -> list[str]:
+    """Return the attention type of each layer: `local`, or full attention."""
+    return [local if chosen else "full_attention" for chosen in is_local]
 
 
 def list_patterned_types(config: Config) -> list[str]:
@@ -326,10 +335,10 @@ def list_patterned_types(config: Config) -> list[str]:
     if not pattern:
         return ["full_attention"] * count
     if isinstance(pattern, str):
-        is_global = [pattern[number % len(pattern)] == "G" for number in range(count)]
+        is_local = [pattern[number % len(pattern)] != "G" for number in range(count)]
     else:
-        is_global = [number % pattern == pattern - 1 for number in range(count)]
-    return ["full_attention" if sees_all else "sliding_attention" for sees_all in is_global]
+        is_local = [number % pattern != pattern - 1 for number in range(count)]
+    return list_layer_types(is_local)
 
 
 def list_layer_windows(types: Sequence[str], window: int | None) -> list[int | None]:

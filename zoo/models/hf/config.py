@@ -67,7 +67,8 @@ def read_config(family: Family, given: Mapping[str, Any], *, ignore: Collection[
         **family.required_values,
     }
     known = {*family.defaults, *family.aliases, *required, *family.ignored_keys, *IGNORED_KEYS}
-    known |= set(ROPE_CONFIG_KEYS) if "rope_parameters" in family.defaults else set()
+    if "rope_parameters" in family.defaults:
+        known.update(ROPE_CONFIG_KEYS)
     given = {key: value for key, value in given.items() if key not in (ignore or ())}
     for key, value in given.items():
         canonical = family.aliases.get(key, key)
@@ -86,8 +87,9 @@ def read_config(family: Family, given: Mapping[str, Any], *, ignore: Collection[
             elif canonical in read_from and given[read_from[canonical]] != value:
                 errors.append(f"{key} and {read_from[canonical]} are two words for one thing and say different things")
             else:
-                is_float = isinstance(family.defaults[canonical], float)
-                config[canonical] = float(value) if is_float and value is not None else value
+                if value is not None and isinstance(family.defaults[canonical], float):
+                    value = float(value)
+                config[canonical] = value
                 read_from[canonical] = key
         elif key not in known and value is not None:
             suggestion = suggest_nearest(key, known)
@@ -106,6 +108,8 @@ def read_config(family: Family, given: Mapping[str, Any], *, ignore: Collection[
         except ConfigError as error:
             errors.append(str(error))
     if errors:
-        hint = '. A key that changes no result of yours can be left out of account: ignore=("key",)'
-        raise ConfigError("; ".join(errors) + (hint if can_be_ignored and ignore is not None else ""))
+        hint = ""
+        if can_be_ignored and ignore is not None:
+            hint = '. A key that changes no result of yours can be left out of account: ignore=("key",)'
+        raise ConfigError("; ".join(errors) + hint)
     return config

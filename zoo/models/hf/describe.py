@@ -15,7 +15,7 @@ from zoo.layers import (
     SoftmaxRouter,
 )
 from zoo.models.decoder import Block, Decoder
-from zoo.models.hf.builders import find_activation_name
+from zoo.models.hf.builders import find_activation_name, list_layer_types
 from zoo.models.hf.errors import ConfigError
 from zoo.ops.rotary import (
     DynamicScaling,
@@ -62,9 +62,13 @@ def describe_mixture(model: Any) -> dict[str, Any]:
     check_type("ffn", dense, GatedMLP)
     router = mixture.router
     width = mixture.experts.gate.out_size
+    shared = None
+    num_shared = None
     if mixture.shared is not None:
         check_type("shared expert", mixture.shared, GatedMLP)
-    shared = None if mixture.shared is None else mixture.shared.gate.out_size
+        shared = mixture.shared.gate.out_size
+        num_shared = shared // width
+    scale = mixer.head_dim**-0.5 if mixer.scale is None else mixer.scale
     return config | {
         "intermediate_size": dense.gate.out_size,
         "moe_intermediate_size": width,
@@ -73,7 +77,7 @@ def describe_mixture(model: Any) -> dict[str, Any]:
         "num_experts_per_tok": router.top,
         **_describe_routing(router),
         "shared_expert_intermediate_size": shared,
-        "n_shared_experts": None if shared is None else shared // width,
+        "n_shared_experts": num_shared,
         "mlp_only_layers": [number for number, is_sparse in enumerate(sparse) if not is_sparse],
         "decoder_sparse_step": 1,
         "first_k_dense_replace": sparse.index(True),
@@ -81,7 +85,7 @@ def describe_mixture(model: Any) -> dict[str, Any]:
         "clip_qkv": mixer.clip,
         "embedding_multiplier": model.embedding.multiplier,
         "residual_multiplier": blocks[0].residual_multiplier,
-        "attention_multiplier": mixer.head_dim**-0.5 if mixer.scale is None else mixer.scale,
+        "attention_multiplier": scale,
         "logits_scaling": 1 / model.logits_multiplier,
     }
 
@@ -142,7 +146,7 @@ def _describe_common(model: Decoder, blocks: tuple[Any, ...]) -> dict[str, Any]:
         **dict.fromkeys(("attention_bias", "qkv_bias"), has_bias(mixer.query)),
         "sliding_window": window,
         "use_sliding_window": window is not None,
-        "layer_types": ["full_attention" if w is None else "sliding_attention" for w in windows],
+        "layer_types": list_layer_types(w is not None for w in windows),
     }
 
 
@@ -152,8 +156,9 @@ def _describe_rope_parameters(rotary: Rotary, head_dim: int) -> dict[str, Any]:
         partial = {}
     else:
         partial = {"partial_rotary_factor": rotary.dim / head_dim}
-    parameters = {key: list(x) if isinstance(x, tuple) else x for key, x in parameters.items() if x is not None}
-    return {"rope_type": rope_type, "rope_theta": rotary.base, **partial, **parameters}
+    parameters = {key: x for key, x in parameters.items() if x is not None}
+    lists = {key: list(x) for key, x in parameters.items() if isinstance(x, tuple)}
+    return {"rope_type": rope_type, "rope_theta": rotary.base, **partial, **parameters, **lists}
 
 
 def _describe_rope_scaling(scaling: RopeScaling | None) -> tuple[str, dict[str, Any]]:

@@ -3,6 +3,8 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from jaxtyping import Array, Key
+
 from zoo.layers import AbstractPooler
 
 from ..encoders.heads import FeatureHead
@@ -29,7 +31,9 @@ def find_head_kind(config: Config, prefix: str) -> str:
     """Return the head of the config's architecture: `MaskedLM` for `BertForMaskedLM`, `Model` for `BertModel`, and
     `MaskedLM` if it names none."""
     names = [name for name in config["architectures"] or [] if name.startswith(prefix)]
-    return names[0].removeprefix(prefix).removeprefix("For") if names else "MaskedLM"
+    if not names:
+        return "MaskedLM"
+    return names[0].removeprefix(prefix).removeprefix("For")
 
 
 def select_head(config: Config, heads: Mapping[str, HeadFactory]) -> HeadFactory:
@@ -55,9 +59,17 @@ def count_classes(config: Config) -> int:
     count = config["num_labels"]
     if labels is not None and count not in (None, len(labels)):
         raise ConfigError(f"num_labels = {count}, and id2label has {len(labels)} labels")
-    return len(labels) if labels is not None else count or 2  # transformers' default
+    if labels is not None:
+        return len(labels)
+    return count or 2  # transformers' default
 
 
 def make_feature_head_factory(pooler: Callable[..., AbstractPooler] | None = None) -> HeadFactory:
     """Return a factory of a `FeatureHead`; `pooler` is the factory of its pooler, called with `key=`, if it has one."""
-    return lambda key: FeatureHead(None if pooler is None else pooler(key=key))
+
+    def make_head(key: Key[Array, ""]) -> FeatureHead:
+        if pooler is None:
+            return FeatureHead(None)
+        return FeatureHead(pooler(key=key))
+
+    return make_head

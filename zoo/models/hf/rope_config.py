@@ -105,7 +105,9 @@ def _read_rope(family: Family, canonical: Mapping[str, Any], default: Mapping[st
     skipped = {"type", *family.ignored_keys}
     base_keys = [key for key in _ROPE_BASE_KEYS if key in default or key in canonical]
     rope = {key: canonical.get(key, default.get(key)) for key in base_keys}
-    rope |= {key: value for key, value in scaling.items() if key not in skipped and value is not None}
+    for key, value in scaling.items():
+        if key not in skipped and value is not None:
+            rope[key] = value
     original_length = canonical.get("original_max_position_embeddings")
     if original_length is not None and _read_rope_type(scaling) in ("llama3", "yarn", "longrope"):
         rope["original_max_position_embeddings"] = original_length  # top level in Phi-3, where it takes precedence

@@ -85,7 +85,9 @@ class TensorMapping:
 def replace_ending(name: str, endings: Mapping[str, str]) -> str:
     """Replace the ending of a name by the one that `endings` has for it, if any."""
     old = next((old for old in endings if name.endswith(old)), None)
-    return name if old is None else name.removesuffix(old) + endings[old]
+    if old is None:
+        return name
+    return name.removesuffix(old) + endings[old]
 
 
 NameMap = Mapping[str, str | TensorMapping]
@@ -182,7 +184,7 @@ class Family:
     @property
     def declared(self) -> dict[str, Any]:
         """The defaults with the kinds of their values, for the table of a family that has the same keys and more."""
-        return {key: Default(x, self.kinds[key]) if key in self.kinds else x for key, x in self.defaults.items()}
+        return {**self.defaults, **{key: Default(self.defaults[key], kind) for key, kind in self.kinds.items()}}
 
     def __repr__(self) -> str:
         return f"Family({self.name!r})"

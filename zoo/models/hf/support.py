@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import json
 from pathlib import Path
-from typing import Any
 
 TABLE = Path(__file__).with_name("support.json")
 
@@ -34,5 +33,8 @@ class FamilySupport:
 def read_support() -> dict[str, FamilySupport]:
     """Read the table, by `model_type`."""
     table = json.loads(TABLE.read_text(encoding="utf-8"))
-    read: Any = lambda row: {key: tuple(value) if isinstance(value, list) else value for key, value in row.items()}
-    return {name: FamilySupport(**read(row)) for name, row in table.items()}
+    support = {}
+    for name, row in table.items():
+        lists = {key: tuple(value) for key, value in row.items() if isinstance(value, list)}
+        support[name] = FamilySupport(**{**row, **lists})
+    return support

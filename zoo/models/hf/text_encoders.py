@@ -73,14 +73,20 @@ def build_config_encoder(
 
     **Raises** `ConfigError` for an architecture with another head.
     """
-    named = {prefix + ("" if kind == "Model" else "For") + kind: head for kind, head in heads.items()}
+    named = {}
+    for kind, head in heads.items():
+        infix = "" if kind == "Model" else "For"
+        named[f"{prefix}{infix}{kind}"] = head
     sizes = {"vocab": config["vocab_size"], "embed": config["hidden_size"]}
     return build_encoder(layers=layers, head=select_head(config, named), key=key, **sizes, **options)
 
 
 def map_dense_layer(theirs: str, ours: str, norm: str | None = None) -> dict[str, Any]:
     """Map the dense layer and the norm of a `DenseTransform`."""
-    return prefixed(theirs, ours, {"dense": "linear", **({} if norm is None else {norm: "norm"})})
+    names = {"dense": "linear"}
+    if norm is not None:
+        names[norm] = "norm"
+    return prefixed(theirs, ours, names)
 
 
 def find_other_heads(

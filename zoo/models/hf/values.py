@@ -25,7 +25,9 @@ class ValueKind:
 
     def find_error(self, value: Any) -> str:
         """Return "should be ..." for a value of another kind, "" for one of this kind."""
-        return "" if self.fits(value) else f"should be {self.words}"
+        if self.fits(value):
+            return ""
+        return f"should be {self.words}"
 
 
 def is_number(value: Any) -> bool:
@@ -45,8 +47,14 @@ def is_any_of(value: Any, allowed: Collection[Any]) -> bool:
 
 def integer(*, minimum: int = -MAX_INTEGER, words: str = "") -> ValueKind:
     """Return the kind of whole numbers from `minimum` to 2 ** 31."""
-    limits = {1: " above 0, and not beyond 2 ** 31", 0: " not below 0, and not beyond 2 ** 31"}
-    default = "a whole number" + limits.get(minimum, "" if minimum < 0 else f" of at least {minimum}")
+    if minimum < 0:
+        default = "a whole number"
+    elif minimum == 0:
+        default = "a whole number not below 0, and not beyond 2 ** 31"
+    elif minimum == 1:
+        default = "a whole number above 0, and not beyond 2 ** 31"
+    else:
+        default = f"a whole number of at least {minimum}"
     return ValueKind(
         words or default,
         lambda value: isinstance(value, int) and not isinstance(value, bool) and minimum <= value <= MAX_INTEGER,

@@ -69,9 +69,9 @@ def read_text_config(config: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(inner, Mapping):
         raise ConfigError(f"{TEXT_CONFIG} = {inner!r} should be a table: the language model's config")
     text = {"model_type": wrapper.text, **inner}
-    text |= {key: config[key] for key in _INHERITED if config.get(key) is not None}
+    text.update({key: config[key] for key in _INHERITED if config.get(key) is not None})
     if not any(key in inner for key in _DTYPES):
-        text |= {key: config[key] for key in _DTYPES if key in config}
+        text.update({key: config[key] for key in _DTYPES if key in config})
     if config.get(TIE) is None:
         text[TIE] = wrapper.tied or (wrapper.reads_inner_tie and inner.get(TIE) is True)
     elif wrapper.reads_inner_tie and inner.get(TIE) is True:
@@ -82,7 +82,9 @@ def read_text_config(config: Mapping[str, Any]) -> dict[str, Any]:
 def find_wrapper(config: Mapping[str, Any]) -> Wrapper | None:
     """Return the facts of the wrapper that a config names, None if it names none."""
     name = config.get("model_type")
-    return WRAPPERS.get(name) if isinstance(name, str) else None
+    if not isinstance(name, str):
+        return None
+    return WRAPPERS.get(name)
 
 
 def unwrap_config(
@@ -101,7 +103,7 @@ def unwrap_config(
     if wrapper is None:
         return text, None
     if not wrapper.scales_logits:
-        text |= {key: value for key, value in _PLAIN_LOGITS.items() if key in family.defaults}
+        text.update({key: value for key, value in _PLAIN_LOGITS.items() if key in family.defaults})
     base = next((base for base in _BASES if any(name.startswith(base) for name in tensors)), None)
     if base is None:
         raise ConfigError(f"the names of the language model's tensors should begin with {' or '.join(_BASES)}")
@@ -128,7 +130,9 @@ def wrap_config(text: Mapping[str, Any], wrapping: Wrapping) -> dict[str, Any]:
     for key in before.keys() | text.keys():
         if key in text and key in before and text[key] == before[key]:
             continue
-        places = [place for place in (config, inner) if key in place] or [config if key in _INHERITED else inner]
+        places = [place for place in (config, inner) if key in place]
+        if not places:
+            places = [config if key in _INHERITED else inner]
         for place in places:
             if key in text:
                 place[key] = text[key]

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 from jaxtyping import Array, Key
 
@@ -63,7 +64,10 @@ def Hybrid(
     parts = [(pattern[i % len(pattern)], ffns[i % len(ffns)]) for i in range(layers)]
     out_scale = (layers + sum(ffn is not None for _, ffn in parts)) ** -0.5
     sized_mixers = {mixer: bind_factory("pattern", mixer, embed, out_scale=out_scale) for mixer in pattern}
-    sized_ffns = {ffn: None if ffn is None else bind_factory("ffns", ffn, embed, out_scale=out_scale) for ffn in ffns}
+    sized_ffns: dict[Any, Any] = {None: None}
+    for ffn in ffns:
+        if ffn is not None:
+            sized_ffns[ffn] = bind_factory("ffns", ffn, embed, out_scale=out_scale)
     return build_decoder(
         vocab=vocab,
         embed=embed,

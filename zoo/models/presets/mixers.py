@@ -47,14 +47,19 @@ def make_mixer_pattern(
             raise ValueError(f"heads={heads}, and the mixer was given heads={own_heads}: give one number")
         return [bind_factory("mixer", mixer, embed, heads=heads, out_scale=out_scale)]
     head_dim = resolve_head_dim(embed, heads, head_dim)
+    if rotary is None:
+        rotary = Rotary(head_dim)
+    head_norm = None
+    if qk_norm:
+        head_norm = partial(RMSNorm, head_dim, features=Dim("head_dim"))
     attention = partial(
         Attention,
         embed,
         heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
-        rotary=Rotary(head_dim) if rotary is None else rotary,
-        qk_norm=partial(RMSNorm, head_dim, features=Dim("head_dim")) if qk_norm else None,
+        rotary=rotary,
+        qk_norm=head_norm,
         soft_cap=soft_cap,
         implementation=implementation,
         out_scale=out_scale,

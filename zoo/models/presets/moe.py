@@ -70,15 +70,18 @@ def MixtureOfExperts(
         raise ValueError(f"a mixture has at least 1 expert, not {experts}")
     out_scale = (2 * layers) ** -0.5
     gated = partial(GatedMLP, embed, out_scale=out_scale)
+    shared_expert = None if shared is None else partial(gated, shared)
     sparse = partial(
         Mixture,
         partial(router, embed, experts, top),
         partial(gated, mlp),
         experts,
-        shared=None if shared is None else partial(gated, shared),
+        shared=shared_expert,
         capacity_factor=capacity_factor,
     )
-    dense = partial(gated, top * mlp + (shared or 0) if dense_mlp is None else dense_mlp)
+    if dense_mlp is None:
+        dense_mlp = top * mlp + (shared or 0)
+    dense = partial(gated, dense_mlp)
     mixers = make_mixer_pattern(
         mixer,
         embed,

@@ -96,7 +96,7 @@ def _override_config(entry: Preset, changes: Mapping[str, Any]) -> dict[str, Any
         raise ConfigError(f"model_type cannot be changed: the preset is a {family.name}")
     replaced = {family.aliases.get(key, key) for key in changes}
     if "rope_parameters" in replaced:  # it replaces several keys of the older spelling
-        replaced |= set(ROPE_CONFIG_KEYS)
+        replaced.update(ROPE_CONFIG_KEYS)
     unchanged = {key: value for key, value in entry.config.items() if family.aliases.get(key, key) not in replaced}
     return {"architectures": [family.architecture], "model_type": family.name, **unchanged, **changes}
 

@@ -44,7 +44,8 @@ def VisionTransformer(
 
     **Raises** `ValueError` for no layers, and for an image smaller than a patch.
     """
-    image, patch = ((size, size) if isinstance(size, int) else size for size in (image_size, patch_size))
+    image = (image_size, image_size) if isinstance(image_size, int) else image_size
+    patch = (patch_size, patch_size) if isinstance(patch_size, int) else patch_size
     grid = image[0] // patch[0], image[1] // patch[1]
     if layers < 1:
         raise ValueError(f"a VisionTransformer has at least 1 layer, not {layers}")

@@ -44,9 +44,18 @@ def build_bert_layers(config: Config, prefix: str, heads: dict[str, Any], **opti
         make_bidirectional_attention_factory(config, bias=True, out_bias=True),
         make_mlp_factory(config),
     )
-    options |= {"norm": norm, "embedding_norm": norm, "final_norm": IdentityNorm, "block": AddNormBlock}
-    options |= {"token_types": config["type_vocab_size"]}
-    return text_encoders.build_config_encoder(config, [layer] * config["num_hidden_layers"], prefix, heads, **options)
+    return text_encoders.build_config_encoder(
+        config,
+        [layer] * config["num_hidden_layers"],
+        prefix,
+        heads,
+        norm=norm,
+        embedding_norm=norm,
+        final_norm=IdentityNorm,
+        block=AddNormBlock,
+        token_types=config["type_vocab_size"],
+        **options,
+    )
 
 
 def map_bert_layers(prefix: str) -> NameMap:

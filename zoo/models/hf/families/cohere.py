@@ -45,8 +45,11 @@ def build_cohere_layers(config: Config, mixers: Sequence[MixerFactory], *, key: 
 def map_cohere_names(config: Config) -> NameMap:
     """Return the name map of Cohere's models."""
     norms = {"input_layernorm": "mixer_norm"}
-    attention = {key: value for key, value in llama.ATTENTION_NAMES.items() if key not in ("q_norm", "k_norm")}
-    attention |= {"q_norm.weight": "query_norm.norms.*.weight", "k_norm.weight": "key_norm.norms.*.weight"}
+    attention = {
+        **{key: value for key, value in llama.ATTENTION_NAMES.items() if key not in ("q_norm", "k_norm")},
+        "q_norm.weight": "query_norm.norms.*.weight",
+        "k_norm.weight": "key_norm.norms.*.weight",
+    }
     mixer = prefixed("self_attn", "attention", attention)
     return llama.map_llama_layers(prefixed("mlp", "gated_mlp", llama.GATED_MLP_NAMES), mixer, norms)
 

@@ -58,11 +58,20 @@ def _build_deberta(config: Config, *, key: Key[Array, ""]) -> Encoder:
         "TokenClassification": text_encoders.make_token_head_factory(config),
         "Model": encoder_heads.make_feature_head_factory(),
     }
-    options: dict[str, Any] = {"norm": norm, "embedding_norm": norm, "final_norm": IdentityNorm}
-    options |= {"token_types": config["type_vocab_size"]}
-    options |= {"positions": config["max_position_embeddings"] if config["position_biased_input"] else None}
     mixer, relative = _make_attention_factories(config)
-    options |= {"block": AddNormBlock if relative is None else RelativeBlock, "relative_embedding": relative}
+    options: dict[str, Any] = {
+        "norm": norm,
+        "embedding_norm": norm,
+        "final_norm": IdentityNorm,
+        "token_types": config["type_vocab_size"],
+        "positions": None,
+        "block": AddNormBlock,
+        "relative_embedding": relative,
+    }
+    if config["position_biased_input"]:
+        options["positions"] = config["max_position_embeddings"]
+    if relative is not None:
+        options["block"] = RelativeBlock
     layers = [(mixer, make_mlp_factory(config))] * config["num_hidden_layers"]
     return text_encoders.build_config_encoder(config, layers, "DebertaV2", makers, key=key, **options)
 

@@ -6,6 +6,7 @@ from jaxtyping import Array, Key
 from zoo.models.decoder import Decoder
 from zoo.models.hf.builders import (
     build_moe_decoder,
+    list_layer_types,
     list_layer_windows,
     make_biased_router_factory,
     make_head_norm_factory,
@@ -28,8 +29,7 @@ def _build_dots1(config: Config, *, key: Key[Array, ""]) -> Decoder:
     for required in ("n_routed_experts", "n_shared_experts", "num_experts_per_tok"):
         if config[required] is None:
             raise ConfigError(f"{required} has to be given: the family has no usual value for it")
-    is_local = lambda number: window is not None and number >= config["max_window_layers"]
-    default = ["sliding_attention" if is_local(number) else "full_attention" for number in range(layers)]
+    default = list_layer_types(window is not None and n >= config["max_window_layers"] for n in range(layers))
     experts = make_mixture_factory(
         config,
         make_biased_router_factory(config),

@@ -21,13 +21,15 @@ _MIN_WEIGHT_SUM = 1e-12
 
 def _build_ernie4_5_moe(config: Config, *, key: Key[Array, ""]) -> Decoder:
     width = config["moe_intermediate_size"]
-    shared = config["moe_num_shared_experts"]
+    shared = None
+    if config["moe_num_shared_experts"]:
+        shared = config["moe_num_shared_experts"] * width
     experts = make_mixture_factory(
         config,
         partial(BiasedRouter, score="softmax", smallest=_MIN_WEIGHT_SUM),
         config["num_experts"],
         width=width,
-        shared=shared * width if shared else None,
+        shared=shared,
     )
     return build_moe_decoder(
         config, _mark_ernie4_5_moe_layers(config), experts, rotary=build_rotary(config, interleaved=True), key=key

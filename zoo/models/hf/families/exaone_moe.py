@@ -31,9 +31,12 @@ def _build_exaone_moe(config: Config, *, key: Key[Array, ""]) -> Decoder:
 
 
 def _map_exaone_moe_names(config: Config) -> NameMap:
-    mixture = {key: value for key, value in dots1.MIXTURE_NAMES.items() if not key.startswith("gate.e_score")}
-    mixture |= {"e_score_correction_bias": "router.selection_bias"}
-    return qwen2_moe.map_qwen2_moe_layers({**mixture, **prefixed("experts.*", "experts.*", llama.GATED_MLP_NAMES)})
+    mixture = {
+        **{key: value for key, value in dots1.MIXTURE_NAMES.items() if not key.startswith("gate.e_score")},
+        "e_score_correction_bias": "router.selection_bias",
+        **prefixed("experts.*", "experts.*", llama.GATED_MLP_NAMES),
+    }
+    return qwen2_moe.map_qwen2_moe_layers(mixture)
 
 
 EXAONE_MOE = Family(

@@ -35,7 +35,9 @@ def _count_kv_heads(config: Config) -> int:
     """Return the number of keys that a token has."""
     if config["new_decoder_architecture"]:
         return config["num_key_value_heads"] or config["num_attention_heads"]
-    return 1 if config["multi_query"] else config["num_attention_heads"]
+    if config["multi_query"]:
+        return 1
+    return config["num_attention_heads"]
 
 
 def _make_mixer(config: Config) -> MixerFactory:

@@ -62,7 +62,8 @@ def _build_gemma4_text(config: Config, *, key: Key[Array, ""]) -> Decoder:
 
     def make_block(inputs: LayerInputProjection | None = None, **parts) -> LayerInputBlock:
         norms = {"mixer_post_norm": norm(), "ffn_post_norm": norm()}
-        parts |= {"ffn_norm": IdentityNorm()} if moe else {}
+        if moe:
+            parts["ffn_norm"] = IdentityNorm()
         return LayerInputBlock(inputs=inputs, layer_scale=jnp.ones(1, jnp.float32), **norms, **parts)
 
     sizes = config["vocab_size_per_layer_input"], embed, config["num_hidden_layers"], width
@@ -113,7 +114,9 @@ def make_sharing_mixers(config: Config, types: Sequence[str], first: int) -> lis
     first = max(first, 0)
     if reuses and (missing := sorted({*types[first:]} - {*types[:first]})):
         raise ConfigError(f"num_kv_shared_layers leaves no layer of {missing[0]} whose keys the later ones could reuse")
-    last = {kind: number for number, kind in enumerate(types[:first])} if reuses else {}
+    last = {}
+    if reuses:
+        last = {kind: number for number, kind in enumerate(types[:first])}
     factories = {}
     mixers = []
     for number, (kind, window) in enumerate(zip(types, windows, strict=True)):

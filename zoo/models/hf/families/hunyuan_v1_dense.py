@@ -39,8 +39,11 @@ def make_hunyuan_mixer(config: Config) -> MixerFactory:
 
 def map_hunyuan_layers(feed_forward: NameMap) -> NameMap:
     """Return the name map of Hunyuan's models, given the name map of the feed-forward layers."""
-    attention = {key: value for key, value in llama.ATTENTION_NAMES.items() if key not in ("q_norm", "k_norm")}
-    attention |= {"query_layernorm": "query_norm", "key_layernorm": "key_norm"}
+    attention = {
+        **{key: value for key, value in llama.ATTENTION_NAMES.items() if key not in ("q_norm", "k_norm")},
+        "query_layernorm": "query_norm",
+        "key_layernorm": "key_norm",
+    }
     return llama.map_llama_layers(feed_forward, prefixed("self_attn", "post_rotary_attention", attention))
 
 

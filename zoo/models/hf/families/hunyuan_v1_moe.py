@@ -21,10 +21,10 @@ def _build_hunyuan_v1_moe(config: Config, *, key: Key[Array, ""]) -> Decoder:
         tops = [tops] * count
     if len(tops) != count:
         raise ConfigError(f"moe_topk has {len(tops)} entries, for {count} layers")
-    make = lambda top: make_mixture_factory(
-        Config(config, num_experts_per_tok=top), SoftmaxRouter, config["num_experts"], shared=width
-    )
-    mixtures = {top: make(top) for top in dict.fromkeys(tops)}
+    mixtures = {}
+    for top in dict.fromkeys(tops):
+        own = Config(config, num_experts_per_tok=top)
+        mixtures[top] = make_mixture_factory(own, SoftmaxRouter, config["num_experts"], shared=width)
     mixer = hunyuan_v1_dense.make_hunyuan_mixer(config)
     layers = [(mixer, mixtures[top]) for top in tops]
     return build_config_decoder(config, layers, make_rms_norm_factory(config), key=key)

@@ -46,11 +46,9 @@ def map_llama_names(config: Config) -> NameMap:
 def map_llama_layers(feed_forward: NameMap, mixer: NameMap | None = None, norms: NameMap = PRE_NORM_NAMES) -> NameMap:
     """Return a LLaMA-like name map, given the names of the feed-forward layers and, if they are others, of the mixer
     and of the norms."""
-    block = {
-        **norms,
-        **(prefixed("self_attn", "attention", ATTENTION_NAMES) if mixer is None else mixer),
-        **feed_forward,
-    }
+    if mixer is None:
+        mixer = prefixed("self_attn", "attention", ATTENTION_NAMES)
+    block = {**norms, **mixer, **feed_forward}
     shell = {"model.embed_tokens": "embedding", "model.norm": "norm", "lm_head": "head"}
     return {**shell, **prefixed("model.layers.*", "layers.*", block)}
 

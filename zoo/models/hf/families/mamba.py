@@ -46,12 +46,14 @@ def make_mamba_factory(config: Config, **options: Any) -> Callable[..., Mamba]:
     """Return a factory of `Mamba` with the sizes of a config."""
     embed = config["hidden_size"]
     rank = config["time_step_rank"]
+    if rank == "auto":
+        rank = None
     return partial(
         Mamba,
         embed,
         inner=config["intermediate_size"] or config["expand"] * embed,
         state_dim=config["state_size"],
-        rank=None if rank == "auto" else rank,
+        rank=rank,
         conv_width=config["conv_kernel"],
         bias=config["use_bias"],
         conv_bias=config["use_conv_bias"],
@@ -73,7 +75,8 @@ def _describe_mamba(model: Any) -> dict[str, Any]:
     check_type("block", block, MixerBlock)
     check_type("mixer", block.mixer, Mamba)
     check_type("mixer_norm", block.mixer_norm, RMSNorm)
-    mixer, (vocab, embed) = block.mixer, model.embedding.table_shape
+    mixer = block.mixer
+    vocab, embed = model.embedding.table_shape
     inner, state_dim = mixer.A_log.shape
     return {
         "vocab_size": vocab,

@@ -22,8 +22,14 @@ def _is_interval(value: Any) -> bool:
     """Return True for two increasing numbers not below 0. Infinity is written {"__float__": "Infinity"}."""
     if not isinstance(value, list | tuple) or len(value) != 2:
         return False
-    low, high = (float("inf") if x == {"__float__": "Infinity"} else x for x in value)
+    low, high = map(_read_infinity, value)
     return is_number(low) and is_number(high) and 0 <= low < high
+
+
+def _read_infinity(x: Any) -> Any:
+    if x == {"__float__": "Infinity"}:
+        return float("inf")
+    return x
 
 
 _INTERVAL = ValueKind("two numbers not below 0, the second the larger", _is_interval)
@@ -76,8 +82,8 @@ def _make_mamba2_factory(config: Config) -> Callable[..., Mamba2]:
 
 def _read_dt_limits(config: Config) -> tuple[float, float]:
     """Return the bounds of dt. transformers writes infinity as {"__float__": "Infinity"}, which JSON lacks."""
-    low, high = (float(x["__float__"]) if isinstance(x, dict) else float(x) for x in config["time_step_limit"])
-    return low, high
+    low, high = map(_read_infinity, config["time_step_limit"])
+    return float(low), float(high)
 
 
 def _map_mamba2_names(config: Config) -> NameMap:
@@ -92,10 +98,12 @@ def _describe_mamba2(model: Any) -> dict[str, Any]:
     check_type("block", block, MixerBlock)
     check_type("mixer", block.mixer, Mamba2)
     check_type("mixer_norm", block.mixer_norm, RMSNorm)
-    mixer, (vocab, embed) = block.mixer, model.embedding.table_shape
+    mixer = block.mixer
+    vocab, embed = model.embedding.table_shape
     heads = mixer.dt.out_size
     convolution = mixer.x_convolution
     low, high = mixer.dt_limit
+    written_high = {"__float__": "Infinity"} if high == float("inf") else high
     return {
         "vocab_size": vocab,
         "hidden_size": embed,
@@ -109,7 +117,7 @@ def _describe_mamba2(model: Any) -> dict[str, Any]:
         "use_bias": has_bias(mixer.out),
         "use_conv_bias": convolution.bias is not None,
         "rms_norm_eps": block.mixer_norm.epsilon,
-        "time_step_limit": [low, {"__float__": "Infinity"} if high == float("inf") else high],
+        "time_step_limit": [low, written_high],
         "tie_word_embeddings": model.head is None,
     }
 

@@ -3,6 +3,7 @@ twice the KV heads and a RoPE of smaller base; RoPE on a third of each head, and
 mixture of experts routed by sigmoid scores and a selection bias. Multi-token prediction modules (MTP) are not read."""
 
 from collections.abc import Sequence
+from functools import partial
 
 from jaxtyping import Array, Key
 
@@ -70,13 +71,18 @@ def _make_mixers(config: Config, types: Sequence[str]) -> list[MixerFactory]:
     size = config["sliding_window_size"]
     scale = config["attention_value_scale"]
     window = config["sliding_window"] if size is None else size + 1
-    options = {"value_dim": config["v_head_dim"], "value_scale": 1.0 if scale is None else scale}
-    options |= {"attention": ValueScaledAttention, "bias": config["attention_bias"]}
+    make = partial(
+        make_attention_factory,
+        config,
+        attention=ValueScaledAttention,
+        value_dim=config["v_head_dim"],
+        value_scale=1.0 if scale is None else scale,
+        bias=config["attention_bias"],
+    )
     factories = {}
     for kind, own in dict(zip(types, list_layer_windows(types, window), strict=True)).items():
-        local = {"sinks": True, "kv_heads": kv_heads} if own is not None else {}
-        rotary = build_rotary(config, layer_type=kind)
-        factories[kind] = make_attention_factory(config, window=own, rotary=rotary, **options, **local)
+        local = {} if own is None else {"sinks": True, "kv_heads": kv_heads}
+        factories[kind] = make(window=own, rotary=build_rotary(config, layer_type=kind), **local)
     return [factories[kind] for kind in types]
 
 

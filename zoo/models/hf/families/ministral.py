@@ -6,6 +6,7 @@ from jaxtyping import Array, Key
 from zoo.models.decoder import Decoder
 from zoo.models.hf.builders import (
     build_config_decoder,
+    list_layer_types,
     list_layer_windows,
     make_gated_mlp_factory,
     make_rms_norm_factory,
@@ -21,7 +22,7 @@ from . import llama, mistral
 def _build_ministral(config: Config, *, key: Key[Array, ""]) -> Decoder:
     window = config["sliding_window"]
     ffn = make_gated_mlp_factory(config)
-    default = ["full_attention" if window is None else "sliding_attention"] * config["num_hidden_layers"]
+    default = list_layer_types([window is not None] * config["num_hidden_layers"])
     mixers = make_windowed_attention_factories(config, list_layer_windows(read_layer_types(config, default), window))
     return build_config_decoder(config, [(mixer, ffn) for mixer in mixers], make_rms_norm_factory(config), key=key)
 

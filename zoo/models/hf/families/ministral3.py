@@ -31,7 +31,9 @@ def read_query_scale(config: Config) -> QueryScale | None:
     length = config["rope_parameters"].get("original_max_position_embeddings")
     if strength is not None and length is None:
         raise ConfigError("llama_4_scaling_beta needs original_max_position_embeddings in rope_parameters")
-    return None if strength is None else QueryScale(strength, length)
+    if strength is None:
+        return None
+    return QueryScale(strength, length)
 
 
 def _map_ministral3_names(config: Config) -> NameMap:

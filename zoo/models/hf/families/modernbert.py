@@ -17,6 +17,7 @@ from zoo.models.hf.builders import (
     build_rotary,
     find_activation,
     find_activation_name,
+    list_layer_types,
     list_layer_windows,
     make_bidirectional_attention_factory,
     make_gated_mlp_factory,
@@ -36,7 +37,7 @@ def _build_modernbert(config: Config, *, key: Key[Array, ""]) -> Encoder:
     norm = make_layer_norm_factory(config, bias=config["norm_bias"])
     numbers = range(config["num_hidden_layers"])
     is_local = [number % config["global_attn_every_n_layers"] != 0 for number in numbers]
-    types = read_layer_types(config, ["sliding_attention" if local else "full_attention" for local in is_local])
+    types = read_layer_types(config, list_layer_types(is_local))
     windows = list_layer_windows(types, config["local_attention"] // 2 + 1)  # to each side, with the token itself
     bias = dict.fromkeys(("bias", "out_bias"), config["attention_bias"])
     make = partial(make_bidirectional_attention_factory, config, **bias)

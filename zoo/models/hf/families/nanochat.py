@@ -27,7 +27,8 @@ def _build_nanochat(config: Config, *, key: Key[Array, ""]) -> Decoder:
     norm = make_rms_norm_factory(config, scaled=False)
     bias = config["attention_bias"]
     rotary = build_rotary(config)
-    epsilon = config["rms_norm_eps"] / (1.0 if rotary.scaling is None else rotary.scaling.magnitude) ** 2
+    magnitude = 1.0 if rotary.scaling is None else rotary.scaling.magnitude
+    epsilon = config["rms_norm_eps"] / magnitude**2
     rotary = dataclasses.replace(rotary, scaling=ReversedRotation(rotary.scaling))
     qk_norm = make_head_norm_factory(config, scaled=False, epsilon=epsilon)
     mixer = make_attention_factory(config, rotary=rotary, qk_norm=qk_norm, bias=bias, out_bias=bias)

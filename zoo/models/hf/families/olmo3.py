@@ -29,8 +29,9 @@ def _build_olmo3(config: Config, *, key: Key[Array, ""]) -> Decoder:
     types = read_layer_types(config, list_patterned_types(Config(config, sliding_window_pattern=4)))
     windows = list_layer_windows(types, config["sliding_window"])
     rotaries = build_layer_rotaries(config, types)
-    options = {"norm_over_heads": partial(RMSNorm, epsilon=config["rms_norm_eps"])}
-    options |= dict.fromkeys(("bias", "out_bias"), config["attention_bias"])
+    bias = config["attention_bias"]
+    norm_over_heads = partial(RMSNorm, epsilon=config["rms_norm_eps"])
+    options = {"norm_over_heads": norm_over_heads, "bias": bias, "out_bias": bias}
     mixers = make_layerwise_attention_factories(config, windows, rotaries, **options)
     ffn = make_gated_mlp_factory(config)
     layers = [(mixer, ffn) for mixer in mixers]

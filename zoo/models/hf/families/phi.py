@@ -37,8 +37,14 @@ def _build_phi(config: Config, *, key: Key[Array, ""]) -> Decoder:
 
 
 def _map_phi_names(config: Config) -> NameMap:
-    attention = {"q_proj": "query", "k_proj": "key", "v_proj": "value", "dense": "out"}
-    attention |= {"q_layernorm": "query_norm", "k_layernorm": "key_norm"}
+    attention = {
+        "q_proj": "query",
+        "k_proj": "key",
+        "v_proj": "value",
+        "dense": "out",
+        "q_layernorm": "query_norm",
+        "k_layernorm": "key_norm",
+    }
     block = {
         "input_layernorm": "mixer_norm",
         **prefixed("self_attn", "attention", attention),

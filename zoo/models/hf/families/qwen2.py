@@ -8,6 +8,7 @@ from jaxtyping import Array, Key
 from zoo.models.decoder import Decoder
 from zoo.models.hf.builders import (
     build_config_decoder,
+    list_layer_types,
     list_layer_windows,
     make_gated_mlp_factory,
     make_rms_norm_factory,
@@ -29,9 +30,8 @@ def build_windowed_decoder(config: Config, *, key: Key[Array, ""], **options: An
     """Build LLaMA's layers with these options of attention, and sliding windows from layer `max_window_layers` on."""
     norm = make_rms_norm_factory(config)
     window = config["sliding_window"] if config["use_sliding_window"] else None
-    upper = "full_attention" if window is None else "sliding_attention"
-    full = min(config["max_window_layers"], config["num_hidden_layers"])
-    default = ["full_attention"] * full + [upper] * (config["num_hidden_layers"] - full)
+    numbers = range(config["num_hidden_layers"])
+    default = list_layer_types(window is not None and n >= config["max_window_layers"] for n in numbers)
     windows = list_layer_windows(read_layer_types(config, default), window)
     mixers = make_windowed_attention_factories(config, windows, **options)
     ffn = make_gated_mlp_factory(config)

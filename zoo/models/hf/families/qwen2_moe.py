@@ -7,7 +7,13 @@ from jaxtyping import Array, Key
 
 from zoo.layers import SoftmaxRouter
 from zoo.models.decoder import Decoder
-from zoo.models.hf.builders import build_moe_decoder, list_layer_windows, make_mixture_factory, read_layer_types
+from zoo.models.hf.builders import (
+    build_moe_decoder,
+    list_layer_types,
+    list_layer_windows,
+    make_mixture_factory,
+    read_layer_types,
+)
 from zoo.models.hf.kinds import optional_count, optional_layer_numbers
 from zoo.models.hf.spec import Config, Family, NameMap, prefixed
 
@@ -17,8 +23,8 @@ from . import llama, qwen2
 def _build_qwen2_moe(config: Config, *, key: Key[Array, ""]) -> Decoder:
     window = config["sliding_window"] if config["use_sliding_window"] else None
     upper = config["max_window_layers"]
-    is_local = lambda number: window is not None and number < upper and number % 2 == 0
-    default = ["sliding_attention" if is_local(n) else "full_attention" for n in range(config["num_hidden_layers"])]
+    numbers = range(config["num_hidden_layers"])
+    default = list_layer_types(window is not None and n < upper and n % 2 == 0 for n in numbers)
     experts = make_mixture_factory(
         config,
         partial(SoftmaxRouter, renormalize=config["norm_topk_prob"]),

@@ -12,6 +12,7 @@ from zoo.models.hf.builders import (
     build_config_decoder,
     compute_out_scale,
     find_activation,
+    list_layer_types,
     make_attention_factory,
     make_gated_mlp_factory,
     make_head_norm_factory,
@@ -28,7 +29,7 @@ from . import llama
 def _build_qwen3_5(config: Config, *, key: Key[Array, ""]) -> Decoder:
     interval = config["full_attention_interval"]
     count = config["num_hidden_layers"]
-    default = ["linear_attention" if (n + 1) % interval else "full_attention" for n in range(count)]
+    default = list_layer_types(((n + 1) % interval for n in range(count)), local="linear_attention")
     delta = partial(
         GroupedGatedDeltaNet,
         config["hidden_size"],

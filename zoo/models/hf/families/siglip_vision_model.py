@@ -23,8 +23,10 @@ def _build_siglip(config: Config, *, key: Key[Array, ""]) -> ImageEncoder:
     embed = config["hidden_size"]
     heads = config["num_attention_heads"]
     options = {"norm": norm, "activation": find_activation(config)}
-    pooler = partial(AttentionPooler, embed, heads, config["intermediate_size"], **options)
-    features = encoder_heads.make_feature_head_factory(pooler if config["vision_use_head"] else None)
+    pooler = None
+    if config["vision_use_head"]:
+        pooler = partial(AttentionPooler, embed, heads, config["intermediate_size"], **options)
+    features = encoder_heads.make_feature_head_factory(pooler)
     layer = (
         make_bidirectional_attention_factory(config, bias=True, out_bias=True),
         make_mlp_factory(config),

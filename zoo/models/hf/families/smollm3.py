@@ -7,6 +7,7 @@ from zoo.models.decoder import Decoder
 from zoo.models.hf.builders import (
     build_config_decoder,
     build_rotary,
+    list_layer_types,
     list_layer_windows,
     make_gated_mlp_factory,
     make_layerwise_attention_factories,
@@ -25,8 +26,9 @@ def _build_smollm3(config: Config, *, key: Key[Array, ""]) -> Decoder:
     bias = config["attention_bias"]
     rotary = build_rotary(config)
     window = config["sliding_window"] if config["use_sliding_window"] else None
-    rotaries = [rotary if turns else None for turns in _list_rotary_layers(config)]
-    default = ["full_attention" if window is None or own else "sliding_attention" for own in rotaries]
+    turns = _list_rotary_layers(config)
+    rotaries = [rotary if own else None for own in turns]
+    default = list_layer_types(window is not None and not own for own in turns)
     windows = list_layer_windows(read_layer_types(config, default), window)
     mixers = make_layerwise_attention_factories(config, windows, rotaries, bias=bias, out_bias=bias)
     ffn = make_gated_mlp_factory(config, bias=config["mlp_bias"])

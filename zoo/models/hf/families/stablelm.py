@@ -32,8 +32,11 @@ def _build_stablelm(config: Config, *, key: Key[Array, ""]) -> Decoder:
 
 
 def _map_stablelm_names(config: Config) -> NameMap:
-    attention = {key: value for key, value in llama.ATTENTION_NAMES.items() if key not in ("q_norm", "k_norm")}
-    attention |= {"q_layernorm.norms.*": "query_norm.norms.*", "k_layernorm.norms.*": "key_norm.norms.*"}
+    attention = {
+        **{key: value for key, value in llama.ATTENTION_NAMES.items() if key not in ("q_norm", "k_norm")},
+        "q_layernorm.norms.*": "query_norm.norms.*",
+        "k_layernorm.norms.*": "key_norm.norms.*",
+    }
     mixer = prefixed("self_attn", "attention", attention)
     return llama.map_llama_layers(prefixed("mlp", "gated_mlp", llama.GATED_MLP_NAMES), mixer)
 

@@ -57,7 +57,6 @@ def _describe_vit(model: Any) -> dict[str, Any]:
         check_type(name, getattr(block, name), kind)
     embed, channels, *patch = model.embedding.patches.weight.shape
     image = [count * size for count, size in zip(model.embedding.positions.grid, patch, strict=True)]
-    one_if_square = lambda size: size[0] if size[0] == size[1] else size
     return {
         "architectures": ["ViTForImageClassification"],
         "id2label": {str(number): str(number) for number in range(model.head.linear.out_size)},
@@ -67,11 +66,18 @@ def _describe_vit(model: Any) -> dict[str, Any]:
         "intermediate_size": block.ffn.up.out_size,
         "hidden_act": find_activation_name(block.ffn.activation),
         "layer_norm_eps": block.mixer_norm.epsilon,
-        "image_size": one_if_square(image),
-        "patch_size": one_if_square(patch),
+        "image_size": _format_size(image),
+        "patch_size": _format_size(patch),
         "num_channels": channels,
         "qkv_bias": has_bias(block.mixer.query),
     }
+
+
+def _format_size(size: list[int]) -> int | list[int]:
+    """Return one number for a square."""
+    if size[0] == size[1]:
+        return size[0]
+    return size
 
 
 CLASS_AND_POSITIONS: NameMap = {
