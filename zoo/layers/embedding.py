@@ -69,7 +69,9 @@ class Embedding(AbstractEmbedding):
     def __call__(self, tokens: Tokens) -> ResidualStream:
         """Look up tokens. An id outside the vocabulary gives NaN, on one device and on any mesh."""
         x = lookup_rows(self.weight, tokens)
-        return x if self.multiplier == 1 else x * self.multiplier
+        if self.multiplier != 1:
+            x = x * self.multiplier
+        return x
 
     def transposed(self, x: Float[Array, "*rows embed"]) -> Float[Array, "*rows vocab"]:
         return contract(x, self.weight, 1)
@@ -98,7 +100,9 @@ def lookup_rows(table: Float[Array, "vocab size"], tokens: Tokens) -> Float[Arra
     rows = jnp.where(is_local[..., None], table[jnp.where(is_local, local_ids, 0)], 0)
     is_valid = (0 <= tokens) & (tokens < size * num_shards(table, "vocab"))
     x = reduce(jnp.where(is_valid[..., None], rows, jnp.nan), over="vocab", into="tokens")
-    return shard_tokens(x) if x.shape[1] == tokens.shape[1] else x
+    if x.shape[1] == tokens.shape[1]:
+        x = shard_tokens(x)
+    return x
 
 
 class PositionEmbedding(Module):

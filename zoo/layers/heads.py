@@ -13,7 +13,9 @@ def split_heads(
 ) -> Float[Array, "batch seq _ head_dim"]:
     """Reshape features to heads, and normalize each head if there is a norm."""
     x = x.reshape(*x.shape[:2], -1, head_dim)
-    return x if norm is None else norm(x)
+    if norm is None:
+        return x
+    return norm(x)
 
 
 def select_kv_heads(

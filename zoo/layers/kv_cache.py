@@ -67,9 +67,10 @@ class KeyValueCache(Module):
         `head_dim` by default, and `drops_oldest` is true for fewer slots than `length`."""
         if drops_oldest is None:
             drops_oldest = slots < length
+        if value_dim is None:
+            value_dim = head_dim
         slots, axes = _local_slots(slots)
-        sizes = head_dim, head_dim if value_dim is None else value_dim
-        key, value = (jnp.zeros((batch, kv_heads, slots, size), dtype) for size in sizes)
+        key, value = (jnp.zeros((batch, kv_heads, slots, size), dtype) for size in (head_dim, value_dim))
         key, value, positions = vary((key, value, jnp.full((batch, slots), -1)), axes)
         written = jnp.zeros(batch, jnp.int32)
         return cls(key, value, positions, written, jnp.int32(length), length, drops_oldest)
@@ -164,8 +165,13 @@ def require_positions(info: TokenInfo, state: Any) -> None:
 def set_rope_length(states: _States, length: int | Int[Array, ""]) -> _States:
     """Return `states` with `length` as the sequence length for RoPE that depends on it: of the tokens that follow. Keys
     in the caches stay as they are."""
-    set_length = lambda cache: dataclasses.replace(cache, rope_length=jnp.asarray(length, jnp.int32))
-    return jax.tree.map(lambda x: set_length(x) if _is_cache(x) else x, states, is_leaf=_is_cache)
+
+    def set_length(x: Any) -> Any:
+        if not _is_cache(x):
+            return x
+        return dataclasses.replace(x, rope_length=jnp.asarray(length, jnp.int32))
+
+    return jax.tree.map(set_length, states, is_leaf=_is_cache)
 
 
 def check_room(states: Any, positions: Positions | None) -> None:
@@ -208,8 +214,9 @@ def _is_cache(x: Any) -> bool:
 def _local_slots(slots: int) -> tuple[int, tuple[str, ...]]:
     """Return the number of slots on this device, and the mesh axes that shard them."""
     mesh = current_mesh()
-    axes = () if mesh is None else mesh.axes("slots")
-    return (-(-slots // lax.axis_size(axes)), axes) if axes else (slots, ())
+    if mesh is None or not (axes := mesh.axes("slots")):
+        return slots, ()
+    return -(-slots // lax.axis_size(axes)), axes
 
 
 def _assign_slots(

@@ -61,7 +61,9 @@ class Linear(AbstractLinear):
 
     def __call__(self, x: Float[Array, "*rows in"]) -> Float[Array, "*tokens out"]:
         y = reduce_output(contract(x, self.weight, 1), self.in_, self.out)
-        return y if self.bias is None else y + self.bias
+        if self.bias is not None:
+            y = y + self.bias
+        return y
 
     def add_matmul(self, y: Float[Array, "*rows out"], x: Float[Array, "*rows in"]) -> Float[Array, "*rows out"]:
         """Return y + W x as one op, which saves a single array for the backward pass. For a replicated dim `in`,
@@ -76,7 +78,9 @@ class Linear(AbstractLinear):
 
     def per_head(self, x: Float[Array, "*rows units in"]) -> Float[Array, "*rows units unit"]:
         y = reduce(contract_per_head("rui,uoi->ruo", x, self._split_heads(self.weight)), over=self.in_.name)
-        return y if self.bias is None else y + self._split_heads(self.bias)
+        if self.bias is not None:
+            y = y + self._split_heads(self.bias)
+        return y
 
     def per_head_transposed(self, x: Float[Array, "*rows units unit"]) -> Float[Array, "*rows units in"]:
         return contract_per_head("ruo,uoi->rui", x, self._split_heads(self.weight))
@@ -93,15 +97,16 @@ def contract(x: Float[Array, "*rows k"], weight: Float[Array, "_ _"], dim: int) 
     All rows are flattened to one dim. With several, XLA's CPU backend transposes the operands of the weight gradient
     element by element and recomputes all fused arithmetic: the gradient of a feed-forward layer took 25% longer.
     """
-    flat = einsum_fp32_accum("ri,oi->ro" if dim == 1 else "ri,io->ro", x.reshape(-1, x.shape[-1]), weight)
+    terms = "ri,oi->ro" if dim == 1 else "ri,io->ro"
+    flat = einsum_fp32_accum(terms, x.reshape(-1, x.shape[-1]), weight)
     return flat.reshape(*x.shape[:-1], flat.shape[-1])
 
 
 def reduce_output(y: Float[Array, "*rows out"], in_: Dim, out: Dim) -> Float[Array, "*tokens out"]:
     """All-reduce the partial sums of a contraction over `in_`. Those of the residual stream, "batch seq embed", are
     reduce-scattered where the layout shards its tokens (`zoo.parallel.SEQUENCE`)."""
-    is_residual = out.name == "embed" and y.ndim == 3
-    return reduce(y, over=in_.name, into="tokens" if is_residual else None)
+    into = "tokens" if out.name == "embed" and y.ndim == 3 else None
+    return reduce(y, over=in_.name, into=into)
 
 
 def add_expert_biases(

@@ -36,10 +36,14 @@ def find_length_dependent_scaling(
     rotary: Rotary | AxialRotary | None,
 ) -> DynamicScaling | LongRopeScaling | None:
     """Return the RoPE scaling with frequencies that depend on the sequence length; None if there is none."""
-    scaling: RopeScaling | None = rotary.scaling if isinstance(rotary, Rotary) else None
+    if not isinstance(rotary, Rotary):
+        return None
+    scaling: RopeScaling | None = rotary.scaling
     if isinstance(scaling, ReversedRotation):
         scaling = scaling.scaling
-    return scaling if isinstance(scaling, DynamicScaling | LongRopeScaling) else None
+    if isinstance(scaling, DynamicScaling | LongRopeScaling):
+        return scaling
+    return None
 
 
 def rope_switch_length(rotary: Rotary | AxialRotary | None) -> int | None:
@@ -48,7 +52,9 @@ def rope_switch_length(rotary: Rotary | AxialRotary | None) -> int | None:
     Dynamic NTK has none: its frequencies change a little with each token, and a cache keeps the keys of earlier ones.
     """
     scaling = find_length_dependent_scaling(rotary)
-    return scaling.original_length if isinstance(scaling, LongRopeScaling) else None
+    if isinstance(scaling, LongRopeScaling):
+        return scaling.original_length
+    return None
 
 
 def find_max_row_length(x: HiddenStates, info: TokenInfo) -> int | Int[Array, ""]:

@@ -104,7 +104,9 @@ class AlibiAttention(AbstractMixer):
 
     def _split_heads(self, x: Float[Array, "batch seq _"]) -> HeadVectors:
         x = split_heads(x, self.head_dim)
-        return x if self.clip is None else jnp.clip(x, -self.clip, self.clip)
+        if self.clip is None:
+            return x
+        return jnp.clip(x, -self.clip, self.clip)
 
     def _compute_bias_channels(
         self, key: KVHeads, positions: Int[Array, "*batch seq"]

@@ -133,5 +133,8 @@ class Attention(AbstractGroupedAttention):
         """Reshape features to heads, with QK norm and clip."""
         if norm is not None and self.norm_over_heads:
             x = norm(x)
-        x = split_heads(x, self.head_dim, None if self.norm_over_heads else norm)
-        return x if self.clip is None else jnp.clip(x, -self.clip, self.clip)
+            norm = None
+        x = split_heads(x, self.head_dim, norm)
+        if self.clip is None:
+            return x
+        return jnp.clip(x, -self.clip, self.clip)

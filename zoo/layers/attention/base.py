@@ -164,7 +164,8 @@ def rotate(
     """Apply RoPE, if there is any, to queries and keys at the positions of the tokens `x`."""
     if rotary is None:
         return query, key
-    cos, sin = compute_cos_sin(rotary, x, info, None if state is None else state.rope_length)
+    rope_length = None if state is None else state.rope_length
+    cos, sin = compute_cos_sin(rotary, x, info, rope_length)
     query = apply_rotary(query, cos, sin, interleaved=rotary.interleaved)
     return query, apply_rotary(key, cos, sin, interleaved=rotary.interleaved)
 

@@ -19,6 +19,7 @@ a token, determines its device: a cache is then the same array on any mesh.
 import dataclasses
 from collections.abc import Callable
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
@@ -51,13 +52,13 @@ def cached_attention(
     assert mask.query_positions is not None  # there are key positions
     into = "seq" if sharded_axes(query, "seq") else None
     places = {"query_positions": mask.query_positions, "query_segments": mask.query_segments}
-    places = {name: x if x is None else all_gather(x, "seq", axis=1) for name, x in places.items()}
+    places = jax.tree.map(lambda x: all_gather(x, "seq", axis=1), places)
     query = all_gather(query, "seq", axis=1)
     mask = dataclasses.replace(mask, **places)
     output, lse = attention_with_lse(query, key, value, mask, **options)
     highest = lax.pmax(lse, axes)
-    sinks = None if sinks is None else sinks.astype(jnp.float32)
     if sinks is not None:
+        sinks = sinks.astype(jnp.float32)
         highest = jnp.maximum(highest, sinks)
     weight = jnp.exp(lse - highest)[..., None]
     sums = jnp.concatenate([weight * output.astype(jnp.float32), weight], axis=-1)

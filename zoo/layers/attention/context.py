@@ -60,7 +60,8 @@ def causal_attention(
     can.
     """
     options = {"window": window, "scale": scale, "soft_cap": soft_cap, "sinks": sinks, "implementation": implementation}
-    options |= {} if selected is None else {"selected": selected}
+    if selected is not None:
+        options["selected"] = selected
     if not (axes := sharded_axes(query, "seq")):
         return _attend_causally(query, *expand(tokens), segment_ids, segment_ids, **options)
     mesh = current_mesh()
@@ -86,7 +87,8 @@ def _gathered_attention(
     """Attend to the keys and values of the whole sequence."""
     every, every_id = _gather_tokens((tokens, segment_ids), axes)
     key, value = expand(every)
-    (batch, seq), key_seq = query.shape[:2], key.shape[1]
+    batch, seq = query.shape[:2]
+    key_seq = key.shape[1]
     places = jnp.arange(seq) + shard_offset(query, "seq", seq), jnp.arange(key_seq)
     places = (jnp.broadcast_to(x, (batch, len(x))) for x in places)
     return _attend_causally(query, key, value, segment_ids, every_id, *places, **options)

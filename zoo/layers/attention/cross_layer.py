@@ -162,7 +162,9 @@ class CrossLayerAttention(AbstractMixer):
         require_positions(info, state)
         assert self.key is not None  # this layer does not reuse another layer's keys
         key = split_heads(self.key(x), self.head_dim)
-        value = key if self.value is None else split_heads(self.value(x), self.head_dim)
+        value = key
+        if self.value is not None:
+            value = split_heads(self.value(x), self.head_dim)
         if self.key_norm is not None:
             key = self.key_norm(key)
         if self.value_norm is not None:

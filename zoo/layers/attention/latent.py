@@ -119,7 +119,8 @@ class LatentAttention(AbstractMixer):
         if value_dim is None:
             value_dim = head_dim
         sizes = {"heads": heads, "latent": latent, "head_dim": head_dim, "value_dim": value_dim}
-        sizes |= {} if query_latent is None else {"query_latent": query_latent}
+        if query_latent is not None:
+            sizes["query_latent"] = query_latent
         if wrong := [name for name, size in sizes.items() if size < 1]:
             raise ValueError(f"{wrong[0]} is {sizes[wrong[0]]}, and a size is at least 1")
         query_key, latent_key, rotary_key, key_key, value_key, out_key = jax.random.split(key, 6)
@@ -161,7 +162,8 @@ class LatentAttention(AbstractMixer):
         **Raises** `ValueError` for a cache without positions.
         """
         require_positions(info, state)
-        cos_sin = compute_cos_sin(self.rotary, x, info, None if state is None else state.rope_length)
+        rope_length = None if state is None else state.rope_length
+        cos_sin = compute_cos_sin(self.rotary, x, info, rope_length)
         query = self.project_queries(x, cos_sin)
         features = self.project_features(x, cos_sin)
         if self.query_scale is not None:

@@ -58,7 +58,9 @@ def ring_attention(
     """Compute causal attention within a sequence that is sharded over `axes`, as `causal_attention` describes."""
     shards = lax.axis_size(axes)
     seq = query.shape[1]
-    steps = shards - 1 if window is None else min(shards - 1, -(-(window - 1) // seq))
+    steps = shards - 1
+    if window is not None:
+        steps = min(steps, -(-(window - 1) // seq))
     is_zigzag = window is None and seq % 2 == 0
     if is_zigzag:
         query, tokens, segment_ids = _deal((query, tokens, segment_ids), axes)
@@ -71,7 +73,9 @@ def ring_attention(
     output, lse = _go_around(ring, *operands)
     if sinks is not None:
         output = (output * jax.nn.sigmoid(lse - sinks.astype(jnp.float32))[..., None]).astype(output.dtype)
-    return _deal(output, axes, back=True) if is_zigzag else output
+    if is_zigzag:
+        output = _deal(output, axes, back=True)
+    return output
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -218,8 +222,9 @@ def _deal(tree: PyTree[Array], axes: tuple[str, ...], *, back: bool = False) -> 
         ways = [[(to, start) for start, to in way] for way in ways]
 
     def permute(half: Array, way: list[tuple[int, int]]) -> Array:
-        stays = all(start == to for start, to in way)  # with two shards: XLA would copy it
-        return half if stays else lax.ppermute(half, axes, way)
+        if all(start == to for start, to in way):  # with two shards: XLA would copy it
+            return half
+        return lax.ppermute(half, axes, way)
 
     def move(x: Array) -> Array:
         return jnp.concatenate(list(map(permute, jnp.split(x, 2, axis=1), ways)), axis=1)

@@ -183,7 +183,8 @@ class SparseLatentAttention(AbstractMixer):
         """
         require_positions(info, state)
         attention = self.attention
-        cos_sin = compute_cos_sin(attention.rotary, x, info, None if state is None else state.rope_length)
+        rope_length = None if state is None else state.rope_length
+        cos_sin = compute_cos_sin(attention.rotary, x, info, rope_length)
         latent = attention.compress_queries(x)
         features = attention.project_features(x, cos_sin)
         query = attention.expand_queries(latent, cos_sin)
@@ -229,10 +230,10 @@ def _select_in_sequence(
     if key_seq <= indexer.top:
         return None
     keys = all_gather(indexer.project_keys(x, cos_sin), "seq", axis=1)
-    segments = info.segment_ids, None if info.segment_ids is None else all_gather(info.segment_ids, "seq", axis=1)
+    key_segments = None if info.segment_ids is None else all_gather(info.segment_ids, "seq", axis=1)
     places = jnp.arange(seq) + shard_offset(x, "seq", seq), jnp.arange(key_seq)
     places = (jnp.broadcast_to(order, (x.shape[0], len(order))) for order in places)
-    mask = AttentionMask(True, None, *segments, *places).materialize(seq, key_seq)
+    mask = AttentionMask(True, None, info.segment_ids, key_segments, *places).materialize(seq, key_seq)
     assert mask is not None  # causal
     return indexer.select(indexer.score(x, latent, keys, cos_sin), mask)
 

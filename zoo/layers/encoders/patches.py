@@ -43,7 +43,8 @@ class PatchEmbedding(Module):
     def count_patches(self, images: Images) -> tuple[int, int]:
         """Return the number of rows and of columns of patches. **Raises** `ValueError` for images of another number of
         channels, or smaller than a patch."""
-        (_, channels, *size), (_, expected, *patch) = images.shape, self.weight.shape
+        _, channels, *size = images.shape
+        _, expected, *patch = self.weight.shape
         if channels != expected:
             if images.shape[-1] == expected:
                 hint = ": channels come before height and width"
@@ -58,11 +59,14 @@ class PatchEmbedding(Module):
 
     def __call__(self, images: Images) -> Float[Array, "batch patches embed"]:
         """Embed patches, in the dtype of the weight. **Raises** `ValueError` as `count_patches` does."""
-        (rows, columns), (height, width) = self.count_patches(images), self.patch_size
+        rows, columns = self.count_patches(images)
+        height, width = self.patch_size
         images = images[:, :, : rows * height, : columns * width].astype(self.weight.dtype)
         pixels = rearrange(images, "b c (y h) (x w) -> b (y x) (c h w)", h=height, w=width)
         x = contract(pixels, self.weight.reshape(self.weight.shape[0], -1), 1)
-        return x if self.bias is None else x + self.bias
+        if self.bias is not None:
+            x = x + self.bias
+        return x
 
 
 class PatchPositions(Module):
@@ -160,8 +164,11 @@ class ImageEmbedding(Module):
             if self.mask_token is None:
                 raise ValueError("masked patches need a mask token, which this model does not have")
             x = jnp.where(masked[..., None], self.mask_token, x)
-        first = [] if self.class_token is None else [self.class_token[None]]
-        first += [] if self.register_tokens is None else [self.register_tokens]
+        first = []
+        if self.class_token is not None:
+            first.append(self.class_token[None])
+        if self.register_tokens is not None:
+            first.append(self.register_tokens)
         first = [jnp.broadcast_to(tokens, (len(x), *tokens.shape)).astype(x.dtype) for tokens in first]
         x = jnp.concatenate([*first, x], axis=1)
         if self.positions is None:

@@ -70,7 +70,9 @@ def mix_experts(
 def find_expert_axes() -> tuple[str, ...]:
     """Return the mesh axes that shard experts."""
     mesh = current_mesh()
-    return () if mesh is None else mesh.axes("experts")
+    if mesh is None:
+        return ()
+    return mesh.axes("experts")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,7 +142,9 @@ def _mix_gathered(
         y = _apply_local(experts, x, weights, local, request.held, implementation, has_others=True)
         if gathered:
             y = lax.psum_scatter(y, gathered, scatter_dimension=0, tiled=True)
-        return lax.psum(y, others) if others else y
+        if others:
+            y = lax.psum(y, others)
+        return y
 
     pieces = math.ceil(copies * len(x) * choices / (request.shards * request.room))
     if pieces == 1:

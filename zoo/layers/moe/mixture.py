@@ -122,7 +122,9 @@ class MixtureOfExperts(AbstractFeedForward):
                 "layout, or leave capacity_factor out"
             )
         assert self.capacity_factor is not None
-        (batch, seq, embed), top, experts = x.shape, weights.shape[-1], routing.logits.shape[-1]
+        batch, seq, embed = x.shape
+        top = weights.shape[-1]
+        experts = routing.logits.shape[-1]
         capacity = math.ceil(self.capacity_factor * top * seq / experts)
         order, taken = jax.vmap(lambda chosen: sort_into_slots(chosen, experts, capacity))(routing.chosen)
         pad_row = lambda values: jnp.pad(values, ((0, 0), (0, 1), (0, 0)))

@@ -95,7 +95,9 @@ class FP8Linear(AbstractLinear):
 
     def __call__(self, x: Float[Array, "*rows in"]) -> Float[Array, "*tokens out"]:
         y = reduce_output(self._contract(x, 1), self.in_, self.out)
-        return y if self.bias is None else y + self.bias
+        if self.bias is not None:
+            y = y + self.bias
+        return y
 
     def transposed(self, x: Float[Array, "*rows out"]) -> Float[Array, "*rows in"]:
         return reduce(self._contract(x, 0), over=self.out.name)
@@ -120,15 +122,18 @@ class FP8Linear(AbstractLinear):
     def _check_blocks(self, x: Float[Array, "..."], tokens: int) -> None:
         """**Raises** `ValueError` if a shard of a dim is not a whole number of blocks. A dim that is not sharded may
         end with a smaller block."""
-        size, (out, in_) = self.recipe.block_size, self.weight.shape
+        size = self.recipe.block_size
+        out, in_ = self.weight.shape
         dims = ((self.in_.name, self.weight, in_), (self.out.name, self.weight, out), ("seq", x, tokens))
         for name, array, length in dims:
             if length % size and (count := num_shards(array, name)) > 1:
-                below = length // size * size * count
                 above = -(-length // size) * size * count
+                nearest = f"{above}"
+                if below := length // size * size * count:
+                    nearest = f"{below} or {above}"
                 raise ValueError(
                     f"{type(self.recipe).__name__} has blocks of {size} along {name}, and a device has {length} of "
-                    f"{length * count}: use {f'{below} or ' if below else ''}{above} {name}, fewer devices along "
+                    f"{length * count}: use {nearest} {name}, fewer devices along "
                     f"{' x '.join(sharded_axes(array, name))}, or CurrentScaling"
                 )
 
@@ -147,6 +152,6 @@ class FP8Linear(AbstractLinear):
         if self.keys is None:
             return None
         size = self.weight.shape[1 - dim]
-        name = (self.out if dim == 1 else self.in_).name
-        offsets = shard_offset(x, "seq", x.shape[-2]), shard_offset(self.weight, name, size)
+        free = self.out if dim == 1 else self.in_
+        offsets = shard_offset(x, "seq", x.shape[-2]), shard_offset(self.weight, free.name, size)
         return NoiseKeys(jax.random.key_data(self.keys), *offsets)

@@ -50,7 +50,9 @@ class AbstractGroupLinear(AbstractPackedLinear):
 
     def per_head(self, x: Float[Array, "*rows units in"]) -> Float[Array, "*rows units unit"]:
         y = reduce(self._contract_per_head("rui,uoi->ruo", x), over=self.in_.name)
-        return y if self.bias is None else y + self.bias.reshape(-1, self.out.unit)
+        if self.bias is not None:
+            y = y + self.bias.reshape(-1, self.out.unit)
+        return y
 
     def per_head_transposed(self, x: Float[Array, "*rows units unit"]) -> Float[Array, "*rows units in"]:
         return self._contract_per_head("ruo,uoi->rui", x)

@@ -71,7 +71,10 @@ class NF4Linear(AbstractPackedLinear):
         if reason := self.get_packing_error(weight.shape[-1], in_):
             raise ValueError(f"{reason}: take int8")
         self.codes, self.constants, self.offset, self.step = jax.jit(nf4.quantize_nf4)(weight)
-        self.bias, self.in_, self.out, self.in_blocks = bias, in_, out, self.get_block_dim(in_)
+        self.bias = bias
+        self.in_ = in_
+        self.out = out
+        self.in_blocks = self.get_block_dim(in_)
 
     @property
     def out_size(self) -> int:
@@ -115,7 +118,9 @@ class MXFP4Linear(AbstractPackedLinear):
         weight = truncated_normal(key, (out_size, in_size), scale * in_size**-0.5)
         self.blocks, self.scales = mxfp4.quantize_mxfp4(weight)
         self.bias = jnp.zeros(out_size, jnp.float32) if bias else None
-        self.in_, self.out, self.in_blocks = in_, out, self.get_block_dim(in_)
+        self.in_ = in_
+        self.out = out
+        self.in_blocks = self.get_block_dim(in_)
 
     @property
     def out_size(self) -> int:

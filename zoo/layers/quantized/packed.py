@@ -98,7 +98,9 @@ class AbstractPackedLinear(AbstractLinear):
 
     def __call__(self, x: Float[Array, "*rows in"]) -> Float[Array, "*tokens out"]:
         y = reduce_output(self._contract(x, "oi"), self.in_, self.out)
-        return y if self.bias is None else y + self.bias
+        if self.bias is not None:
+            y = y + self.bias
+        return y
 
     def transposed(self, x: Float[Array, "*rows out"]) -> Float[Array, "*rows in"]:
         return reduce(self._contract(x, "io"), over=self.out.name)

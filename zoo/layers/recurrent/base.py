@@ -35,7 +35,10 @@ class AbstractRecurrence(AbstractMixer):
     ) -> tuple[ResidualStream, RecurrentState | None]:
         context = RecurrenceContext.from_info(x, info, state, self.implementation)
         mixed, new_state = self.recur(x, context)
-        return self.readout(mixed, x), None if state is None else new_state
+        y = self.readout(mixed, x)
+        if state is None:
+            return y, None
+        return y, new_state
 
     def init_state(self, batch: int, length: int, dtype: Any = jnp.float32) -> RecurrentState:
         return self.projections.init_state(batch, dtype=dtype)

@@ -166,7 +166,9 @@ class OutputGate(Module):
         mixed = mixed.reshape(*mixed.shape[:2], -1)
         if self.norm is not None and self.norm_over_heads:
             mixed = self.norm(mixed)
-        return self.out(mixed if self.gate is None else self.activation(self.gate(x)) * mixed)
+        if self.gate is not None:
+            mixed = self.activation(self.gate(x)) * mixed
+        return self.out(mixed)
 
 
 class HeadNorm(AbstractNorm):
@@ -189,9 +191,11 @@ class HeadNorm(AbstractNorm):
 
     def __call__(self, x: Float[Array, "*rows features"]) -> Float[Array, "*rows features"]:
         heads = x.reshape(*x.shape[:-1], -1, self.features.unit)
-        normed = (layer_norm if self.centered else rms_norm)(heads, epsilon=self.epsilon).reshape(x.shape)
-        scaled = normed * self.weight
-        return (scaled if self.bias is None else scaled + self.bias).astype(x.dtype)
+        normalize = layer_norm if self.centered else rms_norm
+        y = normalize(heads, epsilon=self.epsilon).reshape(x.shape) * self.weight
+        if self.bias is not None:
+            y = y + self.bias
+        return y.astype(x.dtype)
 
 
 class LowRank(AbstractLinear):
@@ -225,7 +229,9 @@ class LowRank(AbstractLinear):
 
     def __call__(self, x: Float[Array, "*rows in"]) -> Float[Array, "*rows out"]:
         inner = self.down(x)
-        return self.up(inner if self.activation is None else self.activation(inner))
+        if self.activation is not None:
+            inner = self.activation(inner)
+        return self.up(inner)
 
     def transposed(self, x: Float[Array, "*rows out"]) -> Float[Array, "*rows in"]:
         """Return W_downᵀ W_upᵀ x. **Raises** `NotImplementedError` if the layer has an activation."""

@@ -74,7 +74,9 @@ class RecurrenceContext(NamedTuple):
     def initial_state(self, state: Any) -> Any:
         """Return the `state` argument of a recurrence: the state, None without one, or where the sequence is sharded
         `incoming_state`."""
-        return self.incoming_state if self.axes else state
+        if self.axes:
+            return self.incoming_state
+        return state
 
     def options(self) -> dict[str, Any]:
         """Return the options `state`, `segment_ids` and `implementation` of a recurrence that continues the matrices of

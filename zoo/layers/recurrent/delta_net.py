@@ -204,9 +204,11 @@ class KimiDeltaAttention(AbstractDeltaRule):
     ):
         """`key_dim`: `embed / heads` by default. `value_dim` and `rank`: `key_dim` by default."""
         key_dim, value_dim = _resolve_head_dims(embed, heads, key_dim, value_dim)
+        if rank is None:
+            rank = key_dim
         input_key, decay_key, out_key = jax.random.split(key, 3)
         options = {"conv_width": conv_width, "negative_eigenvalues": negative_eigenvalues}
-        low_rank = partial(LowRank, rank=key_dim if rank is None else rank)
+        low_rank = partial(LowRank, rank=rank)
         self.corrector = _DeltaInputs(embed, heads, key_dim, value_dim, **options, key=input_key)
         self.decay = DecayGate(partial(low_rank, embed), heads, key_dim, key=decay_key)
         norm = head_norm_factory(value_dim)
@@ -270,4 +272,6 @@ class GatedDeltaProduct(AbstractDeltaRule):
 def _resolve_head_dims(embed: int, heads: int, key_dim: int | None, value_dim: int | None) -> tuple[int, int]:
     """Return key_dim and value_dim with their defaults, `embed / heads` and key_dim."""
     key_dim = resolve_head_dim(embed, heads, key_dim, "key_dim")
-    return key_dim, key_dim if value_dim is None else value_dim
+    if value_dim is None:
+        value_dim = key_dim
+    return key_dim, value_dim

@@ -46,7 +46,9 @@ class GatedGroupNorm(Module):
             y32 = y32 * gate32
         groups = y32.reshape(*y32.shape[:-1], -1, min(self.group_size, y32.shape[-1]))
         normed = rms_norm(groups, epsilon=self.epsilon, mean=self._group_mean).reshape(y32.shape) * self.weight
-        return (normed * gate32 if self.norm_before_gate else normed).astype(y.dtype)
+        if self.norm_before_gate:
+            normed = normed * gate32
+        return normed.astype(y.dtype)
 
     def _group_mean(self, x: Float[Array, "batch seq groups channels"]) -> Float[Array, "batch seq groups 1"]:
         """Mean over each group, all-reduced if its channels span several devices."""

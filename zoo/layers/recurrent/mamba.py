@@ -107,8 +107,14 @@ class Mamba(AbstractMixer):
         self.convolution = ShortConvolution(inner, conv_width, features=channel_dim, bias=conv_bias, key=keys[2])
         self.dt_down = Linear(inner, rank, in_=channel_dim, out=rank_dim, key=keys[3])
         self.B, self.C = (Linear(inner, state_dim, in_=channel_dim, out=ssm_dim, key=key) for key in keys[4:6])
-        self.dt_norm = None if norm is None else norm(rank, features=rank_dim)
-        self.B_norm, self.C_norm = (None if norm is None else norm(state_dim, features=ssm_dim) for _ in range(2))
+        if norm is None:
+            self.dt_norm = None
+            self.B_norm = None
+            self.C_norm = None
+        else:
+            self.dt_norm = norm(rank, features=rank_dim)
+            self.B_norm = norm(state_dim, features=ssm_dim)
+            self.C_norm = norm(state_dim, features=ssm_dim)
         self.dt_up = Linear(rank, inner, in_=rank_dim, out=channel_dim, scale=3**-0.5, key=keys[6])
         self.dt_bias = inverse_softplus(sample_log_uniform(keys[7], inner, 1e-3, 1e-1))
         self.A_log = jnp.broadcast_to(jnp.log1p(jnp.arange(state_dim, dtype=jnp.float32)), (inner, state_dim))
@@ -125,8 +131,10 @@ class Mamba(AbstractMixer):
     ) -> tuple[ResidualStream, MambaState | None]:
         """With a `state`, tokens continue the sequence that it summarizes."""
         context = RecurrenceContext.from_info(x, info, state, self.implementation)
+        conv_state = None if state is None else state.conv_state
+        ssm_state = None if state is None else state.ssm_state
         gate = jax.nn.silu(self.gate(x))
-        convolved, conv_state = self.convolution(self.x(x), context, None if state is None else state.conv_state)
+        convolved, conv_state = self.convolution(self.x(x), context, conv_state)
         inputs = jax.nn.silu(convolved)
         dt = self.dt_up(_apply_norm(self.dt_norm, self.dt_down(inputs))).astype(jnp.float32)
         y, ssm_state = selective_scan(
@@ -136,12 +144,17 @@ class Mamba(AbstractMixer):
             _apply_norm(self.B_norm, self.B(inputs)),
             _apply_norm(self.C_norm, self.C(inputs)),
             self.D,
-            state=context.initial_state(None if state is None else state.ssm_state),
+            state=context.initial_state(ssm_state),
             segment_ids=context.segment_ids,
             implementation=context.implementation,
         )
-        return self.out(y * gate), None if conv_state is None else MambaState(ssm_state, conv_state)
+        y = self.out(y * gate)
+        if conv_state is None:
+            return y, None
+        return y, MambaState(ssm_state, conv_state)
 
 
 def _apply_norm(norm: AbstractNorm | None, x: Float[Array, "batch seq features"]) -> Float[Array, "batch seq features"]:
-    return x if norm is None else norm(x)
+    if norm is None:
+        return x
+    return norm(x)

@@ -158,7 +158,10 @@ class Mamba2(AbstractMixer):
     ) -> tuple[ResidualStream, _Mamba2State | None]:
         """With a `state`, tokens continue the sequence that it summarizes."""
         context = RecurrenceContext.from_info(x, info, state, self.implementation)
-        x_state, B_state, C_state = (None, None, None) if state is None else (state.x, state.B, state.C)
+        x_state = None if state is None else state.x
+        B_state = None if state is None else state.B
+        C_state = None if state is None else state.C
+        ssm_state = None if state is None else state.ssm_state
         inputs, x_state = self._convolve_heads(self.x(x), self.x_convolution, context, x_state, self.head_dim)
         B, B_state = self._convolve_heads(self.B(x), self.B_convolution, context, B_state, self.state_dim)
         C, C_state = self._convolve_heads(self.C(x), self.C_convolution, context, C_state, self.state_dim)
@@ -169,13 +172,14 @@ class Mamba2(AbstractMixer):
             select_kv_heads(B, inputs, self.group),
             select_kv_heads(C, inputs, self.group),
             self.D,
-            state=context.initial_state(None if state is None else state.ssm_state),
+            state=context.initial_state(ssm_state),
             segment_ids=context.segment_ids,
             implementation=context.implementation,
         )
         y = y.reshape(*y.shape[:2], -1)
         gate = self.gate(x)
-        y = self.out(y * jax.nn.silu(gate) if self.norm is None else self.norm(y, gate))
+        y = y * jax.nn.silu(gate) if self.norm is None else self.norm(y, gate)
+        y = self.out(y)
         if x_state is None or B_state is None or C_state is None:
             return y, None
         return y, _Mamba2State(ssm_state, x_state, B_state, C_state)

@@ -102,14 +102,18 @@ class MLSTM(AbstractMixer):
         input_gate, forget_gate = (
             self.gate_cap * jnp.tanh(gate(x32) / self.gate_cap) for gate in (self.input_gate, self.forget_gate)
         )
+        memory = None if state is None else MatrixMemory(state.sums, state.maximum)
         mixed, memory = mlstm(
             query,
             key,
             value,
             context.mask_padding(input_gate, NO_HISTORY),
             context.mask_padding(forget_gate, -NO_HISTORY),
-            state=context.initial_state(None if state is None else MatrixMemory(state.sums, state.maximum)),
+            state=context.initial_state(memory),
             segment_ids=context.segment_ids,
             implementation=context.implementation,
         )
-        return self.readout(mixed, x), None if state is None else _MLSTMState(memory.sums, memory.maximum)
+        y = self.readout(mixed, x)
+        if state is None:
+            return y, None
+        return y, _MLSTMState(memory.sums, memory.maximum)

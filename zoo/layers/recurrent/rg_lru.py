@@ -99,8 +99,10 @@ class RGLRU(AbstractMixer):
         gate."""
         require_positions(info, state)
         context = RecurrenceContext.from_info(x, info, state, self.implementation)
+        conv_state = None if state is None else state.conv_state
+        hidden = None if state is None else state.hidden
         inputs = context.mask_padding(self.input(x))
-        inputs, conv_state = self.convolution(inputs, context, None if state is None else state.conv_state)
+        inputs, conv_state = self.convolution(inputs, context, conv_state)
         heads = inputs.reshape(*inputs.shape[:2], -1, self.features.unit)
         recurrence_gate, input_gate = (
             gate.per_head(heads).reshape(inputs.shape) for gate in (self.recurrence_gate, self.input_gate)
@@ -115,9 +117,11 @@ class RGLRU(AbstractMixer):
             input_gate,
             self.decay,
             is_first=is_first,
-            state=context.initial_state(None if state is None else state.hidden),
+            state=context.initial_state(hidden),
             segment_ids=context.segment_ids,
             implementation=context.implementation,
         )
         y = self.out(jax.nn.gelu(self.gate(x)) * mixed)
-        return y, None if conv_state is None else _RGLRUState(hidden, conv_state, self.features)
+        if conv_state is None:
+            return y, None
+        return y, _RGLRUState(hidden, conv_state, self.features)

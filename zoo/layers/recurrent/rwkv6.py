@@ -107,4 +107,6 @@ class RWKV6(AbstractMixer):
             **context.options(),
         )
         y = self.out(jax.nn.silu(gate) * self.norm(mixed.reshape(*x.shape[:2], -1)))
-        return y, None if state is None else RecurrentState(matrix, conv_states)
+        if state is None:
+            return y, None
+        return y, RecurrentState(matrix, conv_states)

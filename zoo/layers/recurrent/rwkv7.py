@@ -118,4 +118,6 @@ class RWKV7(AbstractMixer):
         current = (query * key * self.bonus).sum(-1, keepdims=True) * value
         mixed = self.norm(mixed.reshape(*x.shape[:2], -1)) + current.reshape(*x.shape[:2], -1)
         y = self.out((gate.reshape(mixed.shape) * mixed).astype(x.dtype))
-        return y, None if state is None else RecurrentState(matrix, conv_states)
+        if state is None:
+            return y, None
+        return y, RecurrentState(matrix, conv_states)

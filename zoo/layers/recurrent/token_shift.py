@@ -38,8 +38,11 @@ def compute_token_delta(
     x: HiddenStates, context: RecurrenceContext, state: RecurrentState | None
 ) -> tuple[HiddenStates, tuple[ConvState, ...]]:
     """Return previous - x of each token, and the updated token-shift state, if there is one."""
-    previous, shift_state = token_shift(x, context, None if state is None else state.conv_states[0])
-    return previous - x, () if shift_state is None else (shift_state,)
+    shift_state = None if state is None else state.conv_states[0]
+    previous, shift_state = token_shift(x, context, shift_state)
+    if shift_state is None:
+        return previous - x, ()
+    return previous - x, (shift_state,)
 
 
 def init_rwkv_state(batch: int, heads: int, head_dim: int, embed: int, dtype: Any) -> RecurrentState:
