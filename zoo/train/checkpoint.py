@@ -202,12 +202,13 @@ class Checkpoints:
             mode = ocp.options.AtomicityMode.COMMIT_FILE
         else:
             mode = ocp.options.AtomicityMode.AUTO
+        trash = None if in_store else TRASH
         options = ocp.CheckpointManagerOptions(
             step_name_format=_StepNames(self.folder, ocp.path.step.Metadata),
             preservation_policy=_LastAndBest(self.folder, self._saving, self._keep_last, self._keep_best),
             lightweight_initialize=True,  # otherwise it reads files of each checkpoint, which may be damaged
             save_root_metadata=False,
-            todelete_subdir=None if in_store else TRASH,
+            todelete_subdir=trash,
             atomicity_options=ocp.options.AtomicityOptions(mode=mode),
             async_options=ocp.options.AsyncOptions(
                 post_finalization_callback=self._finish_files,

@@ -140,8 +140,13 @@ def _require_directory(directory: Path) -> None:
 
 def _take_master_weights(model: PyTree) -> PyTree:
     """Return a model that is trained in FP8 with plain linear layers of the same parameters in place of FP8 ones."""
-    is_fp8 = lambda node: isinstance(node, FP8Linear)
-    return jax.tree.map(lambda node: node.to_linear() if is_fp8(node) else node, model, is_leaf=is_fp8)
+
+    def to_plain(node: Any) -> Any:
+        if isinstance(node, FP8Linear):
+            return node.to_linear()
+        return node
+
+    return jax.tree.map(to_plain, model, is_leaf=lambda node: isinstance(node, FP8Linear))
 
 
 def _refuse_adapters(model: PyTree) -> None:
