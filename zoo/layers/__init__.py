@@ -34,7 +34,7 @@ from .mlp import MLP, ClampedGatedMLP, GatedMLP
 from .moe.attention import AttentionExpert, MixtureOfAttention
 from .moe.beside_mlp import MixtureBesideMLP
 from .moe.input_weighted import InputWeightedMixture
-from .moe.mixture import MixtureOfExperts
+from .moe.mixture import AbstractMixture, MixtureOfExperts
 from .moe.output_bias import OutputBias
 from .moe.router import (
     AbstractRouter,
@@ -85,6 +85,7 @@ __all__ = [
     "AbstractGroupedAttention",
     "AbstractLinear",
     "AbstractMixer",
+    "AbstractMixture",
     "AbstractNorm",
     "AbstractPackedLinear",
     "AbstractPooler",

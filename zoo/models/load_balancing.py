@@ -7,13 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
-from zoo.layers import (
-    InputWeightedMixture,
-    MixtureBesideMLP,
-    MixtureOfAttention,
-    MixtureOfExperts,
-    RoutingSums,
-)
+from zoo.layers import AbstractMixture, RoutingSums
 from zoo.parallel import reduce, trainable
 
 from .parameter_paths import list_parameter_paths
@@ -125,12 +119,9 @@ def count_active_parameters(model: PyTree) -> int:
     """
     parameters = trainable(model)
     inactive = 0
-    for mixture in filter(_is_mixture, jax.tree.leaves(parameters, is_leaf=_is_mixture)):
+    is_mixture = lambda x: isinstance(x, AbstractMixture)
+    for mixture in filter(is_mixture, jax.tree.leaves(parameters, is_leaf=is_mixture)):
         experts = mixture.router.scores.out_size
         size = sum(x.size for x in jax.tree.leaves(mixture.experts))
         inactive += size // experts * (experts - mixture.router.top)
     return sum(x.size for x in jax.tree.leaves(parameters)) - inactive
-
-
-def _is_mixture(x: Any) -> bool:
-    return isinstance(x, MixtureOfExperts | InputWeightedMixture | MixtureBesideMLP | MixtureOfAttention)

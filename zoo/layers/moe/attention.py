@@ -22,6 +22,7 @@ from ..kv_cache import KeyValueCache
 from ..linear import Linear
 from ..rotary import rope_switch_length
 from ..token_info import TokenInfo
+from .mixture import AbstractMixture
 from .router import AbstractRouter
 from .routing import Routing
 
@@ -39,7 +40,7 @@ class AttentionExpert(Module):
         self.out = Linear(heads * head_dim, embed, in_=dims[1], out=dims[0], scale=out_scale, key=out_key)
 
 
-class MixtureOfAttention(AbstractMixer):
+class MixtureOfAttention(AbstractMixer, AbstractMixture):
     """Mixture of attention heads (MoA; Zhang et al., arXiv:2210.05144; with several heads per expert in JetMoE,
     arXiv:2404.07413, section 2.3): a router chooses the top-k experts e of x, each with projections of its own of
     queries and outputs. All experts share keys and values, of as many heads as an expert has:

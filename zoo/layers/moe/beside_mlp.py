@@ -12,11 +12,12 @@ from zoo.shapes import HiddenStates, ResidualStream
 
 from ..abstract import AbstractFeedForward, AbstractNorm
 from .exchange import mix_experts
+from .mixture import AbstractMixture
 from .router import AbstractRouter
 from .routing import Routing
 
 
-class MixtureBesideMLP(AbstractFeedForward):
+class MixtureBesideMLP(AbstractFeedForward, AbstractMixture):
     """y = norm(D(norm(x))) + norm(Σ_e w_e E_e(norm(x))) over the top-k experts e that the router chose for
     norm(x) / sqrt(embed), with five norms (Gemma team, "Gemma 4", 2026).
 

@@ -13,11 +13,12 @@ from zoo.shapes import HiddenStates, ResidualStream
 
 from ..abstract import AbstractFeedForward
 from .exchange import mix_experts
+from .mixture import AbstractMixture
 from .router import AbstractRouter
 from .routing import Routing
 
 
-class InputWeightedMixture(AbstractFeedForward):
+class InputWeightedMixture(AbstractFeedForward, AbstractMixture):
     """y = S(x) + Σ_e E_e(w_e x) over the top-k experts e that the router chose for x (Meta, "Llama 4", 2025). Without a
     `shared` expert, S(x) is omitted.
 

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Key
 
 from zoo.ops.moe.dispatch import combine, dispatch, sort_into_slots
 from zoo.ops.moe.grouped_matmul import GROUPED_MATMUL
-from zoo.parallel import implementation_option, num_shards, reduce, stacked
+from zoo.parallel import Module, implementation_option, num_shards, reduce, stacked
 from zoo.parallel.tokens import find_token_axes, match_tokens
 from zoo.shapes import HiddenStates, ResidualStream
 
@@ -21,7 +21,14 @@ from .router import AbstractRouter
 from .routing import Routing
 
 
-class MixtureOfExperts(AbstractFeedForward):
+class AbstractMixture(Module):
+    """A layer with experts, stacked along the dim of experts, and the router that chooses among them."""
+
+    router: eqx.AbstractVar[AbstractRouter]
+    experts: eqx.AbstractVar[Module]
+
+
+class MixtureOfExperts(AbstractFeedForward, AbstractMixture):
     """y = Σ_e w_e E_e(x) over the top-k experts e that the router chose for x (Shazeer et al., arXiv:1701.06538,
     equation 1).
 
