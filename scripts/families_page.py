@@ -16,16 +16,16 @@ from zoo.layers import (
     LatentAttention,
     Mamba,
     Mamba2,
-    MixtureOfAttention,
     MixtureOfExperts,
     OutputBias,
     SparseLatentAttention,
-    ValueScaledAttention,
 )
 from zoo.layers.encoders.bidirectional_attention import BidirectionalAttention
 from zoo.models import Decoder, Encoder, ImageEncoder, ParallelBlock
 from zoo.models.hf.config import read_config
 from zoo.models.hf.families import FAMILIES, families
+from zoo.models.hf.families.jetmoe_layers import MixtureOfAttention
+from zoo.models.hf.families.mimo_v2_flash_layers import ValueScaledAttention
 from zoo.models.hf.not_read import REFUSED_VARIANTS, list_reasons
 from zoo.models.hf.spec import Config, Family
 from zoo.models.hf.support import FamilySupport

@@ -33,10 +33,8 @@ from zoo.layers import (
     AlibiAttention,
     Attention,
     BidirectionalAttention,
-    ChunkedAttention,
     CrossLayerAttention,
     DeltaNet,
-    DisentangledAttention,
     GatedAttention,
     GatedConvolution,
     GatedDeltaNet,
@@ -49,13 +47,15 @@ from zoo.layers import (
     LinearAttention,
     Mamba,
     Mamba2,
-    MixtureOfAttention,
     PostRotaryAttention,
     Retention,
     RWKV4ChannelMixing,
     SparseLatentAttention,
-    ValueScaledAttention,
 )
+from zoo.models.hf.families.deberta_v2_layers import DisentangledAttention
+from zoo.models.hf.families.jetmoe_layers import MixtureOfAttention
+from zoo.models.hf.families.llama4_text_layers import ChunkedAttention
+from zoo.models.hf.families.mimo_v2_flash_layers import ValueScaledAttention
 from zoo.ops.rotary import Rotary
 
 VOCAB, EMBED, HEADS, ROWS, SEQ = 32, 16, 2, 8, 16

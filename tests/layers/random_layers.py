@@ -1,12 +1,15 @@
-"""Random layers and activations, drawn by numpy, which compiles nothing."""
+"""Random layers and activations, drawn by numpy, which compiles nothing; and the list of all mixers."""
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from zoo.layers import AbstractMixer
 
 
 def randomize(factory: Callable[..., Any], *, seed: int = 0, power: float = -0.5) -> Any:
@@ -25,3 +28,15 @@ def activations(*shape: int, seed: int = 1) -> jax.Array:
 def relative_error(actual: jax.Array, expected: jax.Array) -> float:
     """Return max |actual - expected| / max |expected|."""
     return float(jnp.abs(actual - expected).max() / jnp.abs(expected).max())
+
+
+def list_mixers() -> set[type[AbstractMixer]]:
+    """Return the classes of mixers of the library: those of `zoo.layers`, and those of families."""
+
+    def list_subclasses(cls: type) -> Iterator[type]:
+        for subclass in cls.__subclasses__():
+            yield subclass
+            yield from list_subclasses(subclass)
+
+    classes = list_subclasses(AbstractMixer)
+    return {cls for cls in classes if cls.__module__.startswith("zoo.") and not inspect.isabstract(cls)}

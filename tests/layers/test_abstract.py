@@ -1,12 +1,11 @@
 """Abstract layers: every mixer takes a shard of the sequence, and one that needs all of it raises by name."""
 
-import inspect
-
 import jax
 import jax.numpy as jnp
 import pytest
 
 import zoo
+from tests.layers.random_layers import list_mixers
 from zoo.layers import AbstractMixer
 
 
@@ -21,8 +20,7 @@ class Reversal(AbstractMixer):
 
 
 def test_every_mixer_takes_a_shard_of_the_sequence():
-    classes = filter(inspect.isclass, (getattr(zoo.layers, name) for name in zoo.layers.__all__))
-    mixers = [cls for cls in classes if issubclass(cls, AbstractMixer) and not inspect.isabstract(cls)]
+    mixers = list_mixers()
     assert len(mixers) >= 19
     whole = {mixer.__name__ for mixer in mixers if not mixer.shards_sequence}
     assert whole == {"BidirectionalAttention", "DisentangledAttention"}, "encoders alone need all tokens of a row"

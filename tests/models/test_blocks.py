@@ -10,7 +10,8 @@ import pytest
 from zoo.layers import RWKV4, AbstractFeedForward, AbstractMixer, Dropout, LayerNorm, RWKV4ChannelMixing, TokenInfo
 from zoo.layers.norm import IdentityNorm
 from zoo.models import AddNormBlock, Block, Hidden, LayerScaleBlock, ParallelBlock, TwoMixerBlock
-from zoo.models.blocks import PostNormBlock, RoutedMixerBlock, SandwichBlock
+from zoo.models.blocks import PostNormBlock, SandwichBlock
+from zoo.models.hf.families.jetmoe_layers import RoutedMixerBlock
 
 
 @pytest.mark.ci

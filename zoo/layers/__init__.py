@@ -4,13 +4,11 @@ from .abstract import AbstractFeedForward, AbstractLinear, AbstractMixer, Abstra
 from .attention.alibi import AlibiAttention, compute_alibi_slopes
 from .attention.attention import Attention
 from .attention.base import AbstractGroupedAttention
-from .attention.chunked import ChunkedAttention
 from .attention.cross_layer import CrossLayerAttention, SharedKeyValues
 from .attention.gated import GatedAttention
 from .attention.latent import LatentAttention
 from .attention.post_rotary import PostRotaryAttention
 from .attention.sparse_latent import LightningIndexer, SparseLatentAttention
-from .attention.value_scaled import ValueScaledAttention
 from .convolution import ConvState, ShortConvolution
 from .dropout import Dropout
 from .embedding import AbstractEmbedding, Embedding, PositionEmbedding, TokenTypeEmbedding
@@ -20,19 +18,15 @@ from .encoders import (
     BidirectionalAttention,
     ClassTokenPooler,
     DensePooler,
-    DisentangledAttention,
     ImageEmbedding,
     PatchEmbedding,
     PatchPositions,
-    RelativeEmbedding,
 )
 from .gaussian_top_k import GaussianTopK
 from .kv_cache import IndexedLatentCache, KeyValueCache, LatentCache
 from .laurel import Laurel
 from .linear import Linear
 from .mlp import MLP, ClampedGatedMLP, GatedMLP
-from .moe.attention import AttentionExpert, MixtureOfAttention
-from .moe.beside_mlp import MixtureBesideMLP
 from .moe.input_weighted import InputWeightedMixture
 from .moe.mixture import AbstractMixture, MixtureOfExperts
 from .moe.output_bias import OutputBias
@@ -69,7 +63,6 @@ from .recurrent.rwkv4 import RWKV4, RWKV4ChannelMixing, RWKV4State
 from .recurrent.rwkv6 import RWKV6
 from .recurrent.rwkv7 import RWKV7
 from .token_info import TokenInfo, token_positions
-from .xielu import Xielu, XieluMLP
 
 __all__ = [
     "HGRN2",
@@ -94,18 +87,15 @@ __all__ = [
     "AlibiAttention",
     "AmaxHistory",
     "Attention",
-    "AttentionExpert",
     "AttentionPooler",
     "BiasedRouter",
     "BidirectionalAttention",
-    "ChunkedAttention",
     "ClampedGatedMLP",
     "ClassTokenPooler",
     "ConvState",
     "CrossLayerAttention",
     "DeltaNet",
     "DensePooler",
-    "DisentangledAttention",
     "Dropout",
     "Embedding",
     "FP8Linear",
@@ -140,8 +130,6 @@ __all__ = [
     "Mamba",
     "Mamba2",
     "MambaState",
-    "MixtureBesideMLP",
-    "MixtureOfAttention",
     "MixtureOfExperts",
     "NF4Linear",
     "NestedNF4Linear",
@@ -157,7 +145,6 @@ __all__ = [
     "RWKV4State",
     "RecurrenceContext",
     "RecurrentState",
-    "RelativeEmbedding",
     "Retention",
     "Routing",
     "RoutingSums",
@@ -171,9 +158,6 @@ __all__ = [
     "TokenTypeEmbedding",
     "TopSigmoidRouter",
     "TopSoftmaxRouter",
-    "ValueScaledAttention",
-    "Xielu",
-    "XieluMLP",
     "compute_alibi_slopes",
     "token_positions",
 ]

@@ -14,12 +14,11 @@ from zoo.layers import (
     AbstractNorm,
     Dropout,
     IdentityNorm,
-    MixtureOfAttention,
     TokenInfo,
 )
 from zoo.layers.abstract import mix_tokens, run_feed_forward, run_mixer
 from zoo.parallel import named_by_class
-from zoo.parallel.tokens import gather_tokens, match_tokens, run_on_all_tokens
+from zoo.parallel.tokens import gather_tokens, match_tokens
 from zoo.shapes import ResidualStream
 
 from .decoder import AbstractBlock, Block, Hidden
@@ -183,28 +182,6 @@ class ParallelBlock(AbstractBlock):
         mixed = match_tokens(mixed, hidden.x)
         fed = checkpoint_name(match_tokens(fed, hidden.x), "ffn_output")
         return hidden.add_residual(self.dropout(mixed, info, site=0) + self.dropout(fed, info, site=1), routing), state
-
-
-class RoutedMixerBlock(AbstractBlock):
-    """The pre-norm layer, x + mixer(norm(x)) and x + ffn(norm(x)), with a mixer that has a router. Its decisions join
-    the routing decisions of the feed-forward layer (JetMoE, arXiv:2404.07413, section 2)."""
-
-    mixer_norm: AbstractNorm
-    mixer: MixtureOfAttention = named_by_class()
-    ffn_norm: AbstractNorm
-    ffn: AbstractFeedForward = named_by_class()
-    dropout: Dropout
-
-    def init_state(self, batch: int, length: int, dtype: Any = jnp.float32) -> Any:
-        return self.mixer.init_state(batch, length, dtype)
-
-    def __call__(self, hidden: Hidden, info: TokenInfo, state: Any = None) -> tuple[Hidden, Any]:
-        mixed, (state, routing) = run_on_all_tokens(self.mixer.mix, self.mixer_norm(hidden.x), info, state)
-        mixed = checkpoint_name(mixed, "mixer_output")
-        hidden = hidden.add_residual(self.dropout(mixed, info, site=0), routing)
-        fed, routing = run_feed_forward(self.ffn, self.ffn_norm(hidden.x))
-        fed = checkpoint_name(fed, "ffn_output")
-        return hidden.add_residual(self.dropout(fed, info, site=1), routing), state
 
 
 def make_unnormalized_block(mixer_norm: AbstractNorm, **parts: Any) -> Block:

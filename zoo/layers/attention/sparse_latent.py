@@ -125,7 +125,7 @@ class SparseLatentAttention(AbstractMixer):
         y = W_out [softmax(q_h k_hᵀ scale + mask of the selected keys) v_h of each head]
 
     With `zoo.layers.LatentAttention` as `attention`, whose queries have a latent that the indexer reads. A layer
-    without an indexer takes the selection of a layer before it (`zoo.models.selection.SelectionBlock`).
+    without an indexer takes the selection of a layer before it (`SelectionBlock` of `glm_moe_dsa`).
 
     This is the reference: it applies the selection as a mask, and saves neither memory nor FLOPs over dense attention.
     A row or cache of at most `top` tokens is attended to densely, and the indexer computes its keys only.

@@ -1,7 +1,6 @@
 """Layers of encoders: the embedding of images, attention in both directions, and pooling of tokens."""
 
 from .bidirectional_attention import BidirectionalAttention
-from .disentangled_attention import DisentangledAttention, RelativeEmbedding
 from .patches import ImageEmbedding, PatchEmbedding, PatchPositions
 from .pooling import AbstractPooler, AttentionPooler, ClassTokenPooler, DensePooler
 
@@ -11,9 +10,7 @@ __all__ = [
     "BidirectionalAttention",
     "ClassTokenPooler",
     "DensePooler",
-    "DisentangledAttention",
     "ImageEmbedding",
     "PatchEmbedding",
     "PatchPositions",
-    "RelativeEmbedding",
 ]

@@ -3,7 +3,7 @@
 from .classification import classification_loss
 from .heads import ClassificationHead, EncoderFeatures, FeatureHead, MaskedLMHead, TokenClassificationHead
 from .image import ImageEncoder, build_image_encoder
-from .relative import RelativeBlock, RelativeHidden
+from .relative import RelativeHidden
 from .text import Encoder, build_encoder
 
 __all__ = [
@@ -13,7 +13,6 @@ __all__ = [
     "FeatureHead",
     "ImageEncoder",
     "MaskedLMHead",
-    "RelativeBlock",
     "RelativeHidden",
     "TokenClassificationHead",
     "build_encoder",

@@ -15,7 +15,6 @@ from zoo.layers import (
     Dropout,
     Embedding,
     PositionEmbedding,
-    RelativeEmbedding,
     TokenInfo,
     token_positions,
 )
@@ -38,7 +37,7 @@ from .heads import (
     MaskedUnembedding,
     TokenClassificationHead,
 )
-from .relative import RelativeHidden
+from .relative import RelativeEmbedding, RelativeHidden
 
 
 class Encoder(Module):
@@ -215,7 +214,7 @@ def build_encoder(
     - `block`: residual wiring of all layers, or of each.
     - `positions`: number of learned positions, None without; `position_offset`: unused rows before them.
     - `token_types`: number of token types, 0 without an embedding of types.
-    - `relative_embedding`: factory of the table of relative positions that `RelativeBlock`s read, called with `key=`.
+    - `relative_embedding`: factory of the table of relative positions that all layers read, called with `key=`.
     """
     embedding_key, stack_key, head_key = jax.random.split(wrap_key(key), 3)
     position_key = jax.random.fold_in(embedding_key, 1)

@@ -30,7 +30,7 @@ class Activations(NamedTuple):
 
 
 def join_streams(model: Any, expected: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Return expectations with the hidden states of parallel residual streams (`zoo.models.altup`) in our form.
+    """Return expectations with the hidden states of parallel residual streams (Gemma 3n's) in our form.
 
     In transformers they are "streams batch seq embed", and the last of them, too, is before the final norm. Here
     streams are side by side, "batch seq features", and the last is after that norm. Other expectations are returned as

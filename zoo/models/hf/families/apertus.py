@@ -4,7 +4,6 @@ from functools import partial
 
 from jaxtyping import Array, Key
 
-from zoo.layers import XieluMLP
 from zoo.models.decoder import Decoder
 from zoo.models.hf.builders import (
     build_config_decoder,
@@ -16,6 +15,7 @@ from zoo.models.hf.builders import (
 from zoo.models.hf.spec import Config, Family, NameMap, prefixed
 
 from . import llama
+from .apertus_layers import XieluMLP
 
 
 def _build_apertus(config: Config, *, key: Key[Array, ""]) -> Decoder:

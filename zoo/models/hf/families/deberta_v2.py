@@ -7,11 +7,10 @@ from typing import Any
 
 from jaxtyping import Array, Key
 
-from zoo.layers import DisentangledAttention, IdentityNorm
-from zoo.layers.encoders.disentangled_attention import RelativeEmbedding, check_distances
+from zoo.layers import IdentityNorm
 from zoo.models.blocks import AddNormBlock
 from zoo.models.encoders.heads import DenseTransform
-from zoo.models.encoders.relative import RelativeBlock
+from zoo.models.encoders.relative import RelativeEmbedding
 from zoo.models.encoders.text import Encoder
 from zoo.models.hf.builders import (
     compute_out_scale,
@@ -27,6 +26,7 @@ from zoo.models.hf.values import WORD, ValueKind, integer, list_of, optional
 
 from .. import encoder_heads, text_encoders
 from .bert import DEFAULTS, map_bert_layers
+from .deberta_v2_layers import DisentangledAttention, RelativeBlock, check_distances
 
 
 def _is_list_of_terms(value: Any) -> bool:

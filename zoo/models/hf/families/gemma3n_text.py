@@ -8,7 +8,6 @@ import jax
 from jaxtyping import Array, Key
 
 from zoo.layers import GaussianTopK, Laurel
-from zoo.models.altup import AltUp, AltUpBlock, AltUpInputs, AltUpNorm
 from zoo.models.build import FeedForwardFactory
 from zoo.models.decoder import Decoder
 from zoo.models.hf.builders import (
@@ -35,6 +34,7 @@ from zoo.models.hf.values import NON_NEGATIVE_NUMBER, ValueKind, list_of, option
 from zoo.models.layer_inputs import LayerInputProjection
 
 from . import gemma, gemma2, gemma3_text, gemma4_text, llama
+from .gemma3n_text_layers import AltUp, AltUpBlock, AltUpInputs, AltUpNorm
 
 _NUM_INPUTS = ValueKind(  # each is a matrix to build
     "a whole number from 1 to 1024", lambda value: COUNT.fits(value) and value <= 1024

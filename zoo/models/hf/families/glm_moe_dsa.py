@@ -10,9 +10,9 @@ from zoo.models.hf.errors import ConfigError
 from zoo.models.hf.kinds import Default, non_negative, optional_count, optional_words
 from zoo.models.hf.spec import Config, Family
 from zoo.models.hf.values import WORD, ValueKind, optional
-from zoo.models.selection import SelectionBlock
 
 from . import deepseek_v2, deepseek_v3, deepseek_v32
+from .glm_moe_dsa_layers import SelectionBlock
 
 _PATTERN = ValueKind("a word of the letters F and S", lambda value: WORD.fits(value) and set(value) <= set("FS"))
 

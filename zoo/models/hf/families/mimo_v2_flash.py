@@ -7,7 +7,6 @@ from functools import partial
 
 from jaxtyping import Array, Key
 
-from zoo.layers import ValueScaledAttention
 from zoo.models.build import MixerFactory
 from zoo.models.decoder import Decoder
 from zoo.models.hf.builders import (
@@ -32,6 +31,7 @@ from zoo.models.hf.kinds import (
 from zoo.models.hf.spec import Config, Family, NameMap, prefixed
 
 from . import dots1, llama
+from .mimo_v2_flash_layers import ValueScaledAttention
 
 
 def _build_mimo_v2_flash(config: Config, *, key: Key[Array, ""]) -> Decoder:

@@ -6,7 +6,8 @@ import jax.numpy as jnp
 import pytest
 
 from tests.layers.random_layers import activations, randomize, relative_error
-from zoo.layers import TokenInfo, ValueScaledAttention
+from zoo.layers import TokenInfo
+from zoo.models.hf.families.mimo_v2_flash_layers import ValueScaledAttention
 from zoo.ops.rotary import Rotary, apply_rotary
 
 ROTARY, WINDOW, SEQ = Rotary(2), 3, 7

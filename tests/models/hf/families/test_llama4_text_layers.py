@@ -8,7 +8,8 @@ import pytest
 
 import zoo
 from tests.layers.random_layers import activations, randomize, relative_error
-from zoo.layers import ChunkedAttention, QueryScale, RMSNorm, TokenInfo
+from zoo.layers import QueryScale, RMSNorm, TokenInfo
+from zoo.models.hf.families.llama4_text_layers import ChunkedAttention
 from zoo.ops.rotary import Rotary, apply_rotary
 from zoo.parallel import Dim, gather
 

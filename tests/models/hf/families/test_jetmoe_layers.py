@@ -9,8 +9,9 @@ import pytest
 
 import zoo
 from tests.layers.random_layers import activations, randomize, relative_error
-from zoo.layers import Attention, MixtureOfAttention, TokenInfo, TopSoftmaxRouter
+from zoo.layers import Attention, TokenInfo, TopSoftmaxRouter
 from zoo.models import count_active_parameters
+from zoo.models.hf.families.jetmoe_layers import MixtureOfAttention
 from zoo.ops.rotary import Rotary
 
 EMBED, HEADS, HEAD_DIM, EXPERTS, TOP = 8, 4, 2, 3, 2

@@ -6,25 +6,34 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Key
 
+from zoo.layers import (
+    AbstractFeedForward,
+    AbstractLinear,
+    AbstractMixer,
+    AbstractMixture,
+    AbstractNorm,
+    AbstractRouter,
+    Dropout,
+    KeyValueCache,
+    Linear,
+    Routing,
+    TokenInfo,
+)
+from zoo.layers.abstract import run_feed_forward
+from zoo.layers.attention.base import attend, make_cache, rotate
+from zoo.layers.heads import split_heads
+from zoo.layers.rotary import rope_switch_length
+from zoo.models.decoder import AbstractBlock, Hidden
 from zoo.ops.attention import ATTENTION
 from zoo.ops.moe.dispatch import combine, dispatch, sort_by_expert
 from zoo.ops.moe.grouped_matmul import GROUPED_MATMUL, grouped_matmul_implementation
 from zoo.ops.rotary import Rotary
-from zoo.parallel import Dim, Module, implementation_option, reduce, stacked
+from zoo.parallel import Dim, Module, implementation_option, named_by_class, reduce, stacked
+from zoo.parallel.tokens import run_on_all_tokens
 from zoo.shapes import HiddenStates, ResidualStream
-
-from ..abstract import AbstractLinear, AbstractMixer
-from ..attention.base import attend, make_cache, rotate
-from ..heads import split_heads
-from ..kv_cache import KeyValueCache
-from ..linear import Linear
-from ..rotary import rope_switch_length
-from ..token_info import TokenInfo
-from .mixture import AbstractMixture
-from .router import AbstractRouter
-from .routing import Routing
 
 
 class AttentionExpert(Module):
@@ -143,3 +152,25 @@ class MixtureOfAttention(AbstractMixer, AbstractMixture):
     @property
     def rope_switch_length(self) -> int | None:
         return rope_switch_length(self.rotary)
+
+
+class RoutedMixerBlock(AbstractBlock):
+    """The pre-norm layer, x + mixer(norm(x)) and x + ffn(norm(x)), with a mixer that has a router. Its decisions join
+    the routing decisions of the feed-forward layer (JetMoE, arXiv:2404.07413, section 2)."""
+
+    mixer_norm: AbstractNorm
+    mixer: MixtureOfAttention = named_by_class()
+    ffn_norm: AbstractNorm
+    ffn: AbstractFeedForward = named_by_class()
+    dropout: Dropout
+
+    def init_state(self, batch: int, length: int, dtype: Any = jnp.float32) -> Any:
+        return self.mixer.init_state(batch, length, dtype)
+
+    def __call__(self, hidden: Hidden, info: TokenInfo, state: Any = None) -> tuple[Hidden, Any]:
+        mixed, (state, routing) = run_on_all_tokens(self.mixer.mix, self.mixer_norm(hidden.x), info, state)
+        mixed = checkpoint_name(mixed, "mixer_output")
+        hidden = hidden.add_residual(self.dropout(mixed, info, site=0), routing)
+        fed, routing = run_feed_forward(self.ffn, self.ffn_norm(hidden.x))
+        fed = checkpoint_name(fed, "ffn_output")
+        return hidden.add_residual(self.dropout(fed, info, site=1), routing), state

@@ -26,13 +26,12 @@ from zoo.layers import (
     TokenInfo,
 )
 from zoo.layers.abstract import run_feed_forward
+from zoo.models.decoder import AbstractBlock, AbstractLayerInputs, Hidden
+from zoo.models.layer_inputs import LayerHidden, LayerInputProjection, LayerInputs, require_layer_hidden
 from zoo.ops.matmul import einsum_fp32_accum
 from zoo.parallel import Dim, Module, named_by_class
 from zoo.parallel.tokens import run_on_all_tokens
 from zoo.shapes import ResidualStream, Tokens
-
-from .decoder import AbstractBlock, AbstractLayerInputs, Hidden
-from .layer_inputs import LayerHidden, LayerInputProjection, LayerInputs, require_layer_hidden
 
 _Streams = Float[Array, "batch tokens streams embed"]
 

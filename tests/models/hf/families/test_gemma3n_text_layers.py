@@ -8,8 +8,8 @@ import pytest
 
 from tests.layers.random_layers import activations, randomize, relative_error
 from zoo.layers import Laurel, RMSNorm, TokenInfo
-from zoo.models.altup import AltUp, AltUpBlock, AltUpInputs, AltUpNorm
 from zoo.models.decoder import Hidden
+from zoo.models.hf.families.gemma3n_text_layers import AltUp, AltUpBlock, AltUpInputs, AltUpNorm
 
 EMBED, STREAMS, LAYERS, WIDTH, VOCAB = 6, 3, 2, 4, 5
 

@@ -7,11 +7,9 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Key
 
+from zoo.layers import AbstractFeedForward, AbstractLinear, Linear
 from zoo.parallel import Dim, Module, buffer, full_precision
 from zoo.shapes import HiddenStates, ResidualStream
-
-from .abstract import AbstractFeedForward, AbstractLinear
-from .linear import Linear
 
 
 class Xielu(Module):

@@ -38,5 +38,5 @@ def test_relative_layers_refuse_to_run_without_a_table():
     block = unstack_blocks(zoo.load(FOLDER))[0]
     with pytest.raises(ValueError, match="the hidden states have none: run the layers in their zoo.models.Encoder"):
         block(Hidden(jnp.ones((1, 3, 16))), TokenInfo())
-    with pytest.raises(ValueError, match="run it in a zoo.models.RelativeBlock"):
+    with pytest.raises(ValueError, match="run it in a RelativeBlock"):
         block.mixer(jnp.ones((1, 3, 16)), TokenInfo())

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import zoo
-from zoo.layers import Xielu, XieluMLP
+from zoo.models.hf.families.apertus_layers import Xielu, XieluMLP
 
 
 def compute_formula(x, alpha_p, alpha_n, beta=0.5, eps=-1e-6):

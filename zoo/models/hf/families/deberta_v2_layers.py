@@ -1,6 +1,6 @@
 """Attention in both directions whose scores have terms of content and of relative position: DeBERTa."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from functools import partial
 from typing import Any
 
@@ -11,45 +11,28 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, Key
 
+from zoo.layers import (
+    AbstractFeedForward,
+    AbstractLinear,
+    AbstractMixer,
+    AbstractNorm,
+    Dropout,
+    Linear,
+    TokenInfo,
+    token_positions,
+)
+from zoo.layers.abstract import run_feed_forward
+from zoo.layers.attention.base import check_attention_sizes, make_projections
+from zoo.layers.heads import split_heads
+from zoo.models.decoder import AbstractBlock, Hidden
+from zoo.models.encoders.relative import RelativeHidden, RelativeTable
 from zoo.ops.attention import AttentionMask
-from zoo.parallel import Dim, Module
+from zoo.parallel import Dim, named_by_class
+from zoo.parallel.tokens import run_on_all_tokens
 from zoo.shapes import HeadVectors, HiddenStates, ResidualStream
-
-from ..abstract import AbstractLinear, AbstractMixer, AbstractNorm
-from ..attention.base import check_attention_sizes, make_projections
-from ..heads import split_heads
-from ..linear import Linear, truncated_normal
-from ..token_info import TokenInfo, token_positions
 
 TERMS = ("c2p", "p2c")
 """Terms of position in the scores: content to position, position to content."""
-
-RelativeTable = Float[Array, "distances embed"]
-
-
-class RelativeEmbedding(Module):
-    """Embedding of relative positions, one table for all layers: norm(weight), of 2 `span` distances (He et al.,
-    arXiv:2006.03654, section 3.1). The norm is optional."""
-
-    weight: RelativeTable
-    norm: AbstractNorm | None
-
-    def __init__(
-        self,
-        span: int,
-        embed: int,
-        *,
-        norm: Callable[[], AbstractNorm] | None = None,
-        scale: float = 1.0,
-        key: Key[Array, ""],
-    ):
-        """`norm`: factory of the norm."""
-        self.weight = truncated_normal(key, (2 * span, embed), scale)
-        self.norm = None if norm is None else norm()
-
-    def __call__(self) -> RelativeTable:
-        """Return the vectors of all distances."""
-        return self.weight if self.norm is None else self.norm(self.weight)
 
 
 class DisentangledAttention(AbstractMixer):
@@ -124,7 +107,7 @@ class DisentangledAttention(AbstractMixer):
 
     def __call__(self, x: HiddenStates, info: TokenInfo, state: None = None) -> tuple[ResidualStream, None]:
         """**Raises** `ValueError`: the layer reads vectors of distances, too, which `mix` takes."""
-        raise ValueError("disentangled attention reads a table of distances: run it in a zoo.models.RelativeBlock")
+        raise ValueError("disentangled attention reads a table of distances: run it in a RelativeBlock")
 
     def mix(self, x: HiddenStates, info: TokenInfo, table: RelativeTable) -> tuple[ResidualStream, None]:
         """Return the output for hidden states `x`, given the vectors of all distances, and None: there is no state."""
@@ -148,6 +131,35 @@ class DisentangledAttention(AbstractMixer):
     def init_state(self, batch: int, length: int, dtype: Any = jnp.float32) -> Any:
         """**Raises** `NotImplementedError`: a token attends to later ones, so none can be decoded before them."""
         raise NotImplementedError("attention in both directions has no KV cache: a token attends to those after it")
+
+
+class RelativeBlock(AbstractBlock):
+    """norm(x + mixer(x, table)), then norm(x + ffn(x)): `zoo.models.AddNormBlock` with attention that reads the table
+    of relative positions (DeBERTa; He et al., arXiv:2006.03654)."""
+
+    mixer_norm: AbstractNorm
+    mixer: DisentangledAttention = named_by_class()
+    ffn_norm: AbstractNorm
+    ffn: AbstractFeedForward = named_by_class()
+    dropout: Dropout
+
+    def init_state(self, batch: int, length: int, dtype: Any = jnp.float32) -> Any:
+        return self.mixer.init_state(batch, length, dtype)
+
+    def __call__(self, hidden: Hidden, info: TokenInfo, state: Any = None) -> tuple[Hidden, Any]:
+        """**Raises** `ValueError` for hidden states without a table: a layer on its own."""
+        table = hidden.table if isinstance(hidden, RelativeHidden) else None
+        if table is None:
+            raise ValueError(
+                "this layer reads a table of relative positions, and the hidden states have none: run the layers in "
+                "their zoo.models.Encoder, on a mesh with pipe=1"
+            )
+        mixed, _ = run_on_all_tokens(lambda x: self.mixer.mix(x, info, table), hidden.x)
+        mixed = checkpoint_name(mixed, "mixer_output")
+        hidden = hidden.add_residual(self.dropout(mixed, info, site=0)).normalize(self.mixer_norm)
+        fed, routing = run_feed_forward(self.ffn, hidden.x)
+        fed = checkpoint_name(fed, "ffn_output")
+        return hidden.add_residual(self.dropout(fed, info, site=1), routing).normalize(self.ffn_norm), state
 
 
 def disentangled_attention(

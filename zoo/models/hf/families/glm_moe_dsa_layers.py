@@ -8,10 +8,9 @@ from jaxtyping import Array, Bool
 
 from zoo.layers import AbstractFeedForward, AbstractNorm, Dropout, SparseLatentAttention, TokenInfo
 from zoo.layers.abstract import run_feed_forward
+from zoo.models.decoder import AbstractBlock, Hidden
 from zoo.parallel import named_by_class
 from zoo.parallel.tokens import run_on_all_tokens
-
-from .decoder import AbstractBlock, Hidden
 
 
 class SelectionHidden(Hidden):

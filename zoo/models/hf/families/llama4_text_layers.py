@@ -6,19 +6,16 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Int, Key
 
+from zoo.layers import AbstractMixer, KeyValueCache, PostRotaryAttention, TokenInfo, token_positions
+from zoo.layers.attention.base import attend, make_cache, update_cache
+from zoo.layers.attention.cached import cached_attention
+from zoo.layers.heads import select_kv_heads
+from zoo.layers.kv_cache import mark_overfull, require_positions
+from zoo.layers.rotary import find_max_row_length
 from zoo.ops.attention import AttentionMask
 from zoo.ops.rotary import Rotary
 from zoo.parallel import num_shards
 from zoo.shapes import HeadVectors, HiddenStates, KVHeads, ResidualStream, SegmentIds
-
-from ..abstract import AbstractMixer
-from ..heads import select_kv_heads
-from ..kv_cache import KeyValueCache, mark_overfull, require_positions
-from ..rotary import find_max_row_length
-from ..token_info import TokenInfo, token_positions
-from .base import attend, make_cache, update_cache
-from .cached import cached_attention
-from .post_rotary import PostRotaryAttention
 
 
 class ChunkedAttention(AbstractMixer):

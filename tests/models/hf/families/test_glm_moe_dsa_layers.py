@@ -11,7 +11,7 @@ import pytest
 import zoo
 from tests.layers.random_layers import randomize
 from zoo.layers import GatedMLP, LatentAttention, LightningIndexer, RMSNorm, SparseLatentAttention, TokenInfo
-from zoo.models.selection import SelectionBlock
+from zoo.models.hf.families.glm_moe_dsa_layers import SelectionBlock
 from zoo.ops.rotary import Rotary
 
 VOCAB, EMBED, SEQ = 32, 16, 8

@@ -6,15 +6,11 @@ import equinox as eqx
 import jax
 from jaxtyping import Array, Key
 
+from zoo.layers import AbstractFeedForward, AbstractMixture, AbstractNorm, AbstractRouter, Routing
+from zoo.layers.moe.exchange import mix_experts
 from zoo.ops.moe.grouped_matmul import GROUPED_MATMUL
 from zoo.parallel import implementation_option, reduce, stacked
 from zoo.shapes import HiddenStates, ResidualStream
-
-from ..abstract import AbstractFeedForward, AbstractNorm
-from .exchange import mix_experts
-from .mixture import AbstractMixture
-from .router import AbstractRouter
-from .routing import Routing
 
 
 class MixtureBesideMLP(AbstractFeedForward, AbstractMixture):
