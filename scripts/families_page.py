@@ -11,20 +11,19 @@ from zoo.cli.families import summarize_family
 from zoo.layers import (
     RWKV4,
     AlibiAttention,
-    ClampedGatedMLP,
     GroupedGatedDeltaNet,
     LatentAttention,
     Mamba,
     Mamba2,
     MixtureOfExperts,
-    OutputBias,
     SparseLatentAttention,
 )
 from zoo.layers.encoders.bidirectional_attention import BidirectionalAttention
 from zoo.models import Decoder, Encoder, ImageEncoder, ParallelBlock
 from zoo.models.hf.config import read_config
 from zoo.models.hf.families import FAMILIES, families
-from zoo.models.hf.families.jetmoe_layers import MixtureOfAttention
+from zoo.models.hf.families.gpt_oss_layers import ClampedGatedMLP
+from zoo.models.hf.families.jetmoe_layers import MixtureOfAttention, OutputBias
 from zoo.models.hf.families.mimo_v2_flash_layers import ValueScaledAttention
 from zoo.models.hf.not_read import REFUSED_VARIANTS, list_reasons
 from zoo.models.hf.spec import Config, Family

@@ -49,13 +49,13 @@ from zoo.layers import (
     Mamba2,
     PostRotaryAttention,
     Retention,
-    RWKV4ChannelMixing,
     SparseLatentAttention,
 )
 from zoo.models.hf.families.deberta_v2_layers import DisentangledAttention
 from zoo.models.hf.families.jetmoe_layers import MixtureOfAttention
 from zoo.models.hf.families.llama4_text_layers import ChunkedAttention
 from zoo.models.hf.families.mimo_v2_flash_layers import ValueScaledAttention
+from zoo.models.hf.families.rwkv_layers import RWKV4ChannelMixing
 from zoo.ops.rotary import Rotary
 
 VOCAB, EMBED, HEADS, ROWS, SEQ = 32, 16, 2, 8, 16

@@ -22,11 +22,11 @@ from zoo.layers import (
     Linear,
     Mamba,
     MixtureOfExperts,
-    RWKV4ChannelMixing,
     SoftmaxRouter,
 )
-from zoo.models.blocks import ParallelBlock, TwoMixerBlock
+from zoo.models.blocks import ParallelBlock
 from zoo.models.build import build_decoder
+from zoo.models.hf.families.rwkv_layers import RWKV4ChannelMixing, TwoMixerBlock
 from zoo.ops.rotary import Rotary
 from zoo.parallel import SEQUENCE, ZERO2, Dim
 from zoo.tools.plan.inlining import Scan

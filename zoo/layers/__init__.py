@@ -22,21 +22,14 @@ from .encoders import (
     PatchEmbedding,
     PatchPositions,
 )
-from .gaussian_top_k import GaussianTopK
 from .kv_cache import IndexedLatentCache, KeyValueCache, LatentCache
-from .laurel import Laurel
 from .linear import Linear
-from .mlp import MLP, ClampedGatedMLP, GatedMLP
-from .moe.input_weighted import InputWeightedMixture
+from .mlp import MLP, GatedMLP
 from .moe.mixture import AbstractMixture, MixtureOfExperts
-from .moe.output_bias import OutputBias
 from .moe.router import (
     AbstractRouter,
     BiasedRouter,
-    ScaledSoftmaxRouter,
     SoftmaxRouter,
-    SparseMixerRouter,
-    TopSigmoidRouter,
     TopSoftmaxRouter,
 )
 from .moe.routing import Routing, RoutingSums
@@ -59,7 +52,7 @@ from .recurrent.mamba import Mamba, MambaState
 from .recurrent.mamba2 import Mamba2
 from .recurrent.mlstm import MLSTM
 from .recurrent.rg_lru import RGLRU
-from .recurrent.rwkv4 import RWKV4, RWKV4ChannelMixing, RWKV4State
+from .recurrent.rwkv4 import RWKV4, RWKV4State
 from .recurrent.rwkv6 import RWKV6
 from .recurrent.rwkv7 import RWKV7
 from .token_info import TokenInfo, token_positions
@@ -90,7 +83,6 @@ __all__ = [
     "AttentionPooler",
     "BiasedRouter",
     "BidirectionalAttention",
-    "ClampedGatedMLP",
     "ClassTokenPooler",
     "ConvState",
     "CrossLayerAttention",
@@ -106,20 +98,17 @@ __all__ = [
     "GatedGroupNorm",
     "GatedLinearAttention",
     "GatedMLP",
-    "GaussianTopK",
     "GroupQuantizedLinear",
     "GroupedGatedDeltaNet",
     "HeadNorm",
     "IdentityNorm",
     "ImageEmbedding",
     "IndexedLatentCache",
-    "InputWeightedMixture",
     "Int8Linear",
     "KeyValueCache",
     "KimiDeltaAttention",
     "LatentAttention",
     "LatentCache",
-    "Laurel",
     "LayerNorm",
     "Lightning",
     "LightningIndexer",
@@ -133,7 +122,6 @@ __all__ = [
     "MixtureOfExperts",
     "NF4Linear",
     "NestedNF4Linear",
-    "OutputBias",
     "PatchEmbedding",
     "PatchPositions",
     "PerHeadLayerNorm",
@@ -141,22 +129,18 @@ __all__ = [
     "PostRotaryAttention",
     "QueryScale",
     "RMSNorm",
-    "RWKV4ChannelMixing",
     "RWKV4State",
     "RecurrenceContext",
     "RecurrentState",
     "Retention",
     "Routing",
     "RoutingSums",
-    "ScaledSoftmaxRouter",
     "SharedKeyValues",
     "ShortConvolution",
     "SoftmaxRouter",
     "SparseLatentAttention",
-    "SparseMixerRouter",
     "TokenInfo",
     "TokenTypeEmbedding",
-    "TopSigmoidRouter",
     "TopSoftmaxRouter",
     "compute_alibi_slopes",
     "token_positions",

@@ -1,6 +1,5 @@
 """Position-wise feed-forward layers."""
 
-import math
 from collections.abc import Callable
 
 import equinox as eqx
@@ -8,7 +7,6 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, Key
 
-from zoo.ops.activations import clamped_swiglu
 from zoo.parallel import Dim
 from zoo.shapes import HiddenStates, ResidualStream
 
@@ -68,7 +66,7 @@ class GatedMLP(AbstractFeedForward):
         out_scale: float = 1.0,
         key: Key[Array, ""],
     ):
-        self.gate, self.up, self.down = _make_gated_projections(embed, mlp, Linear, bias, out_scale, key)
+        self.gate, self.up, self.down = make_gated_projections(embed, mlp, Linear, bias, out_scale, key)
         self.activation = activation
 
     def __call__(self, x: HiddenStates) -> tuple[ResidualStream, tuple[()]]:
@@ -78,50 +76,7 @@ class GatedMLP(AbstractFeedForward):
         return self.down.grouped(self.activation(self.gate.grouped(x, sizes)) * self.up.grouped(x, sizes), sizes)
 
 
-class ClampedGatedMLP(AbstractFeedForward):
-    """y = W_down ((clip(W_up x, -limit, limit) + 1) * g sigmoid(alpha g)) with g = min(W_gate x, limit): the clamped
-    SwiGLU of GPT-OSS (arXiv:2508.10925, section 2.2), see `zoo.ops.activations.clamped_swiglu`."""
-
-    gate: AbstractLinear
-    up: AbstractLinear
-    down: AbstractLinear
-
-    alpha: float = eqx.field(static=True)
-    limit: float = eqx.field(static=True)
-
-    def __init__(
-        self,
-        embed: int,
-        mlp: int,
-        *,
-        alpha: float | int = 1.702,
-        limit: float | int = 7.0,
-        linear: Callable[..., AbstractLinear] = Linear,
-        bias: bool = True,
-        out_scale: float = 1.0,
-        key: Key[Array, ""],
-    ):
-        """- `linear`: class of the three projections, `Linear` or `MXFP4Linear`.
-
-        **Raises** `ValueError` for a limit that is not above 0.
-        """
-        if not 0 < limit < math.inf:
-            raise ValueError(f"values are clipped to a limit above 0, not to {limit}")
-        self.gate, self.up, self.down = _make_gated_projections(embed, mlp, linear, bias, out_scale, key)
-        self.alpha = float(alpha)
-        self.limit = float(limit)
-
-    def __call__(self, x: HiddenStates) -> tuple[ResidualStream, tuple[()]]:
-        hidden = clamped_swiglu(self.gate(x), self.up(x), alpha=self.alpha, limit=self.limit)
-        return self.down(checkpoint_name(hidden, "mlp_hidden")), ()
-
-    def grouped(self, x: Float[Array, "rows embed"], sizes: Int[Array, "experts"]) -> Float[Array, "rows embed"]:
-        gate = self.gate.grouped(x, sizes)
-        up = self.up.grouped(x, sizes)
-        return self.down.grouped(clamped_swiglu(gate, up, alpha=self.alpha, limit=self.limit), sizes)
-
-
-def _make_gated_projections(
+def make_gated_projections(
     embed: int, mlp: int, linear: Callable[..., AbstractLinear], bias: bool, out_scale: float, key: Key[Array, ""]
 ) -> tuple[AbstractLinear, AbstractLinear, AbstractLinear]:
     """Initialize the gate, up and down projections of a gated MLP."""

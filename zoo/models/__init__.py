@@ -4,7 +4,7 @@ from typing import Any
 
 from zoo.layers.token_info import batch_token_info, count_positions, pack_positions, token_info
 
-from .blocks import AddNormBlock, LayerScaleBlock, MixerBlock, ParallelBlock, TwoMixerBlock
+from .blocks import AddNormBlock, LayerScaleBlock, MixerBlock, ParallelBlock
 from .build import build_decoder
 from .configure import configure, set_implementations
 from .decoder import AbstractStack, Block, Decoder, Hidden, UnrolledStack
@@ -96,7 +96,6 @@ __all__ = [
     "TensorMapping",
     "TokenClassificationHead",
     "Transformer",
-    "TwoMixerBlock",
     "UnrolledStack",
     "VisionTransformer",
     "balance_loss",

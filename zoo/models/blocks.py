@@ -1,6 +1,5 @@
 """Residual wirings other than the pre-norm `zoo.models.decoder.Block`."""
 
-import dataclasses
 from typing import Any
 
 import equinox as eqx
@@ -19,7 +18,6 @@ from zoo.layers import (
 from zoo.layers.abstract import mix_tokens, run_feed_forward, run_mixer
 from zoo.parallel import named_by_class
 from zoo.parallel.tokens import gather_tokens, match_tokens
-from zoo.shapes import ResidualStream
 
 from .decoder import AbstractBlock, Block, Hidden
 
@@ -41,40 +39,6 @@ class MixerBlock(AbstractBlock):
         mixed, state = run_mixer(self.mixer, self.mixer_norm(hidden.x), info, state)
         mixed = self.dropout(mixed, info, site=0)
         return hidden.add_residual(mixed if self.residual_multiplier == 1 else self.residual_multiplier * mixed), state
-
-
-class TwoMixerBlock(AbstractBlock):
-    """x + mixer(norm(x)), then x + ffn(norm(x)) where `ffn` is a mixer too: the layer of RWKV, whose channel mixing
-    shifts tokens (arXiv:2305.13048, figure 2). Its state is a pair, one of each.
-
-    Outputs are multiplied by `residual_multiplier`, and the sum by `shrink`: powers of 2 keep the stream of RWKV-4
-    small in float16 (`rescale_every` of transformers), which the norms undo but for their epsilon.
-    """
-
-    mixer_norm: AbstractNorm
-    mixer: AbstractMixer = named_by_class()
-    ffn_norm: AbstractNorm
-    ffn: AbstractMixer = named_by_class()
-    dropout: Dropout
-
-    residual_multiplier: float = eqx.field(static=True, default=1.0)
-    shrink: float = eqx.field(static=True, default=1.0)
-
-    def init_state(self, batch: int, length: int, dtype: Any = jnp.float32) -> tuple[Any, Any]:
-        return self.mixer.init_state(batch, length, dtype), self.ffn.init_state(batch, length, dtype)
-
-    def __call__(self, hidden: Hidden, info: TokenInfo, state: Any = None) -> tuple[Hidden, Any]:
-        mixer_state, ffn_state = (None, None) if state is None else state
-        mixed, mixer_state = run_mixer(self.mixer, self.mixer_norm(hidden.x), info, mixer_state)
-        hidden = hidden.add_residual(self._scale(self.residual_multiplier, self.dropout(mixed, info, site=0)))
-        fed, ffn_state = run_mixer(self.ffn, self.ffn_norm(hidden.x), info, ffn_state)
-        hidden = hidden.add_residual(self._scale(self.residual_multiplier, self.dropout(fed, info, site=1)))
-        hidden = dataclasses.replace(hidden, x=self._scale(self.shrink, hidden.x))
-        return hidden, None if state is None else (mixer_state, ffn_state)
-
-    @staticmethod
-    def _scale(multiplier: float, x: ResidualStream) -> ResidualStream:
-        return x if multiplier == 1 else multiplier * x
 
 
 class PostNormBlock(AbstractBlock):

@@ -15,14 +15,14 @@ import zoo
 from zoo.layers import (
     MLP,
     BiasedRouter,
-    ClampedGatedMLP,
     GatedMLP,
     Linear,
     MixtureOfExperts,
     SoftmaxRouter,
-    SparseMixerRouter,
     TopSoftmaxRouter,
 )
+from zoo.models.hf.families.gpt_oss_layers import ClampedGatedMLP
+from zoo.models.hf.families.phimoe_layers import SparseMixerRouter
 from zoo.parallel import Dim
 
 KEY = jax.random.key(0)

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 import zoo
-from zoo.layers import ClampedGatedMLP, Linear, MixtureOfExperts, MXFP4Linear, SoftmaxRouter
+from zoo.layers import Linear, MixtureOfExperts, MXFP4Linear, SoftmaxRouter
+from zoo.models.hf.families.gpt_oss_layers import ClampedGatedMLP
 from zoo.ops.quantized.mxfp4 import dequantize_mxfp4
 from zoo.parallel import Dim
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
-from zoo.ops.moe.routing import biased_top_k, softmax_top_k, sparse_mixer, top_k_softmax
+from zoo.ops.moe.routing import biased_top_k, softmax_top_k, top_k_softmax
 from zoo.parallel import Dim, Module, buffer, full_precision
 from zoo.shapes import HiddenStates
 
@@ -16,7 +16,7 @@ from ..abstract import AbstractLinear
 from ..linear import Linear
 from .routing import Routing
 
-_RoutingWeights = Float[Array, "batch seq top"]
+RoutingWeights = Float[Array, "batch seq top"]
 
 
 class AbstractRouter(Module):
@@ -26,10 +26,10 @@ class AbstractRouter(Module):
     top: eqx.AbstractVar[int]
 
     @abc.abstractmethod
-    def choose(self, logits: Float[Array, "batch seq choices"]) -> tuple[_RoutingWeights, Int[Array, "batch seq top"]]:
+    def choose(self, logits: Float[Array, "batch seq choices"]) -> tuple[RoutingWeights, Int[Array, "batch seq top"]]:
         """Return the weights and the indices of each token's experts."""
 
-    def __call__(self, x: HiddenStates) -> tuple[_RoutingWeights, Routing]:
+    def __call__(self, x: HiddenStates) -> tuple[RoutingWeights, Routing]:
         logits = self.scores(x.astype(jnp.float32))
         weights, chosen = self.choose(logits)
         return weights, Routing(logits, chosen)
@@ -61,14 +61,14 @@ class SoftmaxRouter(AbstractRouter):
     ):
         """**Raises** `ValueError` if `top` exceeds the number of experts or of those in the kept groups."""
         check_routing_sizes(experts, top, groups, kept_groups)
-        self.scores = _make_score_projection(embed, experts, bias, key)
+        self.scores = make_score_projection(embed, experts, bias, key)
         self.top = top
         self.renormalize = renormalize
         self.scale = float(scale)
         self.groups = groups
         self.kept_groups = kept_groups
 
-    def choose(self, logits: Float[Array, "batch seq choices"]) -> tuple[_RoutingWeights, Int[Array, "batch seq top"]]:
+    def choose(self, logits: Float[Array, "batch seq choices"]) -> tuple[RoutingWeights, Int[Array, "batch seq top"]]:
         options = {"scale": self.scale, "groups": self.groups, "kept_groups": self.kept_groups}
         return softmax_top_k(logits, self.top, renormalize=self.renormalize, **options)
 
@@ -83,73 +83,11 @@ class TopSoftmaxRouter(AbstractRouter):
     def __init__(self, embed: int, experts: int, top: int, *, bias: bool = False, key: Key[Array, ""]):
         """**Raises** `ValueError` if `top` exceeds the number of experts or of those in the kept groups."""
         check_routing_sizes(experts, top, 1, 1)
-        self.scores = _make_score_projection(embed, experts, bias, key)
+        self.scores = make_score_projection(embed, experts, bias, key)
         self.top = top
 
-    def choose(self, logits: Float[Array, "batch seq choices"]) -> tuple[_RoutingWeights, Int[Array, "batch seq top"]]:
+    def choose(self, logits: Float[Array, "batch seq choices"]) -> tuple[RoutingWeights, Int[Array, "batch seq top"]]:
         return top_k_softmax(logits, self.top)
-
-
-class TopSigmoidRouter(AbstractRouter):
-    """Top-k of W x, weighted by the sigmoid of each, not divided by their sum (Meta, "Llama 4", 2025)."""
-
-    scores: AbstractLinear = full_precision()
-
-    top: int = eqx.field(static=True)
-
-    def __init__(self, embed: int, experts: int, top: int, *, key: Key[Array, ""]):
-        """**Raises** `ValueError` if `top` exceeds the number of experts."""
-        check_routing_sizes(experts, top, 1, 1)
-        self.scores = _make_score_projection(embed, experts, False, key)
-        self.top = top
-
-    def choose(self, logits: Float[Array, "batch seq choices"]) -> tuple[_RoutingWeights, Int[Array, "batch seq top"]]:
-        values, chosen = jax.lax.top_k(logits, self.top)
-        return jax.nn.sigmoid(values), chosen
-
-
-class ScaledSoftmaxRouter(AbstractRouter):
-    """Top-k of softmax(W x), divided by their sum, each times a learned scale of its expert (Gemma team, "Gemma 4",
-    2026)."""
-
-    scores: AbstractLinear = full_precision()
-    expert_scale: Float[Array, "choices"]
-
-    top: int = eqx.field(static=True)
-
-    def __init__(self, embed: int, experts: int, top: int, *, key: Key[Array, ""]):
-        """**Raises** `ValueError` if `top` exceeds the number of experts."""
-        check_routing_sizes(experts, top, 1, 1)
-        self.scores = _make_score_projection(embed, experts, False, key)
-        self.top = top
-        self.expert_scale = jnp.ones(experts, jnp.float32)
-
-    def choose(self, logits: Float[Array, "batch seq choices"]) -> tuple[_RoutingWeights, Int[Array, "batch seq top"]]:
-        weights, chosen = softmax_top_k(logits, self.top, renormalize=True)
-        return weights * self.expert_scale.astype(jnp.float32)[chosen], chosen
-
-
-class SparseMixerRouter(AbstractRouter):
-    """Top 2 of W x, each weighted by a softmax over the experts near it (GRIN, arXiv:2409.12136): see
-    `zoo.ops.moe.routing.sparse_mixer`. Experts are chosen as at inference, in training too."""
-
-    scores: AbstractLinear = full_precision()
-
-    top: int = eqx.field(static=True)
-    jitter: float = eqx.field(static=True)
-
-    def __init__(self, embed: int, experts: int, top: int = 2, *, jitter: float = 0.01, key: Key[Array, ""]):
-        """`jitter`: half the relative distance within which experts are near. **Raises** `ValueError` for another `top`
-        than 2, and for fewer experts."""
-        check_routing_sizes(experts, top, 1, 1)
-        if top != 2:
-            raise ValueError(f"SparseMixer chooses 2 experts, not {top}")
-        self.scores = _make_score_projection(embed, experts, False, key)
-        self.top = top
-        self.jitter = float(jitter)
-
-    def choose(self, logits: Float[Array, "batch seq choices"]) -> tuple[_RoutingWeights, Int[Array, "batch seq top"]]:
-        return sparse_mixer(logits, self.jitter)
 
 
 class BiasedRouter(AbstractRouter):
@@ -190,7 +128,7 @@ class BiasedRouter(AbstractRouter):
         check_routing_sizes(experts, top, groups, kept_groups)
         if score not in ("sigmoid", "softmax"):
             raise ValueError(f"a score is 'sigmoid' or 'softmax', not {score!r}")
-        self.scores = _make_score_projection(embed, experts, False, key)
+        self.scores = make_score_projection(embed, experts, False, key)
         self.selection_bias = jnp.zeros(experts, jnp.float32)
         self.top = top
         self.score = score
@@ -200,7 +138,7 @@ class BiasedRouter(AbstractRouter):
         self.kept_groups = kept_groups
         self.smallest = smallest
 
-    def choose(self, logits: Float[Array, "batch seq choices"]) -> tuple[_RoutingWeights, Int[Array, "batch seq top"]]:
+    def choose(self, logits: Float[Array, "batch seq choices"]) -> tuple[RoutingWeights, Int[Array, "batch seq top"]]:
         if self.score == "sigmoid":
             scores = jax.nn.sigmoid(logits)
         else:
@@ -210,7 +148,7 @@ class BiasedRouter(AbstractRouter):
         return biased_top_k(scores, self.selection_bias.astype(jnp.float32), self.top, **options)
 
 
-def _make_score_projection(embed: int, experts: int, bias: bool, key: Key[Array, ""]) -> Linear:
+def make_score_projection(embed: int, experts: int, bias: bool, key: Key[Array, ""]) -> Linear:
     """Initialize the projection to router logits. Its output dim is "choices", not "experts", so that every device
     scores all experts of a sharded mixture."""
     return Linear(embed, experts, in_=Dim("embed"), out=Dim("choices"), bias=bias, key=key)

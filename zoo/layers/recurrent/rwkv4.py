@@ -1,4 +1,4 @@
-"""RWKV-4: time mixing and channel mixing, both with token shift. The recurrence is `zoo.ops.recurrence.rwkv4`."""
+"""RWKV-4: time mixing with token shift. The recurrence is `zoo.ops.recurrence.rwkv4`."""
 
 from functools import partial
 from typing import Any
@@ -7,11 +7,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
-from zoo.ops.activations import relu_squared
 from zoo.ops.recurrence.rwkv4 import WKV, WKVState, rwkv4
 from zoo.ops.recurrence.stabilizer import NO_HISTORY
 from zoo.parallel import Dim, Module, full_precision, implementation_option
-from zoo.parallel.tokens import match_tokens
 from zoo.shapes import HiddenStates, ResidualStream
 
 from ..abstract import AbstractLinear, AbstractMixer
@@ -105,8 +103,8 @@ class RWKV4(AbstractMixer):
         else:
             sums = WKVState(state.numerator, state.denominator, state.maximum)
         mixed, sums = rwkv4(
-            self.key(_lerp(self.key_mix, x, previous)),
-            self.value(_lerp(self.value_mix, x, previous)),
+            self.key(mix_with_previous(self.key_mix, x, previous)),
+            self.value(mix_with_previous(self.value_mix, x, previous)),
             self.decay,
             self.bonus,
             state=context.initial_state(sums),
@@ -114,44 +112,10 @@ class RWKV4(AbstractMixer):
             token_mask=context.token_mask,
             implementation=context.implementation,
         )
-        receptance = jax.nn.sigmoid(self.receptance(_lerp(self.receptance_mix, x, previous)))
+        receptance = jax.nn.sigmoid(self.receptance(mix_with_previous(self.receptance_mix, x, previous)))
         return self.out(receptance * mixed), None if shift_state is None else RWKV4State(*sums, shift_state)
 
 
-class RWKV4ChannelMixing(AbstractMixer):
-    """RWKV-4 channel mixing (arXiv:2305.13048, section 3.1): sigmoid(W_r mix_r(x)) * W_v relu(W_k mix_k(x))², with the
-    token shift of `RWKV4`. It replaces the feed-forward layer; its state is one token."""
-
-    shards_sequence = True
-
-    receptance: AbstractLinear
-    key: AbstractLinear
-    value: AbstractLinear
-    receptance_mix: Float[Array, "embed"]
-    key_mix: Float[Array, "embed"]
-
-    def __init__(self, embed: int, mlp: int, *, out_scale: float = 1.0, key: Key[Array, ""]):
-        """`mlp`: hidden size. Mixing weights are initialized as in `RWKV4`."""
-        keys = jax.random.split(key, 3)
-        embed_dim = Dim("embed")
-        mlp_dim = Dim("mlp")
-        self.receptance = Linear(embed, embed, in_=embed_dim, out=Dim("features"), key=keys[0])
-        self.key = Linear(embed, mlp, in_=embed_dim, out=mlp_dim, key=keys[1])
-        self.value = Linear(mlp, embed, in_=mlp_dim, out=embed_dim, scale=out_scale, key=keys[2])
-        self.receptance_mix, self.key_mix = (jnp.linspace(0, 1, embed, dtype=jnp.float32) for _ in range(2))
-
-    def init_state(self, batch: int, length: int, dtype: Any = jnp.float32) -> ConvState:
-        return init_token_shift(batch, self.key_mix.shape[0], dtype)
-
-    def __call__(
-        self, x: HiddenStates, info: TokenInfo, state: ConvState | None = None
-    ) -> tuple[ResidualStream, ConvState | None]:
-        previous, shift_state = token_shift(x, RecurrenceContext.from_info(x, info, state), state)
-        value = self.value(relu_squared(self.key(_lerp(self.key_mix, x, previous))))
-        mixed = match_tokens(_lerp(self.receptance_mix, x, previous), value)
-        return jax.nn.sigmoid(self.receptance(mixed)) * value, shift_state
-
-
-def _lerp(mix: Float[Array, "embed"], x: HiddenStates, previous: HiddenStates) -> HiddenStates:
+def mix_with_previous(mix: Float[Array, "embed"], x: HiddenStates, previous: HiddenStates) -> HiddenStates:
     """Return mix x + (1 - mix) previous."""
     return previous + mix.astype(x.dtype) * (x - previous)

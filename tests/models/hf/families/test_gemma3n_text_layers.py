@@ -1,4 +1,6 @@
-"""Parallel residual streams equal their formulas, and have finite gradients where an embedding is 0."""
+"""Parallel residual streams and sparse gates equal their formulas; gradients are finite where an embedding is 0."""
+
+from functools import partial
 
 import equinox as eqx
 import jax
@@ -6,10 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import zoo
 from tests.layers.random_layers import activations, randomize, relative_error
-from zoo.layers import Laurel, RMSNorm, TokenInfo
+from zoo.layers import GatedMLP, RMSNorm, TokenInfo
 from zoo.models.decoder import Hidden
-from zoo.models.hf.families.gemma3n_text_layers import AltUp, AltUpBlock, AltUpInputs, AltUpNorm
+from zoo.models.hf.families.gemma3n_text_layers import AltUp, AltUpBlock, AltUpInputs, AltUpNorm, GaussianTopK, Laurel
+from zoo.ops.activations import gaussian_top_k, gelu_tanh
 
 EMBED, STREAMS, LAYERS, WIDTH, VOCAB = 6, 3, 2, 4, 5
 
@@ -82,3 +86,19 @@ def test_block_refuses_hidden_states_of_other_decoders():
     block = object.__new__(AltUpBlock)
     with pytest.raises(TypeError, match="AltUpBlock reads layer inputs and shared keys, which Hidden has not"):
         block(Hidden(activations(1, 2, STREAMS * EMBED)), TokenInfo())
+
+
+def test_sparse_gate_on_a_mesh_equals_formula():
+    """The cutoff is that of all features, not of those on a device."""
+    mlp, x = randomize(partial(GatedMLP, 8, 16, activation=GaussianTopK(0.7, gelu_tanh))), activations(2, 3, 8)
+    gate, up = x @ mlp.gate.weight.T, x @ mlp.up.weight.T
+    expected = (gelu_tanh(gaussian_top_k(gate, 0.7)) * up) @ mlp.down.weight.T
+    mesh = zoo.make_mesh(data=2, tensor=4)
+    sharded = zoo.spmd(lambda mlp, x: mlp(x)[0], mesh, out="batch seq embed")(zoo.place(mlp, mesh), x)
+    assert relative_error(sharded, expected) < 1e-5
+
+
+@pytest.mark.parametrize("sparsity", [0.0, 1.0])
+def test_sparsity_without_a_quantile_raises(sparsity):
+    with pytest.raises(ValueError, match="a sparsity is between 0 and 1"):
+        GaussianTopK(sparsity, jax.nn.silu)

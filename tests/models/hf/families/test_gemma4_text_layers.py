@@ -9,9 +9,9 @@ import pytest
 
 import zoo
 from tests.layers.random_layers import activations, randomize, relative_error
-from zoo.layers import GatedMLP, RMSNorm, ScaledSoftmaxRouter
+from zoo.layers import GatedMLP, RMSNorm
 from zoo.models import count_active_parameters
-from zoo.models.hf.families.gemma4_text_layers import MixtureBesideMLP
+from zoo.models.hf.families.gemma4_text_layers import MixtureBesideMLP, ScaledSoftmaxRouter
 
 EMBED, EXPERTS, TOP = 8, 4, 2
 

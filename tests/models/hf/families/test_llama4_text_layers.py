@@ -1,4 +1,7 @@
-"""Chunked attention equals its formula, in packed rows, through a cache in pieces, and on meshes that shard it."""
+"""Chunked attention equals its formula, in packed rows, through a cache and on meshes; a mixture that weighs the inputs
+of experts equals a loop over experts, also sharded."""
+
+from functools import partial
 
 import equinox as eqx
 import jax
@@ -8,12 +11,13 @@ import pytest
 
 import zoo
 from tests.layers.random_layers import activations, randomize, relative_error
-from zoo.layers import QueryScale, RMSNorm, TokenInfo
-from zoo.models.hf.families.llama4_text_layers import ChunkedAttention
+from zoo.layers import GatedMLP, QueryScale, RMSNorm, TokenInfo
+from zoo.models.hf.families.llama4_text_layers import ChunkedAttention, InputWeightedMixture, TopSigmoidRouter
 from zoo.ops.rotary import Rotary, apply_rotary
 from zoo.parallel import Dim, gather
 
 EMBED, HEADS, CHUNK, SEQ = 16, 4, 4, 11
+WIDTH, EXPERTS, TOP = 8, 4, 2
 ROTARY, SCALE = Rotary(4, interleaved=True), QueryScale(0.5, 3, offset=1)
 
 
@@ -84,3 +88,32 @@ def test_chunks_and_query_scales_are_not_empty():
         make(chunk=0)
     with pytest.raises(ValueError, match="steps of at least 1 token, not of 0"):
         QueryScale(0.1, 0)
+
+
+def make_mixture(key):
+    expert = partial(GatedMLP, WIDTH, 6)
+    return InputWeightedMixture(partial(TopSigmoidRouter, WIDTH, EXPERTS, TOP), expert, EXPERTS, shared=expert, key=key)
+
+
+def compute_mixture(layer, x):
+    """S(x) + the sum over experts of E(w x), where w is 0 for experts that were not chosen."""
+    logits = x @ layer.router.scores.weight.T
+    threshold = jnp.sort(logits, axis=-1)[..., -TOP, None]
+    weights = jnp.where(logits >= threshold, jax.nn.sigmoid(logits), 0)
+    y = layer.shared(x)[0]
+    for number in range(EXPERTS):
+        expert = jax.tree.map(lambda array, number=number: array[number], eqx.filter(layer.experts, eqx.is_array))
+        expert = eqx.combine(expert, eqx.filter(layer.experts, eqx.is_array, inverse=True))
+        y = y + expert(x * weights[..., number, None])[0]
+    return y
+
+
+@pytest.mark.slow
+def test_input_weighted_mixture_equals_loop_on_meshes():
+    layer, x = randomize(make_mixture), activations(4, 5, WIDTH)
+    run = lambda layer, x: layer(x)[0]
+    ours, expected = eqx.filter_jit(lambda layer, x: (run(layer, x), compute_mixture(layer, x)))(layer, x)
+    assert relative_error(ours, expected) < 1e-5
+    mesh = zoo.make_mesh(1, expert=2, tensor=2, devices=jax.devices()[:4])
+    sharded = zoo.spmd(run, mesh, out="batch seq embed")(zoo.place(layer, mesh), x)
+    assert relative_error(sharded, expected) < 1e-5

@@ -7,7 +7,6 @@ from functools import partial
 import jax
 from jaxtyping import Array, Key
 
-from zoo.layers import GaussianTopK, Laurel
 from zoo.models.build import FeedForwardFactory
 from zoo.models.decoder import Decoder
 from zoo.models.hf.builders import (
@@ -34,7 +33,7 @@ from zoo.models.hf.values import NON_NEGATIVE_NUMBER, ValueKind, list_of, option
 from zoo.models.layer_inputs import LayerInputProjection
 
 from . import gemma, gemma2, gemma3_text, gemma4_text, llama
-from .gemma3n_text_layers import AltUp, AltUpBlock, AltUpInputs, AltUpNorm
+from .gemma3n_text_layers import AltUp, AltUpBlock, AltUpInputs, AltUpNorm, GaussianTopK, Laurel
 
 _NUM_INPUTS = ValueKind(  # each is a matrix to build
     "a whole number from 1 to 1024", lambda value: COUNT.fits(value) and value <= 1024

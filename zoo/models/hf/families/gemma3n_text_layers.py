@@ -1,7 +1,8 @@
-"""Alternating updates (AltUp): parallel residual streams, of which each layer computes one and updates all.
+"""Layers of Gemma 3n: alternating updates (AltUp), learned residual connections (LAuReL), and sparse gates.
 
-The streams of a token are side by side in `Hidden.x`: n embed features. `AltUpInputs` makes them of the embedding,
-`AltUpBlock` is a layer, and `AltUpNorm` averages them before the head.
+AltUp has parallel residual streams, of which each layer computes one and updates all. The streams of a token are side
+by side in `Hidden.x`: n embed features. `AltUpInputs` makes them of the embedding, `AltUpBlock` is a layer, and
+`AltUpNorm` averages them before the head.
 """
 
 import dataclasses
@@ -21,19 +22,64 @@ from zoo.layers import (
     AbstractNorm,
     CrossLayerAttention,
     Dropout,
-    Laurel,
     Linear,
     TokenInfo,
 )
 from zoo.layers.abstract import run_feed_forward
+from zoo.layers.norm import sharded_mean
 from zoo.models.decoder import AbstractBlock, AbstractLayerInputs, Hidden
 from zoo.models.layer_inputs import LayerHidden, LayerInputProjection, LayerInputs, require_layer_hidden
+from zoo.ops.activations import gaussian_top_k
 from zoo.ops.matmul import einsum_fp32_accum
 from zoo.parallel import Dim, Module, named_by_class
 from zoo.parallel.tokens import run_on_all_tokens
 from zoo.shapes import ResidualStream, Tokens
 
 _Streams = Float[Array, "batch tokens streams embed"]
+
+
+@dataclasses.dataclass(frozen=True)
+class GaussianTopK:
+    """The `activation` of `zoo.ops.activations.gaussian_top_k`, so that about the fraction `sparsity` of a gate's
+    features is 0 (Spark Transformer, arXiv:2506.06644; Gemma 3n, 2025).
+
+        mlp = GatedMLP(embed, mlp, activation=GaussianTopK(0.95, jax.nn.silu), key=key)
+
+    It reads all features of a token. Where they are sharded, their mean and variance are all-reduced over "mlp".
+
+    **Raises** `ValueError` for a sparsity that is not between 0 and 1.
+    """
+
+    sparsity: float
+    activation: Callable
+
+    def __post_init__(self):
+        if not 0 < self.sparsity < 1:
+            raise ValueError(
+                f"a sparsity is between 0 and 1, not {self.sparsity}: without one, use only the activation"
+            )
+
+    def __call__(self, x: Float[Array, "*rows mlp"]) -> Float[Array, "*rows mlp"]:
+        return self.activation(gaussian_top_k(x, self.sparsity, mean=partial(sharded_mean, "mlp")))
+
+
+class Laurel(Module):
+    """y = x + norm(W_right W_left x): a residual connection with a low-rank learned part (LAuReL-LR; Menghani et al.,
+    arXiv:2411.07501, section 2; with a norm in Gemma 3n, 2025)."""
+
+    left: AbstractLinear
+    right: AbstractLinear
+    norm: AbstractNorm
+
+    def __init__(self, embed: int, rank: int, norm: Callable[[], AbstractNorm], *, key: Key[Array, ""]):
+        """`norm`: a factory of the norm of the learned part."""
+        left_key, right_key = jax.random.split(key)
+        self.left = Linear(embed, rank, in_=Dim("embed"), out=Dim("rank"), key=left_key)
+        self.right = Linear(rank, embed, in_=Dim("rank"), out=Dim("embed"), key=right_key)
+        self.norm = norm()
+
+    def __call__(self, x: ResidualStream) -> ResidualStream:
+        return x + self.norm(self.right(self.left(x)))
 
 
 class AltUp(Module):

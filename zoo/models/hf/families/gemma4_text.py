@@ -8,7 +8,7 @@ from functools import partial
 import jax.numpy as jnp
 from jaxtyping import Array, Key
 
-from zoo.layers import AbstractFeedForward, CrossLayerAttention, IdentityNorm, ScaledSoftmaxRouter
+from zoo.layers import AbstractFeedForward, CrossLayerAttention, IdentityNorm
 from zoo.models.decoder import Decoder
 from zoo.models.hf.builders import (
     build_config_decoder,
@@ -37,7 +37,7 @@ from zoo.models.hf.values import ValueKind, optional
 from zoo.models.layer_inputs import LayerInputBlock, LayerInputProjection, LayerInputs
 
 from . import gemma, gemma2, llama
-from .gemma4_text_layers import MixtureBesideMLP
+from .gemma4_text_layers import MixtureBesideMLP, ScaledSoftmaxRouter
 
 _TABLE_PER_LAYER = ValueKind(
     "a table of layer numbers, each with a table of keys and values",

@@ -1,15 +1,18 @@
-"""Mixture of experts beside an MLP, each with norms of its own."""
+"""Layers of Gemma 4: a mixture of experts beside an MLP, each with norms of its own, and its router."""
 
 from collections.abc import Callable
 
 import equinox as eqx
 import jax
-from jaxtyping import Array, Key
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Key
 
-from zoo.layers import AbstractFeedForward, AbstractMixture, AbstractNorm, AbstractRouter, Routing
+from zoo.layers import AbstractFeedForward, AbstractLinear, AbstractMixture, AbstractNorm, AbstractRouter, Routing
 from zoo.layers.moe.exchange import mix_experts
+from zoo.layers.moe.router import RoutingWeights, check_routing_sizes, make_score_projection
 from zoo.ops.moe.grouped_matmul import GROUPED_MATMUL
-from zoo.parallel import implementation_option, reduce, stacked
+from zoo.ops.moe.routing import softmax_top_k
+from zoo.parallel import full_precision, implementation_option, reduce, stacked
 from zoo.shapes import HiddenStates, ResidualStream
 
 
@@ -64,3 +67,24 @@ class MixtureBesideMLP(AbstractFeedForward, AbstractMixture):
         mixed = reduce(mixed.reshape(x.shape), over="mlp", into="tokens")
         fed, _ = self.dense(self.dense_norm(x))
         return self.dense_post_norm(fed) + self.experts_post_norm(mixed), (routing,)
+
+
+class ScaledSoftmaxRouter(AbstractRouter):
+    """Top-k of softmax(W x), divided by their sum, each times a learned scale of its expert (Gemma team, "Gemma 4",
+    2026)."""
+
+    scores: AbstractLinear = full_precision()
+    expert_scale: Float[Array, "choices"]
+
+    top: int = eqx.field(static=True)
+
+    def __init__(self, embed: int, experts: int, top: int, *, key: Key[Array, ""]):
+        """**Raises** `ValueError` if `top` exceeds the number of experts."""
+        check_routing_sizes(experts, top, 1, 1)
+        self.scores = make_score_projection(embed, experts, False, key)
+        self.top = top
+        self.expert_scale = jnp.ones(experts, jnp.float32)
+
+    def choose(self, logits: Float[Array, "batch seq choices"]) -> tuple[RoutingWeights, Int[Array, "batch seq top"]]:
+        weights, chosen = softmax_top_k(logits, self.top, renormalize=True)
+        return weights * self.expert_scale.astype(jnp.float32)[chosen], chosen

@@ -5,7 +5,7 @@ from functools import partial
 
 from jaxtyping import Array, Key
 
-from zoo.layers import ClampedGatedMLP, Linear, MXFP4Linear, TopSoftmaxRouter
+from zoo.layers import Linear, MXFP4Linear, TopSoftmaxRouter
 from zoo.models.decoder import Decoder
 from zoo.models.hf.builders import (
     build_config_decoder,
@@ -22,6 +22,7 @@ from zoo.models.hf.spec import Config, Family, NameMap, fused, prefixed
 from zoo.ops.quantized.mxfp4 import BLOCK_SIZE
 
 from . import llama
+from .gpt_oss_layers import ClampedGatedMLP
 
 
 def _build_gpt_oss(config: Config, *, key: Key[Array, ""]) -> Decoder:

@@ -5,7 +5,7 @@ from functools import partial
 
 from jaxtyping import Array, Key
 
-from zoo.layers import OutputBias, TopSoftmaxRouter
+from zoo.layers import TopSoftmaxRouter
 from zoo.models.decoder import Decoder
 from zoo.models.hf.builders import (
     build_config_decoder,
@@ -19,7 +19,7 @@ from zoo.models.hf.kinds import optional_count
 from zoo.models.hf.spec import Config, Family, NameMap, fused, prefixed
 
 from . import llama
-from .jetmoe_layers import MixtureOfAttention, RoutedMixerBlock
+from .jetmoe_layers import MixtureOfAttention, OutputBias, RoutedMixerBlock
 
 
 def _build_jetmoe(config: Config, *, key: Key[Array, ""]) -> Decoder:

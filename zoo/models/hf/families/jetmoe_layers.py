@@ -1,4 +1,5 @@
-"""Mixture of attention heads: softmax attention whose projections of queries and outputs are experts."""
+"""Layers of JetMoE: softmax attention whose projections of queries and outputs are experts, the block around it, and
+the bias of a mixture."""
 
 from collections.abc import Callable
 from typing import Any
@@ -32,7 +33,7 @@ from zoo.ops.moe.dispatch import combine, dispatch, sort_by_expert
 from zoo.ops.moe.grouped_matmul import GROUPED_MATMUL, grouped_matmul_implementation
 from zoo.ops.rotary import Rotary
 from zoo.parallel import Dim, Module, implementation_option, named_by_class, reduce, stacked
-from zoo.parallel.tokens import run_on_all_tokens
+from zoo.parallel.tokens import run_on_all_tokens, shard_tokens
 from zoo.shapes import HiddenStates, ResidualStream
 
 
@@ -152,6 +153,20 @@ class MixtureOfAttention(AbstractMixer, AbstractMixture):
     @property
     def rope_switch_length(self) -> int | None:
         return rope_switch_length(self.rotary)
+
+
+class OutputBias(AbstractFeedForward):
+    """y = b for every token. As the `shared` expert of a `zoo.layers.MixtureOfExperts` it is the bias of the mixture's
+    output (JetMoE, arXiv:2404.07413)."""
+
+    bias: Float[Array, "embed"]
+
+    def __init__(self, embed: int, *, key: Key[Array, ""] | None = None):
+        """Initialize with zeros; the `key` is not used."""
+        self.bias = jnp.zeros(embed, jnp.float32)
+
+    def __call__(self, x: HiddenStates) -> tuple[ResidualStream, tuple[()]]:
+        return shard_tokens(jnp.broadcast_to(self.bias, x.shape)), ()
 
 
 class RoutedMixerBlock(AbstractBlock):

@@ -6,7 +6,7 @@ from functools import partial
 
 from jaxtyping import Array, Key
 
-from zoo.layers import InputWeightedMixture, QueryScale, TopSigmoidRouter
+from zoo.layers import QueryScale
 from zoo.models.build import MixerFactory
 from zoo.models.decoder import Decoder
 from zoo.models.hf.builders import (
@@ -23,7 +23,7 @@ from zoo.models.hf.kinds import optional_count, optional_layer_numbers, optional
 from zoo.models.hf.spec import Config, Family, NameMap, fused, prefixed
 
 from . import llama
-from .llama4_text_layers import ChunkedAttention
+from .llama4_text_layers import ChunkedAttention, InputWeightedMixture, TopSigmoidRouter
 
 
 def _build_llama4_text(config: Config, *, key: Key[Array, ""]) -> Decoder:

@@ -1,20 +1,36 @@
-"""Softmax attention within chunks of positions."""
+"""Layers of Llama 4: softmax attention within chunks of positions, and a mixture that weighs the inputs of experts."""
 
+from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int, Key
+from jaxtyping import Array, Float, Int, Key
 
-from zoo.layers import AbstractMixer, KeyValueCache, PostRotaryAttention, TokenInfo, token_positions
+from zoo.layers import (
+    AbstractFeedForward,
+    AbstractLinear,
+    AbstractMixer,
+    AbstractMixture,
+    AbstractRouter,
+    KeyValueCache,
+    PostRotaryAttention,
+    Routing,
+    TokenInfo,
+    token_positions,
+)
 from zoo.layers.attention.base import attend, make_cache, update_cache
 from zoo.layers.attention.cached import cached_attention
 from zoo.layers.heads import select_kv_heads
 from zoo.layers.kv_cache import mark_overfull, require_positions
+from zoo.layers.moe.exchange import mix_experts
+from zoo.layers.moe.router import RoutingWeights, check_routing_sizes, make_score_projection
 from zoo.layers.rotary import find_max_row_length
 from zoo.ops.attention import AttentionMask
+from zoo.ops.moe.grouped_matmul import GROUPED_MATMUL
 from zoo.ops.rotary import Rotary
-from zoo.parallel import num_shards
+from zoo.parallel import full_precision, implementation_option, num_shards, reduce, stacked
 from zoo.shapes import HeadVectors, HiddenStates, KVHeads, ResidualStream, SegmentIds
 
 
@@ -102,3 +118,62 @@ def fold_chunks(x: HiddenStates, info: TokenInfo, chunk: int) -> SegmentIds | No
     if info.segment_ids is None:
         return numbers
     return info.segment_ids * (find_max_row_length(x, info) // chunk + 1) + numbers
+
+
+class InputWeightedMixture(AbstractFeedForward, AbstractMixture):
+    """y = S(x) + Σ_e E_e(w_e x) over the top-k experts e that the router chose for x (Meta, "Llama 4", 2025). Without a
+    `shared` expert, S(x) is omitted.
+
+    Each choice of a token is a row of its own, which goes to one expert and comes back with weight 1. Experts are
+    dropless and sharded as in `zoo.layers.MixtureOfExperts`.
+    """
+
+    router: AbstractRouter
+    experts: AbstractFeedForward = stacked("experts")
+    shared: AbstractFeedForward | None
+
+    implementation: str = implementation_option(GROUPED_MATMUL)
+
+    def __init__(
+        self,
+        router: Callable[..., AbstractRouter],
+        expert: Callable[..., AbstractFeedForward],
+        experts: int,
+        *,
+        shared: Callable[..., AbstractFeedForward] | None = None,
+        implementation: str = "auto",
+        key: Key[Array, ""],
+    ):
+        """`router`, `expert` and `shared` are factories, called with `key=`, `expert` once per expert."""
+        router_key, experts_key, shared_key = jax.random.split(key, 3)
+        self.router = router(key=router_key)
+        self.experts = eqx.filter_vmap(lambda key: expert(key=key))(jax.random.split(experts_key, experts))
+        self.shared = None if shared is None else shared(key=shared_key)
+        self.implementation = implementation
+
+    def __call__(self, x: HiddenStates) -> tuple[ResidualStream, tuple[Routing, ...]]:
+        weights, routing = self.router(x)
+        rows = (x[..., None, :] * weights[..., None].astype(x.dtype)).reshape(-1, x.shape[-1])
+        choices = routing.chosen.reshape(-1, 1)
+        ones = jnp.ones_like(weights.reshape(-1, 1))
+        y = mix_experts(self.experts, rows, ones, choices, routing.logits.shape[-1], self.implementation)
+        y = reduce(y.reshape(*weights.shape, -1).sum(-2), over="mlp", into="tokens")
+        return y if self.shared is None else y + self.shared(x)[0], (routing,)
+
+
+class TopSigmoidRouter(AbstractRouter):
+    """Top-k of W x, weighted by the sigmoid of each, not divided by their sum (Meta, "Llama 4", 2025)."""
+
+    scores: AbstractLinear = full_precision()
+
+    top: int = eqx.field(static=True)
+
+    def __init__(self, embed: int, experts: int, top: int, *, key: Key[Array, ""]):
+        """**Raises** `ValueError` if `top` exceeds the number of experts."""
+        check_routing_sizes(experts, top, 1, 1)
+        self.scores = make_score_projection(embed, experts, False, key)
+        self.top = top
+
+    def choose(self, logits: Float[Array, "batch seq choices"]) -> tuple[RoutingWeights, Int[Array, "batch seq top"]]:
+        values, chosen = jax.lax.top_k(logits, self.top)
+        return jax.nn.sigmoid(values), chosen

@@ -6,7 +6,7 @@ from functools import partial
 
 from jaxtyping import Array, Key
 
-from zoo.layers import LayerNorm, SparseMixerRouter
+from zoo.layers import LayerNorm
 from zoo.models.decoder import Decoder
 from zoo.models.hf.builders import build_config_decoder, make_attention_factory, make_mixture_factory
 from zoo.models.hf.errors import ConfigError
@@ -15,6 +15,7 @@ from zoo.models.hf.spec import Config, Family, NameMap, prefixed
 from zoo.models.hf.values import NON_NEGATIVE_NUMBER
 
 from . import llama, mixtral
+from .phimoe_layers import SparseMixerRouter
 
 
 def _build_phimoe(config: Config, *, key: Key[Array, ""]) -> Decoder:

@@ -7,12 +7,13 @@ from functools import partial
 
 from jaxtyping import Array, Key
 
-from zoo.layers import RWKV4, LayerNorm, RWKV4ChannelMixing
-from zoo.models.blocks import TwoMixerBlock
+from zoo.layers import RWKV4, LayerNorm
 from zoo.models.decoder import AbstractBlock, Decoder
 from zoo.models.hf.builders import build_config_decoder, compute_out_scale, make_layer_norm_factory
 from zoo.models.hf.kinds import non_negative, optional_count
 from zoo.models.hf.spec import Config, Family, NameMap, TensorMapping, prefixed
+
+from .rwkv_layers import RWKV4ChannelMixing, TwoMixerBlock
 
 _COMMON_MIXING_NAMES: NameMap = {
     "key": "key",

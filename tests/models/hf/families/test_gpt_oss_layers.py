@@ -1,11 +1,11 @@
-"""Feed-forward layers."""
+"""The clamped SwiGLU equals its formula."""
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import pytest
 
-from zoo.layers import ClampedGatedMLP
+from zoo.models.hf.families.gpt_oss_layers import ClampedGatedMLP
 
 KEY = jax.random.key(0)
 
