@@ -26,9 +26,14 @@ UNLISTED = (
     *("distributed", "drawing", "planning"),  # moved
 )
 """Modules without public names of their own: `zoo.train` exports those of `text`, `zoo` that of `generate`."""
+FAMILIES_WITH_LAYERS = (
+    *("apertus", "deberta_v2", "gemma3n_text", "gemma4_text", "glm_moe_dsa", "gpt_oss", "jetmoe", "llama4_text"),
+    *("mimo_v2_flash", "phimoe", "rwkv"),
+)
 ALSO_SHOWN = (
     "zoo.models.hf.builders",
     "zoo.models.hf.config.read_config",
+    *(f"zoo.models.hf.families.{name}_layers" for name in FAMILIES_WITH_LAYERS),
     "zoo.models.parameter_paths.find_differences",
     "zoo.parallel.sequence",
     "zoo.parallel.tokens",

@@ -19,8 +19,9 @@ import tyro
 
 import zoo
 from scripts.picture import Picture
-from zoo.parallel import AXES, Dim, Mesh, leaves
+from zoo.parallel import Dim, Mesh, leaves
 from zoo.parallel.devices import make_abstract_mesh, use_cpu
+from zoo.parallel.layout import AXES
 
 _MAX_DEVICES = 64
 

@@ -7,6 +7,7 @@ import pytest
 
 import zoo
 from zoo._checks import parse_dtype
+from zoo.layers.token_info import batch_token_info
 
 KEY = jax.random.key(0)
 MODELS = {
@@ -107,7 +108,7 @@ def test_batches_are_checked_when_a_step_is_traced():
     with pytest.raises(ValueError, match="the batch has a key 'label' that nothing reads"):
         zoo.value_and_grad(zoo.cross_entropy, mesh)(MODELS["transformer"], batch)
     with pytest.raises(ValueError, match="the batch has a key 'label' that nothing reads"):
-        zoo.models.batch_token_info(batch)
+        batch_token_info(batch)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 import zoo
-from zoo import models, train
+from zoo import layers, models, parallel, train
+from zoo.tools import draw, parity, plan, report
 
 NAMES = {
     *("init", "make_mesh", "place", "place_batch", "Layout"),
@@ -75,12 +76,15 @@ def test_moved_names_say_where_to(name, path):
     assert pkgutil.resolve_name(path) is not None
 
 
-@pytest.mark.parametrize("package", [zoo.inspect, models, train], ids=lambda package: package.__name__)
+PACKAGES = (layers, models, parallel, train, zoo.inspect, draw, parity, plan, report)
+
+
+@pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.__name__)
 def test_moved_names_of_packages_say_where_to(package):
     for name, path in package._MOVED.items():
         with pytest.raises(ImportError, match=f"{package.__name__}.{name} has moved to {path}"):
             getattr(package, name)
-        assert pkgutil.resolve_name(path) is not None
+        assert name not in package.__all__ and pkgutil.resolve_name(path) is not None
     with pytest.raises(ImportError, match="has moved to zoo.tools.report.write_report"):
         exec("from zoo.train import write_report")
 

@@ -6,7 +6,10 @@ from typing import TYPE_CHECKING, Any
 from . import layers, models, ops, parallel, precision
 from ._workarounds import disable_cpu_reduce_fusion
 from .generate import generate
-from .models import configure, cross_entropy, embed, hidden_states, score, set_implementations
+from .models.configure import configure, set_implementations
+from .models.loss import cross_entropy
+from .models.scoring import hidden_states, score
+from .models.text_embeddings import embed
 from .parallel import Layout, cast, count, init, make_mesh, place, place_batch, spmd, trainable, value, value_and_grad
 
 if TYPE_CHECKING:

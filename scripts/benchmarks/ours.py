@@ -13,7 +13,8 @@ import optax
 
 import zoo
 from zoo.ops.matmul import einsum_fp32_accum
-from zoo.parallel import Remat, RematPolicy, SaveNames
+from zoo.parallel import Remat, SaveNames
+from zoo.parallel.remat import RematPolicy
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,7 +16,7 @@ from tests.quick import mark_slow
 from zoo import adapters
 from zoo.layers import GatedDeltaNet, Mamba2
 from zoo.models.parameter_paths import list_parameter_paths
-from zoo.parallel.rounds import count_rounds, split_rounds
+from zoo.parallel.rounds import count_rounds, merge_rounds, split_rounds
 
 KEY = jax.random.key(0)
 VOCAB, ROWS, SEQ = 32, 8, 8
@@ -73,7 +73,7 @@ def test_adapters_do_not_depend_on_rounds(method):
     kind = "mixture" if method == "dora" else "transformer"
     model, wrapped = wrap(kind, method)
     dealt = METHODS[method](split_rounds(model, 2), targets=MODELS[kind][1], key=jax.random.key(1))
-    assert count_rounds(dealt) == 2 and eqx.tree_equal(zoo.parallel.merge_rounds(dealt), wrapped)
+    assert count_rounds(dealt) == 2 and eqx.tree_equal(merge_rounds(dealt), wrapped)
     for function in (adapters.remove, adapters.merge):
         assert eqx.tree_equal(function(dealt), split_rounds(function(wrapped), 2))
 

@@ -12,7 +12,8 @@ import pytest
 
 import zoo
 from tests.quick import mark_slow
-from zoo.layers import Attention, GatedDeltaNet, KeyValueCache, LatentAttention, LatentCache, TokenInfo
+from zoo.layers import Attention, GatedDeltaNet, KeyValueCache, LatentAttention, TokenInfo
+from zoo.layers.kv_cache import LatentCache
 from zoo.ops.rotary import Rotary
 from zoo.parallel import all_gather, scan, shard, varying
 

@@ -11,8 +11,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import zoo
-from zoo.layers import Attention, KeyValueCache, LatentAttention, LatentCache, TokenInfo
-from zoo.layers.kv_cache import set_rope_length
+from zoo.layers import Attention, KeyValueCache, LatentAttention, TokenInfo
+from zoo.layers.kv_cache import LatentCache, set_rope_length
 from zoo.models import Stack, swap_stack
 from zoo.models.hf.families.llama4_text_layers import ChunkedAttention
 from zoo.ops.rotary import Rotary

@@ -6,7 +6,8 @@ import jax.numpy as jnp
 import pytest
 
 import zoo
-from zoo.layers import LayerNorm, Linear, PerHeadLayerNorm, RMSNorm
+from zoo.layers import LayerNorm, Linear, RMSNorm
+from zoo.layers.norm import PerHeadLayerNorm
 from zoo.parallel import Dim, Layout
 
 KEY = jax.random.key(0)

@@ -21,8 +21,8 @@ from zoo.models import (
     update_expert_bias,
 )
 from zoo.models.load_balancing import BalanceOver
-from zoo.parallel import SEQUENCE, merge_rounds
-from zoo.parallel.rounds import split_rounds
+from zoo.parallel import SEQUENCE
+from zoo.parallel.rounds import merge_rounds, split_rounds
 
 KEY = jax.random.key(0)
 SIZES = {"vocab": 32, "embed": 16, "layers": 3, "heads": 4, "kv_heads": 2, "mlp": 8, "experts": 4, "top": 2}

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 import zoo
 from zoo.layers import TokenInfo
 from zoo.models import Hidden, swap_stack
+from zoo.models.decoder import AbstractStack
 
 KEY = jax.random.key(0)
 SIZES = {"vocab": 32, "embed": 16, "layers": 3, "heads": 4, "kv_heads": 2, "mlp": 24}
@@ -86,7 +87,7 @@ def test_hidden_states_ignore_padding_and_other_documents(model):
 
 
 def test_hidden_states_need_a_stack_with_separate_blocks(model):
-    class Opaque(zoo.models.AbstractStack):
+    class Opaque(AbstractStack):
         def __call__(self, hidden, info, states=None):
             return Hidden(hidden.x), states
 

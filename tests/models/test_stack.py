@@ -16,9 +16,10 @@ import zoo
 from tests.jaxprs import arrays
 from tests.parallel.any_mesh import make_any_mesh
 from zoo.layers import TokenInfo
-from zoo.models import AbstractStack, Hidden, Stack, describe_loop, find_patterns, swap_stack
-from zoo.models.decoder import AbstractBlock
+from zoo.models import Hidden, Stack, describe_loop, swap_stack
+from zoo.models.decoder import AbstractBlock, AbstractStack
 from zoo.models.parameter_paths import find_differences
+from zoo.models.segment import find_patterns
 from zoo.ops.platform import target_platform
 from zoo.parallel import Layout, leaves
 

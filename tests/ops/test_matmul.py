@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 import zoo
 from zoo.ops.matmul import add_matmul, blocked_transpose, einsum_fp32_accum
+from zoo.parallel.remat import rematerialize
 
 SPECS = {
     "ri,oi->ro": ((6, 4), (8, 4)),
@@ -85,7 +86,7 @@ def test_einsum_fp32_accum_is_saved_by_remat_policies():
 
     def products(remat, dtype):
         x, y = operands("ri,oi->ro", dtype, 0)
-        text = str(jax.make_jaxpr(jax.grad(zoo.parallel.rematerialize(function, remat), (0, 1)))(x, y))
+        text = str(jax.make_jaxpr(jax.grad(rematerialize(function, remat), (0, 1)))(x, y))
         return text.count("dot_general")
 
     for dtype in (jnp.float32, jnp.bfloat16):
@@ -131,7 +132,7 @@ def test_add_matmul_saves_the_sum_alone_as_residual():
     x, first, second = jnp.ones((8, 3)), jnp.ones((4, 3)), jnp.ones((4, 3))
 
     def kept(layer):
-        _, pull = jax.vjp(zoo.parallel.rematerialize(lambda x: jnp.tanh(layer(x)).sum(), "elementwise"), x)
+        _, pull = jax.vjp(rematerialize(lambda x: jnp.tanh(layer(x)).sum(), "elementwise"), x)
         return sum(leaf.shape == (8, 4) for leaf in jax.tree.leaves(pull))
 
     assert kept(lambda x: add_matmul(einsum_fp32_accum("ri,oi->ro", x, first), x, second)) == 1

@@ -13,7 +13,8 @@ import zoo
 from tests.aot import imagine
 from tests.parallel.any_mesh import make_any_mesh
 from tests.parallel.pipeline_problem import SEQ, assert_equal_to_one_device, loss_fn, make_hybrid
-from zoo.parallel import AXES, ZERO2
+from zoo.parallel import ZERO2
+from zoo.parallel.layout import AXES
 from zoo.parallel.schedule import Schedule
 
 

@@ -73,7 +73,7 @@ def test_what_a_pipeline_cannot_do_raises_by_name():
     with pytest.raises(NotImplementedError, match="generate does not shard layers, .* pipe=2"):
         zoo.generate(zoo.place(model, mesh), tokens[:, :4], max_new_tokens=2, mesh=mesh)
     with pytest.raises(NotImplementedError, match="hidden states of each, .* place the model on a mesh with pipe=1"):
-        run(lambda model, tokens: zoo.models.hidden_states(model, tokens)[0])
+        run(lambda model, tokens: zoo.hidden_states(model, tokens)[0])
     with pytest.raises(NotImplementedError, match="routing='tokens' .* do not travel through a pipeline"):
         run(lambda model, tokens: zoo.configure(model, routing="tokens")(tokens))
     with pytest.raises(ValueError, match=r"rounds=2, and the layers .* dealt out in 1: .* zoo.place\(model, mesh\)"):

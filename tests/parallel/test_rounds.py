@@ -10,8 +10,9 @@ import pytest
 
 import zoo
 from tests.quick import mark_slow
-from zoo.parallel import Layout, TrainableCopy, leaves, merge_rounds, rounds
-from zoo.parallel.rounds import count_rounds, in_one_round, reshape_layers, split_rounds
+from zoo.parallel import Layout, leaves, rounds
+from zoo.parallel.rounds import count_rounds, in_one_round, merge_rounds, reshape_layers, split_rounds
+from zoo.parallel.trainable_copy import TrainableCopy
 
 KEY = jax.random.key(0)
 SIZES = {"pipe": 2, "fsdp": 2, "tensor": 2}

@@ -8,7 +8,7 @@ import pytest
 
 from tests.precision.fp8_problem import MESH, largest_difference, make_model, run
 from zoo import precision
-from zoo.layers import AmaxHistory
+from zoo.layers.quantized.fp8 import AmaxHistory
 from zoo.ops.quantized.per_tensor import DelayedScaling
 from zoo.ops.quantized.scaled_matmul import AmaxArrays, scaled_matmul
 

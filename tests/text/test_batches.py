@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zoo.text.batches import compute_segments
-from zoo.train import BatchIterator, CorpusSplit, Dataset, ShuffledBatches, TokenWindows, bits_per_byte
+from zoo.text.batches import CorpusSplit, Dataset, compute_segments
+from zoo.train import BatchIterator, ShuffledBatches, TokenWindows, bits_per_byte
 
 LENGTHS = (np.arange(256) != 0).astype(np.int64)
 

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from zoo.text.corpus import Corpus
 from zoo.text.tokenizers import ByteTokenizer
-from zoo.train import Corpus, Run, RunOptions, load_text
+from zoo.train import Run, RunOptions, load_text
 
 
 @pytest.fixture

@@ -5,8 +5,9 @@ import itertools
 import numpy as np
 import pytest
 
+from zoo.text.batches import Dataset
 from zoo.text.synthetic import GROUPS
-from zoo.train import AssociativeRecall, Dataset, GroupWords, NeedleRetrieval, stack_rows
+from zoo.train import AssociativeRecall, GroupWords, NeedleRetrieval, stack_rows
 
 
 @pytest.mark.parametrize(("vocab", "seq", "pairs"), [(16, 16, 3), (64, 32, 8), (9, 24, 2)])

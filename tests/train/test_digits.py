@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from zoo import train
+from zoo.train.digits import LabeledImages
 
 
 def test_digits_are_split_by_the_seed():
@@ -19,7 +20,7 @@ def test_digits_are_split_by_the_seed():
 
 
 def test_rows_of_processes_are_contiguous():
-    images = train.LabeledImages(np.arange(6.0).reshape(6, 1, 1, 1), np.arange(6))
+    images = LabeledImages(np.arange(6.0).reshape(6, 1, 1, 1), np.arange(6))
     parts = [images.take_rows((index, 3))["labels"].tolist() for index in range(3)]
     assert parts == [[0, 1], [2, 3], [4, 5]]
     assert images.take_rows()["images"].ravel().tolist() == [*range(6)]
@@ -27,9 +28,9 @@ def test_rows_of_processes_are_contiguous():
 
 def test_digits_refuse_natural_mistakes(monkeypatch):
     with pytest.raises(ValueError, match="6 images do not share out over 4 processes"):
-        train.LabeledImages(np.zeros((6, 1, 1, 1)), np.zeros(6, int)).take_rows((0, 4))
+        LabeledImages(np.zeros((6, 1, 1, 1)), np.zeros(6, int)).take_rows((0, 4))
     with pytest.raises(ValueError, match="6 images have as many labels, not 5"):
-        train.LabeledImages(np.zeros((6, 1, 1, 1)), np.zeros(5, int))
+        LabeledImages(np.zeros((6, 1, 1, 1)), np.zeros(5, int))
     with pytest.raises(ValueError, match="1 to 1796 can be held out, not 1797"):
         train.load_digits(held_out=1797)
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)

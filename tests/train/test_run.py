@@ -18,6 +18,7 @@ import optax
 import pytest
 
 from zoo import train
+from zoo.text.batches import CorpusSplit
 from zoo.train.progress import (
     LineProgress,
     Progress,
@@ -35,7 +36,7 @@ STEPS = 30
 def toy(out: Path, *, resume: bool = False, width: int = 8, strike: tuple[int, int] = (0, 0)) -> train.Run:
     """Thirty steps of a bigram model; at step strike[0] the process sends itself the signal strike[1]."""
     tokens = np.random.default_rng(0).integers(0, 4, 3000).astype(np.uint8)
-    split = train.CorpusSplit("train", tokens, np.ones(16, np.int64), text_bytes=3000, text_tokens=3000)
+    split = CorpusSplit("train", tokens, np.ones(16, np.int64), text_bytes=3000, text_tokens=3000)
     batches = split.batches(seq_len=16, batch_size=4)
     optimizer = optax.adam(1e-2)
     table = jax.random.normal(jax.random.key(0), (16, width)), jnp.zeros((width, 16))

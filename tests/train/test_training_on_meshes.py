@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 import zoo
 from zoo.layers import Attention, GatedDeltaNet, GatedMLP, MixtureOfExperts, SoftmaxRouter
 from zoo.ops.rotary import Rotary
-from zoo.parallel import SEQUENCE, ZERO2, Layout, Schedule, merge_rounds
+from zoo.parallel import SEQUENCE, ZERO2, Layout, Schedule
+from zoo.parallel.rounds import merge_rounds
 from zoo.train import Run, RunOptions, decay_mask
 
 ROWS, SEQ, VOCAB, STEPS = 16, 16, 32, 10

@@ -12,7 +12,7 @@ import pytest
 
 import zoo
 from zoo.cli.info import info
-from zoo.layers import GroupQuantizedLinear
+from zoo.layers.quantized.groups import GroupQuantizedLinear
 from zoo.models.hf.wrappers import WRAPPERS
 from zoo.weights.safetensors import open_safetensors, open_tensors, write_safetensors
 

@@ -12,7 +12,7 @@ from zoo._checks import wrap_key
 from zoo.layers import AbstractEmbedding
 from zoo.models.parameter_paths import IndexRanges, map_modules
 from zoo.models.targets import LinearSite, Targets, find_linears, is_linear_site, match_targets, vmap_stacked
-from zoo.parallel import TrainableCopy
+from zoo.parallel.trainable_copy import TrainableCopy
 
 from .base import AbstractAdapter, get_base_layer
 from .merged_layers import require_unmerged

@@ -2,11 +2,12 @@
 
 from typing import Any, Literal, TypeVar, get_args
 
-from zoo.layers import AbstractEmbedding, AbstractLinear, AbstractPackedLinear
+from zoo.layers import AbstractEmbedding, AbstractLinear
+from zoo.layers.quantized.packed import AbstractPackedLinear
 from zoo.models.parameter_paths import IndexRanges, map_modules
 from zoo.models.targets import find_linears, vmap_stacked
-from zoo.parallel import materialize
 from zoo.parallel.rounds import in_one_round
+from zoo.parallel.trainable_copy import materialize
 
 from .base import AbstractAdapter, AbstractLinearAdapter, get_base_layer, get_dims, is_adapter
 from .compose import cast_like, check_adapter_name

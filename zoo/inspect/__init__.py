@@ -3,27 +3,26 @@
 Functions of a step and its arguments, and summaries of a model; models do not depend on them.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING
+
+from zoo._moved import explain_moved_names
 
 from .collectives import Collective
-from .drift import Drift, drift
-from .dtypes import DtypeAudit, audit_dtypes
+from .drift import drift
+from .dtypes import audit_dtypes
 from .implementations import ModelImplementations, implementations
 from .operations import Flops, count_flops
 from .parameters import ModelSummary, summary
 from .program import CompiledProgram, DonationError, compiled
-from .size import ModelSize, measure_size
+from .size import measure_size
 from .state import state_bytes
 
 __all__ = [
     "Collective",
     "CompiledProgram",
     "DonationError",
-    "Drift",
-    "DtypeAudit",
     "Flops",
     "ModelImplementations",
-    "ModelSize",
     "ModelSummary",
     "audit_dtypes",
     "compiled",
@@ -40,12 +39,9 @@ _MOVED = {
     "DtypeGroup": "zoo.inspect.dtypes.DtypeGroup",
     "LayerDrift": "zoo.inspect.drift.LayerDrift",
     "LayerImplementation": "zoo.inspect.implementations.LayerImplementation",
+    "Drift": "zoo.inspect.drift.Drift",
+    "DtypeAudit": "zoo.inspect.dtypes.DtypeAudit",
+    "ModelSize": "zoo.inspect.size.ModelSize",
 }
-"""Parts of results, by the paths of their files."""
-
-
-def __getattr__(name: str) -> Any:
-    if name in _MOVED:
-        # Not an AttributeError: `from zoo.inspect import name` would drop its words.
-        raise ImportError(f"zoo.inspect.{name} has moved to {_MOVED[name]}")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+if not TYPE_CHECKING:  # for a type checker every name would be an attribute
+    __getattr__ = explain_moved_names(__name__, _MOVED)

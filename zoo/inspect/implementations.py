@@ -11,12 +11,14 @@ import jax
 import jax.numpy as jnp
 
 from zoo.layers import TokenInfo
-from zoo.models import AbstractStack, Decoder, Hidden, Stack, UnrolledStack, cross_entropy, swap_stack
-from zoo.models.decoder import AbstractBlock, LayerStates
+from zoo.models import Decoder, Hidden, Stack, swap_stack
+from zoo.models.decoder import AbstractBlock, AbstractStack, LayerStates, UnrolledStack
+from zoo.models.loss import cross_entropy
 from zoo.models.stack import describe_loop
 from zoo.ops.implementations import Choice, Decision, observe_decisions
 from zoo.ops.platform import Platform, normalize_platform, target_platform
-from zoo.parallel import Mesh, all_gather, find_operations, spmd
+from zoo.parallel import Mesh, all_gather, spmd
+from zoo.parallel.module import find_operations
 from zoo.parallel.scope import calling_modules
 
 

@@ -13,8 +13,9 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from zoo._terminal import align_columns, format_bytes
-from zoo.models import Decoder, ParameterPath, Stack, count_active_parameters, list_parameter_paths, swap_stack
+from zoo.models import Decoder, Stack, count_active_parameters, list_parameter_paths, swap_stack
 from zoo.models.hf.config import read_config
+from zoo.models.parameter_paths import ParameterPath
 from zoo.models.stack import is_stack
 from zoo.parallel import Mesh
 from zoo.parallel.mesh import is_array_or_shape

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from jaxtyping import PyTree
 
-from zoo.layers import AbstractPackedLinear
+from zoo.layers.quantized.packed import AbstractPackedLinear
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,28 +1,25 @@
 """Layers: Equinox modules with parameters, which run unchanged on one device and sharded over any mesh."""
 
+from typing import TYPE_CHECKING
+
+from zoo._moved import explain_moved_names
+
 from .abstract import AbstractFeedForward, AbstractLinear, AbstractMixer, AbstractNorm
-from .attention.alibi import AlibiAttention, compute_alibi_slopes
+from .attention.alibi import AlibiAttention
 from .attention.attention import Attention
 from .attention.base import AbstractGroupedAttention
-from .attention.cross_layer import CrossLayerAttention, SharedKeyValues
+from .attention.cross_layer import CrossLayerAttention
 from .attention.gated import GatedAttention
 from .attention.latent import LatentAttention
 from .attention.post_rotary import PostRotaryAttention
 from .attention.sparse_latent import LightningIndexer, SparseLatentAttention
-from .convolution import ConvState, ShortConvolution
+from .convolution import ShortConvolution
 from .dropout import Dropout
-from .embedding import AbstractEmbedding, Embedding, PositionEmbedding, TokenTypeEmbedding
-from .encoders import (
-    AbstractPooler,
-    AttentionPooler,
-    BidirectionalAttention,
-    ClassTokenPooler,
-    DensePooler,
-    ImageEmbedding,
-    PatchEmbedding,
-    PatchPositions,
-)
-from .kv_cache import IndexedLatentCache, KeyValueCache, LatentCache
+from .embedding import AbstractEmbedding, Embedding, PositionEmbedding
+from .encoders.bidirectional_attention import BidirectionalAttention
+from .encoders.patches import ImageEmbedding, PatchEmbedding
+from .encoders.pooling import AbstractPooler, AttentionPooler, ClassTokenPooler, DensePooler
+from .kv_cache import KeyValueCache
 from .linear import Linear
 from .mlp import MLP, GatedMLP
 from .moe.mixture import AbstractMixture, MixtureOfExperts
@@ -32,27 +29,22 @@ from .moe.router import (
     SoftmaxRouter,
     TopSoftmaxRouter,
 )
-from .moe.routing import Routing, RoutingSums
-from .norm import IdentityNorm, LayerNorm, PerHeadLayerNorm, RMSNorm
-from .quantized.fp8 import AmaxHistory, FP8Linear
-from .quantized.groups import AbstractGroupLinear, GroupQuantizedLinear, NestedNF4Linear
+from .moe.routing import Routing
+from .norm import IdentityNorm, LayerNorm, RMSNorm
+from .quantized.fp8 import FP8Linear
 from .quantized.linear import Int8Linear, MXFP4Linear, NF4Linear
-from .quantized.packed import AbstractPackedLinear
-from .query_scale import QueryScale
 from .recurrent.base import AbstractRecurrence
-from .recurrent.common import HeadNorm, LowRank, RecurrentState
 from .recurrent.context import RecurrenceContext
 from .recurrent.delta_net import DeltaNet, GatedDeltaNet, GatedDeltaProduct, KimiDeltaAttention
 from .recurrent.gated_convolution import GatedConvolution
-from .recurrent.gated_norm import GatedGroupNorm
 from .recurrent.grouped_delta_net import GroupedGatedDeltaNet
 from .recurrent.hgrn2 import HGRN2
 from .recurrent.linear_attention import GatedLinearAttention, Lightning, LinearAttention, Retention
-from .recurrent.mamba import Mamba, MambaState
+from .recurrent.mamba import Mamba
 from .recurrent.mamba2 import Mamba2
 from .recurrent.mlstm import MLSTM
 from .recurrent.rg_lru import RGLRU
-from .recurrent.rwkv4 import RWKV4, RWKV4State
+from .recurrent.rwkv4 import RWKV4
 from .recurrent.rwkv6 import RWKV6
 from .recurrent.rwkv7 import RWKV7
 from .token_info import TokenInfo, token_positions
@@ -67,24 +59,20 @@ __all__ = [
     "RWKV7",
     "AbstractEmbedding",
     "AbstractFeedForward",
-    "AbstractGroupLinear",
     "AbstractGroupedAttention",
     "AbstractLinear",
     "AbstractMixer",
     "AbstractMixture",
     "AbstractNorm",
-    "AbstractPackedLinear",
     "AbstractPooler",
     "AbstractRecurrence",
     "AbstractRouter",
     "AlibiAttention",
-    "AmaxHistory",
     "Attention",
     "AttentionPooler",
     "BiasedRouter",
     "BidirectionalAttention",
     "ClassTokenPooler",
-    "ConvState",
     "CrossLayerAttention",
     "DeltaNet",
     "DensePooler",
@@ -95,53 +83,80 @@ __all__ = [
     "GatedConvolution",
     "GatedDeltaNet",
     "GatedDeltaProduct",
-    "GatedGroupNorm",
     "GatedLinearAttention",
     "GatedMLP",
-    "GroupQuantizedLinear",
     "GroupedGatedDeltaNet",
-    "HeadNorm",
     "IdentityNorm",
     "ImageEmbedding",
-    "IndexedLatentCache",
     "Int8Linear",
     "KeyValueCache",
     "KimiDeltaAttention",
     "LatentAttention",
-    "LatentCache",
     "LayerNorm",
     "Lightning",
     "LightningIndexer",
     "Linear",
     "LinearAttention",
-    "LowRank",
     "MXFP4Linear",
     "Mamba",
     "Mamba2",
-    "MambaState",
     "MixtureOfExperts",
     "NF4Linear",
-    "NestedNF4Linear",
     "PatchEmbedding",
-    "PatchPositions",
-    "PerHeadLayerNorm",
     "PositionEmbedding",
     "PostRotaryAttention",
-    "QueryScale",
     "RMSNorm",
-    "RWKV4State",
     "RecurrenceContext",
-    "RecurrentState",
     "Retention",
     "Routing",
-    "RoutingSums",
-    "SharedKeyValues",
     "ShortConvolution",
     "SoftmaxRouter",
     "SparseLatentAttention",
     "TokenInfo",
-    "TokenTypeEmbedding",
     "TopSoftmaxRouter",
-    "compute_alibi_slopes",
     "token_positions",
 ]
+
+_MOVED = {
+    "compute_alibi_slopes": "zoo.layers.attention.alibi.compute_alibi_slopes",
+    "SharedKeyValues": "zoo.layers.attention.cross_layer.SharedKeyValues",
+    "ConvState": "zoo.layers.convolution.ConvState",
+    "TokenTypeEmbedding": "zoo.layers.embedding.TokenTypeEmbedding",
+    "PatchPositions": "zoo.layers.encoders.patches.PatchPositions",
+    **{name: f"zoo.layers.kv_cache.{name}" for name in ("IndexedLatentCache", "LatentCache")},
+    "RoutingSums": "zoo.layers.moe.routing.RoutingSums",
+    "PerHeadLayerNorm": "zoo.layers.norm.PerHeadLayerNorm",
+    "AmaxHistory": "zoo.layers.quantized.fp8.AmaxHistory",
+    **{
+        name: f"zoo.layers.quantized.groups.{name}"
+        for name in ("AbstractGroupLinear", "GroupQuantizedLinear", "NestedNF4Linear")
+    },
+    "AbstractPackedLinear": "zoo.layers.quantized.packed.AbstractPackedLinear",
+    "QueryScale": "zoo.layers.query_scale.QueryScale",
+    **{name: f"zoo.layers.recurrent.common.{name}" for name in ("HeadNorm", "LowRank", "RecurrentState")},
+    "GatedGroupNorm": "zoo.layers.recurrent.gated_norm.GatedGroupNorm",
+    "MambaState": "zoo.layers.recurrent.mamba.MambaState",
+    "RWKV4State": "zoo.layers.recurrent.rwkv4.RWKV4State",
+    "RelativeEmbedding": "zoo.models.encoders.relative.RelativeEmbedding",
+    **{name: f"zoo.models.hf.families.apertus_layers.{name}" for name in ("Xielu", "XieluMLP")},
+    "DisentangledAttention": "zoo.models.hf.families.deberta_v2_layers.DisentangledAttention",
+    **{name: f"zoo.models.hf.families.gemma3n_text_layers.{name}" for name in ("GaussianTopK", "Laurel")},
+    **{
+        name: f"zoo.models.hf.families.gemma4_text_layers.{name}"
+        for name in ("MixtureBesideMLP", "ScaledSoftmaxRouter")
+    },
+    "ClampedGatedMLP": "zoo.models.hf.families.gpt_oss_layers.ClampedGatedMLP",
+    **{
+        name: f"zoo.models.hf.families.jetmoe_layers.{name}"
+        for name in ("AttentionExpert", "MixtureOfAttention", "OutputBias")
+    },
+    **{
+        name: f"zoo.models.hf.families.llama4_text_layers.{name}"
+        for name in ("ChunkedAttention", "InputWeightedMixture", "TopSigmoidRouter")
+    },
+    "ValueScaledAttention": "zoo.models.hf.families.mimo_v2_flash_layers.ValueScaledAttention",
+    "SparseMixerRouter": "zoo.models.hf.families.phimoe_layers.SparseMixerRouter",
+    "RWKV4ChannelMixing": "zoo.models.hf.families.rwkv_layers.RWKV4ChannelMixing",
+}
+if not TYPE_CHECKING:  # for a type checker every name would be an attribute
+    __getattr__ = explain_moved_names(__name__, _MOVED)

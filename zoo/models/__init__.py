@@ -1,32 +1,23 @@
 """Models: the decoder, its loss and scores, presets from scratch, and families of Hugging Face checkpoints."""
 
-from typing import Any
+from typing import TYPE_CHECKING
 
-from zoo.layers.token_info import batch_token_info, count_positions, pack_positions, token_info
+from zoo._moved import explain_moved_names
+from zoo.layers.token_info import count_positions, pack_positions, token_info
 
 from .blocks import AddNormBlock, LayerScaleBlock, MixerBlock, ParallelBlock
 from .build import build_decoder
-from .configure import configure, set_implementations
-from .decoder import AbstractStack, Block, Decoder, Hidden, UnrolledStack
-from .encoders import (
-    ClassificationHead,
-    Encoder,
-    EncoderFeatures,
-    FeatureHead,
-    ImageEncoder,
-    MaskedLMHead,
-    RelativeHidden,
-    TokenClassificationHead,
-    build_encoder,
-    build_image_encoder,
-    classification_loss,
-)
+from .configure import configure
+from .decoder import Block, Decoder, Hidden
+from .encoders.classification import classification_loss
+from .encoders.heads import ClassificationHead, FeatureHead, MaskedLMHead, TokenClassificationHead
+from .encoders.image import ImageEncoder, build_image_encoder
+from .encoders.text import Encoder, build_encoder
 from .hf.spec import Family, TensorMapping, fused, prefixed
 from .load_balancing import balance_loss, count_active_parameters, router_z_loss, tokens_per_expert, update_expert_bias
-from .loop import Loop
-from .loss import cross_entropy, cross_entropy_and_routing, token_losses
+from .loss import cross_entropy_and_routing, token_losses
 from .observe import find_first_nonfinite, observe, tabulate_observations, unobserve
-from .parameter_paths import ParameterPath, list_parameter_paths
+from .parameter_paths import list_parameter_paths
 from .presets.hybrid import Hybrid
 from .presets.mamba import Mamba, Mamba2
 from .presets.modernbert import ModernBERT
@@ -49,10 +40,7 @@ from .presets.recurrent import (
 )
 from .presets.transformer import Transformer
 from .presets.vision_transformer import VisionTransformer
-from .scoring import hidden_states, score
-from .segment import Segment, find_patterns
 from .stack import Stack, describe_loop, split_ends, swap_stack
-from .text_embeddings import embed
 
 __all__ = [
     "GLA",
@@ -60,14 +48,12 @@ __all__ = [
     "RWKV6",
     "RWKV7",
     "XLSTM",
-    "AbstractStack",
     "AddNormBlock",
     "Block",
     "ClassificationHead",
     "Decoder",
     "DeltaNet",
     "Encoder",
-    "EncoderFeatures",
     "Family",
     "FeatureHead",
     "GatedDeltaNet",
@@ -80,7 +66,6 @@ __all__ = [
     "LayerScaleBlock",
     "LightningTransformer",
     "LinearTransformer",
-    "Loop",
     "Mamba",
     "Mamba2",
     "MaskedLMHead",
@@ -88,18 +73,13 @@ __all__ = [
     "MixtureOfExperts",
     "ModernBERT",
     "ParallelBlock",
-    "ParameterPath",
-    "RelativeHidden",
     "RetNet",
-    "Segment",
     "Stack",
     "TensorMapping",
     "TokenClassificationHead",
     "Transformer",
-    "UnrolledStack",
     "VisionTransformer",
     "balance_loss",
-    "batch_token_info",
     "build_decoder",
     "build_encoder",
     "build_image_encoder",
@@ -107,14 +87,10 @@ __all__ = [
     "configure",
     "count_active_parameters",
     "count_positions",
-    "cross_entropy",
     "cross_entropy_and_routing",
     "describe_loop",
-    "embed",
     "find_first_nonfinite",
-    "find_patterns",
     "fused",
-    "hidden_states",
     "list_parameter_paths",
     "list_presets",
     "observe",
@@ -122,8 +98,6 @@ __all__ = [
     "prefixed",
     "preset",
     "router_z_loss",
-    "score",
-    "set_implementations",
     "split_ends",
     "swap_stack",
     "tabulate_observations",
@@ -134,11 +108,18 @@ __all__ = [
     "update_expert_bias",
 ]
 
-_MOVED = dict.fromkeys(("set_loop", "set_routing"), "zoo.configure")
-
-
-def __getattr__(name: str) -> Any:
-    if name in _MOVED:
-        # Not an AttributeError: `from zoo.models import name` would drop its words.
-        raise ImportError(f"zoo.models.{name} has moved to {_MOVED[name]}")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+_MOVED = {
+    **dict.fromkeys(("set_loop", "set_routing"), "zoo.configure"),
+    **{name: f"zoo.{name}" for name in ("cross_entropy", "embed", "hidden_states", "score", "set_implementations")},
+    "batch_token_info": "zoo.layers.token_info.batch_token_info",
+    **{name: f"zoo.models.decoder.{name}" for name in ("AbstractStack", "UnrolledStack")},
+    "EncoderFeatures": "zoo.models.encoders.heads.EncoderFeatures",
+    "RelativeHidden": "zoo.models.encoders.relative.RelativeHidden",
+    "RelativeBlock": "zoo.models.hf.families.deberta_v2_layers.RelativeBlock",
+    "TwoMixerBlock": "zoo.models.hf.families.rwkv_layers.TwoMixerBlock",
+    "Loop": "zoo.models.loop.Loop",
+    "ParameterPath": "zoo.models.parameter_paths.ParameterPath",
+    **{name: f"zoo.models.segment.{name}" for name in ("Segment", "find_patterns")},
+}
+if not TYPE_CHECKING:  # for a type checker every name would be an attribute
+    __getattr__ = explain_moved_names(__name__, _MOVED)

@@ -5,7 +5,8 @@ from typing import Any, TypeVar, get_args
 
 import jax
 
-from zoo.parallel import Module, Remat, find_operations, replace_option
+from zoo.parallel import Module, Remat, replace_option
+from zoo.parallel.module import find_operations
 from zoo.parallel.remat import check_remat
 
 from .decoder import AbstractStack, RoutingDetail, UnrolledStack

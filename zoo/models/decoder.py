@@ -26,24 +26,15 @@ from zoo.layers import (
     ImageEmbedding,
     PositionEmbedding,
     Routing,
-    RoutingSums,
     TokenInfo,
     token_positions,
 )
 from zoo.layers.abstract import check_sequence_sharding, run_feed_forward, run_mixer
-from zoo.layers.moe.routing import sum_routing
+from zoo.layers.moe.routing import RoutingSums, sum_routing
 from zoo.layers.token_info import token_info
-from zoo.parallel import (
-    Module,
-    current_mesh,
-    gather,
-    implementation_option,
-    materialize,
-    named_by_class,
-    num_shards,
-    observed,
-)
+from zoo.parallel import Module, current_mesh, gather, implementation_option, named_by_class, num_shards, observed
 from zoo.parallel.tokens import merge_copies, replicate_tokens, shard_tokens
+from zoo.parallel.trainable_copy import materialize
 from zoo.shapes import PaddingMask, Positions, ResidualStream, SegmentIds, Tokens
 
 from .hf.spec import Origin

@@ -21,10 +21,10 @@ from zoo.layers import (
     Embedding,
     Linear,
     RMSNorm,
-    SharedKeyValues,
     TokenInfo,
 )
 from zoo.layers.abstract import run_feed_forward
+from zoo.layers.attention.cross_layer import SharedKeyValues
 from zoo.parallel import Dim, Module, buffer, named_by_class
 from zoo.parallel.tokens import match_tokens, run_on_all_tokens
 from zoo.shapes import ResidualStream, Tokens

@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
-from zoo.layers import AbstractMixture, RoutingSums
+from zoo.layers import AbstractMixture
+from zoo.layers.moe.routing import RoutingSums
 from zoo.parallel import reduce, trainable
 
 from .parameter_paths import list_parameter_paths

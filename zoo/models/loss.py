@@ -13,7 +13,7 @@ from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Float, Int, Key
 
 from zoo._checks import check_batch, check_chunk
-from zoo.layers import RoutingSums
+from zoo.layers.moe.routing import RoutingSums
 from zoo.layers.token_info import batch_token_info
 from zoo.ops.implementations import Implementation, Operation
 from zoo.ops.reduction import max_last_dim

@@ -20,8 +20,9 @@ from jax import lax
 from jaxtyping import Array, Float, PyTree
 
 from zoo.layers import TokenInfo
-from zoo.parallel import current_mesh, merge_rounds, observed, vary, varying, wrapped
+from zoo.parallel import current_mesh, observed, vary, varying, wrapped
 from zoo.parallel.module import replace_option
+from zoo.parallel.rounds import merge_rounds
 
 from .decoder import AbstractBlock, Decoder, Hidden
 from .encoders.text import Encoder

@@ -14,10 +14,11 @@ import jax
 import numpy as np
 from jaxtyping import PyTree
 
-from zoo.parallel import Dim, Leaf, Module, TrainableCopy, leaves
-from zoo.parallel.module import IMPLEMENTATION_OPTION, NAMED_BY_CLASS, STACKED, TRAINABLE, WRAPPED, array_fields
+from zoo.parallel import Dim, Module, leaves
+from zoo.parallel.module import IMPLEMENTATION_OPTION, NAMED_BY_CLASS, STACKED, TRAINABLE, WRAPPED, Leaf, array_fields
 from zoo.parallel.printing import to_snake_case
 from zoo.parallel.rounds import has_rounds, merge_rounds
+from zoo.parallel.trainable_copy import TrainableCopy
 
 from .decoder import UnrolledStack
 from .stack import Stack, join_end_shapes

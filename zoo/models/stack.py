@@ -13,11 +13,12 @@ from jax import lax
 from jaxtyping import Array, Int, Key
 
 from zoo._checks import wrap_key
-from zoo.layers import RoutingSums, TokenInfo
+from zoo.layers import TokenInfo
 from zoo.layers.kv_cache import check_room
-from zoo.parallel import Dim, Remat, current_mesh, gather, implementation_option, rematerialize, replace_option, scan
+from zoo.layers.moe.routing import RoutingSums
+from zoo.parallel import Dim, Remat, current_mesh, gather, implementation_option, replace_option, scan
 from zoo.parallel.pipeline import run_stages
-from zoo.parallel.remat import check_remat
+from zoo.parallel.remat import check_remat, rematerialize
 
 from .decoder import (
     AbstractBlock,

@@ -11,7 +11,8 @@ import jax
 import numpy as np
 
 from zoo.layers import AbstractEmbedding, AbstractLinear
-from zoo.parallel import materialize, merge_rounds
+from zoo.parallel.rounds import merge_rounds
+from zoo.parallel.trainable_copy import materialize
 
 from .parameter_paths import IndexRanges, format_path, iterate_indices, walk_parameters
 

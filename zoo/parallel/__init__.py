@@ -1,7 +1,8 @@
 """Data, ZeRO-3 (FSDP) and tensor parallelism, derived from annotated dims, one layout table and one `shard_map`."""
 
-from typing import Any
+from typing import TYPE_CHECKING
 
+from zoo._moved import explain_moved_names
 from zoo._processes import initialize
 
 from .batch import place_batch, reader
@@ -20,16 +21,14 @@ from .collectives import (
 from .gather import cast, gather
 from .gradient import value, value_and_grad
 from .imagined import imagined
-from .layout import AXES, SEQUENCE, ZERO1, ZERO2, ZERO3, Layout
+from .layout import SEQUENCE, ZERO1, ZERO2, ZERO3, Layout
 from .mesh import Mesh, make_mesh
 from .module import (
     Dim,
-    Leaf,
     Module,
     adapter_parameter,
     buffer,
     count,
-    find_operations,
     full_precision,
     implementation_option,
     leaves,
@@ -43,35 +42,28 @@ from .module import (
     wrapped,
 )
 from .place import init, place
-from .remat import Remat, RematPolicy, SaveNames, rematerialize
-from .rounds import merge_rounds
+from .remat import Remat, SaveNames
 from .schedule import Schedule
 from .spmd import spmd
-from .trainable_copy import TrainableCopy, materialize
 
 __all__ = [
-    "AXES",
     "SEQUENCE",
     "ZERO1",
     "ZERO2",
     "ZERO3",
     "Dim",
     "Layout",
-    "Leaf",
     "Mesh",
     "Module",
     "Remat",
-    "RematPolicy",
     "SaveNames",
     "Schedule",
-    "TrainableCopy",
     "adapter_parameter",
     "all_gather",
     "buffer",
     "cast",
     "count",
     "current_mesh",
-    "find_operations",
     "full_precision",
     "gather",
     "imagined",
@@ -81,8 +73,6 @@ __all__ = [
     "leaves",
     "make_mesh",
     "map_leaves",
-    "materialize",
-    "merge_rounds",
     "named_by_class",
     "no_weight_decay",
     "num_shards",
@@ -91,7 +81,6 @@ __all__ = [
     "place_batch",
     "reader",
     "reduce",
-    "rematerialize",
     "replace_option",
     "scan",
     "shard",
@@ -107,11 +96,13 @@ __all__ = [
     "wrapped",
 ]
 
-_MOVED = {"array_fields": "zoo.parallel.module.array_fields"}
-
-
-def __getattr__(name: str) -> Any:
-    if name in _MOVED:
-        # Not an AttributeError: `from zoo.parallel import name` would drop its words.
-        raise ImportError(f"zoo.parallel.{name} has moved to {_MOVED[name]}")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+_MOVED = {
+    "array_fields": "zoo.parallel.module.array_fields",
+    "AXES": "zoo.parallel.layout.AXES",
+    **{name: f"zoo.parallel.module.{name}" for name in ("Leaf", "find_operations")},
+    **{name: f"zoo.parallel.remat.{name}" for name in ("RematPolicy", "rematerialize")},
+    "merge_rounds": "zoo.parallel.rounds.merge_rounds",
+    **{name: f"zoo.parallel.trainable_copy.{name}" for name in ("TrainableCopy", "materialize")},
+}
+if not TYPE_CHECKING:  # for a type checker every name would be an attribute
+    __getattr__ = explain_moved_names(__name__, _MOVED)

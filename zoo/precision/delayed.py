@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
-from zoo.layers import AmaxHistory
+from zoo.layers.quantized.fp8 import AmaxHistory
 
 _Model = TypeVar("Model")
 

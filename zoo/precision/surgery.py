@@ -18,8 +18,8 @@ from zoo.models.targets import (
 )
 from zoo.ops.quantized.per_tensor import CurrentScaling
 from zoo.ops.quantized.recipe import AbstractRecipe
-from zoo.parallel import TrainableCopy
 from zoo.parallel.rounds import in_one_round
+from zoo.parallel.trainable_copy import TrainableCopy
 
 _Model = TypeVar("Model")
 _DEFAULT_RECIPE = CurrentScaling()

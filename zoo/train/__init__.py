@@ -1,28 +1,20 @@
 """Everything around a training loop: text, checkpoints, metrics, progress, signals. Never the loop itself."""
 
-from typing import Any
+from typing import TYPE_CHECKING
 
+from zoo._moved import explain_moved_names
 from zoo._optional import require_installed
 
 require_installed("optax", "grain", "orbax.checkpoint", extra="train")  # before anything that needs them is imported
 
-from zoo.text.batches import (
-    BatchIterator,
-    CorpusSplit,
-    Dataset,
-    OrderedBatches,
-    ShuffledBatches,
-    TokenWindows,
-    bits_per_byte,
-    stack_rows,
-)
-from zoo.text.corpus import Corpus, load_text
+from zoo.text.batches import BatchIterator, ShuffledBatches, TokenWindows, bits_per_byte, stack_rows
+from zoo.text.corpus import load_text
 from zoo.text.synthetic import AssociativeRecall, GroupWords, NeedleRetrieval
-from zoo.text.tokenizers import Tokenizer, read_tokenizer
+from zoo.text.tokenizers import read_tokenizer
 
-from .checkpoint import Checkpoints, RestoredCheckpoint
+from .checkpoint import Checkpoints
 from .command import check_names, run_cli
-from .digits import LabeledImages, load_digits
+from .digits import load_digits
 from .ema import update_ema
 from .evaluation import Evaluation
 from .export import export
@@ -31,17 +23,10 @@ from .health import measure_updates
 from .interrupt import Interrupt
 from .loss_scale import dynamic_loss_scale, loss_scale
 from .metrics import Metrics, read_metrics
-from .optimizer import (
-    BFloat16Moment,
-    BlockwiseMoment,
-    FactoredMoment,
-    Float32Moment,
-    adamw,
-    apply_updates,
-    decay_mask,
-    matrix_mask,
-    scale_by_adam,
-)
+from .optimizer.adam import adamw
+from .optimizer.apply_updates import apply_updates
+from .optimizer.masks import decay_mask, matrix_mask
+from .optimizer.moments import BFloat16Moment, BlockwiseMoment, FactoredMoment, Float32Moment
 from .options import MeshOptions, RunOptions
 from .profile import Profile
 from .remat import count_residual_bytes, fit_remat
@@ -59,29 +44,22 @@ __all__ = [
     "BatchIterator",
     "BlockwiseMoment",
     "Checkpoints",
-    "Corpus",
-    "CorpusSplit",
-    "Dataset",
     "Evaluation",
     "FactoredMoment",
     "Float32Moment",
     "GroupWords",
     "Interrupt",
-    "LabeledImages",
     "MLflow",
     "MeshOptions",
     "Metrics",
     "NeedleRetrieval",
-    "OrderedBatches",
     "Profile",
-    "RestoredCheckpoint",
     "Run",
     "RunOptions",
     "ShuffledBatches",
     "SpikeDetector",
     "TensorBoard",
     "TokenWindows",
-    "Tokenizer",
     "Tracker",
     "Trackio",
     "WeightsAndBiases",
@@ -105,7 +83,6 @@ __all__ = [
     "read_metrics",
     "read_tokenizer",
     "run_cli",
-    "scale_by_adam",
     "skip_nonfinite",
     "skip_spikes",
     "stack_rows",
@@ -118,7 +95,8 @@ __all__ = [
 ]
 
 _MOVED = {
-    **{name: f"zoo.tools.report.{name}" for name in ("Curve", "ParameterRow", "tabulate_parameters", "write_report")},
+    **{name: f"zoo.tools.report.{name}" for name in ("Curve", "tabulate_parameters", "write_report")},
+    "ParameterRow": "zoo.tools.report.page.ParameterRow",
     "ScatterSeries": "zoo.tools.report.Curve",
     "draw_image_grid": "zoo.tools.report.ImageGrid",
     "draw_line_chart": "zoo.tools.report.LineChart",
@@ -126,11 +104,12 @@ _MOVED = {
     "group_series": "zoo.tools.report.ScatterChart.of_rows",
     "rematerialize": "zoo.configure",
     "report_runs": "zoo.tools.report_runs",
+    **{name: f"zoo.text.batches.{name}" for name in ("CorpusSplit", "Dataset", "OrderedBatches")},
+    "Corpus": "zoo.text.corpus.Corpus",
+    "Tokenizer": "zoo.text.tokenizers.Tokenizer",
+    "RestoredCheckpoint": "zoo.train.checkpoint.RestoredCheckpoint",
+    "LabeledImages": "zoo.train.digits.LabeledImages",
+    "scale_by_adam": "zoo.train.optimizer.adam.scale_by_adam",
 }
-
-
-def __getattr__(name: str) -> Any:
-    if name in _MOVED:
-        # Not an AttributeError: `from zoo.train import name` would drop its words.
-        raise ImportError(f"zoo.train.{name} has moved to {_MOVED[name]}")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+if not TYPE_CHECKING:  # for a type checker every name would be an attribute
+    __getattr__ = explain_moved_names(__name__, _MOVED)

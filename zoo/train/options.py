@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from zoo.models import configure
-from zoo.parallel import SEQUENCE, ZERO1, ZERO2, ZERO3, Mesh, RematPolicy, Schedule, make_mesh
+from zoo.parallel import SEQUENCE, ZERO1, ZERO2, ZERO3, Mesh, Schedule, make_mesh
+from zoo.parallel.remat import RematPolicy
 
 from .checkpoint_folder import refuse_url
 

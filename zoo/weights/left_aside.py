@@ -16,7 +16,8 @@ from zoo.models.hf.spec import Config, Family, Origin, Wrapping
 from zoo.models.hf.wrappers import is_text_tensor, unwrap_config
 
 from .directory import CONFIG_NAME, resolve_directory
-from .formats import QUANTIZATION_KEY, dequantize_lazily, split_quantization
+from .formats import QUANTIZATION_KEY, split_quantization
+from .formats.lazy import dequantize_lazily
 from .safetensors import CheckpointError, LazyTensor, open_tensors, read_json
 
 _MAX_LISTED = 6

@@ -19,7 +19,9 @@ from zoo.models.hf.wrappers import TEXT_CONFIG, TIE, WRAPPERS, read_text_config,
 from zoo.models.parameter_paths import list_parameter_paths
 
 from .directory import CONFIG_NAME, resolve_directory
-from .formats import QUANTIZATION_KEY, dequantize_lazily, list_packed, pack_model, split_quantization
+from .formats import QUANTIZATION_KEY, split_quantization
+from .formats.lazy import dequantize_lazily
+from .formats.pack import list_packed, pack_model
 from .left_aside import describe_left_aside, split_left_aside
 from .packed import unpack_mxfp4
 from .plan import TensorPlan, find_mapping, invert_name_map, plan_tensors, strip_base_prefix_if_absent

@@ -26,7 +26,8 @@ from zoo.models.hf.wrappers import rename_all, wrap_config
 from zoo.models.parameter_paths import find_differences, list_parameter_paths
 
 from .directory import CONFIG_NAME, resolve_directory
-from .formats import drop_quantization_if_plain, pack_like, split_quantization, unpack_exported
+from .formats import split_quantization
+from .formats.pack import drop_quantization_if_plain, pack_like, unpack_exported
 from .left_aside import LeftAside, check_source, open_left_aside
 from .model_card import describe_model, name_base, write_model_card
 from .plan import plan_tensors, strip_base_prefix

@@ -9,8 +9,8 @@ import pytest
 import zoo
 from tests.adapters.perturb import perturb
 from zoo import adapters
-from zoo.parallel import Layout, merge_rounds
-from zoo.parallel.rounds import select_round
+from zoo.parallel import Layout
+from zoo.parallel.rounds import merge_rounds, select_round
 
 KEY = jax.random.key(0)
 TOKENS = jax.random.randint(KEY, (8, 4), 0, 32)

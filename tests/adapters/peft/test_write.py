@@ -14,8 +14,7 @@ import zoo
 from tests.adapters.perturb import perturb
 from tests.quick import mark_slow
 from zoo import adapters
-from zoo.parallel import merge_rounds
-from zoo.parallel.rounds import split_rounds
+from zoo.parallel.rounds import merge_rounds, split_rounds
 
 METHODS = ("lora", "dora", "vera", "ia3", "loha", "lokr", "oft", "adalora")
 

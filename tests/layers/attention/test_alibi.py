@@ -8,7 +8,8 @@ import pytest
 
 import zoo
 from tests.layers.random_layers import activations, randomize, relative_error
-from zoo.layers import AlibiAttention, TokenInfo, compute_alibi_slopes
+from zoo.layers import AlibiAttention, TokenInfo
+from zoo.layers.attention.alibi import compute_alibi_slopes
 from zoo.parallel import gather
 
 HEADS, SEQ, START = 6, 8, 1001

@@ -7,7 +7,8 @@ import pytest
 
 import zoo
 from tests.layers.random_layers import activations, randomize, relative_error
-from zoo.layers import PostRotaryAttention, QueryScale, RMSNorm, TokenInfo
+from zoo.layers import PostRotaryAttention, RMSNorm, TokenInfo
+from zoo.layers.query_scale import QueryScale
 from zoo.ops.rotary import Rotary, apply_rotary
 from zoo.parallel import Dim, gather
 

@@ -10,7 +10,8 @@ import pytest
 
 import zoo
 from zoo.inspect import measure_size
-from zoo.layers import GroupQuantizedLinear, Linear
+from zoo.layers import Linear
+from zoo.layers.quantized.groups import GroupQuantizedLinear
 from zoo.parallel import Dim
 
 

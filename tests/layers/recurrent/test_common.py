@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from zoo.layers import LowRank
+from zoo.layers.recurrent.common import LowRank
 
 KEY = jax.random.key(0)
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from zoo.layers import GatedGroupNorm
+from zoo.layers.recurrent.gated_norm import GatedGroupNorm
 
 
 def test_gated_group_norm_rejects_uneven_groups():

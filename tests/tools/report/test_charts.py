@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zoo.tools.report import Chart, Curve, ImageGrid, LineChart, LoadChart, Picture, ScatterChart, draw_svg
-from zoo.tools.report.charts import COLORS, dump_chart, load_chart, smooth_values
+from zoo.tools.report import Curve, ImageGrid, LineChart, Picture, ScatterChart
+from zoo.tools.report.charts import COLORS, Chart, LoadChart, draw_svg, dump_chart, load_chart, smooth_values
 
 LOADS = np.array([[[4.0, 0, 2, 2], [2, 2, 2, 2]], [[8, 0, 0, 0], [2, 2, 2, 2]]])
 CHARTS = {

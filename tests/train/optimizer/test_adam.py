@@ -12,6 +12,7 @@ import pytest
 import zoo
 from tests.quick import mark_slow
 from zoo import train
+from zoo.train.optimizer.adam import scale_by_adam
 
 FORMATS = {
     "float32": {},
@@ -74,7 +75,7 @@ def test_factored_update_is_that_of_adafactor():
     """Row and column averages of squared gradients, in float64."""
     random = np.random.default_rng(0)
     gradients = random.standard_normal((3, 6, 4)) * np.arange(1, 5)
-    optimizer = train.scale_by_adam(0.0, 0.9, 0.0, second=train.FactoredMoment())
+    optimizer = scale_by_adam(0.0, 0.9, 0.0, second=train.FactoredMoment())
     params, rows, columns = {"w": jnp.zeros((6, 4))}, np.zeros(6), np.zeros(4)
     state = optimizer.init(params)
     for number, gradient in enumerate(gradients, start=1):

@@ -12,6 +12,7 @@ from jaxtyping import Array, Float
 
 import zoo
 from zoo import adapters, models, train
+from zoo.models.segment import Segment
 from zoo.parallel import Dim, Module, no_weight_decay
 from zoo.parallel.rounds import split_rounds
 
@@ -221,7 +222,7 @@ def test_masks_do_not_depend_on_rounds():
 
 def test_matrix_mask_excludes_stacked_biases():
     linears = eqx.filter_vmap(lambda key: zoo.layers.Linear(4, 4, bias=True, key=key))
-    segment = zoo.models.Segment.__new__(zoo.models.Segment)
+    segment = Segment.__new__(Segment)
     object.__setattr__(segment, "blocks", (linears(jax.random.split(jax.random.key(0), 3)),))
     for dim in ("layers", "ends"):
         object.__setattr__(segment, "layers", Dim(dim))

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from zoo import train
-from zoo.parallel import Dim, Leaf
+from zoo.parallel import Dim
+from zoo.parallel.module import Leaf
 from zoo.train.optimizer.moments import make_dynamic_map
 
 KEY = jax.random.key(0)

@@ -12,7 +12,8 @@ import pytest
 
 import zoo
 from tests.quick import mark_slow
-from zoo.layers import AbstractGroupLinear, Linear
+from zoo.layers import Linear
+from zoo.layers.quantized.groups import AbstractGroupLinear
 from zoo.tools.parity.compare import compare, read_expectations
 from zoo.weights.safetensors import open_tensors
 

@@ -8,7 +8,8 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from zoo.layers import AbstractEmbedding, Linear
 from zoo.layers.embedding import lookup_rows
 from zoo.layers.linear import contract
-from zoo.parallel import Dim, adapter_parameter, buffer, materialize, wrapped
+from zoo.parallel import Dim, adapter_parameter, buffer, wrapped
+from zoo.parallel.trainable_copy import materialize
 from zoo.shapes import ResidualStream, Tokens
 
 from ..base import AbstractAdapter, Strength, full_strength

@@ -10,9 +10,9 @@ import numpy as np
 
 from zoo.models.parameter_paths import IndexRanges, ParameterPath, format_path, iterate_indices, list_parameter_paths
 from zoo.models.targets import Targets, find_linears, match_targets, matches, suggest_words
-from zoo.parallel import TrainableCopy
 from zoo.parallel.module import is_parameter
 from zoo.parallel.rounds import in_one_round
+from zoo.parallel.trainable_copy import TrainableCopy
 
 from ..merged_layers import require_unmerged
 

@@ -8,8 +8,7 @@ import numpy as np
 
 from zoo.models.hf.spec import NameMap
 from zoo.models.parameter_paths import IndexRanges, list_parameter_paths, walk_parameters
-from zoo.parallel import TrainableCopy
-from zoo.parallel.trainable_copy import is_trainable_copy
+from zoo.parallel.trainable_copy import TrainableCopy, is_trainable_copy
 from zoo.weights import CheckpointError
 from zoo.weights.plan import TensorPlan, plan_tensors
 from zoo.weights.safetensors import LazyTensor

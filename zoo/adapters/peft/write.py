@@ -12,7 +12,7 @@ import numpy as np
 from zoo._files import create_files
 from zoo.models.hf.spec import NameMap
 from zoo.models.targets import find_linears
-from zoo.parallel import merge_rounds
+from zoo.parallel.rounds import merge_rounds
 from zoo.weights import CheckpointError
 from zoo.weights.model_card import describe_adapter, write_model_card
 from zoo.weights.safetensors import write_tensors

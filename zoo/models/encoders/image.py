@@ -26,7 +26,7 @@ class ImageEncoder(Module):
     """A vision Transformer: head(norm(stack(embedding(images)))) (ViT, Dosovitskiy et al., arXiv:2010.11929).
 
     The head is a `zoo.models.ClassificationHead`, whose result is logits, or a `zoo.models.FeatureHead`, whose result
-    is `zoo.models.EncoderFeatures`. Tokens of an image attend to each other in both directions.
+    is `EncoderFeatures`. Tokens of an image attend to each other in both directions.
 
     Images may have another size than the model was trained for: learned positions are then interpolated.
     """

@@ -19,7 +19,8 @@ from jaxtyping import Float, Int
 
 from zoo._compile_cache import enable_compile_cache
 from zoo._terminal import show
-from zoo.models import Decoder, score
+from zoo.models import Decoder
+from zoo.models.scoring import score
 from zoo.parallel import Mesh, place_batch, spmd
 from zoo.parallel.devices import make_device_mesh
 from zoo.text.tokenizer_file import TOKENIZER_FILE

@@ -1,19 +1,16 @@
 """Drawings of a model on a mesh (its shards, and what moves between devices in a training step) and of pipelines."""
 
+from typing import TYPE_CHECKING
+
+from zoo._moved import explain_moved_names
+
 from .description import describe_layout
-from .parts import AxisUse, Drawing, DrawnParameter, Group, Move, Section
 from .schedule import draw_schedule
 from .svg import draw_layout, render_drawing
 
-__all__ = [
-    "AxisUse",
-    "Drawing",
-    "DrawnParameter",
-    "Group",
-    "Move",
-    "Section",
-    "describe_layout",
-    "draw_layout",
-    "draw_schedule",
-    "render_drawing",
-]
+__all__ = ["describe_layout", "draw_layout", "draw_schedule", "render_drawing"]
+
+_PARTS = ("AxisUse", "Drawing", "DrawnParameter", "Group", "Move", "Section")
+_MOVED = {name: f"zoo.tools.draw.parts.{name}" for name in _PARTS}
+if not TYPE_CHECKING:  # for a type checker every name would be an attribute
+    __getattr__ = explain_moved_names(__name__, _MOVED)

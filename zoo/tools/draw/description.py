@@ -14,9 +14,11 @@ from zoo.models.decoder import AbstractBlock
 from zoo.models.encoders.image import ImageEncoder
 from zoo.models.parameter_paths import ParameterPath, list_parameter_paths
 from zoo.models.stack import is_stack
-from zoo.parallel import AXES, Mesh, merge_rounds
+from zoo.parallel import Mesh
+from zoo.parallel.layout import AXES
 from zoo.parallel.mesh import is_array_or_shape
 from zoo.parallel.module import is_trainable
+from zoo.parallel.rounds import merge_rounds
 
 from .attach import attach_moves
 from .parts import AxisUse, Drawing, DrawnParameter, Group, Section

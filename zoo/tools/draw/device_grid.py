@@ -4,7 +4,7 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 
-from zoo.parallel import AXES
+from zoo.parallel.layout import AXES
 
 from .elements import Number, estimate_width, format_number, rect, text
 

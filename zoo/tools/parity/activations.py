@@ -13,7 +13,8 @@ import numpy as np
 from jaxtyping import Array
 
 from zoo.layers import Routing, TokenInfo
-from zoo.models import Decoder, Encoder, EncoderFeatures, Hidden, ImageEncoder
+from zoo.models import Decoder, Encoder, Hidden, ImageEncoder
+from zoo.models.encoders.heads import EncoderFeatures
 
 
 class Activations(NamedTuple):

@@ -7,15 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from zoo.models import (
-    Encoder,
-    EncoderFeatures,
-    ImageEncoder,
-    MaskedLMHead,
-    classification_loss,
-    cross_entropy,
-    token_losses,
-)
+from zoo.models import Encoder, ImageEncoder, MaskedLMHead, classification_loss, token_losses
+from zoo.models.encoders.heads import EncoderFeatures
+from zoo.models.loss import cross_entropy
 from zoo.weights.resolve import LoadedModel
 
 from .activations import Activations, TextInputs, run_decoder, run_encoder, run_image_encoder

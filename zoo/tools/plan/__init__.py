@@ -1,12 +1,16 @@
 """Memory, traffic and time of a step on any mesh of any chips, before it is launched."""
 
+from typing import TYPE_CHECKING
+
+from zoo._moved import explain_moved_names
+
 from .chips import CHIPS, Chip
 from .compiled import compile_training
 from .format import format_plan
-from .links import Transfer, time_transfer
-from .search import Candidate, make_stand_in_mesh, plan_training, search_meshes, suggest_mesh
+from .links import time_transfer
+from .search import Candidate, plan_training, search_meshes, suggest_mesh
 from .step import BudgetError, Plan, plan
-from .training import TrainingOptions, count_model_flops, make_training_step
+from .training import TrainingOptions, count_model_flops
 
 __all__ = [
     "CHIPS",
@@ -15,15 +19,20 @@ __all__ = [
     "Chip",
     "Plan",
     "TrainingOptions",
-    "Transfer",
     "compile_training",
     "count_model_flops",
     "format_plan",
-    "make_stand_in_mesh",
-    "make_training_step",
     "plan",
     "plan_training",
     "search_meshes",
     "suggest_mesh",
     "time_transfer",
 ]
+
+_MOVED = {
+    "Transfer": "zoo.tools.plan.links.Transfer",
+    "make_stand_in_mesh": "zoo.tools.plan.search.make_stand_in_mesh",
+    "make_training_step": "zoo.tools.plan.training.make_training_step",
+}
+if not TYPE_CHECKING:  # for a type checker every name would be an attribute
+    __getattr__ = explain_moved_names(__name__, _MOVED)

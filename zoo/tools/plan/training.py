@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from zoo._optional import require_installed
-from zoo.models import configure, cross_entropy, split_ends
+from zoo.models import configure, split_ends
+from zoo.models.loss import cross_entropy
 from zoo.parallel import Mesh, Remat, Schedule, cast, make_mesh, place, place_batch, trainable, value, value_and_grad
 
 from .traced import trace_program

@@ -1,24 +1,31 @@
 """HTML reports on runs, with charts by matplotlib."""
 
-from .charts import Chart, Curve, ImageGrid, LineChart, LoadChart, Picture, ScatterChart, draw_svg
-from .page import ParameterRow, redraw_report, write_report
+from typing import TYPE_CHECKING
+
+from zoo._moved import explain_moved_names
+
+from .charts import Curve, ImageGrid, LineChart, Picture, ScatterChart
+from .page import redraw_report, write_report
 from .parameters import describe_model, tabulate_parameters
 from .runs import report_run, report_runs
 
 __all__ = [
-    "Chart",
     "Curve",
     "ImageGrid",
     "LineChart",
-    "LoadChart",
-    "ParameterRow",
     "Picture",
     "ScatterChart",
     "describe_model",
-    "draw_svg",
     "redraw_report",
     "report_run",
     "report_runs",
     "tabulate_parameters",
     "write_report",
 ]
+
+_MOVED = {
+    **{name: f"zoo.tools.report.charts.{name}" for name in ("Chart", "LoadChart", "draw_svg")},
+    "ParameterRow": "zoo.tools.report.page.ParameterRow",
+}
+if not TYPE_CHECKING:  # for a type checker every name would be an attribute
+    __getattr__ = explain_moved_names(__name__, _MOVED)

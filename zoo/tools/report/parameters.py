@@ -8,10 +8,12 @@ import equinox as eqx
 import jax
 from jaxtyping import PyTree
 
-from zoo.models import ParameterPath, Stack, list_parameter_paths
+from zoo.models import Stack, list_parameter_paths
+from zoo.models.parameter_paths import ParameterPath
 from zoo.models.stack import is_stack
-from zoo.parallel import Mesh, count, merge_rounds
+from zoo.parallel import Mesh, count
 from zoo.parallel.mesh import is_array_or_shape
+from zoo.parallel.rounds import merge_rounds
 
 from .page import ParameterRow
 

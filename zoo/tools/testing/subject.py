@@ -16,8 +16,8 @@ from zoo.layers.abstract import check_sequence_sharding
 from zoo.models import Decoder, Hidden, list_parameter_paths
 from zoo.models.decoder import AbstractBlock
 from zoo.ops.platform import current_platform
-from zoo.parallel import Module, all_gather, find_operations, gather, leaves, replace_option, trainable
-from zoo.parallel.module import IMPLEMENTATION_OPTION
+from zoo.parallel import Module, all_gather, gather, leaves, replace_option, trainable
+from zoo.parallel.module import IMPLEMENTATION_OPTION, find_operations
 from zoo.shapes import HiddenStates
 
 _IS_SLOW = "kernels run in Pallas' interpreter on a CPU, and take minutes: pass implementations= with"

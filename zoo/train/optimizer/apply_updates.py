@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Key, PyTree
 
 from zoo.ops.stochastic_rounding import stochastic_round
-from zoo.parallel import Leaf, map_leaves
+from zoo.parallel import map_leaves
+from zoo.parallel.module import Leaf
 
 _Model = TypeVar("_Model")
 

@@ -5,7 +5,8 @@ from typing import Any
 
 from jaxtyping import PyTree
 
-from zoo.parallel import Leaf, map_leaves
+from zoo.parallel import map_leaves
+from zoo.parallel.module import Leaf
 
 _NOT_FEATURES = ("vocab", "classes", "positions", "token_types", "distances", "conv")
 """Dims that are not hidden features: rows of embeddings, outputs of heads, taps of depthwise filters."""

@@ -22,7 +22,8 @@ import numpy as np
 from jaxtyping import Array, Float, Key, UInt8
 
 from zoo.ops.stochastic_rounding import stochastic_round
-from zoo.parallel import Dim, Leaf, Module
+from zoo.parallel import Dim, Module
+from zoo.parallel.module import Leaf
 
 
 class AbstractMoment(abc.ABC):

@@ -16,8 +16,6 @@ from .bitsandbytes import read_bitsandbytes
 from .compressed_tensors import read_compressed_tensors
 from .fp8 import read_fp8
 from .gptq import read_gptq
-from .lazy import dequantize_lazily
-from .pack import drop_quantization_if_plain, list_packed, pack_like, pack_model, unpack_exported
 
 QUANTIZATION_KEY = "quantization_config"
 """The config key that says that weight matrices are quantized."""
@@ -49,16 +47,3 @@ def split_quantization(config: Mapping[str, Any]) -> tuple[dict[str, Any], Abstr
         raise ConfigError(f"{QUANTIZATION_KEY}: quant_method {method!r} is not read. Formats that are: {_COVERED}")
     plain = {key: x for key, x in config.items() if key != QUANTIZATION_KEY}
     return plain, _READERS[method](value)
-
-
-__all__ = [
-    "QUANTIZATION_KEY",
-    "AbstractQuantizedFormat",
-    "dequantize_lazily",
-    "drop_quantization_if_plain",
-    "list_packed",
-    "pack_like",
-    "pack_model",
-    "split_quantization",
-    "unpack_exported",
-]

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from zoo.layers import AbstractGroupLinear, GroupQuantizedLinear
+from zoo.layers.quantized.groups import AbstractGroupLinear, GroupQuantizedLinear
 from zoo.models.hf.errors import ConfigError
 from zoo.models.hf.values import WORD, is_any_of, list_of, optional
 from zoo.ops.quantized.groups import CodeKind

@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from zoo.layers import AbstractGroupLinear, NestedNF4Linear
+from zoo.layers.quantized.groups import AbstractGroupLinear, NestedNF4Linear
 from zoo.models.hf.errors import ConfigError
 from zoo.ops.quantized.groups import INT8_STEP, NESTED_GROUP_SIZE, CodeKind
 from zoo.ops.quantized.nf4 import BLOCK_SIZE, CODEBOOK

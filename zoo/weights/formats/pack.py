@@ -13,12 +13,13 @@ import equinox as eqx
 import jax
 import numpy as np
 
-from zoo.layers import AbstractGroupLinear, Linear
+from zoo.layers import Linear
+from zoo.layers.quantized.groups import AbstractGroupLinear
 from zoo.models.hf.spec import NameMap
 from zoo.models.parameter_paths import IndexRanges, ParameterPath, format_path, iterate_indices, map_modules
 from zoo.models.targets import find_linears, is_linear_site
 from zoo.ops.quantized.groups import CODES_PER_BYTE
-from zoo.parallel import Leaf
+from zoo.parallel.module import Leaf
 
 from ..plan import find_mapping, invert_name_map
 from ..safetensors import CheckpointError, LazyTensor

@@ -11,7 +11,8 @@ import pytest
 
 import zoo
 from tests.layers.random_layers import activations, randomize, relative_error
-from zoo.layers import GatedMLP, QueryScale, RMSNorm, TokenInfo
+from zoo.layers import GatedMLP, RMSNorm, TokenInfo
+from zoo.layers.query_scale import QueryScale
 from zoo.models.hf.families.llama4_text_layers import ChunkedAttention, InputWeightedMixture, TopSigmoidRouter
 from zoo.ops.rotary import Rotary, apply_rotary
 from zoo.parallel import Dim, gather

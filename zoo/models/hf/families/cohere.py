@@ -6,7 +6,7 @@ from functools import partial
 
 from jaxtyping import Array, Key
 
-from zoo.layers import PerHeadLayerNorm
+from zoo.layers.norm import PerHeadLayerNorm
 from zoo.models.build import MixerFactory
 from zoo.models.decoder import Decoder
 from zoo.models.hf.builders import (

@@ -6,7 +6,7 @@ from functools import partial
 
 from jaxtyping import Array, Key
 
-from zoo.layers import QueryScale
+from zoo.layers.query_scale import QueryScale
 from zoo.models.build import MixerFactory
 from zoo.models.decoder import Decoder
 from zoo.models.hf.builders import (

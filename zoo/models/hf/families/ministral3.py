@@ -2,7 +2,8 @@
 
 from jaxtyping import Array, Key
 
-from zoo.layers import PostRotaryAttention, QueryScale
+from zoo.layers import PostRotaryAttention
+from zoo.layers.query_scale import QueryScale
 from zoo.models.decoder import Decoder
 from zoo.models.hf.builders import (
     build_config_decoder,

@@ -7,8 +7,9 @@ from typing import Any
 import equinox as eqx
 from jaxtyping import Array, Key
 
-from zoo.layers import MLP, DensePooler, LayerNorm, PatchPositions
+from zoo.layers import MLP, DensePooler, LayerNorm
 from zoo.layers.encoders.bidirectional_attention import BidirectionalAttention
+from zoo.layers.encoders.patches import PatchPositions
 from zoo.models.encoders.heads import ClassificationHead
 from zoo.models.encoders.image import ImageEncoder
 from zoo.models.hf.builders import (
