@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import Any
 
 import zoo
+from zoo.models.hf import families
 
 PACKAGES = (
     *("models", "weights", "layers", "parallel", "ops", "adapters", "precision", "train"),
@@ -26,14 +27,10 @@ UNLISTED = (
     *("distributed", "drawing", "planning"),  # moved
 )
 """Modules without public names of their own: `zoo.train` exports those of `text`, `zoo` that of `generate`."""
-FAMILIES_WITH_LAYERS = (
-    *("apertus", "deberta_v2", "gemma3n_text", "gemma4_text", "glm_moe_dsa", "gpt_oss", "jetmoe", "llama4_text"),
-    *("mimo_v2_flash", "phimoe", "rwkv"),
-)
 ALSO_SHOWN = (
     "zoo.models.hf.builders",
     "zoo.models.hf.config.read_config",
-    *(f"zoo.models.hf.families.{name}_layers" for name in FAMILIES_WITH_LAYERS),
+    *(f"{families.__name__}.{x.name}" for x in pkgutil.iter_modules(families.__path__) if x.name.endswith("_layers")),
     "zoo.models.parameter_paths.find_differences",
     "zoo.parallel.sequence",
     "zoo.parallel.tokens",

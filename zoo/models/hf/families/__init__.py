@@ -1,4 +1,7 @@
-"""Families of checkpoints, one file of facts each: how a config maps to our layers, and how tensors are named."""
+"""Families of checkpoints, one file of facts each: how a config maps to our layers, and how tensors are named.
+
+Layers that only one family has lie beside it, in `NAME_layers.py`.
+"""
 
 from zoo.models.hf.spec import Family
 from zoo.models.hf.support import FamilySupport, read_support
