@@ -13,7 +13,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, PyTree, Shaped, UInt32
 
-from zoo.parallel import Leaf, leaves, map_leaves
+from zoo.parallel import leaves, map_leaves
+from zoo.parallel.module import Leaf
 from zoo.parallel.rounds import has_rounds
 
 _HASH_SEEDS = (0x243F6A88, 0x13198A2E)
