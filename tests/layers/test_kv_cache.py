@@ -69,8 +69,10 @@ def check_turns(run, model, is_real):
     for row, count in enumerate(counts):
         alone[row, :count] = tokens[row, is_real[row]]
     expected = np.asarray(read_at_once(model, jnp.asarray(alone), jnp.arange(LENGTH) < jnp.asarray(counts)[:, None]))
+    # Rounding: of the largest logit, the turns are 2.7e-5 from float64, and a row at once is 0.9e-5.
+    tolerance = 5e-5 * np.abs(expected).max()
     for row, count in enumerate(counts):
-        np.testing.assert_allclose(found[row, is_real[row]], expected[row, :count], atol=2e-5 * np.abs(expected).max())
+        np.testing.assert_allclose(found[row, is_real[row]], expected[row, :count], rtol=0, atol=tolerance)
 
 
 @given(seed=st.integers(0, 10**6), fraction=st.sampled_from([0.2, 0.5, 0.9]))
