@@ -15,6 +15,7 @@ from huggingface_hub import constants
 import zoo
 from tests.loopback_hub import Repository, serve_hub
 from zoo.text.tokenizers import ByteTokenizer
+from zoo.weights import resolve_directory
 from zoo.weights.hub import download, is_hub_name
 
 SIZES = {"vocab": 256, "embed": 16, "layers": 2, "heads": 2, "mlp": 32}
@@ -72,10 +73,16 @@ def test_load_downloads_only_what_is_read_and_once(hub, directory):
     model = zoo.load("tiny/llama")
     assert eqx.tree_equal(jax.tree.leaves(model), jax.tree.leaves(zoo.load(directory)))
     shards = [path.name for path in directory.glob("model-*.safetensors")]
-    small = ["config.json", "model.safetensors.index.json", "tokenizer.json", "tokenizer_config.json"]
+    small = ["README.md", "config.json", "model.safetensors.index.json", "tokenizer.json", "tokenizer_config.json"]
     assert hub.list_downloads() == sorted([*small, *shards]) and len(shards) > 1
     zoo.load("tiny/llama")
     assert hub.list_downloads() == []
+
+
+def test_small_files_alone_are_enough_for_a_plan(hub):
+    resolve_directory("tiny/llama", weights=False)
+    assert not any(name.startswith("model-") for name in hub.list_downloads())
+    zoo.load("tiny/llama")
 
 
 def test_load_without_network_reads_the_cache(hub, monkeypatch, caplog):

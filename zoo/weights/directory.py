@@ -9,11 +9,11 @@ from .safetensors import CheckpointError
 CONFIG_NAME = "config.json"
 
 
-def resolve_directory(directory: str | Path, revision: str | None = None) -> Path:
+def resolve_directory(directory: str | Path, revision: str | None = None, *, weights: bool = True) -> Path:
     """Return a directory of a model or adapter: a path, or a name on the Hugging Face hub, which is downloaded.
 
-    A directory of that name wins. Names are `organization/model` or `organization/model@revision`; see
-    `zoo.weights.hub`.
+    A directory of that name wins. Without `weights`, only small files such as the config are downloaded. Names are
+    `organization/model` or `organization/model@revision`; see `zoo.weights.hub`.
 
     **Raises** `CheckpointError` if the directory does not exist and cannot be downloaded.
     """
@@ -25,7 +25,7 @@ def resolve_directory(directory: str | Path, revision: str | None = None) -> Pat
     if os.path.exists(path):
         raise CheckpointError(f"{path} is a file: pass the directory that contains it and {CONFIG_NAME}")
     if is_hub_name(str(directory)):
-        return download(str(directory), revision)
+        return download(str(directory), revision, weights=weights)
     raise CheckpointError(
         f"there is no directory {directory}, and names on the Hugging Face hub have the form organization/model"
     )

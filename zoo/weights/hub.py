@@ -10,7 +10,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 from types import ModuleType
@@ -42,12 +42,12 @@ def is_hub_name(name: str) -> bool:
     return _NAME.fullmatch(name) is not None
 
 
-def download(name: str, revision: str | None = None) -> Path:
+def download(name: str, revision: str | None = None, *, weights: bool = True) -> Path:
     """Return the directory in the cache that holds a model or adapter of the hub, after downloading what it lacks.
 
     `name` is `organization/model`, with `@revision` behind it or in `revision`: a branch, a tag or a commit. Without a
     network the newest cached commit of the revision is taken, with a line in the log. A download that breaks off is
-    resumed by the next call.
+    resumed by the next call. Without `weights`, only the config, the tokenizer and other small files are downloaded.
 
     **Raises** `ImportError` without the package `huggingface_hub`; `CheckpointError` for a repository or revision that
     does not exist or that the token may not see, one without safetensors, too little room on the disk, and, without a
@@ -65,11 +65,13 @@ def download(name: str, revision: str | None = None) -> Path:
         info = hub.HfApi().model_info(repository, revision=revision, files_metadata=True, timeout=_SECONDS)
     except failures as error:
         _raise_if_refused(hub, error, repository, revision)
-        return _find_cached(hub, repository, revision, error)
+        return _find_cached(hub, repository, revision, error, weights)
     sizes = {file.rfilename: file.size or 0 for file in info.siblings}
     options = {"repo_id": repository, "revision": revision}
     try:
-        files = _choose_files(hub, sizes, options)
+        files = _list_small_files(sizes)
+        if weights:
+            files += _list_weights(hub, sizes, options)
         _check_room(hub, sizes, files, options | {"revision": info.sha})
         path = Path(hub.snapshot_download(**options, allow_patterns=files))
     except failures as error:
@@ -98,8 +100,12 @@ def _raise_if_refused(hub: ModuleType, error: Exception, repository: str, revisi
     raise CheckpointError(reason) from None
 
 
-def _choose_files(hub: ModuleType, sizes: Mapping[str, int], options: Mapping[str, Any]) -> list[str]:
-    """Return the files of a repository that this library reads. **Raises** `CheckpointError` without safetensors."""
+def _list_small_files(names: Iterable[str]) -> list[str]:
+    return [name for name in names if any(fnmatchcase(name, pattern) for pattern in _SMALL_FILES)]
+
+
+def _list_weights(hub: ModuleType, sizes: Mapping[str, int], options: Mapping[str, Any]) -> list[str]:
+    """Return the files of weights that this library reads. **Raises** `CheckpointError` without safetensors."""
     weights = [name for name in _WEIGHTS if name in sizes]
     if SAFE_WEIGHTS_NAME not in sizes and SAFE_WEIGHTS_INDEX_NAME in sizes:
         index = Path(hub.hf_hub_download(**options, filename=SAFE_WEIGHTS_INDEX_NAME))
@@ -111,8 +117,7 @@ def _choose_files(hub: ModuleType, sizes: Mapping[str, int], options: Mapping[st
             f"{options['repo_id']} has {held} on the Hugging Face hub, and {SAFE_WEIGHTS_NAME} or "
             f"{SAFE_WEIGHTS_INDEX_NAME} is read"
         )
-    small = [name for name in sizes if any(fnmatchcase(name, pattern) for pattern in _SMALL_FILES)]
-    return [*small, *weights]
+    return weights
 
 
 def _list_shards(index: Path) -> list[str]:
@@ -136,7 +141,7 @@ def _check_room(hub: ModuleType, sizes: Mapping[str, int], files: Collection[str
         )
 
 
-def _find_cached(hub: ModuleType, repository: str, revision: str | None, error: Exception) -> Path:
+def _find_cached(hub: ModuleType, repository: str, revision: str | None, error: Exception, weights: bool) -> Path:
     """Return the cached directory of a repository. **Raises** `CheckpointError`, with what is cached, if it is not
     there, or only in part."""
     found = [hub.try_to_load_from_cache(repository, name, revision=revision) for name in _CONFIGS]
@@ -148,7 +153,7 @@ def _find_cached(hub: ModuleType, repository: str, revision: str | None, error: 
     index = folder / SAFE_WEIGHTS_INDEX_NAME
     shards = _list_shards(index) if index.exists() else []
     is_whole = any((folder / name).exists() for name in _WEIGHTS)
-    if not is_whole and not (shards and all((folder / name).exists() for name in shards)):
+    if weights and not is_whole and not (shards and all((folder / name).exists() for name in shards)):
         _raise_uncached(hub, wanted, f"only a part of {wanted} is in the cache {_get_cache(hub)}", error)
     _logger.warning("the Hugging Face hub does not answer (%s): %s is read from the cache", _summarize(error), wanted)
     return folder

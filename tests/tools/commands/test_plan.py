@@ -42,6 +42,16 @@ def test_plan_of_one_mesh(run, monkeypatch):
         assert found["days"][end] == pytest.approx(1e12 / rate / 86_400)
 
 
+def test_plan_of_a_directory_reads_its_config_only(run, refused, tmp_path):
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 128, "vocab_size": 256}
+    config = {"model_type": "qwen3", "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, **sizes}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    text = run("plan", tmp_path, "--on", "h100:2", "--fsdp", 2, "--seq-len", 64)[0]
+    assert "fsdp 2 on h100:2: 2 devices" in text and "fits" in text
+    for words in ((), (tmp_path, "--preset", "qwen3-0.6b")):
+        assert "pass a directory" in refused("plan", *words, "--on", "h100:2")
+
+
 def test_plan_without_a_mesh_suggests_one(run):
     text = run(*SMALL, "--on", "h100:2", "--tokens", "1e9")[0]
     assert text.startswith("Suggested mesh: --data 2. Any flag for an axis overrides it; --search compares several.\n")

@@ -6,25 +6,33 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
 from zoo import models
 from zoo._terminal import align_columns, format_bytes, show, show_error
+from zoo.models.hf.config import read_config
+from zoo.models.hf.wrappers import read_text_config
 from zoo.models.presets.published import find_preset
 from zoo.parallel import SEQUENCE, ZERO1, ZERO2, ZERO3
 from zoo.parallel.devices import use_cpu
 from zoo.parallel.mesh import format_sizes
 from zoo.parallel.topology import Topology, parse_topology
+from zoo.weights.directory import CONFIG_NAME, resolve_directory
+from zoo.weights.formats import split_quantization
+from zoo.weights.resolve import find_family
+from zoo.weights.safetensors import read_json
 
 if TYPE_CHECKING:
     from zoo.tools.plan import Candidate, Plan
 
 
 def plan(
+    directory: Annotated[Path | None, tyro.conf.Positional] = None,
     *,
-    preset: Annotated[str, tyro.conf.arg(metavar="NAME")],
+    preset: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None,
     on: Annotated[str, tyro.conf.arg(metavar="TOPOLOGY")],
     data: int = 1,
     fsdp: int = 1,
@@ -55,7 +63,8 @@ def plan(
     Exits with status 1 if the step needs more memory than a device has, and names the largest parts.
 
     Args:
-        preset: Model of a published size; `zoo presets` lists them.
+        directory: Directory with a config.json, or a name on the Hugging Face hub; weights are not read.
+        preset: Instead of a directory: model of a published size; `zoo presets` lists them.
         on: Devices: v5e:16x16, v5p:4x4x4, v5p:4x4x4*2 for two slices, v6e:16x16, tpu7x:4x4x4; h100:64x8 for hosts x
             GPUs, and a100, h200 and b200 likewise.
         data: Data parallelism: number of devices that shard the batch. -1 for all remaining devices, on one axis only.
@@ -77,7 +86,7 @@ def plan(
         compiled: Compile the step, or the best three of a search, which takes minutes each.
         as_json: Print a JSON object.
     """
-    find_preset(preset)
+    make = _choose_model(directory, preset)
     use_cpu()
     from zoo.tools import plan as planning
 
@@ -94,7 +103,6 @@ def plan(
         sizes = _complete_sizes(sizes, topology)
         shards = sizes["data"] * sizes["fsdp"] * sizes["expert"]
     options = planning.TrainingOptions(rows or microbatches * shards, seq_len, dtype, remat, microbatches)
-    make = partial(models.preset, preset)
     programs = []
     with _show_progress() as progress:
         if search:
@@ -128,6 +136,22 @@ def plan(
     except planning.BudgetError as error:
         show_error(f"zoo plan: {error}")
         sys.exit(1)
+
+
+def _choose_model(directory: Path | None, preset: str | None) -> Callable[..., Any]:
+    """Return a function `key -> model`. **Raises** `ValueError` unless one of the two is given."""
+    if (directory is None) == (preset is None):
+        raise ValueError(
+            "pass a directory or a name on the Hugging Face hub, or --preset NAME; `zoo presets` lists them"
+        )
+    if preset is not None:
+        find_preset(preset)
+        return partial(models.preset, preset)
+    path = resolve_directory(directory, weights=False) / CONFIG_NAME
+    config = read_json(path)
+    family = find_family(config, path)
+    plain, _ = split_quantization(read_text_config(config))
+    return partial(family.build, read_config(family, plain))
 
 
 def _list_figures(plan: "Plan", tokens: float | None) -> dict[str, Any]:
