@@ -50,8 +50,9 @@ def build_families_page(note: str) -> str:
         [
             f"# Families\n\n{note}The model types that `zoo.load` reads and `zoo.save` writes, by the "
             "`model_type` of a `config.json`. [Port a model](port.md) adds one.\n",
-            *summaries,
-            "\n## Layers\n",
+            '<input class="filter" type="search" placeholder="Filter: llama, GQA, sliding window" '
+            'aria-label="Filter the families of this page">\n',
+            "## Layers\n",
             "With the default config of each family; a checkpoint's config may change the details. Grouped-query "
             "attention (GQA) shares each key and value head among several query heads; multi-head latent attention "
             "(MLA) caches one latent vector per token instead.\n",
@@ -70,6 +71,8 @@ def build_families_page(note: str) -> str:
                 f"| `{name}` | `{FAMILIES[name].architecture}` | {format_support(support)} |"
                 for name, support in families().items()
             ),
+            "\n## What each is\n",
+            *summaries,
             "\n## Not read yet\n",
             "`zoo.load` refuses these by name, with the reason.\n",
             *(f"- {', '.join(f'`{name}`' for name in names)}: {reason}." for names, reason in list_reasons()),

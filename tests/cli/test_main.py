@@ -135,7 +135,11 @@ def test_families_has_one_line_per_family(run):
     out, error = run("families")
     assert error == ""
     assert [line.split()[0] for line in out.splitlines()] == list(zoo.families())
-    assert "LlamaForCausalLM" in out and "arXiv:2302.13971" in out
+    assert "LlamaForCausalLM" in out and "arXiv" not in out
+    assert max(map(len, out.splitlines())) < 350
+    everything, _ = run("families", "-v")
+    assert len(everything.splitlines()) == len(out.splitlines())
+    assert "arXiv:2302.13971" in everything and "2 cases, mesh, adapters" in everything
 
 
 def test_info_mesh_needs_no_devices(bytes_model):
