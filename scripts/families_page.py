@@ -50,7 +50,7 @@ def build_families_page(note: str) -> str:
         [
             f"# Families\n\n{note}The model types that `zoo.load` reads and `zoo.save` writes, by the "
             "`model_type` of a `config.json`. [Port a model](port.md) adds one.\n",
-            '<input class="filter" type="search" placeholder="Filter: llama, GQA, sliding window" '
+            '<input class="filter" type="search" placeholder="Filter: qwen3, sliding window, latent" '
             'aria-label="Filter the families of this page">\n',
             "## Layers\n",
             "With the default config of each family; a checkpoint's config may change the details. Grouped-query "

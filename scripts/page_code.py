@@ -20,7 +20,7 @@ class Part:
     """Line of the page that `source` begins in."""
     source: str
     fails: bool = False
-    """Whether the commands must fail."""
+    """True for commands that must fail."""
 
     def list_commands(self) -> Iterator[tuple[int, str]]:
         """Yield the line of the page and the words of each command of a console, from "zoo" on."""

@@ -1,7 +1,7 @@
 // A page with an input of class "filter" shows only the rows of its tables, and the entries of its lists, that have all words
 // of the input.
 for (const input of document.querySelectorAll("input.filter")) {
-  const entries = [...input.parentElement.querySelectorAll("tbody tr, li")]
+  const entries = [...input.closest("article").querySelectorAll("tbody tr, li")]
   input.addEventListener("input", () => {
     const words = input.value.toLowerCase().split(/\s+/)
     for (const entry of entries) {

@@ -62,7 +62,7 @@ def test_mend_refuses_a_worker_of_another_form():
         site_search.mend_worker("e=e+s")
 
 
-def test_pages_get_their_boosts_and_keep_those_of_their_front_matter():
+def test_front_matter_overrides_boosts():
     def read(path, **meta):
         page = SimpleNamespace(meta=meta, file=SimpleNamespace(src_uri=path))
         assert site_search.on_page_markdown("text", page=page) == "text"

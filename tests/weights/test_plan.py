@@ -1,4 +1,4 @@
-"""A family of a user's own, and a state dict of NumPy arrays."""
+"""A family of a user's own: its name map, and a state dict of NumPy arrays."""
 
 import dataclasses
 from functools import partial
