@@ -63,7 +63,7 @@ def test_fork_copy_uses_its_own_name(run):
 def test_fork_copy_names_its_prerequisite(run):
     printed, _ = run("fork", "finetune")
     assert printed.splitlines()[1:] == [
-        "next: zoo fork transformer && python transformer.py",
+        "next, without a checkpoint of your own: zoo fork transformer && python transformer.py",
         "next: python finetune.py --steps 20",
     ]
     text = Path("finetune.py").read_text()

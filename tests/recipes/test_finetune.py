@@ -83,6 +83,7 @@ def test_finetune_starts_from_the_export_of_transformer(start, tmp_path, monkeyp
     printed = capsys.readouterr().out
     assert "wrote the report to runs/finetune/report.html" in printed
     assert "old 8." in printed and "→" in printed
+    assert printed.index("\nbefore:\n") < printed.index("\nafter:\n")
 
 
 @pytest.mark.slow  # its code is that of test_transformer_combines_the_other_options

@@ -133,6 +133,7 @@ def test_corpus_cuts_a_large_file_into_passages(tmp_path):
         and len(documents["train"]) + len(documents["validation"]) > 20
         and documents["validation"]
     )
+    assert str(corpus).startswith("1 text, ")
     assert all(document.endswith(b"\n") for document in documents["train"])
     assert sum(map(len, documents["train"] + documents["validation"])) == file.stat().st_size
 

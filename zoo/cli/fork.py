@@ -65,8 +65,9 @@ def fork(
         module for module in _TRAIN_REQUIREMENTS if importlib.util.find_spec(module.partition(".")[0]) is None
     ]:
         show(f'it needs {", ".join(missing)}: pip install "equizoo[train,tools]"')
-    for command in [*_find_prerequisite_commands(text, path), f"python {shlex.quote(str(path))} --steps 20"]:
-        show(f"next: {command}")
+    for command in _find_prerequisite_commands(text, path):
+        show(f"next, without a checkpoint of your own: {command}")
+    show(f"next: python {shlex.quote(str(path))} --steps 20")
 
 
 def _find_recipes_folder() -> Path:

@@ -76,7 +76,7 @@ class Corpus:
         parts = (f"{split.name} {split.text_bytes:,} bytes" for split in (self.train, self.validation))
         skipped = f", {self.num_binary} skipped as binary" if self.num_binary else ""
         parts = [
-            f"{self.num_texts:,} texts{skipped}",
+            f"{self.num_texts:,} {'text' if self.num_texts == 1 else 'texts'}{skipped}",
             *parts,
             f"vocabulary {self.vocab:,}",
             f"xz {self.xz_bits_per_byte:.3f} bits per byte",

@@ -38,6 +38,8 @@ def write_results(
     results = {"result": result, "figures": figures, "parameters": count(model), "metrics": last, "samples": samples}
     write_json(directory / "results.json", results)
     shown = ["".join(sample).rstrip() for sample in samples if sample[0] == samples[0][0]]
+    if before and len(shown) == 2:
+        shown = [f"{label}:\n{text}" for label, text in zip(("before", "after"), shown, strict=True)]
     separator = "\n\n" if shown else "\n"
     show(separator.join(["", *shown, result]))
     return results
