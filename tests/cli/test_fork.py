@@ -67,7 +67,7 @@ def test_fork_copy_names_its_prerequisite(run):
         "next: python finetune.py --steps 20",
     ]
     text = Path("finetune.py").read_text()
-    assert "recipes/" not in text and "`zoo fork transformer && python transformer.py` makes one in {START}" in text
+    assert "recipes/" not in text and "`zoo fork transformer && python transformer.py` makes one" in text
     assert 'START = Path("runs/transformer/export")' in text and 'Path("runs/finetune")' in text
 
 
