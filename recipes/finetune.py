@@ -23,7 +23,7 @@ from zoo import tools, train
 
 TITLE = "A checkpoint on new text"
 START = Path("runs/transformer/export")  # where transformer.py exports its model by default
-PROMPTS = ['The "with" statement\n', "An object is ", "When a function is called, "]
+PROMPTS = ('The "with" statement\n', "An object is ", "When a function is called, ")
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,7 @@ class Config:
     warmup_steps: int = 20  # Steps of linear warmup, at most half of all.
     weight_decay: float = 0.1  # AdamW's, of matrices and embeddings.
     eval_every: int = 50  # Steps between evaluations, each with a checkpoint.
+    prompts: tuple[str, ...] = PROMPTS  # Texts to continue, before and after; the first is printed.
     mesh: train.MeshOptions = train.MeshOptions(remat="full")
     run: train.RunOptions = train.RunOptions(Path("runs/finetune"))
 
@@ -90,7 +91,7 @@ def main(config: Config) -> None:
     with train.Run(config.run, config=config, best_metric="new") as run:
         run.print_line(f"{zoo.count(model):,} parameters from {config.checkpoint} on {mesh}; {corpus}")
         before = evaluate(model)
-        samples = train.continue_prompts(model, corpus, PROMPTS, mesh=mesh, key=key)
+        samples = train.continue_prompts(model, corpus, config.prompts, mesh=mesh, key=key)
         model, opt_state = run.restore((model, opt_state), batches)
         for batch in run.steps(batches, config.steps, tokens=tokens, flops=flops):
             batch = zoo.place_batch(batch, mesh, vocab=corpus.vocab)
@@ -110,7 +111,7 @@ def main(config: Config) -> None:
         config=config,
         before=before,
         samples=samples,
-        prompts=PROMPTS,
+        prompts=config.prompts,
         key=key,
         export_seq_len=config.seq_len,
     )

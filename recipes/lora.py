@@ -28,7 +28,7 @@ import zoo
 from zoo import tools, train
 
 START = Path("runs/transformer/export")  # where transformer.py exports its model by default
-PROMPTS = ['The "with" statement\n', "An object is ", "When a function is called, "]
+PROMPTS = ('The "with" statement\n', "An object is ", "When a function is called, ")
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,7 @@ class Config:
     warmup_steps: int = 12  # Steps of linear warmup, at most half of all.
     weight_decay: float = 0.1  # AdamW's, of matrices.
     eval_every: int = 40  # Steps between evaluations, each with a checkpoint.
+    prompts: tuple[str, ...] = PROMPTS  # Texts to continue, before and after; the first is printed.
     mesh: train.MeshOptions = train.MeshOptions(remat="full")
     run: train.RunOptions = train.RunOptions(Path("runs/lora"))
 
@@ -116,7 +117,7 @@ def main(config: Config) -> None:
             f"{size.bits_per_parameter:.2f} bits per parameter of the base; {corpus}"
         )
         before = evaluate(base)
-        samples = train.continue_prompts(base, corpus, PROMPTS, mesh=mesh, key=key)
+        samples = train.continue_prompts(base, corpus, config.prompts, mesh=mesh, key=key)
         trainable, opt_state = run.restore((zoo.trainable(model), opt_state), batches)
         model = eqx.combine(trainable, model)
         for batch in run.steps(batches, config.steps, tokens=config.batch_size * config.seq_len):
@@ -138,7 +139,7 @@ def main(config: Config) -> None:
         config=config,
         before=before,
         samples=samples,
-        prompts=PROMPTS,
+        prompts=config.prompts,
         key=key,
         export_seq_len=config.seq_len,
         parameters=zoo.trainable(model),

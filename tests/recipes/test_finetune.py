@@ -119,9 +119,7 @@ def complaint(capsys, *words):
 
 def test_finetune_bad_input_is_one_line(text, start, unbroken, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    wanted = (
-        "runs/transformer/export: no model there; `python recipes/transformer.py` makes one in runs/transformer/export"
-    )
+    wanted = "runs/transformer/export: no model there; `python recipes/transformer.py` makes one"
     assert wanted in complaint(capsys)
     few = tmp_path / "few"
     shutil.copytree(start, few)
@@ -138,7 +136,7 @@ def test_finetune_bad_input_is_one_line(text, start, unbroken, tmp_path, monkeyp
 
 FLAGS = [
     *("checkpoint", "data", "pretraining_data", "seq_len", "batch_size", "steps", "learning_rate"),
-    *("warmup_steps", "weight_decay", "eval_every"),
+    *("warmup_steps", "weight_decay", "eval_every", "prompts"),
     *MESH_FLAGS,
     *RUN_FLAGS,
 ]

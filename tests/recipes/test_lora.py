@@ -144,7 +144,7 @@ def test_lora_bad_input_is_one_line(text, start, tmp_path, monkeypatch, capsys):
 FLAGS = [
     *("checkpoint", "data", "pretraining_data", "quantization", "quantize_targets", "targets", "rank"),
     *("alpha", "rank_stabilized", "seq_len", "batch_size", "steps", "learning_rate", "warmup_steps"),
-    *("weight_decay", "eval_every"),
+    *("weight_decay", "eval_every", "prompts"),
     *MESH_FLAGS,
     *RUN_FLAGS,
 ]
