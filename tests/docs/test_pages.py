@@ -9,6 +9,7 @@ import zoo
 from scripts import check_site, make_pages, write_pages
 from zoo.models.hf.families import FAMILIES
 from zoo.models.presets.published import PRESETS
+from zoo.parallel.layout import AXES
 
 
 def test_generated_files_of_the_repository_are_current():
@@ -49,7 +50,7 @@ def test_figures_of_the_front_are_those_of_their_sources(name):
     methods = re.findall(r"^\| `(\w+)` \|", read("docs/adapters.md").partition("| method |")[2], re.MULTILINE)
     assert all(callable(getattr(zoo.adapters, method)) for method in methods)
     assert f"**{len(methods)} adapter methods.**" in front
-    assert f"**One model, {len(zoo.parallel.AXES)} mesh axes.**" in front
+    assert f"**One model, {len(AXES)} mesh axes.**" in front
     assert f"**Programs of {len(read('recipes/transformer.py').splitlines())} lines.**" in front
     assert "within 1e-4 of the largest logit and usually within 1e-6" in front
     assert "within 1e-4 of the largest logit, and usually within 1e-6" in " ".join(read("docs/checkpoints.md").split())
