@@ -112,7 +112,8 @@ def convert_links_to_outside(folder: Path, victim: Path) -> None:
     status, printed = run_command("convert", source, folder / "out")
     assert status == 0 and printed.count("link that leaves the directory") == 3, printed
     names = {path.name for path in (folder / "out").iterdir()}
-    assert names == {CONFIG, WHOLE}, f"copied {names}"
+    assert names == {CONFIG, WHOLE, "README.md"}, f"copied {names}"
+    assert "equizoo" in (folder / "out" / "README.md").read_text()  # a model card, and not the victim
 
 
 LINKS: dict[str, Callable[[Path, Path], None]] = {

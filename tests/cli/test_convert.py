@@ -77,18 +77,20 @@ def test_convert_copies_no_link_that_leaves_the_directory(run, bytes_model, tmp_
         "merges.txt": "../../blobs/3",
     }
     special = {"chat_template.json": "chat_template.json", "vocab.json": "/dev/zero"}
+    (snapshot / "README.md").unlink()  # its model card
     for name, target in (links | outside | special).items():
         (snapshot / name).symlink_to(target)
     os.mkfifo(snapshot / "generation_config.json")
     told = run("convert", snapshot, tmp_path / "new")[0].partition("skipped")[2]
-    assert {path.name for path in (tmp_path / "new").iterdir()} == {*links, "config.json"}
+    assert {path.name for path in (tmp_path / "new").iterdir()} == {*links, "README.md", "config.json"}
+    assert "equizoo" in (tmp_path / "new" / "README.md").read_text()
     assert all(f"{name} (link that leaves the directory)" in told for name in outside)
     assert all(f"{name} (not a file)" in told for name in (*special, "generation_config.json"))
     shutil.move(snapshot, tmp_path / "plain")  # here the links to blobs leave the directory
     (tmp_path / "plain" / "model.safetensors").unlink()
     shutil.copy(blobs / "1", tmp_path / "plain" / "model.safetensors")
     run("convert", tmp_path / "plain", tmp_path / "again")
-    assert {path.name for path in (tmp_path / "again").iterdir()} == {"config.json", "model.safetensors"}
+    assert {path.name for path in (tmp_path / "again").iterdir()} == {"README.md", "config.json", "model.safetensors"}
 
 
 def test_convert_overwrites_links_not_their_targets(run, bytes_model, tmp_path):

@@ -76,7 +76,7 @@ def test_wrapper_round_trip_is_bitwise(plain, tmp_path, caplog, layout):
     assert re.search(r"left aside.* 4 tensors \(14 bytes\), multi_modal_projector\.\*, vision_tower\.\*", line), line
     zoo.save(model, out, source=source)
     assert len(caplog.messages) == 1
-    assert {file.name for file in out.iterdir()} == {CONFIG, WHOLE}
+    assert {file.name for file in out.iterdir()} == {CONFIG, WHOLE, "README.md"}
     for name in (CONFIG, WHOLE):
         assert (out / name).read_bytes() == (source / name).read_bytes(), name
     zoo.save(model, source, source=source)  # over the very files that are read

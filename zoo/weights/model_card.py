@@ -16,37 +16,37 @@ def write_model_card(directory: Path, text: str) -> None:
         write_text(directory / CARD_FILE, text)
 
 
-def describe_model(name: str, model_type: str, base: str | None) -> str:
-    """Return the model card of a checkpoint."""
+def describe_model(model_type: str, base: str | None) -> str:
+    """Return the model card of a checkpoint. It does not depend on the directory: equal models have equal files."""
     origin = f" It was made from `{base}`." if base else ""
     return f"""{_format_header("transformers", base, ["equizoo", "jax"])}
-# {name}
+# A {model_type} model
 
-A model of the type `{model_type}`, saved by equizoo.{origin}
+Saved by equizoo.{origin}
 
 ```python
 import zoo
 
-model = zoo.load("{name}")  # this directory, or its name on the hub
+model = zoo.load("DIRECTORY")  # or its name on the hub
 ```
 
 `transformers.AutoModel.from_pretrained` reads it too.
 """
 
 
-def describe_adapter(name: str, method: str, base: str | None) -> str:
+def describe_adapter(method: str, base: str | None) -> str:
     """Return the model card of an adapter."""
     known = base if base is not None and is_hub_name(base) else None  # the path of a directory is nobody's business
-    origin = f"`{known}`" if known else "its base model"
+    origin = known or "its base model"
     return f"""{_format_header("peft", known, ["equizoo", "jax", method.lower()])}
-# {name}
+# {method} for {origin}
 
-{method} for {origin}, saved by equizoo.
+Saved by equizoo.
 
 ```python
 import zoo
 
-model = zoo.adapters.load(zoo.load("{known or "BASE"}"), "{name}")  # this directory, or its name on the hub
+model = zoo.adapters.load(zoo.load("{known or "BASE"}"), "DIRECTORY")  # or its name on the hub
 ```
 
 `peft.PeftModel.from_pretrained` reads it too.

@@ -27,6 +27,7 @@ from .packed import unpack_mxfp4
 from .plan import TensorPlan, find_mapping, invert_name_map, plan_tensors, strip_base_prefix_if_absent
 from .safetensors import CheckpointError, LazyTensor, find_stray_index, open_tensors, read_json
 from .sentence_files import read_sentence_files
+from .tokenizer_files import has_tokenizer
 
 _logger = logging.getLogger("zoo")
 _MAX_LISTED = 20
@@ -79,7 +80,9 @@ def open_checkpoint(
         raise CheckpointError(f"{error}\n  {stray}") from None
     if stray:
         _logger.warning("%s", stray)
-    origin = dataclasses.replace(found.model.origin, sentence_files=read_sentence_files(path))
+    origin = dataclasses.replace(
+        found.model.origin, sentence_files=read_sentence_files(path), has_tokenizer=has_tokenizer(path)
+    )
     return dataclasses.replace(found, model=dataclasses.replace(found.model, origin=origin))
 
 

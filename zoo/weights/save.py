@@ -93,8 +93,8 @@ def save(
         return
     if source is not None:
         copy_tokenizer(source, Path(directory))
-    elif getattr(model, "origin", None) is not None and not has_tokenizer(Path(directory)):
-        _logger.warning("%s has no tokenizer: zoo.save(..., source=) copies the one of a checkpoint", directory)
+    elif getattr(getattr(model, "origin", None), "has_tokenizer", False) and not has_tokenizer(Path(directory)):
+        _logger.warning("%s has no tokenizer: zoo.save(..., source=) copies the checkpoint's", directory)
 
 
 def write_model(
@@ -120,7 +120,7 @@ def write_model(
     if jax.process_index() != 0:
         return
     base = None if source is None else name_base(source)
-    write_model_card(directory, describe_model(directory.resolve().name, origin.family.name, base))
+    write_model_card(directory, describe_model(origin.family.name, base))
     lacking = getattr(getattr(model, "origin", None), "left_aside", "")
     if source is None and lacking:
         _logger.warning(

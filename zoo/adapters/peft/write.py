@@ -62,8 +62,7 @@ def save(model: Any, directory: str | Path, *, adapter_name: str | None = None, 
     with create_files(path) as create:
         write_tensors(create(WEIGHTS_FILE), shapes, tensors.__getitem__)
         create(CONFIG_FILE).write((json.dumps(config, indent=2, sort_keys=True) + "\n").encode())
-    base_name = config["base_model_name_or_path"]
-    write_model_card(path, describe_adapter(path.resolve().name, config["peft_type"], base_name))
+    write_model_card(path, describe_adapter(config["peft_type"], config["base_model_name_or_path"]))
 
 
 def _name_base(model: Any) -> str | None:

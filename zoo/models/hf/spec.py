@@ -225,6 +225,8 @@ class Origin:
     """The tensors of the checkpoint that the model does not have, in words; "" without any."""
     sentence_files: tuple[tuple[str, str], ...] = ()
     """Paths and texts of sentence-transformers' files, which say how `zoo.embed` pools."""
+    has_tokenizer: bool = dataclasses.field(default=False, compare=False)
+    """True if the checkpoint has a tokenizer, which `save` misses then."""
 
     def __repr__(self) -> str:
         return f"Origin({self.family.name})"

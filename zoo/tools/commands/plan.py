@@ -140,13 +140,13 @@ def plan(
 
 def _choose_model(directory: Path | None, preset: str | None) -> Callable[..., Any]:
     """Return a function `key -> model`. **Raises** `ValueError` unless one of the two is given."""
-    if (directory is None) == (preset is None):
-        raise ValueError(
-            "pass a directory or a name on the Hugging Face hub, or --preset NAME; `zoo presets` lists them"
-        )
-    if preset is not None:
+    if preset is not None and directory is None:
         find_preset(preset)
         return partial(models.preset, preset)
+    if directory is None or preset is not None:
+        raise ValueError(
+            "pass a directory, a name on the Hugging Face hub, or --preset NAME (`zoo presets` lists them), and only one"
+        )
     path = resolve_directory(directory, weights=False) / CONFIG_NAME
     config = read_json(path)
     family = find_family(config, path)
