@@ -145,7 +145,7 @@ def _choose_model(directory: Path | None, preset: str | None) -> Callable[..., A
         return partial(models.preset, preset)
     if directory is None or preset is not None:
         raise ValueError(
-            "pass a directory, a name on the Hugging Face hub, or --preset NAME (`zoo presets` lists them), and only one"
+            "pass a directory, a name on the Hugging Face hub, or --preset NAME, and only one of them"
         )
     path = resolve_directory(directory, weights=False) / CONFIG_NAME
     config = read_json(path)
