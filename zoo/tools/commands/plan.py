@@ -144,9 +144,7 @@ def _choose_model(directory: Path | None, preset: str | None) -> Callable[..., A
         find_preset(preset)
         return partial(models.preset, preset)
     if directory is None or preset is not None:
-        raise ValueError(
-            "pass a directory, a name on the Hugging Face hub, or --preset NAME, and only one of them"
-        )
+        raise ValueError("pass a directory, a name on the Hugging Face hub, or --preset NAME, and only one of them")
     path = resolve_directory(directory, weights=False) / CONFIG_NAME
     config = read_json(path)
     family = find_family(config, path)
