@@ -1,4 +1,4 @@
-"""The first hour of docs/tutorials/first-hour.md, command by command, from the wheel and a hub on the loopback."""
+"""The first hour of docs/first-hour.md, command by command, from the wheel and a hub on the loopback."""
 
 import importlib.util
 import json
@@ -18,7 +18,7 @@ from tests.processes import make_environment
 
 __all__ = ["installed"]
 
-PAGE = Path(__file__).parents[1] / "docs" / "tutorials" / "first-hour.md"
+PAGE = Path(__file__).parents[1] / "docs" / "first-hour.md"
 NAME = "Qwen/Qwen3-0.6B"
 BLOCK = re.compile(r"^```(bash|python)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 ELSEWHERE = ("pip install", "hf upload", f"zoo chat {NAME}\n")
