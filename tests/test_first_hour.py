@@ -60,7 +60,7 @@ def list_steps():
 def test_the_page_has_the_steps_of_the_first_hour():
     text = "".join(source for _, source in list_steps())
     for step in (
-        "| zoo chat",
+        "zoo chat",
         "zoo.load(",
         "zoo fork lora",
         "--track trackio",
