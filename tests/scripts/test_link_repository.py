@@ -46,7 +46,7 @@ def test_config_of_a_fork_links_to_the_fork(tmp_path):
     assert found["repo_url"] == "https://example.org/someone/equizoo"
     assert (found["repo_name"], found["edit_uri"]) == ("someone/equizoo", "edit/main/docs/")
     page = on_page_markdown(HOME, config=found)
-    assert 'pip install "equizoo[train,text,tools] @ git+https://example.org/someone/equizoo"\n' in page
+    assert 'pip install "equizoo[train,text,hub,tools] @ git+https://example.org/someone/equizoo"\n' in page
     assert "REPOSITORY" in HOME and "REPOSITORY" not in page
 
 
