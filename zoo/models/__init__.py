@@ -7,7 +7,7 @@ from zoo.layers.token_info import count_positions, pack_positions, token_info
 
 from .blocks import AddNormBlock, LayerScaleBlock, MixerBlock, ParallelBlock
 from .build import build_decoder
-from .configure import configure
+from .configure import configure, set_implementations
 from .decoder import Block, Decoder, Hidden
 from .encoders.classification import classification_loss
 from .encoders.heads import ClassificationHead, FeatureHead, MaskedLMHead, TokenClassificationHead
@@ -15,7 +15,7 @@ from .encoders.image import ImageEncoder, build_image_encoder
 from .encoders.text import Encoder, build_encoder
 from .hf.spec import Family, TensorMapping, fused, prefixed
 from .load_balancing import balance_loss, count_active_parameters, router_z_loss, tokens_per_expert, update_expert_bias
-from .loss import cross_entropy_and_routing, token_losses
+from .loss import cross_entropy, cross_entropy_and_routing, token_losses
 from .observe import find_first_nonfinite, observe, tabulate_observations, unobserve
 from .parameter_paths import list_parameter_paths
 from .presets.hybrid import Hybrid
@@ -40,7 +40,9 @@ from .presets.recurrent import (
 )
 from .presets.transformer import Transformer
 from .presets.vision_transformer import VisionTransformer
+from .scoring import hidden_states, score
 from .stack import Stack, describe_loop, split_ends, swap_stack
+from .text_embeddings import embed
 
 __all__ = [
     "GLA",
@@ -87,10 +89,13 @@ __all__ = [
     "configure",
     "count_active_parameters",
     "count_positions",
+    "cross_entropy",
     "cross_entropy_and_routing",
     "describe_loop",
+    "embed",
     "find_first_nonfinite",
     "fused",
+    "hidden_states",
     "list_parameter_paths",
     "list_presets",
     "observe",
@@ -98,6 +103,8 @@ __all__ = [
     "prefixed",
     "preset",
     "router_z_loss",
+    "score",
+    "set_implementations",
     "split_ends",
     "swap_stack",
     "tabulate_observations",
@@ -110,7 +117,6 @@ __all__ = [
 
 _MOVED = {
     **dict.fromkeys(("set_loop", "set_routing"), "zoo.configure"),
-    **{name: f"zoo.{name}" for name in ("cross_entropy", "embed", "hidden_states", "score", "set_implementations")},
     "batch_token_info": "zoo.layers.token_info.batch_token_info",
     **{name: f"zoo.models.decoder.{name}" for name in ("AbstractStack", "UnrolledStack")},
     "EncoderFeatures": "zoo.models.encoders.heads.EncoderFeatures",
