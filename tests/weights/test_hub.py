@@ -31,7 +31,14 @@ def directory(tmp_path_factory):
     path = tmp_path_factory.mktemp("hub") / "model"
     zoo.save(make(), path, shard_bytes=10_000)
     ByteTokenizer().save(path)
-    for name in ("pytorch_model.bin", "consolidated.safetensors", "modeling_tiny.py", "model.gguf"):
+    for name in (
+        "pytorch_model.bin",
+        "consolidated.safetensors",
+        "modeling_tiny.py",
+        "tokenizer_tiny.py",
+        "tokenizer.pkl",
+        "model.gguf",
+    ):
         (path / name).write_bytes(b"not to be read")
     return path
 

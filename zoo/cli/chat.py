@@ -100,7 +100,8 @@ def chat(
     stops = [token for token in read_stop_tokens(path) if token < vocab]
     if template is not None:
         end = tokenizer.special_tokens.get(template.special_tokens.get("eos_token", ""))
-        stops += [] if end is None or end in stops else [end]
+        if end is not None and end not in stops:
+            stops.append(end)
     key = jax.random.key(seed)
     conversation = Conversation(model, stop_tokens=stops, mesh=mesh, key=key, **sampling)
     session = _Session(conversation, tokenizer, template, variables, stops, max_new_tokens)

@@ -84,9 +84,8 @@ class Conversation:
             self._state = None
             self._length = length
             known = 0
-        prompt = pad_prompt(
-            text[:, known:], None, choose_rows(self._model, 1, self._mesh), self._length, self._mesh, 0, known
-        )
+        unread = jnp.asarray([list(tokens[known:])], jnp.int32)  # from the host: a slice would compile for each length
+        prompt = pad_prompt(unread, None, choose_rows(self._model, 1, self._mesh), self._length, self._mesh, 0, known)
         fixed = self._model, self._options, jax.random.fold_in(self._key, self._turns)
         self._turns += 1
         state = self._state
@@ -96,15 +95,16 @@ class Conversation:
             state = run_jitted(on_mesh(prefill, self._mesh), (fixed,), (prompt, self._length))
         else:
             state = run_jitted(on_mesh(read_on, self._mesh), (fixed,), (state, prompt, self._length), donate=True)
+        decode = on_mesh(decode_until, self._mesh)
+        fixed = self._unstacked, self._options
         held = list(tokens[:-1])
         newest = tokens[-1]
         for count in range(1, max_new_tokens + 1):
             args = state, jax.device_put(np.int32(count))
-            state = run_jitted(
-                on_mesh(decode_until, self._mesh), ((self._unstacked, self._options),), args, donate=True
-            )
+            state = run_jitted(decode, (fixed,), args, donate=True)
             held.append(int(newest))
-            self._state, self._held = state, held
+            self._state = state
+            self._held = held
             newest, running = jax.device_get((state.newest[0], state.running))
             if newest < 0:
                 raise ValueError(

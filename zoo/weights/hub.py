@@ -19,7 +19,8 @@ from typing import Any, NoReturn
 from zoo._optional import import_optional
 from zoo._terminal import format_bytes
 
-from .safetensors import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, CheckpointError
+from .safetensors import PICKLE_SUFFIXES, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, CheckpointError
+from .tokenizer_files import TOKENIZER_FILES
 
 _logger = logging.getLogger("zoo")
 _INSTALL = "pip install 'equizoo[hub]'"
@@ -27,8 +28,7 @@ _CONFIGS = ("config.json", "adapter_config.json")
 """A snapshot with one of these is a model, or an adapter."""
 _WEIGHTS = (SAFE_WEIGHTS_NAME, "adapter_model.safetensors")
 _SMALL_FILES = (
-    *("config.json", "adapter_config.json", "generation_config.json", SAFE_WEIGHTS_INDEX_NAME),
-    *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "chat_template*"),
+    *("config.json", "adapter_config.json", SAFE_WEIGHTS_INDEX_NAME, *TOKENIZER_FILES),
     *("modules.json", "*sentence*.json", "[0-9]_*/config.json", "LICENSE*", "README.md"),
 )
 """Patterns of files without weights: configs, the tokenizer, the chat template, modules of sentence-transformers."""
@@ -101,7 +101,8 @@ def _raise_if_refused(hub: ModuleType, error: Exception, repository: str, revisi
 
 
 def _list_small_files(names: Iterable[str]) -> list[str]:
-    return [name for name in names if any(fnmatchcase(name, pattern) for pattern in _SMALL_FILES)]
+    plain = [name for name in names if not name.endswith((*PICKLE_SUFFIXES, ".py"))]
+    return [name for name in plain if any(fnmatchcase(name, pattern) for pattern in _SMALL_FILES)]
 
 
 def _list_weights(hub: ModuleType, sizes: Mapping[str, int], options: Mapping[str, Any]) -> list[str]:
