@@ -150,6 +150,7 @@ def test_broken_downloads_are_resumed(hub, directory, monkeypatch):
 def test_refusals_of_the_hub_say_what_to_do(hub, directory, tmp_path, monkeypatch):
     message = refusal("tiny/none")
     assert "no directory tiny/none, and no model tiny/none" in message and "hf auth login" in message
+    assert "no model tiny/no..name" in refusal("tiny/no..name")
     hub.tiny.token = "hf_secret"
     message = refusal("tiny/llama")
     assert f"accept its license at {hub.endpoint}/tiny/llama" in message and "hf_secret" not in message

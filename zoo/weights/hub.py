@@ -60,7 +60,7 @@ def download(name: str, revision: str | None = None, *, weights: bool = True) ->
         raise ValueError(f"{name} and revision={revision!r} are two revisions: pass one of them")
     revision = found["revision"] or revision
     hub = _import_hub()
-    failures = hub.errors.HTTPError, OSError
+    failures = hub.errors.HTTPError, hub.errors.HFValidationError, OSError
     try:
         info = hub.HfApi().model_info(repository, revision=revision, files_metadata=True, timeout=_SECONDS)
     except failures as error:
@@ -88,7 +88,7 @@ def _raise_if_refused(hub: ModuleType, error: Exception, repository: str, revisi
     if isinstance(error, hub.errors.GatedRepoError):
         page = f"{hub.HfApi().endpoint}/{repository}"
         reason = f"{repository} is gated: accept its license at {page}, then run `hf auth login` or set HF_TOKEN"
-    elif isinstance(error, hub.errors.RepositoryNotFoundError):
+    elif isinstance(error, hub.errors.RepositoryNotFoundError | hub.errors.HFValidationError):
         reason = (
             f"there is no directory {repository}, and no model {repository} on the Hugging Face hub. For a private one "
             "run `hf auth login` or set HF_TOKEN"

@@ -91,9 +91,11 @@ def save(
     write_model(model, Path(directory), family, source=source, config=config, shard_bytes=shard_bytes)
     if jax.process_index() != 0:
         return
-    if source is not None:
-        copy_tokenizer(source, Path(directory))
-    elif getattr(getattr(model, "origin", None), "has_tokenizer", False) and not has_tokenizer(Path(directory)):
+    if (
+        source is None
+        and getattr(getattr(model, "origin", None), "has_tokenizer", False)
+        and not has_tokenizer(Path(directory))
+    ):
         _logger.warning("%s has no tokenizer: zoo.save(..., source=) copies the checkpoint's", directory)
 
 
@@ -106,7 +108,7 @@ def write_model(
     config: Mapping[str, Any] | None = None,
     shard_bytes: int = 5_000_000_000,
 ) -> None:
-    """Save a model as `save` does, without a tokenizer."""
+    """Save a model as `save` does, without a word on a tokenizer that the caller writes."""
     _require_directory(directory)
     _refuse_adapters(model)
     model = _take_master_weights(model)
@@ -119,8 +121,6 @@ def write_model(
     _write_checkpoint(model, directory, origin, name_map, shard_bytes, aside, source)
     if jax.process_index() != 0:
         return
-    base = None if source is None else name_base(source)
-    write_model_card(directory, describe_model(origin.family.name, base))
     lacking = getattr(getattr(model, "origin", None), "left_aside", "")
     if source is None and lacking:
         _logger.warning(
@@ -306,6 +306,11 @@ def _write_checkpoint(
         for old in directory.iterdir():  # stale weights, which `load` might read instead
             if _WEIGHT_FILE_PATTERN.fullmatch(old.name) and old.name not in (*files, *texts):
                 old.unlink()
+        if source is not None:
+            copy_tokenizer(Path(source), directory)
+        if FAMILIES.get(origin.family.name) is origin.family:  # transformers does not read a family of one's own
+            base = None if source is None else name_base(Path(source))
+            write_model_card(directory, describe_model(origin.family.name, base))
     else:
         for name in specs:  # take part in the all-gather of each tensor
             tensor(name)
