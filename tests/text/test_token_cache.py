@@ -3,6 +3,8 @@
 import json
 import os
 import shutil
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -106,3 +108,35 @@ def test_cache_of_another_process_stays(tmp_path, monkeypatch):
     corpus = load_text(TEXTS, cache=tmp_path)
     assert corpus.directory.stat().st_mtime == 1 and list(tmp_path.iterdir()) == [corpus.directory]
     assert np.count_nonzero(corpus.train.tokens) == corpus.train.text_tokens
+
+
+def test_verify_reads_what_opening_does_not(tmp_path, monkeypatch, caplog):
+    """A file longer than its two edges is opened without its middle, which `verify_cache` reads."""
+    monkeypatch.setattr(token_cache, "_EDGE_BYTES", 32)
+    corpus = load_text(TEXTS, cache=tmp_path)
+    assert token_cache.verify_cache(corpus.directory)["train"]["tokens"] == corpus.train.text_tokens
+    size = (corpus.directory / "train.bin").stat().st_size
+    flip(corpus.directory / "train.bin", size // 2)
+    assert load_text(TEXTS, cache=tmp_path).digest == corpus.digest and not caplog.records
+    with pytest.raises(ValueError, match=r"the digest of train\.bin"):
+        token_cache.verify_cache(corpus.directory)
+    flip(corpus.directory / "train.bin", size - 1)
+    load_text(TEXTS, cache=tmp_path)
+    assert "the digest of train.bin" in caplog.text
+    token_cache.verify_cache(corpus.directory)
+
+
+def test_one_of_several_processes_writes(tmp_path):
+    """The others wait for it, and write nothing."""
+    written = []
+
+    def write(directory):
+        written.append(directory)
+        time.sleep(0.2)
+        (directory / "a.bin").write_bytes(b"abc")
+        return {"length": 3}
+
+    with ThreadPoolExecutor(4) as pool:
+        opened = list(pool.map(lambda _: token_cache.open_cache(tmp_path / "cache", write), range(4)))
+    assert len(written) == 1 and opened == [opened[0]] * 4 and opened[0][0] == {"length": 3}
+    assert [path.name for path in tmp_path.iterdir()] == ["cache"]

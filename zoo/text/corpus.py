@@ -27,10 +27,10 @@ from jaxtyping import Array, Int, Integer
 from zoo._files import open_regular, user_cache_folder
 
 from .batches import CorpusSplit
-from .token_cache import open_cache
+from .token_cache import choose_token_dtype, open_cache
 from .tokenizers import ByteTokenizer, FileTokenizer, Tokenizer, encode_utf8, train_bpe
 
-_CACHE_VERSION = 3  # raised whenever the format of the cache changes
+_CACHE_VERSION = 4  # raised whenever the format of the cache changes
 _VALIDATION_FRACTION = 1 / 20
 _PASSAGE_BYTES = 32 * 2**10
 _MIN_FILES = 20
@@ -126,7 +126,7 @@ def load_text(
     text_digest = text_digest.hexdigest()
 
     def split(name: str) -> CorpusSplit:
-        tokens = np.memmap(directory / f"{name}.bin", _token_dtype(tokenizer.vocab), "r")
+        tokens = np.memmap(directory / f"{name}.bin", choose_token_dtype(tokenizer.vocab), "r")
         size = about[name]["bytes"]
         count = about[name]["tokens"]
         return CorpusSplit(name, tokens, tokenizer.token_bytes, size, count, tokenizer.separator, text_digest)
@@ -300,7 +300,7 @@ def _write_tokens(
         count = 0
         with (directory / f"{name}.bin").open("wb") as file:
             for tokens in tokenizer.encode_all(document.read() for document in documents):
-                file.write(np.append(tokenizer.separator, tokens).astype(_token_dtype(tokenizer.vocab)).tobytes())
+                file.write(np.append(tokenizer.separator, tokens).astype(choose_token_dtype(tokenizer.vocab)).tobytes())
                 count += len(tokens)
         about[name] = dict(bytes=sum(document.stop - document.start for document in documents), tokens=count)
     return about
@@ -325,11 +325,3 @@ def _measure_xz(documents: Sequence[_Document]) -> float:
             break
     content = content[:_MAX_XZ_BYTES]
     return 8 * len(lzma.compress(content, preset=9 | lzma.PRESET_EXTREME)) / len(content)
-
-
-def _token_dtype(vocab: int) -> type[np.unsignedinteger]:
-    if vocab <= 2**8:
-        return np.uint8
-    if vocab <= 2**16:
-        return np.uint16
-    return np.uint32

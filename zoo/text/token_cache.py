@@ -1,4 +1,7 @@
-"""The cache of a corpus's tokens. It gets its name once it is complete and on disk, and is verified when opened."""
+"""The cache of a corpus's tokens. It gets its name once it is complete and on disk, and is verified when opened.
+
+Opening reads the sizes of its files and the first and last MiB of each; `verify_cache` reads all of them.
+"""
 
 import contextlib
 import hashlib
@@ -11,26 +14,57 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from filelock import FileLock
+
 from zoo._files import read_json, write_json
 
 _log = logging.getLogger("zoo")
 
 _ABOUT_FILE = "about.json"
+_EDGE_BYTES = 2**20
 
 
 def open_cache(directory: Path, write: Callable[[Path], dict[str, Any]]) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the metadata of a cached directory, and the digest of each of its files.
 
-    `write(directory)` writes the files and returns the metadata. It is called if the cache is missing. A damaged cache,
-    with other sizes or digests than were written, is rebuilt with a warning.
+    `write(directory)` writes the files and returns the metadata. It is called if the cache is missing; of several
+    processes on one file system one writes, and the others wait. A damaged cache, with other sizes or digests than were
+    written, is rebuilt with a warning.
     """
-    if directory.exists():
+    if not directory.exists():
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        lock = directory.parent / f".lock-{directory.name}"
         try:
-            return _read_verified(directory)
-        except ValueError as damage:
-            _log.warning("%s: the cached tokens are damaged, %s: the text is tokenized again", directory, damage)
+            with FileLock(lock):
+                if not directory.exists():
+                    _write_atomically(directory, write)
+        finally:
+            lock.unlink(missing_ok=True)
+    try:
+        return _read_verified(directory)
+    except ValueError as damage:
+        _log.warning("%s: the cached tokens are damaged, %s: the text is tokenized again", directory, damage)
     _write_atomically(directory, write)
     return _read_verified(directory)
+
+
+def choose_token_dtype(vocab: int) -> type[np.unsignedinteger]:
+    """Return the smallest dtype that holds the tokens of a vocabulary."""
+    if vocab <= 2**8:
+        return np.uint8
+    if vocab <= 2**16:
+        return np.uint16
+    return np.uint32
+
+
+def verify_cache(directory: Path) -> dict[str, Any]:
+    """Read all of a cached directory; return its metadata. **Raises** `ValueError` with the first fault."""
+    metadata, digests = _read_verified(directory)
+    for name, digest in digests.items():
+        if _digest_file(directory / name) != digest:
+            raise ValueError(f"the digest of {name} differs from the digest that was written")
+    return metadata
 
 
 def _read_verified(directory: Path) -> tuple[dict[str, Any], dict[str, str]]:
@@ -49,12 +83,12 @@ def _read_verified(directory: Path) -> tuple[dict[str, Any], dict[str, str]]:
     for name, entry in files.items():
         try:
             size = (directory / name).stat().st_size
-            digest = _digest_file(directory / name)
+            edges = _digest_edges(directory / name)
         except OSError as error:
             raise ValueError(f"{name} cannot be read ({error.strerror})") from None
         if size != entry["bytes"]:
             raise ValueError(f"{name} has {size:,} bytes instead of {entry['bytes']:,}")
-        if digest != entry["digest"]:
+        if edges != entry["edges"]:
             raise ValueError(f"the digest of {name} differs from the digest that was written")
     return metadata, {name: entry["digest"] for name, entry in files.items()}
 
@@ -68,7 +102,7 @@ def _write_atomically(directory: Path, write: Callable[[Path], dict[str, Any]]) 
         paths = sorted(part.iterdir())
         for path in paths:
             _sync(path)
-        files = {path.name: {"bytes": path.stat().st_size, "digest": _digest_file(path)} for path in paths}
+        files = {path.name: _describe_file(path) for path in paths}
         digest = _digest_json(files, metadata)
         write_json(part / _ABOUT_FILE, {"files": files, "metadata": metadata, "digest": digest})
         part.chmod(0o755)
@@ -105,6 +139,19 @@ def _sync(path: Path) -> None:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+
+
+def _describe_file(path: Path) -> dict[str, Any]:
+    return {"bytes": path.stat().st_size, "digest": _digest_file(path), "edges": _digest_edges(path)}
+
+
+def _digest_edges(path: Path) -> str:
+    """Return the digest of the first and the last MiB of a file, between which a large one is not read."""
+    with path.open("rb") as file:
+        first = file.read(_EDGE_BYTES)
+        end = file.seek(0, os.SEEK_END)
+        file.seek(max(end - _EDGE_BYTES, len(first)))
+        return _blake2b(first + file.read()).hexdigest()
 
 
 def _digest_file(path: Path) -> str:
