@@ -19,7 +19,7 @@ import sysconfig
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from jaxtyping import Array, Int, Integer
@@ -57,6 +57,14 @@ class Corpus:
     num_binary: int
     directory: Path
     digest: str
+    unit: ClassVar[str] = "bits per byte"
+    metric: ClassVar[str] = "bits_per_byte"
+    stop_tokens: ClassVar[tuple[int, ...]] = ()
+
+    @property
+    def baselines(self) -> dict[str, float]:
+        """Losses to compare a model's with, in `unit`."""
+        return {"xz -9e": self.xz_bits_per_byte}
 
     @property
     def vocab(self) -> int:
@@ -64,8 +72,16 @@ class Corpus:
         return self.tokenizer.vocab
 
     def encode(self, text: str) -> Int[np.ndarray, "tokens"]:
-        """Tokenize `text`, without a separator. Prepend `tokenizer.separator` to a prompt that starts a document."""
+        """Tokenize `text`, without a separator."""
         return next(iter(self.tokenizer.encode_all([encode_utf8(text)]))).astype(np.int32)
+
+    def encode_prompt(self, prompt: str) -> Int[np.ndarray, "tokens"]:
+        """Tokenize a prompt that starts a document."""
+        return np.append(self.tokenizer.separator, self.encode(prompt))
+
+    def save(self, directory: Path) -> None:
+        """Write the tokenizer into a checkpoint directory."""
+        self.tokenizer.save(directory)
 
     def decode(self, tokens: Integer[np.ndarray, "tokens"] | Integer[Array, "tokens"]) -> str:
         """Decode `tokens` without separators; bytes that are not UTF-8 become U+FFFD."""
@@ -109,7 +125,7 @@ def load_text(
     if source:
         documents, texts, binary = _read_sources(source)
     else:
-        documents, texts, binary = _read_standard_library()
+        documents, texts, binary = _read_documents(find_standard_library(), "the standard library")
     train, validation = _split_by_hash(documents)
     vocab_key = vocab if tokenizer is None else tokenizer.cache_key
     digest = hashlib.blake2b(f"{_CACHE_VERSION} {vocab_key}".encode(), digest_size=12)
@@ -158,13 +174,14 @@ class _Document:
         return content
 
 
-def _read_standard_library() -> tuple[list[_Document], int, int]:
-    """Python's standard library, without tests, tables, installed packages and machine-specific files."""
+def find_standard_library() -> list[tuple[str, Path]]:
+    """Return name and path of each source of Python's standard library, without tests, tables, installed packages and
+    machine-specific files."""
     root = Path(sysconfig.get_paths()["stdlib"])
     folders = {"test", "tests", "idlelib", "encodings", "site-packages", "dist-packages", "__pycache__"}
     found = [(path.relative_to(root).as_posix(), path) for path in _walk_files(root, folders) if path.suffix == ".py"]
     out = ("pydoc_data/topics.py", "_sysconfigdata")
-    return _read_documents([(name, path) for name, path in found if not name.startswith(out)], str(root))
+    return sorted((name, path) for name, path in found if not name.startswith(out))
 
 
 def _read_sources(source: Sequence[str | Path] | Mapping[str, str]) -> tuple[list[_Document], int, int]:

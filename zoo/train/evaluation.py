@@ -1,7 +1,7 @@
-"""Bits per byte on held-out text."""
+"""Mean loss on held-out data."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -12,16 +12,25 @@ from zoo.text.batches import OrderedBatches, bits_per_byte
 
 
 class Evaluation:
-    """Mean loss of a model over held-out batches, in bits per byte.
+    """Mean loss of a model over held-out batches, in bits per byte or in nats per trained token.
 
         evaluate = Evaluation(loss_fn, mesh, validation=corpus.validation.ordered(seq_len, batch_size, limit=16))
         evaluate(model)  # {"validation": 2.31}
 
-    `loss_fn` is as for `zoo.value`. With `has_aux` it returns `(total, count), aux`, and an evaluation returns the bits
-    per byte and `aux` summed over all batches. Batches are placed on the mesh once; each process reads its own rows.
+    `loss_fn` is as for `zoo.value`. With `has_aux` it returns `(total, count), aux`, and an evaluation returns the means
+    and `aux` summed over all batches. Batches are placed on the mesh once; each process reads its own rows.
     """
 
-    def __init__(self, loss_fn: Callable, mesh: Mesh, *, has_aux: bool = False, **texts: OrderedBatches):
+    def __init__(
+        self,
+        loss_fn: Callable,
+        mesh: Mesh,
+        *,
+        has_aux: bool = False,
+        unit: Literal["bits per byte", "nats per trained token"] = "bits per byte",
+        **texts: OrderedBatches,
+    ):
+        self._unit = unit
         self._loss = value(loss_fn, mesh, has_aux=has_aux)
         self._has_aux = has_aux
         self._texts = texts
@@ -33,8 +42,8 @@ class Evaluation:
         }
 
     def __call__(self, model: PyTree) -> Any:
-        """Return `{name: bits per byte}`, with `has_aux` also the summed `aux`."""
-        bits = {}
+        """Return `{name: mean}`, with `has_aux` also the summed `aux`."""
+        means = {}
         all_aux = []
         for name, batches in self._batches.items():
             results = jax.device_get([self._loss(model, batch) for batch in batches])
@@ -43,8 +52,10 @@ class Evaluation:
                 all_aux += [aux for _, aux in results]
             else:
                 losses = results
-            mean = np.average(losses, weights=self._counts[name])
-            bits[name] = float(bits_per_byte(float(mean), self._texts[name]))
+            mean = float(np.average(losses, weights=self._counts[name]))
+            if self._unit == "bits per byte":
+                mean = float(bits_per_byte(mean, self._texts[name]))
+            means[name] = mean
         if self._has_aux:
-            return (bits, jax.tree.map(lambda *x: np.sum(x, axis=0), *all_aux))
-        return bits
+            return (means, jax.tree.map(lambda *x: np.sum(x, axis=0), *all_aux))
+        return means

@@ -17,13 +17,14 @@ def write_results(
     mesh: Mesh,
     *,
     steps: int,
+    unit: str = "bits per byte",
     before: Mapping[str, float] | None = None,
     samples: Sequence[tuple[str, str]] = (),
 ) -> dict[str, Any]:
     """Write `results.json` into the folder of a run, print its result after the samples of the first prompt, and return
     what was written.
 
-    - `before`: an evaluation before training, `{name: bits per byte}`. Without it only "validation" is reported.
+    - `before`: an evaluation before training, `{name: value}`, in `unit`. Without it only "validation" is reported.
 
     **Raises** `KeyError` if a metric of `before`, or "validation" without it, was not logged.
     """
@@ -34,7 +35,7 @@ def write_results(
         values = {}
     values = values or {"validation": [last["validation"]]}
     figures = {name: " → ".join(f"{value:.3f}" for value in pair) for name, pair in values.items()}
-    result = f"{', '.join(map(' '.join, figures.items()))} bits per byte after {steps:,} steps on {mesh}"
+    result = f"{', '.join(map(' '.join, figures.items()))} {unit} after {steps:,} steps on {mesh}"
     results = {"result": result, "figures": figures, "parameters": count(model), "metrics": last, "samples": samples}
     write_json(directory / "results.json", results)
     shown = ["".join(sample).rstrip() for sample in samples if sample[0] == samples[0][0]]

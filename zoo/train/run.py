@@ -27,7 +27,7 @@ from jaxtyping import Array, Key, PyTree
 from zoo._files import to_jsonable, write_json
 from zoo.parallel import Mesh
 from zoo.text.batches import BatchIterator
-from zoo.text.corpus import Corpus
+from zoo.text.run_data import RunData
 
 from .checkpoint import Checkpoints, UnwrittenCheckpointError, diff_configs
 from .directory import DirectoryLock, claim_directory
@@ -302,7 +302,7 @@ class Run:
         self,
         model: Any,
         mesh: Mesh,
-        corpus: Corpus,
+        data: RunData,
         *,
         before: Mapping[str, float] | None = None,
         prompts: Sequence[str] = (),
@@ -312,7 +312,7 @@ class Run:
     ) -> None:
         """Sample, write `results.json`, print the result, and export the model if asked.
 
-        - `before`: an evaluation before training, `{name: bits per byte}`. Without it only "validation" is reported.
+        - `before`: an evaluation before training, `{name: value}`, in the unit of `data`. Without it only "validation" is reported.
         - `prompts`: continued by `model` with `key`; `samples` are earlier prompts and continuations, shown before.
         - `export_seq_len`: `export` the model, for contexts of this length.
 
@@ -327,15 +327,17 @@ class Run:
         try:
             if prompts and key is not None:
                 with self._name_interruption("sampling"):
-                    samples = [*samples, *continue_prompts(model, corpus, prompts, mesh=mesh, key=key)]
+                    samples = [*samples, *continue_prompts(model, data, prompts, mesh=mesh, key=key)]
         finally:  # also of a model that trains, and cannot decode yet
             if jax.process_index() == 0:
-                write_results(self.directory, model, mesh, steps=self.step, before=before, samples=samples)
+                write_results(
+                    self.directory, model, mesh, steps=self.step, unit=data.unit, before=before, samples=samples
+                )
         if export_seq_len is not None:
-            self.export(model, corpus, seq_len=export_seq_len)
+            self.export(model, data, seq_len=export_seq_len)
 
-    def export(self, model: Any, corpus: Corpus, *, seq_len: int) -> None:
-        """Export `model` and the corpus's tokenizer to `export/`, for contexts of `seq_len` tokens, and say so.
+    def export(self, model: Any, data: RunData, *, seq_len: int) -> None:
+        """Export `model` and the tokenizer of `data` to `export/`, for contexts of `seq_len` tokens, and say so.
 
         For a model that no family of checkpoints holds, prints a line that says so, and where its weights are.
         """
@@ -343,7 +345,7 @@ class Run:
             return
         with self._name_interruption("exporting"):
             weights = self._find_newest_checkpoint()
-            export_result(model, corpus, self.directory / "export", seq_len=seq_len, weights=weights)
+            export_result(model, data, self.directory / "export", seq_len=seq_len, weights=weights)
 
     def _profile_step(self) -> contextlib.AbstractContextManager:
         if self._profile is None:

@@ -10,12 +10,12 @@ from jaxtyping import Array, Key
 from zoo.generate import generate
 from zoo.models import Decoder
 from zoo.parallel import ZERO3, Mesh, make_mesh, place
-from zoo.text.corpus import Corpus
+from zoo.text.run_data import RunData
 
 
 def continue_prompts(
     model: Decoder,
-    corpus: Corpus,
+    data: RunData,
     prompts: Sequence[str],
     *,
     mesh: Mesh,
@@ -23,20 +23,22 @@ def continue_prompts(
     max_new_tokens: int = 200,
     temperature: float = 0.7,
 ) -> list[tuple[str, str]]:
-    """Sample a continuation of each prompt in one left-padded batch: (prompt, continuation) pairs.
+    """Sample a continuation of each prompt in one left-padded batch: (prompt, continuation) pairs. Of chats, the answer
+    to each.
 
     The stages of a pipeline cannot decode: the model is placed on a mesh of the same devices, on which they shard its
     parameters instead.
     """
-    rows = [np.append(corpus.tokenizer.separator, corpus.encode(prompt)) for prompt in prompts]
+    rows = [data.encode_prompt(prompt) for prompt in prompts]
     length = max(map(len, rows))
     tokens = jnp.asarray([np.pad(row, (length - len(row), 0)) for row in rows])
     mask = jnp.asarray([np.arange(length) >= length - len(row) for row in rows])
     if mesh.shape["pipe"] > 1:
         mesh = _move_stages_to_fsdp(mesh)
         model = place(model, mesh)
-    new = generate(model, tokens, max_new_tokens=max_new_tokens, mask=mask, temperature=temperature, mesh=mesh, key=key)
-    return [(prompt, corpus.decode(row)) for prompt, row in zip(prompts, new, strict=True)]
+    options = {"temperature": temperature, "stop_tokens": data.stop_tokens, "mesh": mesh, "key": key}
+    new = generate(model, tokens, max_new_tokens=max_new_tokens, mask=mask, **options)
+    return [(prompt, data.decode(row)) for prompt, row in zip(prompts, new, strict=True)]
 
 
 def _move_stages_to_fsdp(mesh: Mesh) -> Mesh:

@@ -12,7 +12,7 @@ from jaxtyping import Array, Key, PyTree
 from zoo._files import read_json
 from zoo._terminal import show
 from zoo.parallel import Mesh
-from zoo.text.corpus import Corpus
+from zoo.text.run_data import RunData
 from zoo.train.options import flatten_config
 from zoo.train.run import Run
 
@@ -25,7 +25,7 @@ def report_run(
     title: str,
     model: Any,
     mesh: Mesh,
-    corpus: Corpus,
+    data: RunData,
     *,
     before: Mapping[str, float] | None = None,
     headline: Mapping[str, str] | None = None,
@@ -50,7 +50,7 @@ def report_run(
     if run.stopped:
         return
     try:
-        run.finish(model, mesh, corpus, before=before, prompts=prompts, key=key, samples=samples)
+        run.finish(model, mesh, data, before=before, prompts=prompts, key=key, samples=samples)
     finally:  # also of a model that trains, and cannot decode yet
         if jax.process_index() == 0 and (run.directory / "results.json").exists():
             results = read_json(run.directory / "results.json")
@@ -61,9 +61,9 @@ def report_run(
                 title=title,
                 model=describe_model(model),
                 summary=results["result"],
-                curves={"bits_per_byte": "training", **{name: name for name in figures}},
-                baselines={"xz -9e": corpus.xz_bits_per_byte},
-                unit="bits per byte",
+                curves={data.metric: "training", **{name: name for name in figures}},
+                baselines=data.baselines,
+                unit=data.unit,
                 headline={**figures, "parameters": f"{results['parameters']:,}", **(headline or {})},
                 samples=results["samples"],
                 parameters=tabulate_parameters(tabulated, mesh),
@@ -72,7 +72,7 @@ def report_run(
             )
             show(f"wrote the report to {path}")
     if export_seq_len is not None:
-        run.export(model, corpus, seq_len=export_seq_len)
+        run.export(model, data, seq_len=export_seq_len)
 
 
 def report_runs(

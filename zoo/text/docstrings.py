@@ -1,0 +1,40 @@
+"""Chats about Python's standard library: a data set for instruction tuning that needs no download."""
+
+import ast
+from collections.abc import Iterator
+
+from .corpus import find_standard_library
+
+
+def read_docstrings() -> list[dict]:
+    """Return a chat for each public function and class of the standard library that has a docstring.
+
+    The question is "What does `fileinput.lineno` do?", the answer the first paragraph of the docstring: 73 characters
+    on average. Python 3.11 has 5,011. Sources are parsed, not imported.
+    """
+    chats = []
+    for name, path in find_standard_library():
+        parts = name.removesuffix(".py").removesuffix("/__init__").split("/")
+        if any(part.startswith("_") for part in parts):
+            continue
+        try:
+            tree = ast.parse(path.read_bytes())
+        except SyntaxError:  # files that test the parser
+            continue
+        for qualified, answer in _walk_docstrings(tree, ".".join(parts)):
+            question = {"role": "user", "content": f"What does `{qualified}` do?"}
+            chats.append({"messages": [question, {"role": "assistant", "content": answer}]})
+    return chats
+
+
+def _walk_docstrings(tree: ast.Module | ast.ClassDef, prefix: str) -> Iterator[tuple[str, str]]:
+    """Yield the qualified name and the first paragraph of each docstring."""
+    for node in tree.body:
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) or node.name.startswith("_"):
+            continue
+        name = f"{prefix}.{node.name}"
+        paragraph = (ast.get_docstring(node) or "").partition("\n\n")[0]
+        if paragraph.strip():
+            yield name, " ".join(paragraph.split())
+        if isinstance(node, ast.ClassDef):
+            yield from _walk_docstrings(node, name)

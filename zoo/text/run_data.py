@@ -1,0 +1,47 @@
+"""The interface of a run's data, of whatever kind."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+from jaxtyping import Array, Int, Integer
+
+from .tokenizers import Tokenizer
+
+
+@runtime_checkable
+class RunData(Protocol):
+    """A `Corpus` or `Records`, as samples, reports and exports of a run need them.
+
+    - `unit`: of losses, "bits per byte" or "nats per trained token". `metric`: the name under which a training step
+      logs its loss in it.
+    - `baselines`: losses to compare with, by name.
+    - `stop_tokens`: tokens that end a sample.
+    """
+
+    tokenizer: Tokenizer
+
+    @property
+    def unit(self) -> str: ...
+
+    @property
+    def metric(self) -> str: ...
+
+    @property
+    def baselines(self) -> Mapping[str, float]: ...
+
+    @property
+    def stop_tokens(self) -> tuple[int, ...]: ...
+
+    def encode_prompt(self, prompt: str) -> Int[np.ndarray, "tokens"]:
+        """Tokenize a prompt, from the beginning of a document or a chat."""
+        ...
+
+    def decode(self, tokens: Integer[np.ndarray, "tokens"] | Integer[Array, "tokens"]) -> str:
+        """Return the text of a sample."""
+        ...
+
+    def save(self, directory: Path) -> None:
+        """Write what another program needs to make tokens into a checkpoint directory."""
+        ...
