@@ -41,7 +41,7 @@ class Metrics:
         self.path = Path(path)
         self.fetch_every = fetch_every
         self._trackers = trackers
-        self._file = RecordFile(path)
+        self._file = MetricsFile(path)
         self._pending: dict[int, dict[str, Value]] = {}
 
     def log(self, step: int, **values: Value) -> list[Record]:
@@ -89,7 +89,7 @@ class Metrics:
         return records
 
 
-class RecordFile:
+class MetricsFile:
     """Append records to a file of JSON lines. If the disk has no room for some, they wait in memory for the next
     call."""
 

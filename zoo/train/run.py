@@ -35,7 +35,7 @@ from .environment import collect_environment
 from .export import export_result
 from .finite import describe_retry, find_nan_arrays, find_nonfinite_metrics
 from .interrupt import Interrupt, is_set_on_any_process
-from .metrics import Metrics, Record, RecordFile, Value, truncate_after
+from .metrics import Metrics, MetricsFile, Record, Value, truncate_after
 from .options import RunOptions, flatten_config
 from .processes import run_on_first
 from .profile import Profile
@@ -117,7 +117,7 @@ class Run:
             others=trackers,
         )
         self.metrics = Metrics(self.directory / "metrics.jsonl", fetch_every=fetch_every, trackers=[self._trackers])
-        self._timing = RecordFile(self.directory / "timing.jsonl")
+        self._timing = MetricsFile(self.directory / "timing.jsonl")
         self._best_metric = best_metric
         self._best_value: tuple[int, Any] | None = None
         self._rate_before: float | None = None
