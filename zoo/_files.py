@@ -12,7 +12,7 @@ import secrets
 import shutil
 import stat
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -105,6 +105,13 @@ def open_regular(path: Path) -> BinaryIO:
 _FILE_TYPES = {stat.S_IFDIR: "directory", stat.S_IFIFO: "pipe", stat.S_IFCHR: "device", stat.S_IFBLK: "device"}
 
 
+def walk_files(root: Path, excluded: Iterable[str] = ()) -> Iterator[Path]:
+    """Yield every file below `root` except hidden files and `excluded` folders. Links to folders are not followed."""
+    for folder, folders, files in os.walk(root):
+        folders[:] = [name for name in folders if not name.startswith(".") and name not in excluded]
+        yield from (Path(folder) / name for name in files if not name.startswith("."))
+
+
 def read_limited(path: Path, limit: int) -> bytes:
     """Read a file of at most `limit` bytes. **Raises** `ValueError` for a larger one, and as `open_regular` does."""
     with open_regular(path) as file:
@@ -127,13 +134,19 @@ def read_json(path: Path, *, limit: int = JSON_BYTES) -> Any:
         raise ValueError(f"{path} is damaged: {error}") from None
 
 
-def parse_json(content: bytes, make_object: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
+def parse_json(
+    content: bytes,
+    make_object: Callable[[list[tuple[str, Any]]], Any] | None = None,
+    make_constant: Callable[[str], Any] | None = None,
+) -> Any:
     """Parse JSON, in UTF-8. `make_object` builds an object from its names and values, a dict by default.
+
+    `make_constant` gets the names NaN, Infinity and -Infinity, which JSON does not have; by default they are floats.
 
     **Raises** `ValueError` for a damaged or too deeply nested text.
     """
     try:
-        value = json.loads(content.decode(), object_pairs_hook=make_object)
+        value = json.loads(content.decode(), object_pairs_hook=make_object, parse_constant=make_constant)
         is_deep = _measure_depth(value) > _JSON_DEPTH
     except RecursionError:
         is_deep = True

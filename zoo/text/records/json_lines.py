@@ -1,0 +1,295 @@
+"""JSON lines: one object per line, plain or compressed, and files of one array of objects."""
+
+import contextlib
+import gzip
+import io
+import json
+import math
+import os
+import re
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, NoReturn
+
+from zoo._files import JSON_BYTES, open_regular, parse_json
+from zoo._optional import import_optional
+from zoo._terminal import format_bytes
+
+from .record_file import INSTALL, RecordError, Unit, name_damage, quote
+
+_UNIT_BYTES = 4 * 2**20
+_LINE_BYTES = JSON_BYTES
+_ARRAY_BYTES = 2**30
+_CHUNK_BYTES = 2**20
+_ZSTD_BYTES = 2**13  # they may expand ten thousandfold
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+_SPACE = b" \t\r\n"
+_SPACES = re.compile(r"[ \t\r\n]*")
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+
+
+@dataclass(frozen=True)
+class JsonLines:
+    """A file of JSON lines: `.jsonl` or `.ndjson`, read in byte ranges of about `unit_bytes` that end at line ends.
+
+    - Lines end with `\\n`. Blank lines are skipped, and counted. A byte order mark at the beginning is skipped.
+    - `.gz` and `.zst` are one unit.
+    - `.json` has one object per line as well, or is one array of objects: one unit, of at most 1 GB.
+
+    A record is faulty if it is not UTF-8, not JSON, not an object, nested more than 100 deep or longer than 100 MB, or
+    if it has a number that JSON does not have (NaN, Infinity), a key twice in one object, or half a surrogate pair.
+    """
+
+    path: Path
+    unit_bytes: int = _UNIT_BYTES
+
+    def split(self) -> list[Unit]:
+        """**Raises** `ValueError` for a `.json` file of anything else, and as `RecordFile` does."""
+        is_array = self._is_array()
+        if self._is_json() and not is_array:
+            self._check_first_line()
+        with open_regular(self.path) as file:
+            size = os.fstat(file.fileno()).st_size
+            if is_array or self._is_compressed():
+                return [Unit(0, size, size)]
+            units = []
+            start = 0
+            while start < size:
+                file.seek(min(start + self.unit_bytes, size) - 1)
+                _skip_line(file)
+                stop = file.tell()
+                units.append(Unit(start, stop, stop - start))
+                start = stop
+        return units
+
+    def read(self, unit: Unit) -> Iterator[tuple[int, dict[str, Any] | RecordError]]:
+        if self._is_array():
+            yield from self._read_array()
+            return
+        length = math.inf if self._is_compressed() else unit.stop - unit.start
+        with self._open(unit.start) as file:
+            for number, line in enumerate(_read_lines(file, length)):
+                if unit.start == 0 and number == 0:
+                    line = line.removeprefix(_BYTE_ORDER_MARK)
+                if line.strip(_SPACE):
+                    yield number, _parse_line(line)
+
+    def locate(self, unit: Unit, number: int) -> str:
+        if self._is_array():
+            return f"{self.path}, element {number}"
+        lines_before = 0
+        with open_regular(self.path) as file:
+            for start in range(0, unit.start, _CHUNK_BYTES):
+                lines_before += file.read(min(_CHUNK_BYTES, unit.start - start)).count(b"\n")
+        return f"{self.path}:{lines_before + number + 1}"
+
+    def _is_json(self) -> bool:
+        return self.path.name.lower().endswith((".json", ".json.gz", ".json.zst"))
+
+    def _is_compressed(self) -> bool:
+        return self.path.suffix.lower() in (".gz", ".zst")
+
+    @contextlib.contextmanager
+    def _open(self, start: int = 0) -> Iterator[BinaryIO]:
+        """Open the file, decompressed."""
+        suffix = self.path.suffix.lower()
+        with open_regular(self.path) as file:
+            if suffix == ".gz":
+                with name_damage(self.path, EOFError, zlib.error), gzip.open(file) as text:
+                    yield text  # type: ignore[misc]
+            elif suffix == ".zst":
+                zstandard = import_optional("zstandard", INSTALL)
+                with name_damage(self.path, zstandard.ZstdError):
+                    yield io.BufferedReader(_ZstdReader(file, zstandard))  # type: ignore[misc]
+            else:
+                file.seek(start)
+                yield file
+
+    def _is_array(self) -> bool:
+        if not self._is_json():
+            return False
+        with self._open() as file:
+            begin = file.read(len(_BYTE_ORDER_MARK)).removeprefix(_BYTE_ORDER_MARK)
+            while not begin.strip(_SPACE) and (chunk := file.read(_CHUNK_BYTES)):
+                begin = chunk
+        return begin.lstrip(_SPACE).startswith(b"[")
+
+    def _check_first_line(self) -> None:
+        """**Raises** `ValueError` unless the first line of a `.json` file is an object."""
+        line = b""
+        with self._open() as file:
+            while not line.strip(_SPACE) and (line := file.readline(_LINE_BYTES)):
+                line = line.removeprefix(_BYTE_ORDER_MARK)
+        try:
+            is_object = not line or isinstance(parse_json(line), dict)
+        except ValueError:
+            is_object = False
+        if not is_object:
+            came = quote(line.decode(errors="backslashreplace").rstrip())
+            raise ValueError(
+                f"{self.path}: an object on each line, or one array of objects, was expected, and the first line is "
+                f"{came}. `jq -c . {self.path}` writes values as lines"
+            )
+
+    def _read_array(self) -> Iterator[tuple[int, dict[str, Any] | RecordError]]:
+        with self._open() as file:
+            content = file.read(_ARRAY_BYTES + 1)
+        if len(content) > _ARRAY_BYTES:
+            raise ValueError(
+                f"{self.path}: an array of at most {format_bytes(_ARRAY_BYTES)} was expected. As lines it may be "
+                f"larger: `jq -c '.[]' {self.path} > {self.path.stem}.jsonl`"
+            )
+        try:
+            text = content.removeprefix(_BYTE_ORDER_MARK).decode()
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{self.path}: {_describe_bytes(error)}") from None
+        decoder = json.JSONDecoder()
+        number = 0
+        at = _skip_space(text, text.index("[") + 1)
+        is_open = not text.startswith("]", at)
+        while is_open:
+            try:
+                _, end = decoder.raw_decode(text, at)
+            except (ValueError, RecursionError) as error:
+                self._raise_bad_array(number, text, at, str(error))
+            yield number, parse_or_fault(text[at:end].encode())
+            number += 1
+            at = _skip_space(text, end)
+            is_open = text.startswith(",", at)
+            if is_open:
+                at = _skip_space(text, at + 1)
+        if not text.startswith("]", at):
+            self._raise_bad_array(number, text, at, "`,` or `]` was expected")
+        at = _skip_space(text, at + 1)
+        if at < len(text):
+            self._raise_bad_array(number, text, at, "the end of the file was expected")
+
+    def _raise_bad_array(self, number: int, text: str, at: int, reason: str) -> NoReturn:
+        raise ValueError(
+            f"{self.path}, element {number}: an array of objects was expected, and {quote(text, at)} came: {reason}"
+        ) from None
+
+
+def parse_record(content: bytes) -> dict[str, Any]:
+    """Parse a JSON object. **Raises** `RecordError` for any of the faults of `JsonLines`."""
+    try:
+        value = parse_json(content, _make_object, _refuse_constant)
+    except UnicodeDecodeError as error:
+        raise RecordError(_describe_bytes(error)) from None
+    except json.JSONDecodeError as error:
+        came = quote(error.doc.rstrip(), error.pos)
+        raise RecordError(f"JSON was expected, and {came} came: {error.msg} at column {error.pos + 1}") from None
+    except RecordError:
+        raise
+    except ValueError as error:  # too deep, or an integer of thousands of digits
+        raise RecordError(f"JSON within limits was expected, and {quote(content.decode())} came: {error}") from None
+    if not isinstance(value, dict):
+        raise RecordError(f"a JSON object was expected, and {quote(content.decode().strip())} came")
+    if _SURROGATE.search(content):
+        _check_surrogates(value)
+    return value
+
+
+def _make_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise RecordError(f"each key once was expected, and {quote(twice)} came twice in one object")
+    return value
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise RecordError(f"a number of JSON was expected, and {name} came")
+
+
+def _check_surrogates(value: dict[str, Any]) -> None:
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        came = quote(error.object, error.start)
+        raise RecordError(f"whole characters were expected, and half a surrogate pair came in {came}") from None
+
+
+def _describe_bytes(error: UnicodeDecodeError) -> str:
+    begin = error.object[max(error.start - 30, 0) : error.start + 30]
+    return (
+        f"UTF-8 was expected, and byte 0x{error.object[error.start]:02x} came as byte {error.start + 1}, in "
+        f"{quote(bytes(begin).decode(errors='backslashreplace'))}"
+    )
+
+
+def parse_or_fault(content: bytes) -> dict[str, Any] | RecordError:
+    try:
+        return parse_record(content)
+    except RecordError as fault:
+        return fault
+
+
+def _parse_line(line: bytes) -> dict[str, Any] | RecordError:
+    if len(line) > _LINE_BYTES:
+        return RecordError(f"a line of at most {_LINE_BYTES:,} bytes was expected, and a longer one came")
+    record = parse_or_fault(line)
+    if isinstance(record, RecordError) and not line.endswith(b"\n"):
+        return RecordError(f"{record}. The file ends in this line: it may have been cut off")
+    return record
+
+
+def _read_lines(file: BinaryIO, length: float) -> Iterator[bytes]:
+    """Yield lines with their ends, `length` bytes in all. A line above the limit yields its beginning."""
+    while length > 0 and (line := file.readline(_LINE_BYTES + 1)):
+        length -= len(line)
+        if len(line) > _LINE_BYTES and not line.endswith(b"\n"):
+            length -= _skip_line(file)
+        yield line
+
+
+def _skip_line(file: BinaryIO) -> int:
+    """Read to behind the next line end, in limited memory. Returns the number of bytes."""
+    length = 0
+    while part := file.readline(_CHUNK_BYTES):
+        length += len(part)
+        if part.endswith(b"\n"):
+            break
+    return length
+
+
+def _skip_space(text: str, at: int) -> int:
+    found = _SPACES.match(text, at)
+    assert found is not None
+    return found.end()
+
+
+class _ZstdReader(io.RawIOBase):
+    """Decompresses frame by frame. The package's own reader takes a truncated frame for the end of the file."""
+
+    def __init__(self, file: BinaryIO, zstandard: Any):
+        self._file = file
+        self._decompressor = zstandard.ZstdDecompressor()
+        self._frame: Any = None
+        self._compressed = b""
+        self._text = b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._text:
+            content = self._compressed or self._file.read(_ZSTD_BYTES)
+            if not content and self._frame is not None:
+                raise ValueError("it ends within a frame of zstd")
+            if not content:
+                return 0
+            self._compressed = b""
+            if self._frame is None:
+                self._frame = self._decompressor.decompressobj()
+            self._text = self._frame.decompress(content)
+            if self._frame.eof:
+                self._compressed = self._frame.unused_data
+                self._frame = None
+        part = self._text[: len(buffer)]
+        self._text = self._text[len(part) :]
+        buffer[: len(part)] = part
+        return len(part)

@@ -1,0 +1,67 @@
+"""The interface of a file of records: units of parallel work, the records of each, and their places."""
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+INSTALL = "pip install 'equizoo[data]'"
+ROWS = 4096
+"""Rows of a unit, where the format has no parts of its own."""
+
+
+class RecordError(ValueError):
+    """A fault of one record. The message says what was expected and what came, without the place."""
+
+
+class Unit(NamedTuple):
+    """A part of a file that one worker reads: `start` to `stop` in bytes, rows or row groups, as the format has it.
+
+    `num_bytes` is its share of the file, for a progress bar.
+    """
+
+    start: int
+    stop: int
+    num_bytes: int
+
+
+@runtime_checkable
+class RecordFile(Protocol):
+    """A file of records. It holds a path and no open file: workers get it pickled.
+
+    **Raises** `ValueError` with the path for a file that is damaged, `OSError` for one that cannot be opened,
+    `ImportError` if the package that reads the format is not installed.
+    """
+
+    @property
+    def path(self) -> Path: ...
+
+    def split(self) -> list[Unit]:
+        """Return the units in their order. Together they hold every record once."""
+        ...
+
+    def read(self, unit: Unit) -> Iterator[tuple[int, dict[str, Any] | RecordError]]:
+        """Yield each record of a unit, or its fault, with its number within the unit. Goes on after a fault."""
+        ...
+
+    def locate(self, unit: Unit, number: int) -> str:
+        """Return the place of a record: `chats.jsonl:1042`, with lines from 1, or `chats.parquet, row 1042`, from 0."""
+        ...
+
+
+@contextlib.contextmanager
+def name_damage(path: Path, *kinds: type[Exception]) -> Iterator[None]:
+    """Turn `OSError`, `ValueError` and `kinds` of a reader into a `ValueError` with the path, on one line."""
+    try:
+        yield
+    except (OSError, ValueError, *kinds) as error:
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        raise ValueError(f"{path} is damaged: {lines[0][:300]}") from None
+
+
+def quote(text: str, at: int = 0) -> str:
+    """Quote a text of unknown length: up to 60 characters around the place `at`."""
+    start = max(at - 30, 0)
+    before = "..." if start else ""
+    after = "..." if len(text) > start + 60 else ""
+    return f"{before}{text[start : start + 60]!r}{after}"
