@@ -49,10 +49,10 @@ def test_any_unit_size_gives_the_same_records(tmp_path_factory, lines, has_mark,
 
 
 FAULTS = {
-    "not UTF-8": (b'{"a": "caf\xe9"}', "UTF-8 was expected, and byte 0xe9 came as byte 11, in '{\"a\": \"caf\\\\xe9\"}"),
+    "not UTF-8": (b'{"a": "caf\xe9"}', "UTF-8 was expected, and byte 0xe9 came as byte 11, in "),
     "UTF-16": ('{"a": 1}'.encode("utf-16"), "UTF-8 was expected, and byte 0xff came as byte 1"),
     "half a character in bytes": (b'{"a": "\xed\xa0\x80"}', "UTF-8 was expected, and byte 0xed"),
-    "not JSON": (b"{'a': 1}", 'JSON was expected, and "{\'a\': 1}" came: Expecting property name'),
+    "not JSON": (b"{'a': 1}", "JSON was expected, and \"{'a': 1}\" came: Expecting property name"),
     "two values": (b'{"a": 1} {"b": 2}', "came: Extra data at column 10"),
     "a comma too many": (b'{"a": 1,}', "JSON was expected"),
     "a later byte order mark": (b'\xef\xbb\xbf{"a": 1}', "JSON was expected"),
