@@ -242,3 +242,35 @@ def test_run_saved_without_a_digest_is_resumed(folder, tmp_path, capsys):
     with Run(RunOptions(tmp_path / "run", resume=True), config={}) as run:
         run.restore((jnp.zeros(2),), batches)
     assert run.step == 1 and f"text_digest: absent in the checkpoint, {digest} now" in capsys.readouterr().out
+
+
+RECORDS = ("a.jsonl", "a.ndjson", "a.jsonl.gz", "a.JSONL.zst", "a.parquet", "a.arrow", "a.array_record", "a.json")
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_records_are_not_read_as_text(tmp_path, name):
+    root = tmp_path / "files"
+    root.mkdir()
+    (root / name).write_text('{"messages": []}\n' * 9000)
+    message = f"{name}: text was expected, and these are records: `train.load_records` reads them, and `recipes/sft.py`"
+    with pytest.raises(ValueError, match=message):
+        load_text(root / name, cache=tmp_path / "cache")
+    with pytest.raises(ValueError, match="files: text was expected, and these are records"):
+        load_text([root], cache=tmp_path / "cache")
+
+
+def test_saved_dataset_is_not_read_as_text(tmp_path):
+    root = tmp_path / "saved"
+    root.mkdir()
+    for name in ("dataset_info.json", "state.json", "data.arrow", "notes.txt"):
+        (root / name).write_text("{}\n" * 9000)
+    with pytest.raises(ValueError, match="saved: text was expected, and these are records"):
+        load_text(root, cache=tmp_path / "cache")
+
+
+def test_json_among_texts_and_other_json_stay_text(folder, tmp_path):
+    (folder / "a.jsonl").write_text('{"text": "a"}\n')
+    assert load_text(folder, cache=tmp_path / "cache").num_texts == 61
+    config = tmp_path / "config.json"
+    config.write_text('{\n "text": "a"\n}\n' * 9000)
+    assert load_text(config, cache=tmp_path / "cache").num_texts == 1

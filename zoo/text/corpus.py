@@ -14,7 +14,6 @@ and bytes: the same documents on every machine, whatever else the corpus contain
 
 import hashlib
 import lzma
-import os
 import sysconfig
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,9 +23,10 @@ from typing import Any, ClassVar
 import numpy as np
 from jaxtyping import Array, Int, Integer
 
-from zoo._files import open_regular, user_cache_folder
+from zoo._files import open_regular, user_cache_folder, walk_files
 
 from .batches import CorpusSplit
+from .records.find_files import holds_records
 from .token_cache import choose_token_dtype, open_cache
 from .tokenizers import ByteTokenizer, FileTokenizer, Tokenizer, encode_utf8, train_bpe
 
@@ -116,7 +116,7 @@ def load_text(
       `equizoo/text` in the user's cache folder. Cached tokens are verified, and damaged ones made again.
 
     **Raises** `FileNotFoundError` for a missing path, and `ValueError` for a path without text, a file that cannot be
-    read, text that cannot be split or changes while it is read, or a vocabulary below 256.
+    read, files of records, text that cannot be split or changes while it is read, or a vocabulary below 256.
     """
     if vocab < 256:
         raise ValueError(f"a vocabulary of {vocab} cannot write every byte: take 256 for bytes, more for byte pairs")
@@ -179,7 +179,7 @@ def find_standard_library() -> list[tuple[str, Path]]:
     machine-specific files."""
     root = Path(sysconfig.get_paths()["stdlib"])
     folders = {"test", "tests", "idlelib", "encodings", "site-packages", "dist-packages", "__pycache__"}
-    found = [(path.relative_to(root).as_posix(), path) for path in _walk_files(root, folders) if path.suffix == ".py"]
+    found = [(path.relative_to(root).as_posix(), path) for path in walk_files(root, folders) if path.suffix == ".py"]
     out = ("pydoc_data/topics.py", "_sysconfigdata")
     return sorted((name, path) for name, path in found if not name.startswith(out))
 
@@ -198,8 +198,13 @@ def _read_sources(source: Sequence[str | Path] | Mapping[str, str]) -> tuple[lis
     for path in source:
         _require_path(path)
         path = Path(path)
+        if holds_records(path):
+            raise ValueError(
+                f"{path}: text was expected, and these are records: `train.load_records` reads them, and "
+                "`recipes/sft.py` fine-tunes on them"
+            )
         if path.is_dir():
-            found += [(file.relative_to(path).as_posix(), file) for file in _walk_files(path)]
+            found += [(file.relative_to(path).as_posix(), file) for file in walk_files(path)]
         else:
             found.append((path.name, path))
     return _read_documents(found, ", ".join(map(str, source)))
@@ -219,13 +224,6 @@ def _require_path(source: Any) -> None:
         if len(shown) > 200:
             shown = f"{shown[:60]!r}..."
         raise FileNotFoundError(f"{shown}: there is no such file or folder to read text from; {_HOW_TO_GIVE_TEXTS}")
-
-
-def _walk_files(root: Path, excluded: Iterable[str] = ()) -> Iterable[Path]:
-    """Yield every file below `root` except hidden files and `excluded` folders. Links to folders are not followed."""
-    for folder, folders, files in os.walk(root):
-        folders[:] = [name for name in folders if not name.startswith(".") and name not in excluded]
-        yield from (Path(folder) / name for name in files if not name.startswith("."))
 
 
 def _read_documents(named_sources: Sequence[tuple[str, Path | bytes]], origin: str) -> tuple[list[_Document], int, int]:
