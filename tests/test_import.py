@@ -14,15 +14,20 @@ import zoo
 
 LIMIT = 1 / 4  # of the calls that importing jax and equinox makes; the time goes with the calls
 HEAVY = {
+    "array_record",
     "beartype",
+    "datasets",
     "grain",
     "matplotlib",
     "optax",
     "orbax",
+    "pandas",
+    "pyarrow",
     "rich",
     "tensorstore",
     "tokenizers",
     "tyro",
+    "zstandard",
 }
 
 PROBE = """
@@ -88,6 +93,14 @@ print(len(zoo.families()))
     process = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True)
     assert process.returncode == 0, process.stderr
     assert int(process.stdout) > 70
+
+
+def test_readers_of_records_import_their_packages_when_they_read():
+    """`train.load_text` asks them for the kinds of files, and needs none of the packages."""
+    probe = "import sys, zoo; before = set(sys.modules); import zoo.text.corpus, zoo.text.records.find_files; "
+    probe += "print(sorted({name.partition('.')[0] for name in set(sys.modules) - before} & set(sys.argv)))"
+    process = subprocess.run([sys.executable, "-c", probe, *HEAVY], capture_output=True, text=True)
+    assert process.stdout == "[]\n", process.stderr
 
 
 def test_import_of_train_is_at_first_use():
