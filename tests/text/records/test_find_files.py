@@ -144,6 +144,12 @@ def test_missing_file_is_named_with_its_neighbors(folder, source, message):
     assert len(str(caught.value)) < 300
 
 
+@pytest.mark.parametrize("source", [7, None, ["all", 7], b"all"])
+def test_source_that_is_not_a_path_is_an_error(folder, no_type_checks, source):
+    with pytest.raises(TypeError, match="a path or a name was expected to read records from, not"):
+        find_record_files(source)
+
+
 def test_empty_sources_are_errors(folder):
     os.mkdir("none")
     make_files("blank", ["a.jsonl", "b.jsonl"], content="")

@@ -64,11 +64,15 @@ def find_record_files(source: str | Path | Sequence[str | Path]) -> list[RecordF
     of another kind, with what reads or converts it, for a folder of several splits, and if all files are empty;
     `ImportError` for a dataset of the hub without the package `datasets`.
     """
-    sources = [source] if isinstance(source, str | Path) else list(source)
+    sources = [source]
+    if isinstance(source, Sequence) and not isinstance(source, str | bytes):
+        sources = list(source)
     if not sources:
         raise ValueError("files of records were expected, and an empty list came")
     paths = {}
     for each in sources:
+        if not isinstance(each, str | Path):
+            raise TypeError(f"a path or a name was expected to read records from, not {type(each).__name__}")
         for path in _find_paths(each):
             paths.setdefault(os.path.abspath(path), path)
     filled = [paths[name] for name in sorted(paths) if _get_size(paths[name]) > 0]
@@ -267,7 +271,7 @@ def _download_dataset(name: str, split: str, path: Path) -> list[Path]:
         raise kind(
             f"{missing}, and the split {split!r} of the dataset {name} of the Hugging Face hub cannot be loaded: "
             f"{reason}. Where there is a network, `hf download --repo-type dataset {name} --local-dir FOLDER` makes a "
-            "folder to copy"
+            f"folder to copy, and a pattern, 'FOLDER/**/{split}*', takes its files"
         ) from None
     files = [Path(entry["filename"]) for entry in dataset.cache_files]
     _logger.info("%s, split %s: %s rows in %d files", name, split, f"{len(dataset):,}", len(files))
