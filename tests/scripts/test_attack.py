@@ -6,7 +6,7 @@ import shutil
 import numpy as np
 import pytest
 
-from scripts.attack import hostile_files, mutate_models
+from scripts.attack import hostile_files, mutate_models, mutate_records
 from scripts.attack.mutations import MUTATIONS, WHOLE, build_arrays, read_arrays, read_files, write_files
 from scripts.attack.watched import HANG, RAW, Watched, print_table
 
@@ -32,6 +32,31 @@ def test_mutations_report_a_silently_wrong_model(tmp_path):
     arrays["model.norm.weight"] = np.nextafter(arrays["model.norm.weight"], np.float32(9))
     write_files(tmp_path / "other", files | {WHOLE: build_arrays(arrays)})
     assert mutate_models.load_case((tmp_path / "other", LLAMA)) == (mutate_models.WRONG, "other numbers")
+
+
+def test_mutations_of_records_are_refused_or_read_as_json(tmp_path):
+    binary = ("parquet", "arrow", "array_record")  # their readers are not Python: one that dies would end the tests
+    sources = [source for source in mutate_records.make_files(tmp_path) if source.name not in binary]
+    assert len(sources) >= 5
+    for number in range(150):
+        rng = random.Random(number)
+        source = sources[number % len(sources)]
+        (path,) = source.iterdir()
+        mutated = tmp_path / f"{number}" / path.name
+        mutated.parent.mkdir()
+        mutated.write_bytes(mutate_records.mutate(path.read_bytes(), rng.choice(mutate_records.KINDS), rng))
+        outcome, detail = mutate_records.read_case((mutated.parent, source))
+        assert outcome in mutate_records.OUTCOMES[:4], (number, path.name, detail)
+
+
+def test_mutations_report_a_wrong_record(tmp_path, monkeypatch):
+    source = mutate_records.make_files(tmp_path)[0]
+    assert mutate_records.read_case((source, source)) == (mutate_records.EQUAL, "")
+    found = mutate_records.read(source)
+    monkeypatch.setattr(mutate_records, "read", lambda directory: [*found[:-1], (found[-1][0], {})])
+    assert mutate_records.read_case((source, source)) == (mutate_records.WRONG, f"{found[-1][0]}: {{}}")
+    monkeypatch.setattr(mutate_records, "read", lambda directory: found[:-1])
+    assert mutate_records.read_case((source, source)) == (mutate_records.WRONG, "other places")
 
 
 def test_watched_cases_that_hang_or_fail(capsys):
