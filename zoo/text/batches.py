@@ -7,12 +7,14 @@ A batch is a mapping of "batch seq" arrays. `tokens` and `targets` (int32) are t
 `weights` (float32) is 0 where the target is a separator, i.e. on the last token of a document, and 1 elsewhere. With
 `with_segments`, `segment_ids` (int32) numbers the documents of a window from 1, and `positions` (int32) counts from 0
 within each. With several processes, each gets a contiguous block of the rows, `process=zoo.parallel.reader(mesh)`.
+Rows of whole texts and mixtures of datasets are in `packing.py` and `mixture.py`.
 """
 
 import copy
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -35,6 +37,13 @@ class Dataset(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> _Row: ...
+
+
+@runtime_checkable
+class EndlessRows(Protocol):
+    """A source of shuffled rows without an end, in which row n is a function of n: `zoo.text.mixture.Mixture`."""
+
+    def rows_forever(self, seed: int, batch_size: int) -> Any: ...
 
 
 @runtime_checkable
@@ -97,6 +106,16 @@ def compute_segments(tokens: Integer[np.ndarray, "seq"], separator: int = SEPARA
     index = np.arange(len(tokens), dtype=np.int32)
     first = np.maximum.accumulate(np.where(starts, index, 0))
     return dict(segment_ids=np.cumsum(starts, dtype=np.int32), positions=(index - first).astype(np.int32))
+
+
+def spread_rows(num_rows: int, batch_size: int, limit: int | None = None) -> Int[np.ndarray, "rows"]:
+    """Return the indices of whole batches of rows in order, the last ones beyond `num_rows`; or of `limit` batches,
+    spread evenly over the rows: the first ones would come from only one or two files."""
+    num_batches = math.ceil(num_rows / batch_size)
+    if not limit or limit >= num_batches:
+        return np.arange(num_batches * batch_size)
+    indices = np.arange(limit * batch_size)
+    return indices * num_rows // len(indices)
 
 
 @dataclass(frozen=True)
@@ -165,11 +184,7 @@ class CorpusSplit:
         windows = TokenWindows(self.tokens, seq_len, with_segments=with_segments, separator=self.separator)
         if not len(windows):
             raise ValueError(f"the {self.name} text is empty: take more text")
-        num_batches = math.ceil(len(windows) / batch_size)
-        # Spread, because the first windows would come from only one or two files.
-        indices = np.arange(min(limit or num_batches, num_batches) * batch_size)
-        if limit is not None and limit < num_batches:
-            indices = indices * len(windows) // len(indices)
+        indices = spread_rows(len(windows), batch_size, limit)
         return OrderedBatches(windows, batch_size, indices, token_bytes=self.token_bytes, process=process)
 
     @property
@@ -187,7 +202,7 @@ class ShuffledBatches(Iterator):
 
     def __init__(
         self,
-        dataset: Dataset,
+        dataset: Dataset | EndlessRows,
         batch_size: int,
         *,
         seed: int = 0,
@@ -195,14 +210,23 @@ class ShuffledBatches(Iterator):
         bytes_per_token: float = 1.0,
         digest: str | None = None,
     ):
-        """- `digest`: identifies the data, if given: a run that was saved with it is not resumed on other data."""
+        """- `dataset`: shuffled anew for every pass over it; or a `Mixture`, which shuffles each of its parts so.
+        - `digest`: identifies the data, if given: a run that was saved with it is not resumed on other data.
+
+        **Raises** `ValueError` if the dataset has no rows, or the number of processes does not divide `batch_size`.
+        """
         self._process, self._rows = _assign_rows(batch_size, process)
         self.batch_size = batch_size
         self.bytes_per_token = bytes_per_token
         self.digest = digest
         self.state = 0
         self._grain = import_optional("grain", "pip install 'equizoo[train]'")
-        self._rows_forever = self._grain.MapDataset.source(dataset).seed(seed).shuffle().repeat(None)
+        if isinstance(dataset, EndlessRows):
+            self._rows_forever = dataset.rows_forever(seed, batch_size)
+        else:
+            if not len(dataset):
+                raise ValueError("the dataset has no rows: take more data")
+            self._rows_forever = self._grain.MapDataset.source(dataset).seed(seed).shuffle().repeat(None)
         self._iterator = None
 
     def __next__(self) -> _Batch:
@@ -230,29 +254,51 @@ class ShuffledBatches(Iterator):
 
 
 class OrderedBatches:
-    """Re-iterable, deterministic batches. `bytes_per_token` is exact for the targets of nonzero weight."""
+    """Re-iterable, deterministic batches of a dataset with `weights`.
+
+    The last batch is filled with rows of zeros, with targets of -1; for `TokenWindows`, of separators.
+    """
 
     def __init__(
         self,
-        windows: TokenWindows,
+        dataset: Dataset,
         batch_size: int,
-        indices: Int[np.ndarray, "windows"],
+        indices: Int[np.ndarray, "rows"] | None = None,
         *,
-        token_bytes: Int[np.ndarray, "vocab"],
+        token_bytes: Int[np.ndarray, "vocab"] | None = None,
         process: tuple[int, int] | None = None,
     ):
+        """- `indices`: of the rows to read, all by default; see `spread_rows`.
+        - `token_bytes`: bytes of text per token of the vocabulary, which only `bytes_per_token` needs.
+
+        **Raises** `ValueError` if the number of processes does not divide `batch_size`.
+        """
         self._process, self._rows = _assign_rows(batch_size, process)
-        self._windows = windows
-        self._indices = indices
+        self._dataset = dataset
+        self._indices = np.arange(len(dataset)) if indices is None else indices
+        self._token_bytes = token_bytes
         self.batch_size = batch_size
-        self.vocab = len(token_bytes)
-        targets = np.concatenate([windows[int(index)]["targets"] for index in indices])
-        self.bytes_per_token = float(
-            token_bytes[targets].sum() / max(np.count_nonzero(targets != windows.separator), 1)
-        )
+        self.vocab = None if token_bytes is None else len(token_bytes)
+
+    @cached_property
+    def bytes_per_token(self) -> float:
+        """Mean bytes of text per target of nonzero weight, exactly.
+
+        **Raises** `ValueError` if `token_bytes` is not known.
+        """
+        if self._token_bytes is None:
+            raise ValueError("bytes per token are not known: these batches need `token_bytes` of the tokenizer")
+        text_bytes = 0
+        tokens = 0
+        for index in self._indices[self._indices < len(self._dataset)]:
+            row = self._dataset[int(index)]
+            targets = row["targets"][row["weights"] > 0]
+            text_bytes += int(self._token_bytes[targets].sum())
+            tokens += len(targets)
+        return text_bytes / max(tokens, 1)
 
     def __len__(self) -> int:
-        return len(self._indices) // self.batch_size
+        return math.ceil(len(self._indices) / self.batch_size)
 
     def with_process(self, process: tuple[int, int]) -> "OrderedBatches":
         """Return the same batches, of which this process reads part `index` of `count`."""
@@ -263,8 +309,19 @@ class OrderedBatches:
     def __iter__(self) -> Iterator[_Batch]:
         for number in range(len(self)):
             first = number * self.batch_size + self._process[0] * self._rows
-            rows = [self._windows[int(index)] for index in self._indices[first : first + self._rows]]
+            rows = [self._read(number) for number in range(first, first + self._rows)]
             yield {name: np.stack([row[name] for row in rows]) for name in rows[0]}
+
+    def _read(self, number: int) -> _Row:
+        """Read a row, or make one of padding beyond the last."""
+        num_rows = len(self._dataset)
+        index = int(self._indices[number]) if number < len(self._indices) else num_rows
+        if index < num_rows or isinstance(self._dataset, TokenWindows):  # which end with windows of separators
+            return self._dataset[index]
+        padding = {name: np.zeros_like(x) for name, x in self._dataset[0].items()}
+        if "targets" in padding:
+            padding["targets"] -= 1
+        return padding
 
 
 def bits_per_byte(
