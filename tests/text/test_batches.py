@@ -2,13 +2,15 @@
 
 import math
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zoo.text.batches import CorpusSplit, Dataset, compute_segments
+import zoo
+from zoo.text.batches import CorpusSplit, Dataset, OrderedBatches, compute_segments, spread_rows
 from zoo.train import BatchIterator, ShuffledBatches, TokenWindows, bits_per_byte
 
 LENGTHS = (np.arange(256) != 0).astype(np.int64)
@@ -131,6 +133,59 @@ def test_bits_per_byte_counts_targets_of_nonzero_weight():
     assert float(bits_per_byte(jnp.array(math.log(2)), split)) == pytest.approx(0.5)
 
 
+class Answers:
+    """Seven rows with targets of weight 1, 0.5 and 0 and, in odd rows, of -1."""
+
+    def __len__(self):
+        return 7
+
+    def __getitem__(self, index):
+        targets = np.array([index, 1, 2, -1 if index % 2 else 3], np.int32)
+        weights = np.array([1, 0.5, 0, 0], np.float32)
+        return dict(tokens=targets + 1, targets=targets, weights=weights, segment_ids=np.ones(4, np.int32))
+
+
+@pytest.mark.parametrize("indices", [None, spread_rows(7, 4)])
+def test_ordered_batches_of_any_dataset_are_padded(indices):
+    ordered = OrderedBatches(Answers(), 4, indices)
+    batches = list(ordered)
+    assert len(ordered) == len(batches) == 2 and ordered.vocab is None
+    joined = {name: np.concatenate([batch[name] for batch in batches]) for name in batches[0]}
+    assert all(np.array_equal(joined[name][i], Answers()[i][name]) for name in joined for i in range(7))
+    padding = {name: set(x[7].tolist()) for name, x in joined.items()}
+    assert padding == {"tokens": {0}, "targets": {-1}, "weights": {0}, "segment_ids": {0}}
+    halves = [list(ordered.with_process((i, 2))) for i in range(2)]
+    assert same(
+        [{name: np.concatenate([a[name], b[name]]) for name in a} for a, b in zip(*halves, strict=True)], batches
+    )
+    count = sum(float(np.sum(batch["weights"])) for batch in batches)
+    model = zoo.models.Transformer(vocab=16, embed=8, layers=1, heads=1, mlp=8, key=jax.random.key(0))
+    placed = [zoo.place_batch(batch, zoo.make_mesh(devices=jax.devices()[:1]), vocab=16) for batch in batches]
+    losses = [zoo.cross_entropy(model, batch) for batch in placed]
+    assert sum(float(weight) for _, weight in losses) == count == 10.5
+    assert all(np.isfinite(float(loss)) for loss, _ in losses)
+
+
+def test_bytes_per_token_need_the_bytes_of_tokens():
+    token_bytes = np.array([1, 2, 40, 80, 4, 5, 6, 7])
+    ordered = OrderedBatches(Answers(), 4, token_bytes=token_bytes)
+    assert ordered.vocab == 8 and ordered.bytes_per_token == (1 + 2 + 40 + 80 + 4 + 5 + 6 + 7 * 2) / 14
+    with pytest.raises(ValueError, match="bytes per token are not known: these batches need `token_bytes`"):
+        bits_per_byte(1.0, OrderedBatches(Answers(), 4))
+
+
+@given(st.integers(0, 50), st.integers(1, 9), st.none() | st.integers(1, 9))
+def test_spread_rows_are_in_order_and_cover_all(num_rows, batch_size, limit):
+    indices = spread_rows(num_rows, batch_size, limit)
+    assert len(indices) == batch_size * min(math.ceil(num_rows / batch_size), limit or 50)
+    assert (np.diff(indices) >= 0).all()
+    if limit is None or limit * batch_size >= num_rows:
+        assert set(range(num_rows)) <= set(indices)
+    else:
+        assert len(set(indices)) == len(indices) and indices[-1] < num_rows
+        assert np.diff(indices).max(initial=0) <= math.ceil(num_rows / len(indices))
+
+
 class Images:
     def __len__(self):
         return 12
@@ -154,3 +209,5 @@ def test_batches_errors_name_the_numbers():
         split.batches(seq_len=2, batch_size=6, process=(0, 4))
     with pytest.raises(ValueError, match=r"the train text is empty"):
         split_of([]).ordered(seq_len=2, batch_size=1)
+    with pytest.raises(ValueError, match=r"the dataset has no rows"):
+        ShuffledBatches([], 2)

@@ -31,7 +31,7 @@ def plan_rows(
     if len(lengths) and lengths.max() > capacity:
         longest = int(lengths.argmax())
         raise ValueError(
-            f"item {longest} has length {lengths[longest]}, a row holds {capacity}: cut it or leave it out"
+            f"item {longest} has length {lengths[longest]}, but a row holds {capacity}: cut it, or leave it out"
         )
     if len(lengths) and lengths.min() < 1:
         shortest = int(lengths.argmin())
