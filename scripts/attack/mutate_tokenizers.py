@@ -124,11 +124,12 @@ def read(path: Path) -> tuple[Any, ...]:
 
 def read_for_generation(path: Path) -> tuple[Any, ...]:
     """Read a tokenizer as the command line does."""
-    from zoo.text.tokenizers import StreamDecoder, find_tokenizer
+    from zoo.text.tokenizers import StreamDecoder, count_bytes, find_tokenizer
 
     tokenizer = find_tokenizer(path, 256)
     assert tokenizer is not None
-    tokens, lengths = tokenizer.encode_with_lengths(TEXT)
+    tokens, offsets = tokenizer.encode_with_offsets(TEXT)
+    lengths = count_bytes(TEXT, offsets)
     assert len(tokens) == len(lengths) and lengths.sum() == len(TEXT.encode()) * bool(len(tokens))
     stream = StreamDecoder(tokenizer.decode)
     return tokenizer.prefix, tokens.tolist(), "".join(stream.push(int(token)) for token in tokens) + stream.flush()

@@ -6,8 +6,18 @@ import sys
 import numpy as np
 import pytest
 import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from zoo.text.tokenizers import ByteTokenizer, FileTokenizer, find_tokenizer, read_tokenizer, train_bpe
+import zoo.text.tokenizers
+from zoo.text.tokenizers import (
+    ByteTokenizer,
+    FileTokenizer,
+    count_bytes,
+    find_tokenizer,
+    read_tokenizer,
+    train_bpe,
+)
 
 TEXT = b"the quick brown fox\n" * 20
 
@@ -26,9 +36,76 @@ def test_special_tokens_of_prompts_and_documents(with_end):
     tokenizer, end = with_end
     for _ in range(2):  # neither call changes what the other does
         assert end in tokenizer.encode("fox<end>") and end not in next(tokenizer.encode_all([b"fox<end>"]))
-    tokens, lengths = tokenizer.encode_with_lengths("naïve<end>")
+    tokens, offsets = tokenizer.encode_with_offsets("naïve<end>")
+    lengths = count_bytes("naïve<end>", offsets)
     assert np.array_equal(tokens, tokenizer.encode("naïve<end>")) and lengths[tokens == end] == len("<end>")
     assert tokenizer.decode(tokens) == "naïve" and tokenizer.token_bytes[end] == 0
+
+
+def trim_offsets(path):
+    """Change the post-processor of a file to one that takes spaces out of offsets, as Llama 3 has it."""
+    made = tokenizers.Tokenizer.from_file(str(path))
+    made.post_processor = tokenizers.processors.ByteLevel(trim_offsets=True)
+    made.save(str(path))
+
+
+def map_bytes_to_characters(text, token_lengths):
+    """First character and end of each run of bytes, by a table from each byte to its character."""
+    table = [number for number, character in enumerate(text) for _ in character.encode()]
+    stops = np.cumsum(token_lengths)
+    starts = stops - token_lengths
+    return [(table[start], table[stop - 1] + 1) for start, stop in zip(starts, stops, strict=True)]
+
+
+@pytest.fixture(scope="module")
+def byte_level(tmp_path_factory):
+    """Bytes, and a trained BPE, with merges within and across the bytes of a character."""
+    path = tmp_path_factory.mktemp("byte_level") / "tokenizer.json"
+    train_bpe([TEXT, "naïve 🙂🙃  λλ ✓✓\n\n".encode() * 20], 310, path)
+    trim_offsets(path)
+    return ByteTokenizer(), FileTokenizer(path, 310)
+
+
+@settings(max_examples=60)
+@given(st.text() | st.text("the quicknaïve🙂🙃λ✓ \n"))
+def test_offsets_are_the_characters_of_tokens(byte_level, text):
+    for tokenizer in byte_level:
+        for find in (True, False):
+            if "\0" in text:  # has no bytes
+                continue
+            tokens, offsets = tokenizer.encode_with_offsets(text, find_special_tokens=find)
+            expected = map_bytes_to_characters(text, tokenizer.token_bytes[tokens])
+            assert offsets.tolist() == [list(each) for each in expected]
+            np.testing.assert_array_equal(tokens, tokenizer.encode(text))
+            assert count_bytes(text, offsets).sum() == len(text.encode())
+
+
+def test_offsets_without_special_tokens(with_end):
+    tokenizer, end = with_end
+    tokens, offsets = tokenizer.encode_with_offsets("é<end>fox")
+    (place,) = np.flatnonzero(tokens == end)
+    assert offsets[place].tolist() == [1, 6] and offsets[-1, 1] == 9
+    plain, offsets = tokenizer.encode_with_offsets("é<end>fox", find_special_tokens=False)
+    np.testing.assert_array_equal(plain, next(tokenizer.encode_all(["é<end>fox".encode()])))
+    assert end not in plain and offsets[-1, 1] == 9
+
+
+@pytest.mark.parametrize(("size", "number"), [(1, 1024), (60, 1024), (2**20, 3), (2**20, 1024)])
+def test_documents_in_batches_are_documents_one_by_one(with_end, monkeypatch, size, number):
+    tokenizer, _ = with_end
+    documents = [TEXT[:length] + b"<end>" for length in (0, 40, 7, 200, 0, 3, 90)]
+    expected = [tokenizer.encode_with_offsets(each.decode(), find_special_tokens=False)[0] for each in documents]
+    monkeypatch.setattr(zoo.text.tokenizers, "_BATCH_BYTES", size)
+    monkeypatch.setattr(zoo.text.tokenizers, "_BATCH_DOCUMENTS", number)
+    for got, one in zip(tokenizer.encode_all(iter(documents)), expected, strict=True):
+        np.testing.assert_array_equal(got, one)
+
+
+def test_a_damaged_document_of_a_batch_is_named(with_end):
+    encoded = with_end[0].encode_all([b"fox", b"the", b"\xff", b"quick"])
+    assert [with_end[0].decode(next(encoded)) for _ in range(2)] == ["fox", "the"]
+    with pytest.raises(ValueError, match=r"tokenizer.json cannot tokenize a text: .* can't decode byte 0xff"):
+        next(encoded)
 
 
 def test_prefix_gives_the_default_separator(with_end, tmp_path):
@@ -66,7 +143,8 @@ def test_tokenizer_without_bytes_generates(tmp_path):
     made.save(str(tmp_path / "tokenizer.json"))
     tokenizer = find_tokenizer(tmp_path, 3)
     assert tokenizer is not None and tokenizer.prefix == ()
-    tokens, lengths = tokenizer.encode_with_lengths("abc ab")
+    tokens, offsets = tokenizer.encode_with_offsets("abc ab")
+    lengths = count_bytes("abc ab", offsets)
     assert tokens.tolist() == [1, 2, 1] and lengths.tolist() == [2, 1, 3]
     assert tokenizer.decode(tokens) == "abc ab" and not tokenizer.token_bytes.any()
 

@@ -36,6 +36,9 @@ _TOKENIZER_FILE_PATTERNS = (
     "chat_template*",
 )
 """Files of a Hugging Face directory that define its tokenizer."""
+_BATCH_BYTES = 2**20
+_BATCH_DOCUMENTS = 1024
+"""Documents that are tokenized at once: enough for all cores, and little memory next to their tokens."""
 _BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
 _TEXT_BYTES = {*b"\t\n\r", *range(0x20, 0x7F), *range(0x80, 0xC0), *range(0xC2, 0xF5)}
 """Bytes of UTF-8 text, without control characters other than tabs and ends of lines."""
@@ -64,10 +67,13 @@ class Tokenizer(Protocol):
         """Tokenize a prompt, without the prefix. The spelling of a special token gives that token."""
         ...
 
-    def encode_with_lengths(self, text: str) -> tuple[Int[np.ndarray, "tokens"], Int[np.ndarray, "tokens"]]:
-        """Tokenize as `encode` does; return the number of bytes of each token, too.
+    def encode_with_offsets(
+        self, text: str, *, find_special_tokens: bool = True
+    ) -> tuple[Int[np.ndarray, "tokens"], Int[np.ndarray, "tokens 2"]]:
+        """Tokenize as `encode` does; return start and end of each token in `text`, in characters, too.
 
-        The numbers sum to the bytes of the text. A character that spans several tokens counts for the first of them.
+        All tokens of a character that spans several of them have its offsets. Without `find_special_tokens`, the
+        spelling of a special token is plain text, if the tokenizer has other tokens for it.
         """
         ...
 
@@ -97,7 +103,10 @@ def encode_utf8(text: str, name: str = "the text") -> bytes:
 
 
 class ByteTokenizer:
-    """Byte-level tokenizer: one token per byte, a vocabulary of 256. Needs neither training nor other packages."""
+    """Byte-level tokenizer: one token per byte, a vocabulary of 256. Needs neither training nor other packages.
+
+    The separator is the NUL byte, spelled "\\0". Bytes have no other spelling of it: texts cannot hold one.
+    """
 
     def __init__(self):
         self.vocab = 256
@@ -105,14 +114,17 @@ class ByteTokenizer:
         self.prefix: tuple[int, ...] = (SEPARATOR,)
         self.token_bytes = (np.arange(256) != SEPARATOR).astype(np.int64)
         self.cache_key = "256"
-        self.special_tokens: Mapping[str, int] = {}
+        self.special_tokens: Mapping[str, int] = {"\0": SEPARATOR}
 
     def encode(self, text: str) -> Int[np.ndarray, "tokens"]:
         return np.frombuffer(encode_utf8(text), np.uint8).astype(np.int64)
 
-    def encode_with_lengths(self, text: str) -> tuple[Int[np.ndarray, "tokens"], Int[np.ndarray, "tokens"]]:
+    def encode_with_offsets(
+        self, text: str, *, find_special_tokens: bool = True
+    ) -> tuple[Int[np.ndarray, "tokens"], Int[np.ndarray, "tokens 2"]]:
         tokens = self.encode(text)
-        return tokens, np.ones_like(tokens)
+        starts = np.cumsum((tokens & 0xC0) != 0x80) - 1  # bytes 10xxxxxx go on with a character
+        return tokens, np.stack([starts, starts + 1], axis=-1)
 
     def encode_all(self, documents: Iterable[bytes]) -> Iterator[Integer[np.ndarray, "tokens"]]:
         return (np.frombuffer(document, np.uint8) for document in documents)
@@ -141,6 +153,7 @@ class FileTokenizer:
         self._text_of = _find_spelling(facts)
         self.vocab = vocab
         self.prefix = self._find_prefix()
+        self._tokenizer.post_processor = None  # it only adds special tokens, and takes spaces out of offsets
         if separator is None:
             separator = self.prefix[0] if self.prefix else SEPARATOR
         self.separator = separator
@@ -201,30 +214,37 @@ class FileTokenizer:
                 if again.removeprefix(" ") != PROBE:
                     raise TokenizerError(f"{self._path} loses text: {PROBE!r} is read as {again!r}")
 
-    def _encode(self, text: str, *, find_special_tokens: bool) -> Any:
-        self._tokenizer.encode_special_tokens = not find_special_tokens  # True takes their spelling as plain text
-        return self._tokenizer.encode(text, add_special_tokens=False)
-
     def encode(self, text: str) -> Int[np.ndarray, "tokens"]:
-        return self.encode_with_lengths(text)[0]
+        return self.encode_with_offsets(text)[0]
 
-    def encode_with_lengths(self, text: str) -> tuple[Int[np.ndarray, "tokens"], Int[np.ndarray, "tokens"]]:
+    def encode_with_offsets(
+        self, text: str, *, find_special_tokens: bool = True
+    ) -> tuple[Int[np.ndarray, "tokens"], Int[np.ndarray, "tokens 2"]]:
         encode_utf8(text)  # raises for text that is not Unicode
-        codepoints = np.frombuffer(text.encode("utf-32-le"), np.uint32)
-        utf8_lengths = 1 + (codepoints >= 0x80) + (codepoints >= 0x800) + (codepoints >= 0x10000)
-        byte_offsets = np.concatenate([[0], np.cumsum(utf8_lengths)])
         with name_faults(self._path, "cannot tokenize a text"):
-            encoded = self._encode(text, find_special_tokens=True)
-            ends = np.array([byte_offsets[stop] for _, stop in encoded.offsets], np.int64)
-        ends = np.maximum.accumulate(ends)
-        ends[-1:] = byte_offsets[-1]  # characters that a tokenizer drops at the end count for the last token
-        return np.array(encoded.ids, np.int64), np.diff(ends, prepend=0)
+            self._tokenizer.encode_special_tokens = not find_special_tokens  # True takes their spelling as plain text
+            encoded = self._tokenizer.encode(text, add_special_tokens=False)
+            return np.array(encoded.ids, np.int64), np.array(encoded.offsets, np.int64).reshape(-1, 2)
 
     def encode_all(self, documents: Iterable[bytes]) -> Iterator[Integer[np.ndarray, "tokens"]]:
-        for document in documents:
+        for batch in _batch_documents(documents):
+            yield from self._encode_batch(batch)
+
+    def _encode_batch(self, documents: Sequence[bytes]) -> Iterator[Int[np.ndarray, "tokens"]]:
+        """Tokenize documents on all cores; one by one if that fails, up to the one at fault."""
+        self._tokenizer.encode_special_tokens = True
+        try:
             with name_faults(self._path, "cannot tokenize a text"):
-                encoded = self._encode(document.decode(), find_special_tokens=False)
-            yield np.array(encoded.ids, np.int64)
+                texts = [document.decode() for document in documents]
+                encoded = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        except TokenizerError:
+            if len(documents) == 1:
+                raise
+            for document in documents:
+                yield from self._encode_batch([document])
+            return
+        for each in encoded:
+            yield np.array(each.ids, np.int64)
 
     def decode(self, tokens: Sequence[int] | Integer[np.ndarray, "tokens"]) -> str:
         with name_faults(self._path, "cannot decode tokens"):
@@ -310,6 +330,35 @@ def read_tokenizer(directory: str | Path) -> Tokenizer:
     tokenizer = FileTokenizer(path, vocab, separator)
     tokenizer.check_for_training()
     return tokenizer
+
+
+def count_bytes(text: str, offsets: Int[np.ndarray, "tokens 2"]) -> Int[np.ndarray, "tokens"]:
+    """Return the number of bytes of each token of a text, from its offsets in characters.
+
+    The numbers sum to the bytes of the text. A character that spans several tokens counts for the first of them, one
+    that no token covers for the token behind it, and at the end for the last.
+    """
+    codepoints = np.frombuffer(text.encode("utf-32-le"), np.uint32)
+    utf8_lengths = 1 + (codepoints >= 0x80) + (codepoints >= 0x800) + (codepoints >= 0x10000)
+    byte_offsets = np.concatenate([[0], np.cumsum(utf8_lengths)])
+    ends = np.maximum.accumulate(byte_offsets[offsets[:, 1]])
+    ends[-1:] = byte_offsets[-1]
+    return np.diff(ends, prepend=0)
+
+
+def _batch_documents(documents: Iterable[bytes]) -> Iterator[list[bytes]]:
+    """Group documents into batches of at most `_BATCH_BYTES`, if each is smaller, and `_BATCH_DOCUMENTS`."""
+    batch: list[bytes] = []
+    size = 0
+    for document in documents:
+        if batch and (size + len(document) > _BATCH_BYTES or len(batch) == _BATCH_DOCUMENTS):
+            yield batch
+            batch = []
+            size = 0
+        batch.append(document)
+        size += len(document)
+    if batch:
+        yield batch
 
 
 class StreamDecoder:

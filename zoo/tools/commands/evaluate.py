@@ -24,7 +24,7 @@ from zoo.models.scoring import score
 from zoo.parallel import Mesh, place_batch, spmd
 from zoo.parallel.devices import make_device_mesh
 from zoo.text.tokenizer_file import TOKENIZER_FILE
-from zoo.text.tokenizers import Tokenizer, find_tokenizer
+from zoo.text.tokenizers import Tokenizer, count_bytes, find_tokenizer
 from zoo.weights import load
 from zoo.weights.directory import resolve_directory
 
@@ -148,7 +148,8 @@ def split_into_windows(content: str, text: Tokenizer, length: int) -> list[_Scor
     room = length - len(prefix)
     if room < 2:
         raise ValueError(f"--length {length} is too short: the tokenizer puts {len(prefix)} tokens before every window")
-    tokens, lengths = text.encode_with_lengths(content)
+    tokens, offsets = text.encode_with_offsets(content)
+    lengths = count_bytes(content, offsets)
     windows = []
     scored = 0 if len(prefix) else 1
     while scored < len(tokens):
