@@ -1,17 +1,9 @@
-"""Chat templates: the Jinja program of a checkpoint that turns messages into the text that its model was trained on.
-
-    template = ChatTemplate.read(directory)
-    messages = [{"role": "user", "content": "What is a pytree?"}]
-    tokens = template.encode(messages, tokenizer, add_generation_prompt=True)
-
-Templates are rendered as transformers 5.24 renders them, in Jinja's sandbox. Special tokens that a message spells are
-plain text: no user ends the turn of another by typing `<|im_end|>`.
-"""
+"""Chat templates, rendered as transformers 5.24 renders them, in Jinja's sandbox."""
 
 import datetime
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -21,16 +13,57 @@ from jaxtyping import Int
 from zoo._files import JSON_BYTES, read_limited
 from zoo._optional import import_optional
 
-from .tokenizers import Tokenizer
+from ..tokenizers import Tokenizer
 
 TEMPLATE_FILE = "chat_template.jinja"
 _TOKENIZER_CONFIG_FILES = ("tokenizer_config.json", "special_tokens_map.json")
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 """Names under which templates ask for the same field."""
-_OPEN, _CLOSE, _CONTINUE = "\ufdd0", "\ufdd1", "\ufdd2"
-"""Noncharacters, which no text for interchange contains: around what the assistant generates, and where it goes on."""
-_FIRST_WRITTEN = 0xF0000
-"""First of the private characters that stand for special tokens which a message spells."""
+_OPEN, _CLOSE, _CONTINUE, _LITERAL = "\ufdd0", "\ufdd1", "\ufdd2", "\ufdd3"
+"""Noncharacters around what the assistant generates, where it goes on, and before one of the four in a message."""
+_MARKS = re.compile(f"[{_OPEN}{_CLOSE}{_CONTINUE}{_LITERAL}]")
+
+PLAIN_TEMPLATE = r"""
+{#- A conversation in plain words, for base models without a chat template of their own. -#}
+{%- if bos_token is defined -%}
+    {{- bos_token -}}
+{%- endif -%}
+{%- for tool in tools or [] -%}
+    {{- "Tool: " ~ (tool | tojson) ~ "\n\n" -}}
+{%- endfor -%}
+{%- for message in messages -%}
+    {%- if message.role not in ["system", "user", "assistant", "tool"] -%}
+        {{- raise_exception("a role is system, user, assistant or tool, not " ~ message.role) -}}
+    {%- elif (message.content or "") is not string -%}
+        {{- raise_exception("the content of a message is expected as one text") -}}
+    {%- elif message.content is not defined and (message.role != "assistant" or not message.tool_calls) -%}
+        {{- raise_exception("a message of the role " ~ message.role ~ " has no content") -}}
+    {%- elif message.reasoning_content -%}
+        {{- raise_exception("this chat template has no place for reasoning") -}}
+    {%- elif message.role == "assistant" -%}
+        {%- if eos_token is not defined -%}
+            {{- raise_exception("an answer ends with eos_token, which the tokenizer does not name") -}}
+        {%- endif -%}
+        {{- "Assistant:\n" -}}
+        {%- generation -%}
+            {{- message.content -}}
+            {%- for call in message.tool_calls or [] -%}
+                {{- "\n" if message.content or not loop.first -}}
+                {{- "Call: " ~ ((call.function or call) | tojson) -}}
+            {%- endfor -%}
+            {{- eos_token -}}
+        {%- endgeneration -%}
+        {{- "\n\n" -}}
+    {%- else -%}
+        {{- message.role | capitalize ~ ":\n" ~ message.content ~ "\n\n" -}}
+    {%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+    {{- "Assistant:\n" -}}
+{%- endif -%}
+"""
+"""Chat template for a base model without one: roles in words, `bos_token` first if there is one, and `eos_token` behind
+each answer. Words are not special tokens: a message that spells `User:` looks like a turn."""
 
 
 class ChatError(ValueError):
@@ -62,7 +95,7 @@ class ChatTemplate:
     def __init__(self, source: str, special_tokens: Mapping[str, str] = {}, *, name: str = "the chat template"):
         self.source = source
         self.special_tokens = dict(special_tokens)
-        self._name = name
+        self.name = name
         environment = _make_environment()
         try:
             self._template = environment.from_string(source)
@@ -80,7 +113,7 @@ class ChatTemplate:
         config = _read_tokenizer_config(directory)
         if (directory / TEMPLATE_FILE).exists():
             location = directory / TEMPLATE_FILE
-            source = _read(location).decode()
+            source = _read_source(location)
         else:
             location = directory / _TOKENIZER_CONFIG_FILES[0]
             source = config.get("chat_template")
@@ -112,28 +145,32 @@ class ChatTemplate:
         """Return the text of a conversation, as `apply_chat_template(tokenize=False)` of transformers does.
 
         - `messages`: mappings with a "role" and a "content"; keys whose value is None are left out.
-        - `tools`: JSON schemas of functions that the model may call.
+        - `tools`: JSON schemas of functions that the model may call, as `tool_schema` makes them.
         - `add_generation_prompt`: end with the beginning of an answer.
         - `continue_final_message`: end within the last message, which the model goes on with.
         - `variables`: further variables of the template, such as `enable_thinking`.
 
         **Raises** `ChatError` for messages that the template refuses.
         """
-        prepared = [_alias_reasoning(message) for message in messages]
+        prepared = [_alias_reasoning(map_texts(message, _escape_marks)) for message in messages]
         if continue_final_message:
             if add_generation_prompt or not prepared:
                 raise ChatError("a final message is continued, or another one begun: pass messages and one of the two")
+            if not isinstance(prepared[-1].get("content", ""), str):
+                raise ChatError("the content of a final message that is continued is one text")
             # The space shows whether the template strips what it is given.
             prepared[-1] = prepared[-1] | {"content": prepared[-1].get("content", "") + _CONTINUE + " "}
         known = {"tools": tools, "documents": None, "add_generation_prompt": add_generation_prompt}
+        values = {**known, **self.special_tokens, **map_texts(variables, _escape_marks)}
+        values["tools"] = map_texts(tools, _escape_marks)
         try:
-            marked = self._template.render(messages=prepared, **known, **self.special_tokens, **variables)
+            marked = self._template.render(messages=prepared, **values)
         except Exception as error:  # a template is a program: whatever it does is about these messages
-            raise ChatError(f"{self._name} does not render these messages: {error}") from None
+            raise ChatError(f"{self.name} does not render these messages: {error}") from None
         if continue_final_message:
             marked, mark, rest = marked.rpartition(_CONTINUE)
             if not mark:
-                raise ChatError(f"{self._name} drops the text that is to be continued")
+                raise ChatError(f"{self.name} drops the text that is to be continued")
             marked = marked if rest.startswith(" ") else marked.rstrip()
         return _take_spans(marked)
 
@@ -141,48 +178,40 @@ class ChatTemplate:
         self, messages: Sequence[Mapping[str, Any]], tokenizer: Tokenizer, **options: Any
     ) -> Int[np.ndarray, "tokens"]:
         """Return the tokens of a conversation. `options` are those of `render`. Only the template makes special tokens:
-        what a message spells like one is tokenized as text."""
-        protected = protect(messages, tokenizer.special_tokens)
-        return encode_rendered(self.render(protected, **options).text, tokenizer)
+        what a message, a tool or a document spells like one is tokenized as text.
+
+        **Raises** `ChatError` for messages that the template refuses, or that spell a special token which the tokenizer
+        cannot write as text.
+        """
+        from .encode import encode_rendered, protect, protect_options  # which imports this module
+
+        special = tokenizer.special_tokens
+        text = self.render(protect(messages, special), **protect_options(options, special)).text
+        return encode_rendered(text, tokenizer)
 
 
-def protect(messages: Iterable[Mapping[str, Any]], special_tokens: Iterable[str]) -> list[dict[str, Any]]:
-    """Replace special tokens that messages spell by private characters, which `encode_rendered` writes as text."""
-    replacements = {token: chr(_FIRST_WRITTEN + number) for number, token in enumerate(special_tokens)}
-    pattern = _match_any(replacements)
+def read_chat_template(path: str | Path) -> ChatTemplate:
+    """Read the chat template of a checkpoint directory, or a `.jinja` file.
 
-    def write(value: Any) -> Any:
-        if isinstance(value, str):
-            return pattern.sub(lambda found: replacements[found[0]], value)
-        if isinstance(value, Mapping):
-            return {key: write(item) for key, item in value.items()}
-        if isinstance(value, list | tuple):
-            return [write(item) for item in value]
-        return value
+    A file takes its special tokens from a `tokenizer_config.json` in the same directory, if there is one.
 
-    if not replacements:
-        return [dict(message) for message in messages]
-    return [{key: value if key == "role" else write(value) for key, value in each.items()} for each in messages]
-
-
-def encode_rendered(text: str, tokenizer: Tokenizer) -> Int[np.ndarray, "tokens"]:
-    """Tokenize a rendered conversation, in which `protect` has replaced special tokens that are text.
-
-    Text without any is tokenized as a whole, as transformers does; else piece by piece between the special tokens.
+    **Raises** `FileNotFoundError` for a path that does not exist, `NoChatTemplateError` for a directory without a
+    template, and `ChatError` for a file of another kind or a damaged one.
     """
-    special = tokenizer.special_tokens
-    spellings = {chr(_FIRST_WRITTEN + number): token for number, token in enumerate(special)}
-    written = _match_any(spellings)
-    if not special or not written.search(text):
-        return tokenizer.encode(text)
-    pieces = [np.zeros(0, np.int64)]
-    for piece in re.split(f"({_match_any(special).pattern})", text):
-        if piece in special:
-            pieces.append(np.array([special[piece]], np.int64))
-        elif piece:
-            plain = written.sub(lambda found: spellings[found[0]], piece)
-            pieces.extend(tokenizer.encode_all([plain.encode()]))
-    return np.concatenate(pieces)
+    path = Path(path)
+    if path.is_dir():
+        return ChatTemplate.read(path)
+    if not path.exists():
+        raise FileNotFoundError(f"{path} does not exist: a checkpoint directory or a .jinja file was expected")
+    if path.suffix != ".jinja":
+        raise ChatError(f"{path} is not a chat template: a checkpoint directory or a .jinja file was expected")
+    return ChatTemplate(_read_source(path), read_special_tokens(path.parent), name=str(path))
+
+
+def read_special_tokens(directory: str | Path) -> dict[str, str]:
+    """Read the special tokens of a checkpoint directory by name, `{"bos_token": "<s>"}`. Empty without a
+    tokenizer_config.json. **Raises** `ChatError` for a damaged one."""
+    return find_special_tokens(_read_tokenizer_config(Path(directory)))
 
 
 def find_special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
@@ -195,25 +224,36 @@ def find_special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
     return found
 
 
-def _match_any(words: Iterable[str]) -> re.Pattern[str]:
-    """Return a pattern of all words, the longest first; one that matches nothing without words."""
-    ordered = sorted(words, key=len, reverse=True)
-    return re.compile("|".join(map(re.escape, ordered)) or r"(?!)")
+def map_texts(value: Any, change: Callable[[str], str]) -> Any:
+    """Apply a function to the texts within lists and mappings, keys excepted."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {key: map_texts(item, change) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [map_texts(item, change) for item in value]
+    return value
+
+
+def _escape_marks(text: str) -> str:
+    return _MARKS.sub(lambda found: _LITERAL + found[0], text)
 
 
 def _take_spans(marked: str) -> RenderedChat:
     """Take the marks around the assistant's words out of a text."""
-    text = ""
+    pieces = []
     spans = []
+    length = 0
     start = 0
-    for part in re.split(f"([{_OPEN}{_CLOSE}])", marked):
+    for part in re.split(f"({_LITERAL}.|[{_OPEN}{_CLOSE}])", marked, flags=re.DOTALL):
         if part == _OPEN:
-            start = len(text)
+            start = length
         elif part == _CLOSE:
-            spans.append((start, len(text)))
+            spans.append((start, length))
         else:
-            text += part
-    return RenderedChat(text, tuple(spans))
+            pieces.append(part.removeprefix(_LITERAL))
+            length += len(pieces[-1])
+    return RenderedChat("".join(pieces), tuple(spans))
 
 
 def _alias_reasoning(message: Mapping[str, Any]) -> dict[str, Any]:
@@ -240,6 +280,13 @@ def _read_tokenizer_config(directory: Path) -> dict[str, Any]:
             raise ChatError(f"{path} is not a JSON object")
         merged |= {key: value for key, value in config.items() if value is not None}
     return merged
+
+
+def _read_source(path: Path) -> str:
+    try:
+        return _read(path).decode()
+    except UnicodeDecodeError as error:
+        raise ChatError(f"{path} is not a Jinja template: its bytes are not UTF-8 ({error})") from None
 
 
 def _read(path: Path) -> bytes:

@@ -1,0 +1,39 @@
+"""Chat templates: the Jinja program of a checkpoint that turns messages into the text that its model was trained on.
+
+    template = ChatTemplate.read(directory)
+    messages = [{"role": "user", "content": "What is a pytree?"}]
+    tokens = template.encode(messages, tokenizer, add_generation_prompt=True)
+    ((tokens, mask),) = encode_conversation(template, answered, tokenizer)  # to train on where the mask is True
+
+Special tokens that a message spells are plain text: no user ends the turn of another by typing `<|im_end|>`.
+"""
+
+from .encode import EncodedText, encode_conversation, encode_rendered, find_end_of_turn, protect
+from .template import (
+    PLAIN_TEMPLATE,
+    TEMPLATE_FILE,
+    ChatError,
+    ChatTemplate,
+    NoChatTemplateError,
+    RenderedChat,
+    find_special_tokens,
+    read_chat_template,
+    read_special_tokens,
+)
+
+__all__ = [
+    "PLAIN_TEMPLATE",
+    "TEMPLATE_FILE",
+    "ChatError",
+    "ChatTemplate",
+    "EncodedText",
+    "NoChatTemplateError",
+    "RenderedChat",
+    "encode_conversation",
+    "encode_rendered",
+    "find_end_of_turn",
+    "find_special_tokens",
+    "protect",
+    "read_chat_template",
+    "read_special_tokens",
+]
