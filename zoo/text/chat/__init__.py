@@ -20,6 +20,8 @@ from .template import (
     read_chat_template,
     read_special_tokens,
 )
+from .tool_schema import tool_schema
+from .write import write_chat_files
 
 __all__ = [
     "PLAIN_TEMPLATE",
@@ -36,4 +38,6 @@ __all__ = [
     "protect",
     "read_chat_template",
     "read_special_tokens",
+    "tool_schema",
+    "write_chat_files",
 ]
