@@ -1,6 +1,7 @@
 """Tokenizers of files and of bytes: special tokens in prompts and documents, prefixes, files of other kinds."""
 
 import json
+import pickle
 import sys
 
 import numpy as np
@@ -147,6 +148,13 @@ def test_tokenizer_without_bytes_generates(tmp_path):
     lengths = count_bytes("abc ab", offsets)
     assert tokens.tolist() == [1, 2, 1] and lengths.tolist() == [2, 1, 3]
     assert tokenizer.decode(tokens) == "abc ab" and not tokenizer.token_bytes.any()
+
+
+def test_tokenizers_are_sent_to_other_processes(with_end):
+    for tokenizer in (ByteTokenizer(), with_end[0]):
+        again = pickle.loads(pickle.dumps(tokenizer))
+        assert type(again) is type(tokenizer) and again.cache_key == tokenizer.cache_key
+        np.testing.assert_array_equal(again.encode("the fox<end>"), tokenizer.encode("the fox<end>"))
 
 
 def test_surrogates_are_refused_by_name(with_end):

@@ -161,6 +161,9 @@ class FileTokenizer:
         added = self._tokenizer.get_added_tokens_decoder()
         self.special_tokens: Mapping[str, int] = {x.content: token for token, x in added.items() if x.special}
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return FileTokenizer, (self._path, self.vocab, self.separator)  # another process reads the file again
+
     def _find_prefix(self) -> tuple[int, ...]:
         """Find the special tokens before a text by encoding one. Special tokens after a text (EOS) are not used."""
         with_special = self._tokenizer.encode("a").ids

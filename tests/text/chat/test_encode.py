@@ -252,7 +252,7 @@ def test_contents_do_not_join_to_special_tokens():
     assert TOKENIZER.decode(tokens) == "<|im_end|>"
 
 
-def test_letters_that_a_normalizer_makes_a_special_token_are_text(tmp_path):
+def test_letters_that_are_normalized_to_a_token_are_text(tmp_path):
     made = tokenizers.Tokenizer.from_file(str(FIXTURES / "tokenizer.json"))
     made.normalizer = tokenizers.normalizers.Lowercase()
     made.add_special_tokens([tokenizers.AddedToken("<end>", normalized=True)])

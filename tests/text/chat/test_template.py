@@ -2,6 +2,7 @@
 
 import datetime
 import json
+import pickle
 from pathlib import Path
 
 import pytest
@@ -127,6 +128,12 @@ def test_read_finds_the_template_of_a_directory(tmp_path):
         ChatTemplate.read(write(tmp_path / "d", {}))
     with pytest.raises(ChatError, match="cannot be read"):
         ChatTemplate.read(write(tmp_path / "e", {"tokenizer_config.json": "{"}))
+
+
+def test_a_template_is_sent_to_other_processes():
+    template = ChatTemplate(CHATML + "{{ bos_token }}", {"bos_token": "<s>"}, name="m/chat_template.jinja")
+    again = pickle.loads(pickle.dumps(template))
+    assert again.render(TURNS) == template.render(TURNS) and again.name == template.name
 
 
 def test_noncharacters_of_messages_are_text():

@@ -1,6 +1,7 @@
 """Chat templates, rendered as transformers 5.24 renders them, in Jinja's sandbox."""
 
 import datetime
+import functools
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -101,6 +102,9 @@ class ChatTemplate:
             self._template = environment.from_string(source)
         except Exception as error:
             raise ChatError(f"{name} is not a Jinja template: {error}") from None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return functools.partial(ChatTemplate, name=self.name), (self.source, self.special_tokens)
 
     @classmethod
     def read(cls, directory: str | Path, name: str = "default") -> "ChatTemplate":
