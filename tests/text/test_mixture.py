@@ -61,7 +61,7 @@ phase_weights = st.lists(st.integers(0, 3), min_size=3, max_size=3).filter(any)
 def test_parts_are_read_in_passes_over_all_phases(later, batch_size, data):
     steps = [0, *np.cumsum([steps for steps, _ in later]).tolist()]
     all_weights = [[1, 2, 3], *(weights for _, weights in later)]
-    lengths = data.draw(st.lists(st.integers(1, 7), min_size=3, max_size=3))
+    lengths = data.draw(st.lists(st.integers(5, 30), min_size=3, max_size=3))
     mixture = make_mixture(lengths, *zip(steps, all_weights, strict=True))
     rows = mixture.rows_forever(3, batch_size)
     total = (steps[-1] + 10) * batch_size
