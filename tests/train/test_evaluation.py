@@ -7,6 +7,7 @@ import pytest
 
 import zoo
 from zoo import train
+from zoo.text.batches import OrderedBatches
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +40,12 @@ def test_evaluation_sums_aux_over_batches(corpus, model):
     held_out = corpus.validation.ordered(16, 8)
     bits, (count,) = train.Evaluation(loss_fn, mesh, has_aux=True, a=held_out)(zoo.place(model, mesh))
     assert count == sum(batch["weights"].sum() for batch in held_out) and bits.keys() == {"a"}
+
+
+def test_evaluation_needs_the_bytes_of_tokens_at_once(corpus):
+    windows = train.TokenWindows(corpus.validation.tokens, 16)
+    with pytest.raises(ValueError, match="these batches need `token_bytes` of the tokenizer"):
+        train.Evaluation(zoo.cross_entropy, train.MeshOptions().make_mesh(), new=OrderedBatches(windows, 8))
 
 
 @pytest.mark.ci

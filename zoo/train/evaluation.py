@@ -17,8 +17,10 @@ class Evaluation:
         evaluate = Evaluation(loss_fn, mesh, validation=corpus.validation.ordered(seq_len, batch_size, limit=16))
         evaluate(model)  # {"validation": 2.31}
 
-    `loss_fn` is as for `zoo.value`. With `has_aux` it returns `(total, count), aux`, and an evaluation returns the means
-    and `aux` summed over all batches. Batches are placed on the mesh once; each process reads its own rows.
+    `loss_fn` is as for `zoo.value`. With `has_aux` it returns `(total, count), aux`, and an evaluation returns the
+    means and `aux` summed over all batches. Batches are placed on the mesh once; each process reads its own rows.
+
+    **Raises** `ValueError` for bits per byte of batches that do not know the bytes of their tokens.
     """
 
     def __init__(
@@ -34,7 +36,7 @@ class Evaluation:
         self._loss = value(loss_fn, mesh, has_aux=has_aux)
         self._has_aux = has_aux
         self._texts = texts
-        for text in texts.values():
+        for text in texts.values() if unit == "bits per byte" else ():
             bits_per_byte(0.0, text)  # fails now, not after the first steps, where the bytes are not known
         whole = {name: text.with_process((0, 1)) for name, text in texts.items()}
         self._counts = {name: [batch["weights"].sum() for batch in text] for name, text in whole.items()}
