@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Literal, get_args
 
 import numpy as np
-from jaxtyping import Float, Int, Integer, Shaped
+from jaxtyping import Bool, Float, Int, Integer, Shaped
 
 TooLong = Literal["cut", "drop"]
 _Row = dict[str, Shaped[np.ndarray, "..."]]
@@ -89,6 +89,7 @@ class PackedRows:
         starts: Integer[np.ndarray, "texts_and_one"],
         seq_len: int,
         *,
+        items: Bool[np.ndarray, "items"] | None = None,
         texts_per_item: int = 1,
         too_long: TooLong = "cut",
         pack: bool = True,
@@ -96,6 +97,7 @@ class PackedRows:
     ):
         """- `tokens`, `mask`: of all texts, one after the other, such as memory-mapped files. They are not copied.
         - `starts`: text t is `tokens[starts[t] : starts[t + 1]]`.
+        - `items`: the items to take, all by default.
         - `texts_per_item`: consecutive texts that stay together in a row, each a segment: 2 for pairs.
         - `too_long`: "cut" a text of more than `seq_len` targets, or "drop" the item.
         - `pack`: if False, every item, or part of a cut text, has a row of its own, in the order of the texts.
@@ -117,16 +119,19 @@ class PackedRows:
         if texts_per_item > 1 and too_long == "cut":
             raise ValueError(f"an item of {texts_per_item} texts is not cut: take too_long='drop'")
         self.seq_len = seq_len
-        self.num_items = num_texts // texts_per_item
-        if labels is not None and len(labels) != self.num_items:
-            raise ValueError(f"{len(labels):,} labels for {self.num_items:,} items: one for each was expected")
+        num_items = num_texts // texts_per_item
+        for name, values in {"labels": labels, "items": items}.items():
+            if values is not None and len(values) != num_items:
+                raise ValueError(f"{len(values):,} {name} for {num_items:,} items: one for each was expected")
+        is_asked = np.ones(num_items, bool) if items is None else items
+        self.num_items = int(np.count_nonzero(is_asked))
 
         sizes = np.maximum(np.diff(starts) - 1, 0)  # in targets
         item_sizes = sizes.reshape(-1, texts_per_item)
-        is_kept = (item_sizes > 0).all(axis=1)
+        is_kept = is_asked & (item_sizes > 0).all(axis=1)
         if too_long == "drop":
             is_kept &= item_sizes.sum(axis=1) <= seq_len
-        self.num_dropped = int(np.count_nonzero(~is_kept))
+        self.num_dropped = int(np.count_nonzero(is_asked & ~is_kept))
         texts = np.flatnonzero(np.repeat(is_kept, texts_per_item))
         self.num_cut = int(np.count_nonzero(sizes[texts] > seq_len))
         texts, offsets = _cut_texts(texts, sizes[texts], seq_len)
