@@ -12,7 +12,7 @@ Rows of whole texts and mixtures of datasets are in `packing.py` and `mixture.py
 
 import copy
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol, runtime_checkable
@@ -209,9 +209,11 @@ class ShuffledBatches(Iterator):
         process: tuple[int, int] | None = None,
         bytes_per_token: float = 1.0,
         digest: str | None = None,
+        counts: Mapping[str, Any] | None = None,
     ):
         """- `dataset`: shuffled anew for every pass over it; or a `Mixture`, which shuffles each of its parts so.
         - `digest`: identifies the data, if given: a run that was saved with it is not resumed on other data.
+        - `counts`: what is in the data, and was left out of it: a run keeps it in its configuration.
 
         **Raises** `ValueError` if the dataset has no rows, or the number of processes does not divide `batch_size`.
         """
@@ -219,6 +221,7 @@ class ShuffledBatches(Iterator):
         self.batch_size = batch_size
         self.bytes_per_token = bytes_per_token
         self.digest = digest
+        self.counts = counts
         self.state = 0
         self._grain = import_optional("grain", "pip install 'equizoo[train]'")
         if isinstance(dataset, EndlessRows):

@@ -34,8 +34,9 @@ _TOKENIZER_FILE_PATTERNS = (
     "vocab.*",
     "merges.txt",
     "chat_template*",
+    "generation_config.json",
 )
-"""Files of a Hugging Face directory that define its tokenizer."""
+"""Files of a Hugging Face directory that define its tokenizer, and which tokens end a text."""
 _BATCH_BYTES = 2**20
 _BATCH_DOCUMENTS = 1024
 """Documents that are tokenized at once: enough for all cores, and little memory next to their tokens."""
@@ -51,6 +52,8 @@ class Tokenizer(Protocol):
     vocab: int
     separator: int
     """Token that starts a document in training."""
+    end: int
+    """Token that ends an answer (EOS); the separator, if the checkpoint names none."""
     prefix: tuple[int, ...]
     """Tokens that precede every prompt (BOS)."""
     cache_key: str
@@ -111,6 +114,7 @@ class ByteTokenizer:
     def __init__(self):
         self.vocab = 256
         self.separator = SEPARATOR
+        self.end = SEPARATOR
         self.prefix: tuple[int, ...] = (SEPARATOR,)
         self.token_bytes = (np.arange(256) != SEPARATOR).astype(np.int64)
         self.cache_key = "256"
@@ -141,13 +145,14 @@ class ByteTokenizer:
 class FileTokenizer:
     """The tokenizer of a `tokenizer.json`, for a model with `vocab` tokens.
 
-    The separator is the first token of the prefix by default, and 0 without a prefix.
+    The separator is the first token of the prefix by default, and 0 without a prefix. The end of an answer is the
+    separator by default.
 
     **Raises** `ImportError` if the package `tokenizers` is not installed; `TokenizerError` for a file that it cannot
     read.
     """
 
-    def __init__(self, path: Path, vocab: int, separator: int | None = None):
+    def __init__(self, path: Path, vocab: int, separator: int | None = None, end: int | None = None):
         self._path = path
         self._tokenizer, facts, digest = load_tokenizer(path)
         self._text_of = _find_spelling(facts)
@@ -157,12 +162,13 @@ class FileTokenizer:
         if separator is None:
             separator = self.prefix[0] if self.prefix else SEPARATOR
         self.separator = separator
+        self.end = separator if end is None else end
         self.cache_key = f"{vocab} {separator} {digest}"
         added = self._tokenizer.get_added_tokens_decoder()
         self.special_tokens: Mapping[str, int] = {x.content: token for token, x in added.items() if x.special}
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return FileTokenizer, (self._path, self.vocab, self.separator)  # another process reads the file again
+        return FileTokenizer, (self._path, self.vocab, self.separator, self.end)  # another process reads the file again
 
     def _find_prefix(self) -> tuple[int, ...]:
         """Find the special tokens before a text by encoding one. Special tokens after a text (EOS) are not used."""
@@ -296,7 +302,8 @@ def find_tokenizer(directory: str | Path, vocab: int) -> Tokenizer | None:
 def read_tokenizer(directory: str | Path) -> Tokenizer:
     """Read the tokenizer of a checkpoint directory, to train with, from its `tokenizer.json` and `config.json`.
 
-    The separator is `bos_token_id` or, if that is not set, `eos_token_id`.
+    The separator is `bos_token_id` or, if that is not set, `eos_token_id`. An answer ends with the latter, without one
+    with the separator.
 
     **Raises** `FileNotFoundError` if a file is missing, and `TokenizerError`, a `ValueError`, if a file is damaged, if
     the two do not match, or if tokenizing a text would lose bytes of it.
@@ -322,15 +329,18 @@ def read_tokenizer(directory: str | Path) -> Tokenizer:
         if vocab < 256:
             raise TokenizerError(f"{path} has 256 tokens, and the model that {config} describes knows {vocab}")
         return ByteTokenizer()
-    separators = []
-    for named in (facts.get("bos_token_id"), facts.get("eos_token_id")):
-        separators += named if isinstance(named, list) else [named]
-    separator = next((token for token in separators if token is not None), None)
-    if type(separator) is not int or not 0 <= separator < vocab:
-        raise TokenizerError(
-            f"{config} names no token of the {vocab} as bos_token_id or eos_token_id, to begin a text with"
-        )
-    tokenizer = FileTokenizer(path, vocab, separator)
+    named = []
+    for key in ("bos_token_id", "eos_token_id"):
+        tokens = facts.get(key)
+        named.append(tokens[0] if isinstance(tokens, list) and tokens else tokens)
+    begin, end = named
+    separator = end if begin is None else begin
+    for token in (separator, separator if end is None else end):
+        if type(token) is not int or not 0 <= token < vocab:
+            raise TokenizerError(
+                f"{config} names no token of the {vocab} as bos_token_id or eos_token_id, to begin a text with"
+            )
+    tokenizer = FileTokenizer(path, vocab, separator, end)
     tokenizer.check_for_training()
     return tokenizer
 

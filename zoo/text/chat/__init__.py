@@ -8,7 +8,7 @@
 Special tokens that a message spells are plain text: no user ends the turn of another by typing `<|im_end|>`.
 """
 
-from .encode import EncodedText, encode_conversation, encode_rendered, find_end_of_turn, protect
+from .encode import EncodedText, encode_conversation, encode_rendered, encode_spans, find_end_of_turn, protect
 from .template import (
     PLAIN_TEMPLATE,
     TEMPLATE_FILE,
@@ -33,6 +33,7 @@ __all__ = [
     "RenderedChat",
     "encode_conversation",
     "encode_rendered",
+    "encode_spans",
     "find_end_of_turn",
     "find_special_tokens",
     "protect",

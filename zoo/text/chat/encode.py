@@ -128,6 +128,14 @@ def encode_rendered(text: str, tokenizer: Tokenizer) -> Int[np.ndarray, "tokens"
     return _encode_text(text, tokenizer).tokens
 
 
+def encode_spans(text: str, spans: Sequence[tuple[int, int]], tokenizer: Tokenizer) -> EncodedText:
+    """Tokenize a text that `protect` has been through, to train on the tokens that overlap one of `spans`, in
+    characters of it. **Raises** as `encode_rendered` does."""
+    encoded = _encode_text(text, tokenizer)
+    mask = _find_overlaps(encoded.offsets, encoded.positions[np.array(spans, np.int64).reshape(-1, 2)])
+    return EncodedText(encoded.tokens, mask)
+
+
 class _Spellings(NamedTuple):
     """How `protect` writes special tokens, and reads them again."""
 

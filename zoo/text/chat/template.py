@@ -89,22 +89,32 @@ class ChatTemplate:
     - `source`: the Jinja program.
     - `special_tokens`: variables of the template such as `bos_token`.
     - `name`: names the template in messages of errors.
+    - `date`: the day that a template writes, which asks for it by `strftime_now`; today by default.
 
     **Raises** `ImportError` without the package `jinja2`; `ChatError` for a program that Jinja cannot read.
     """
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str] = {}, *, name: str = "the chat template"):
+    def __init__(
+        self,
+        source: str,
+        special_tokens: Mapping[str, str] = {},
+        *,
+        name: str = "the chat template",
+        date: datetime.date | None = None,
+    ):
         self.source = source
         self.special_tokens = dict(special_tokens)
         self.name = name
-        environment = _make_environment()
+        self.date = date
+        environment = _make_environment(date)
         try:
             self._template = environment.from_string(source)
         except Exception as error:
             raise ChatError(f"{name} is not a Jinja template: {error}") from None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return functools.partial(ChatTemplate, name=self.name), (self.source, self.special_tokens)
+        make = functools.partial(ChatTemplate, name=self.name, date=self.date)
+        return make, (self.source, self.special_tokens)
 
     @classmethod
     def read(cls, directory: str | Path, name: str = "default") -> "ChatTemplate":
@@ -131,6 +141,15 @@ class ChatTemplate:
                 f"{directory} has no chat template: neither {TEMPLATE_FILE} nor one in {location.name}"
             )
         return cls(source, find_special_tokens(config), name=str(location))
+
+    @property
+    def writes_date(self) -> bool:
+        """True if the template asks for the day, and so renders other texts tomorrow."""
+        return "strftime_now" in self.source
+
+    def on_date(self, date: datetime.date) -> "ChatTemplate":
+        """Return the template as it renders on a day."""
+        return ChatTemplate(self.source, self.special_tokens, name=self.name, date=date)
 
     @property
     def marks_generation(self) -> bool:
@@ -300,7 +319,7 @@ def _read(path: Path) -> bytes:
         raise ChatError(f"{path} cannot be read: {error}") from None
 
 
-def _make_environment() -> Any:
+def _make_environment(date: datetime.date | None) -> Any:
     """Return the Jinja environment that chat templates are written for."""
     jinja2 = import_optional("jinja2", "pip install 'equizoo[text]'")
     sandbox = import_optional("jinja2.sandbox", "pip install 'equizoo[text]'")
@@ -319,6 +338,10 @@ def _make_environment() -> Any:
         def mark(self, caller: Any) -> str:
             return f"{_OPEN}{caller()}{_CLOSE}"
 
+    def format_now(format: str) -> str:
+        now = datetime.datetime.now()
+        return (now if date is None else datetime.datetime.combine(date, now.time())).strftime(format)
+
     def raise_exception(message: str) -> NoReturn:
         raise jinja2.TemplateError(message)
 
@@ -327,7 +350,7 @@ def _make_environment() -> Any:
     )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = _format_now
+    environment.globals["strftime_now"] = format_now
     return environment
 
 
@@ -340,7 +363,3 @@ def _to_json(
 ) -> str:
     """Jinja's own filter escapes HTML, and sorts keys."""
     return json.dumps(x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _format_now(format: str) -> str:
-    return datetime.datetime.now().strftime(format)
