@@ -1,0 +1,175 @@
+"""Records of each kind become tokens, and a fault in one says what was expected and what came."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from zoo.text.chat import PLAIN_TEMPLATE, ChatTemplate
+from zoo.text.records.kinds import KINDS, Encoding, find_kind
+from zoo.text.records.record_file import RecordError
+from zoo.text.tokenizers import ByteTokenizer
+
+TEMPLATE = ChatTemplate(PLAIN_TEMPLATE, {"eos_token": "\0"})
+ENCODING = Encoding(ByteTokenizer(), TEMPLATE, 0, "text", "all", {})
+USER = {"role": "user", "content": "2 + 2?"}
+ANSWER = {"role": "assistant", "content": "4"}
+WRONG = {"role": "assistant", "content": "5"}
+RECORDS = {
+    "text": {"text": "é a"},
+    "chat": {"messages": [USER, ANSWER]},
+    "completion": {"prompt": "2 + 2 =", "completion": " 4"},
+    "preference": {"prompt": [USER], "chosen": [ANSWER], "rejected": [WRONG]},
+    "labeled": {"prompt": "2 + 2 =", "completion": " 4", "label": True},
+    "prompts": {"prompt": [USER], "answer": 4},
+}
+
+
+def encode(record, kind=None, encoding=ENCODING):
+    """Return the items of a record, or raise its fault."""
+    kind = find_kind(record) if kind is None else KINDS[kind]
+    (items,) = kind.encode_all([record], encoding)
+    if isinstance(items, RecordError):
+        raise items
+    return items
+
+
+def read_trained(text):
+    """Return the trained tokens as bytes."""
+    return text.tokens[text.mask].astype(np.uint8).tobytes()
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_kind_of_a_record_is_found(name):
+    assert find_kind(RECORDS[name]).name == name
+    assert set(RECORDS) == set(KINDS)
+
+
+@pytest.mark.parametrize(
+    ("name", "trained", "labels"),
+    [
+        ("text", ["é a".encode()], [0.0]),
+        ("chat", [b"4\0"], [0.0]),
+        ("completion", [b" 4\0"], [0.0]),
+        ("preference", [b"4\0", b"5\0"], [0.0]),
+        ("labeled", [b" 4\0"], [1.0]),
+        ("prompts", [b""], [0.0]),
+    ],
+)
+def test_tokens_that_are_trained_on(name, trained, labels):
+    items = encode(RECORDS[name])
+    assert [read_trained(text) for item in items for text in item.texts] == trained
+    assert [item.label for item in items] == labels
+    assert all(len(item.texts) == KINDS[name].texts_per_item for item in items)
+
+
+def test_strings_begin_with_the_separator_and_end_with_the_end():
+    ((text,), *_) = encode(RECORDS["completion"])[0]
+    assert text.tokens.astype(np.uint8).tobytes() == b"\0002 + 2 = 4\0"
+    ((text,), *_) = encode(RECORDS["text"])[0]
+    assert text.tokens.astype(np.uint8).tobytes() == "\0é a".encode()
+
+
+def test_a_prompt_ends_where_the_answer_begins():
+    (item,) = encode(RECORDS["prompts"])
+    whole = TEMPLATE.render([USER, ANSWER]).text
+    prompt = item.texts[0].tokens.astype(np.uint8).tobytes().decode()
+    assert whole.startswith(prompt) and whole[len(prompt) :].startswith("4")
+    assert item.fields == {"answer": 4}
+    (item,) = encode({"prompt": "2 + 2 ="})
+    assert item.texts[0].tokens.tolist() == [0, *b"2 + 2 ="] and item.fields == {}
+
+
+def test_messages_of_a_prompt_are_not_trained_on():
+    asked = [USER, ANSWER, {"role": "user", "content": "And 3 + 3?"}]
+    (item,) = encode({"prompt": asked, "completion": [{"role": "assistant", "content": "6"}]})
+    assert read_trained(item.texts[0]) == b"6\0"
+
+
+def test_a_pair_with_a_common_beginning_needs_no_prompt():
+    messages = {"chosen": [USER, ANSWER], "rejected": [USER, WRONG]}
+    (item,) = encode(messages)
+    (same,) = encode(RECORDS["preference"])
+    for text, other in zip(item.texts, same.texts, strict=True):
+        np.testing.assert_array_equal(text.tokens, other.tokens)
+        np.testing.assert_array_equal(text.mask, other.mask)
+    (item,) = encode({"chosen": "Q: a? A: yes", "rejected": "Q: a? A: no"})
+    assert [read_trained(text) for text in item.texts] == [b"yes\0", b"no\0"]
+
+
+def test_last_answers_are_texts_of_their_own():
+    chat = {"messages": [USER, ANSWER, USER, WRONG]}
+    encoding = dataclasses.replace(ENCODING, train_on="last")
+    assert [read_trained(item.texts[0]) for item in encode(chat, encoding=encoding)] == [b"4\0", b"5\0"]
+    (item,) = encode(chat)
+    assert read_trained(item.texts[0]) == b"4\x005\0"
+
+
+def test_equal_questions_have_equal_keys():
+    questions = [
+        RECORDS["chat"],
+        {"messages": [{"role": "system", "content": "Count."}, USER, WRONG]},
+        RECORDS["preference"],
+        RECORDS["prompts"],
+        {"chosen": [USER, ANSWER], "rejected": [USER, WRONG]},
+    ]
+    assert {find_kind(record).find_key(record, ENCODING) for record in questions} == {"2 + 2?"}
+    named = dataclasses.replace(ENCODING, text_field="body")
+    assert KINDS["text"].find_key({"id": "7", "body": "a"}, named) == "a"
+
+
+@pytest.mark.parametrize(
+    ("record", "kind", "said"),
+    [
+        ({"body": "a"}, None, "the fields `body`, which are of no kind. Kinds are text: `text`"),
+        ({"conversations": []}, None, "ShareGPT"),
+        ({"instruction": "a", "output": "b"}, None, "write a `prompt` and a `completion`"),
+        ({"text": 3}, "text", "`text` is a number, and text was expected: 3"),
+        ({"text": ""}, "text", "nothing of it is trained on"),
+        ({"txt": "a"}, "text", "`text` is missing: a record of the kind text has `text`, or the field"),
+        ({"text": "\ud800"}, "text", "`text` is not Unicode"),
+        ({"messages": "a"}, "chat", "`messages` is text, and a list was expected: a"),
+        ({"messages": []}, "chat", "`messages` is empty"),
+        ({"messages": ["a"]}, "chat", "`messages`[0] is text, and a message with `role` and `content`"),
+        ({"messages": [{"role": "human", "content": "a"}]}, "chat", "the role human, and one of system, developer"),
+        ({"messages": [USER, {"role": "assistant"}]}, "chat", "`messages`[1] has null as `content`, and text"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "chat", "list of parts"),
+        ({"messages": [USER]}, "chat", "has none"),
+        ({"messages": [{"role": "user", "content": "a\0b"}, ANSWER]}, "chat", "which this tokenizer can only write"),
+        ({"messages": [USER, ANSWER], "tools": "f"}, "chat", "`tools` is text, and a list was expected"),
+        ({"prompt": "a", "completion": ""}, "completion", "`completion` is empty"),
+        ({"prompt": "a", "completion": [ANSWER]}, "completion", "`completion` is a list, and text was expected"),
+        ({"prompt": [USER], "completion": "a"}, "completion", "`completion` is text, and a list was expected"),
+        ({"prompt": "a", "completion": "b", "label": "c"}, "labeled", "`label` is text, and true or false or a number"),
+        ({"chosen": "ab", "rejected": "ab"}, "preference", "are equal"),
+        ({"chosen": "b", "rejected": "c"}, "preference", "no common beginning"),
+        ({"chosen": "ab", "rejected": "a"}, "preference", "`rejected` is empty"),
+        ({"prompt": 3}, "prompts", "`prompt` is a number, and text or a list was expected: 3"),
+    ],
+)
+def test_faults_say_what_came(record, kind, said):
+    with pytest.raises(RecordError) as raised:
+        encode(record, kind)
+    assert said in str(raised.value)
+
+
+def test_messages_need_a_template():
+    bare = dataclasses.replace(ENCODING, template=None)
+    for name in ("chat", "preference", "prompts"):
+        with pytest.raises(RecordError, match="messages need a chat template"):
+            encode(RECORDS[name], encoding=bare)
+    assert len(encode(RECORDS["completion"], encoding=bare)) == 1
+
+
+def test_ids_beyond_the_vocabulary_are_a_fault():
+    small = ByteTokenizer()
+    small.vocab = 100
+    with pytest.raises(RecordError, match="the token 122, and the model has a vocabulary of 100"):
+        encode({"text": "z"}, encoding=dataclasses.replace(ENCODING, tokenizer=small))
+
+
+def test_faults_leave_the_other_records():
+    records = [{"text": "a"}, {"text": None}, {"text": "b"}]
+    first, fault, last = KINDS["text"].encode_all(records, ENCODING)
+    assert isinstance(fault, RecordError)
+    assert [items[0].texts[0].tokens.tolist() for items in (first, last)] == [[0, 97], [0, 98]]

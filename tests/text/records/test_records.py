@@ -1,0 +1,216 @@
+"""Records become splits of packed rows, from a cache that depends on all that their tokens depend on."""
+
+import json
+
+import numpy as np
+import pytest
+
+from zoo import train
+from zoo.text.chat import PLAIN_TEMPLATE, ChatTemplate
+from zoo.text.tokenizers import ByteTokenizer
+
+TEMPLATE = ChatTemplate(PLAIN_TEMPLATE, {"eos_token": "\0"})
+OPTIONS = {"tokenizer": ByteTokenizer(), "template": TEMPLATE, "seq_len": 96}
+
+
+def make_chats(count=100, sign="+"):
+    return [
+        {
+            "messages": [
+                {"role": "user", "content": f"{number} {sign} 1?"},
+                {"role": "assistant", "content": str(number + 1 if sign == "+" else number - 1)},
+            ]
+        }
+        for number in range(count)
+    ]
+
+
+@pytest.fixture
+def load(tmp_path):
+    """Load with a cache of the test's own."""
+    return lambda source, **options: train.load_records(source, cache=tmp_path / "cache", **{**OPTIONS, **options})
+
+
+def write_lines(path, records):
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def list_trained(split):
+    """Return the trained text of each segment of all rows."""
+    found = []
+    for row in (split.rows[number] for number in range(len(split.rows))):
+        for segment in range(1, row["segment_ids"].max() + 1):
+            chosen = (row["segment_ids"] == segment) & (row["weights"] > 0)
+            found.append(row["targets"][chosen].astype(np.uint8).tobytes().decode())
+    return sorted(found)
+
+
+def test_chats_are_split_packed_and_counted(load):
+    chats = make_chats()
+    data = load(chats)
+    assert data.kind == "chat" and data.counts["records"] == 100
+    assert 0 < data.counts["validation"] < 20 and data.counts["train"] + data.counts["validation"] == 100
+    assert list_trained(data.train) + list_trained(data.validation) != []
+    answers = sorted(chat["messages"][1]["content"] + "\0" for chat in chats)
+    assert sorted(list_trained(data.train) + list_trained(data.validation)) == answers
+    assert data.counts["trained"] == sum(map(len, list_trained(data.train)))
+    assert f"100 chat records: {data.counts['train']} for training" in str(data)
+
+
+def test_batches_and_ordered_have_every_row(load):
+    data = load(make_chats())
+    batches = data.train.batches(batch_size=2, seed=0)
+    batch = next(batches)
+    assert {name: array.shape for name, array in batch.items()}["tokens"] == (2, 96)
+    assert batches.digest == data.digest and batches.counts == data.counts and batches.state == 2
+    batches.close()
+    ordered = list(data.validation.ordered(batch_size=4))
+    trained = sum(int((batch["weights"] > 0).sum()) for batch in ordered)
+    assert trained == data.validation.rows.num_trained
+    assert len(list(data.train.ordered(batch_size=1, limit=3))) == 3
+
+
+def test_equal_questions_are_on_one_side(load):
+    chats = make_chats(40)
+    data = load([chat for chat in chats for _ in range(5)], validation=0.3)
+    held_out = set(list_trained(data.validation))
+    assert held_out and not held_out & set(list_trained(data.train))
+
+
+def test_a_file_and_the_records_in_it_are_equal(load, tmp_path):
+    chats = make_chats()
+    path = write_lines(tmp_path / "chats.jsonl", chats)
+    for number in range(3):
+        np.testing.assert_array_equal(load(path).train.rows[number]["tokens"], load(chats).train.rows[number]["tokens"])
+
+
+def test_the_cache_depends_on_what_its_tokens_depend_on(load, tmp_path):
+    path = write_lines(tmp_path / "chats.jsonl", make_chats())
+
+    def count_stores():
+        return len(list((tmp_path / "cache").glob("*/about.json")))
+
+    digest = load(path).digest
+    assert load(path).digest == digest and count_stores() == 1
+    others = {load(path, seq_len=64).digest, load(path, pack=False).digest, load(path, validation=0.5).digest}
+    assert len({digest, *others}) == 4 and count_stores() == 1, "the tokens are the same"
+    other_template = ChatTemplate(PLAIN_TEMPLATE + " ", {"eos_token": "\0"})
+    other_tokenizer = ByteTokenizer()
+    other_tokenizer.cache_key = "another"
+    load(path, template=other_template)
+    load(path, tokenizer=other_tokenizer)
+    load(path, train_on="last")
+    load(path, variables={"enable_thinking": True})
+    assert count_stores() == 5
+    content = path.read_bytes()
+    path.write_bytes(content.replace(b"7", b"8", 1))
+    assert load(path).digest != digest and count_stores() == 6
+
+
+def test_a_template_with_a_date_keeps_the_day_that_it_is_given(load):
+    dated = ChatTemplate("{{ strftime_now('%Y-%m-%d') }}" + PLAIN_TEMPLATE, {"eos_token": "\0"})
+    first = load(make_chats(30), template=dated, chat_date="2026-01-31", pack=False)
+    again = load(make_chats(30), template=dated, chat_date="2026-01-31", pack=False)
+    other = load(make_chats(30), template=dated, chat_date="2026-02-01", pack=False)
+    assert first.digest == again.digest != other.digest
+    assert first.train.rows[0]["tokens"][:10].astype(np.uint8).tobytes() == b"2026-01-31"
+    with pytest.raises(ValueError, match="chat_date is 'today', and a day was expected, such as 2026-01-31"):
+        load(make_chats(30), template=dated, chat_date="today")
+
+
+def test_long_chats_are_dropped_and_long_texts_cut(load):
+    long = make_chats(30)
+    long[3]["messages"][1]["content"] = "x" * 200
+    data = load(long, validation=0.0)
+    assert data.counts["dropped"] == 1 and "1 dropped, longer than a row" in str(data)
+    assert not any("xxx" in text for text in list_trained(data.train))
+    data = load(long, validation=0.0, too_long="cut")
+    assert data.counts["dropped"] == 0 and data.counts["cut"] == 1
+    text = load([{"text": "ab" * 150}, {"text": "c"}], validation=0.0)
+    assert text.counts["cut"] == 1 and text.counts["targets"] == 301
+    pair = {"prompt": "a", "chosen": "b" * 200, "rejected": "c"}
+    with pytest.raises(ValueError, match="too_long='cut' would cut a preference record"):
+        load([pair] * 3, too_long="cut")
+
+
+def test_pairs_and_labels_are_in_the_rows(load):
+    pairs = [{"prompt": f"{number}?", "chosen": "yes", "rejected": "no"} for number in range(9)]
+    data = load(pairs, validation=0.0)
+    row = data.train.rows[0]
+    for pair in range(row["segment_ids"].max() // 2):
+        sides = [row["targets"][(row["segment_ids"] == 2 * pair + side) & (row["weights"] > 0)] for side in (1, 2)]
+        assert [side.astype(np.uint8).tobytes() for side in sides] == [b"yes\0", b"no\0"]
+    labeled = [{"prompt": f"{n}?", "completion": "yes", "label": n % 3 == 0} for n in range(9)]
+    row = load(labeled, validation=0.0, pack=False).train.rows[3]
+    assert row["labels"].tolist() == [1.0]
+
+
+def test_prompts_keep_their_fields(load):
+    data = load([{"prompt": f"{n} + 1 =", "answer": n + 1} for n in range(9)], validation=0.0)
+    assert data.kind == "prompts" and data.counts["trained"] == 0
+    row = data.train.rows[3]
+    assert row["tokens"][row["mask"]].astype(np.uint8).tobytes() == b"\0003 + 1 =" and row["mask"][-1]
+    batches = data.train.batches(batch_size=2, seed=0)
+    batch = next(batches)
+    batches.close()
+    for tokens, mask, record in zip(batch["tokens"], batch["mask"], batch["record"], strict=True):
+        asked = tokens[mask].astype(np.uint8).tobytes().decode()
+        assert asked == f"\0{data.train.read_fields(record)['answer'] - 1} + 1 ="
+    with pytest.raises(NotImplementedError, match="only records of the kind prompts"):
+        load(make_chats(9)).train.read_fields(0)
+    assert load([{"prompt": "a" * 200}, {"prompt": "b"}], validation=0.0).counts["dropped"] == 1
+
+
+def test_mixtures_have_rows_of_each_part(load, tmp_path):
+    paths = [write_lines(tmp_path / f"{number}.jsonl", make_chats(90, sign)) for number, sign in enumerate("+-")]
+    weights = {str(paths[0]): 3.0, str(paths[1]): 1.0}
+    data = load(weights)
+    batches = data.train.batches(batch_size=4, seed=0)
+    rows = [next(batches) for _ in range(25)]
+    batches.close()
+    down = sum(b" - 1?" in tokens.astype(np.uint8).tobytes() for batch in rows for tokens in batch["tokens"])
+    assert data.train.rows.count_rows(100, batch_size=4) == dict(zip(weights, (100 - down, down), strict=True))
+    assert abs(down - 25) <= 2, "each part has its share to within the number of parts"
+    assert len(list(data.validation.ordered(batch_size=1))) == sum(
+        len(part.validation.rows) for part in data.parts.values()
+    )
+    assert str(paths[1]) in str(data) and load(dict.fromkeys(weights, 1.0)).digest != data.digest
+    phases = load([(0, {**weights, str(paths[1]): 1e-3}), (10, weights)])
+    assert phases.train.rows.count_rows(40, batch_size=4)[str(paths[1])] <= 1
+    with pytest.raises(NotImplementedError, match="a mixture has no end"):
+        data.train.ordered(batch_size=1)
+    pairs = write_lines(tmp_path / "pairs.jsonl", [{"prompt": "a", "chosen": "b", "rejected": "c", "label": 1}] * 9)
+    labeled = write_lines(tmp_path / "labeled.jsonl", [{"prompt": "a", "completion": "b", "label": 1}] * 9)
+    with pytest.raises(ValueError, match="has preference records, which do not mix with labeled records"):
+        load({str(labeled): 1.0, str(pairs): 1.0})
+
+
+def test_bad_arguments_and_empty_sources_are_named(load, tmp_path):
+    for options, said in [
+        ({"processes": 0}, "processes is 0: 1 or more"),
+        ({"validation": 1.0}, "validation is 1.0: a share"),
+        ({"kind": "chats"}, "kind"),
+    ]:
+        with pytest.raises((ValueError, TypeError), match=said):
+            load(make_chats(3), **options)
+    (tmp_path / "blank.jsonl").write_text("\n\n")
+    with pytest.raises(ValueError, match=r"blank\.jsonl: no records there"):
+        load(tmp_path / "blank.jsonl")
+    path = write_lines(tmp_path / "other.jsonl", [{"body": "a"}])
+    with pytest.raises(ValueError, match=r"other\.jsonl:1: the record has the fields `body`"):
+        load(path)
+    with pytest.raises(ValueError, match="the train split has no rows"):
+        load(make_chats(3), seq_len=4).train.batches(batch_size=1)
+
+
+def test_prompts_answers_and_files_of_a_model(load, tmp_path):
+    data = load(make_chats())
+    prompt = data.encode_prompt("1 + 1?")
+    assert prompt.astype(np.uint8).tobytes().decode().count("1 + 1?") == 1
+    assert data.stop_tokens == (0,) and data.decode(np.array([50, 0, 51])) == "2"
+    data.save(tmp_path)
+    assert (tmp_path / "chat_template.jinja").read_text() == PLAIN_TEMPLATE
+    assert json.loads((tmp_path / "generation_config.json").read_text())["eos_token_id"] == 0
+    text = load([{"text": "a b"}] * 5)
+    assert text.encode_prompt("a").tolist() == [0, 97]

@@ -1,0 +1,383 @@
+"""Kinds of records: the fields that each has, and the tokens that it becomes.
+
+| kind | fields | trained on |
+|---|---|---|
+| text | `text`, or the field that `field` names | all of it |
+| chat | `messages`, optionally `tools` | what the assistant writes |
+| completion | `prompt` and `completion`, both text or both messages | the completion |
+| preference | `chosen` and `rejected`, with a `prompt` or a common beginning | both answers |
+| labeled | as completion, and a `label` | the completion |
+| prompts | `prompt`, and any other fields | nothing: a model completes them |
+
+They are the fields that TRL's trainers read. The first record decides the kind, `find_kind`; a later record without its
+fields is a fault.
+"""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, NamedTuple
+
+import numpy as np
+
+from zoo.text.chat import ChatError, ChatTemplate, EncodedText, encode_conversation, encode_spans, protect
+from zoo.text.tokenizers import Tokenizer, encode_utf8
+
+from .record_file import RecordError
+
+TOO_LONG = Literal["cut", "drop"]
+_Record = Mapping[str, Any]
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+_OTHER_FORMATS = {
+    "conversations": (
+        "`conversations` of `from` and `value` (ShareGPT): write `messages` of `role`, one of system, user and "
+        "assistant, and `content`"
+    ),
+    "instruction": "`instruction`, `input` and `output` (Alpaca): write a `prompt` and a `completion`",
+    "question": "`question` and an answer: write a `prompt` and a `completion`",
+}
+"""First fields of formats that are not read, and what to write instead."""
+
+
+class Item(NamedTuple):
+    """A unit of data: a text, or several that stay together in a row."""
+
+    texts: tuple[EncodedText, ...]
+    label: float = 0.0
+    fields: dict[str, Any] | None = None
+    """Further fields of a prompt."""
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """Tokenizer, chat template and options that turn records into tokens.
+
+    - `end`: the token that ends a completion without a chat template.
+    - `text_field`: the field of plain text.
+    - `train_on`: every answer of a chat, or only the last of each rendering; a chat of n answers then is n texts.
+    - `variables`: further variables of the template, such as `enable_thinking`.
+    """
+
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+    end: int
+    text_field: str
+    train_on: Literal["all", "last"]
+    variables: Mapping[str, Any]
+
+    def encode_messages(self, messages: Sequence[_Record], **options: Any) -> list[EncodedText]:
+        """Encode a conversation by the chat template. **Raises** `RecordError` without one."""
+        if self.template is None:
+            raise RecordError("messages need a chat template, and the model has none: pass one (--chat-template FILE)")
+        return encode_conversation(self.template, messages, self.tokenizer, **options, **self.variables)
+
+    def encode_prompt(self, messages: Sequence[_Record], tools: Sequence[_Record] | None = None) -> EncodedText:
+        """Encode a conversation up to the beginning of the next answer."""
+        if self.template is None:
+            raise RecordError("messages need a chat template, and the model has none: pass one (--chat-template FILE)")
+        options = {"tools": tools, "add_generation_prompt": True, **self.variables}
+        tokens = self.template.encode(messages, self.tokenizer, **options)
+        return EncodedText(tokens, np.zeros(len(tokens), bool))
+
+    def encode_completion(self, prompt: str, completion: str) -> EncodedText:
+        """Encode separator, prompt, completion and end; the latter two are trained on."""
+        (written,) = protect([{"prompt": prompt, "completion": completion}], self.tokenizer.special_tokens)
+        text = written["prompt"] + written["completion"]
+        encoded = encode_spans(text, [(len(written["prompt"]), len(text))], self.tokenizer)
+        tokens = np.concatenate([[self.tokenizer.separator], encoded.tokens, [self.end]])
+        return EncodedText(tokens, np.concatenate([[False], encoded.mask, [True]]))
+
+
+class RecordKind:
+    """Base of the kinds of records: checks and encodes them."""
+
+    name: ClassVar[str]
+    fields: ClassVar[str]
+    """Its fields, in words."""
+    texts_per_item: ClassVar[int] = 1
+    too_long: ClassVar[TOO_LONG] = "drop"
+    """By default, what happens to texts longer than a row: half an answer would teach a model not to end."""
+    is_labeled: ClassVar[bool] = False
+    has_fields: ClassVar[bool] = False
+    """True if further fields are kept with each item."""
+
+    def encode(self, record: _Record, encoding: Encoding) -> list[Item]:
+        """Return the items of a record. **Raises** `RecordError` or `ChatError` for a fault in it."""
+        raise NotImplementedError
+
+    def find_key(self, record: _Record, encoding: Encoding) -> str:
+        """Return the text of a checked record by which it is held out or not: equal prompts stay together."""
+        raise NotImplementedError
+
+    def encode_all(self, records: Iterable[_Record], encoding: Encoding) -> Iterator[list[Item] | RecordError]:
+        """Yield the items, or the fault, of each record."""
+        for record in records:
+            try:
+                items = self.encode(record, encoding)
+            except (RecordError, ChatError) as error:
+                yield RecordError(str(error))
+            else:
+                yield _find_fault(items, encoding.tokenizer.vocab, is_trained=not self.has_fields) or items
+
+
+class TextKind(RecordKind):
+    """Plain text, all of which is trained on."""
+
+    name = "text"
+    fields = "`text`, or the field that `field` (--field) names"
+    too_long = "cut"
+
+    def encode_all(self, records: Iterable[_Record], encoding: Encoding) -> Iterator[list[Item] | RecordError]:
+        found: list[bytes | RecordError] = []
+        for record in records:
+            try:
+                found.append(_get(record, encoding.text_field, str, self).encode())
+            except RecordError as error:
+                found.append(error)
+        texts = encoding.tokenizer.encode_all(text for text in found if isinstance(text, bytes))  # in batches
+        for text in found:
+            if isinstance(text, RecordError):
+                yield text
+                continue
+            tokens = np.append(encoding.tokenizer.separator, next(texts))
+            items = [Item((EncodedText(tokens, np.arange(len(tokens)) > 0),))]
+            yield _find_fault(items, encoding.tokenizer.vocab, is_trained=True) or items
+
+    def find_key(self, record: _Record, encoding: Encoding) -> str:
+        return record[encoding.text_field]
+
+
+class ChatKind(RecordKind):
+    """Conversations, of which the assistant's turns are trained on."""
+
+    name = "chat"
+    fields = "`messages`, a list of `role` and `content`, and optionally `tools`"
+
+    def encode(self, record: _Record, encoding: Encoding) -> list[Item]:
+        messages = _get_messages(record, "messages", self)
+        options = {"tools": _get_tools(record, self), "train_on": encoding.train_on}
+        return [Item((text,)) for text in encoding.encode_messages(messages, **options)]
+
+    def find_key(self, record: _Record, encoding: Encoding) -> str:
+        return _find_question(record["messages"])
+
+
+class CompletionKind(RecordKind):
+    """Prompts with a completion, which is trained on."""
+
+    name = "completion"
+    fields = "`prompt` and `completion`, both text or both messages"
+
+    def encode(self, record: _Record, encoding: Encoding) -> list[Item]:
+        prompt = _get(record, "prompt", str | list, self)
+        return [Item((_encode_answer(record, prompt, "completion", encoding, self),))]
+
+    def find_key(self, record: _Record, encoding: Encoding) -> str:
+        return _find_question(record["prompt"])
+
+
+class LabeledKind(CompletionKind):
+    """Prompts with a completion and a label of it."""
+
+    name = "labeled"
+    fields = "`prompt` and `completion`, both text or both messages, and `label`, a number or true or false"
+    is_labeled = True
+
+    def encode(self, record: _Record, encoding: Encoding) -> list[Item]:
+        label = _get(record, "label", bool | int | float, self)
+        (item,) = super().encode(record, encoding)
+        return [item._replace(label=float(label))]
+
+
+class PreferenceKind(RecordKind):
+    """Prompts with two answers, of which the first is preferred. Both are texts of one item."""
+
+    name = "preference"
+    fields = "`chosen` and `rejected`, both text or both messages, with a `prompt` or a common beginning"
+    texts_per_item = 2
+
+    def encode(self, record: _Record, encoding: Encoding) -> list[Item]:
+        chosen = _get(record, "chosen", str | list, self)
+        rejected = _get(record, "rejected", type(chosen), self)
+        if chosen == rejected:
+            raise RecordError("`chosen` and `rejected` are equal: there is nothing to prefer")
+        if "prompt" in record:
+            prompt = _get(record, "prompt", type(chosen), self)
+            answers = record
+        else:
+            shared = _count_common(chosen, rejected)
+            if not shared:
+                raise RecordError("`chosen` and `rejected` have no common beginning, and there is no `prompt`")
+            prompt = chosen[:shared]
+            answers = {"chosen": chosen[shared:], "rejected": rejected[shared:]}
+        texts = [_encode_answer(answers, prompt, name, encoding, self) for name in ("chosen", "rejected")]
+        return [Item(tuple(texts))]
+
+    def find_key(self, record: _Record, encoding: Encoding) -> str:
+        return _find_question(record.get("prompt", record["chosen"]))
+
+
+class PromptKind(RecordKind):
+    """Prompts to complete, with further fields for a reward function."""
+
+    name = "prompts"
+    fields = "`prompt`, text or messages, and any other fields"
+    has_fields = True
+
+    def encode(self, record: _Record, encoding: Encoding) -> list[Item]:
+        prompt = _get(record, "prompt", str | list, self)
+        if isinstance(prompt, str):
+            (tokens,) = encoding.tokenizer.encode_all([prompt.encode()])
+            tokens = np.append(encoding.tokenizer.separator, tokens)
+            text = EncodedText(tokens, np.zeros(len(tokens), bool))
+        else:
+            text = encoding.encode_prompt(_get_messages(record, "prompt", self), _get_tools(record, self))
+        return [Item((text,), fields={name: value for name, value in record.items() if name != "prompt"})]
+
+    def find_key(self, record: _Record, encoding: Encoding) -> str:
+        return _find_question(record["prompt"])
+
+
+KINDS: dict[str, RecordKind] = {
+    kind.name: kind
+    for kind in (TextKind(), ChatKind(), CompletionKind(), PreferenceKind(), LabeledKind(), PromptKind())
+}
+
+
+def find_kind(record: _Record, text_field: str = "text") -> RecordKind:
+    """Return the kind of a record by its fields. **Raises** `RecordError` for fields that are of no kind."""
+    names = set(record)
+    if {"chosen", "rejected"} <= names:
+        return KINDS["preference"]
+    if "messages" in names:
+        return KINDS["chat"]
+    if {"prompt", "completion", "label"} <= names:
+        return KINDS["labeled"]
+    if {"prompt", "completion"} <= names:
+        return KINDS["completion"]
+    if "prompt" in names:
+        return KINDS["prompts"]
+    if text_field in names:
+        return KINDS["text"]
+    for name, advice in _OTHER_FORMATS.items():
+        if name in names:
+            raise RecordError(f"the record has {advice}")
+    known = "; ".join(f"{kind.name}: {kind.fields}" for kind in KINDS.values())
+    raise RecordError(f"the record has the fields {_quote(record)}, which are of no kind. Kinds are {known}")
+
+
+def _encode_answer(record: _Record, prompt: str | list, name: str, encoding: Encoding, kind: RecordKind) -> EncodedText:
+    """Encode a prompt and the answer in the field `name`, which is trained on."""
+    answer = _get(record, name, type(prompt), kind)
+    if not answer:
+        raise RecordError(f"`{name}` is empty: there is nothing to train on")
+    if isinstance(prompt, str):
+        return encoding.encode_completion(prompt, answer)
+    asked = _get_messages({"prompt": prompt}, "prompt", kind)
+    messages = [*asked, *_get_messages(record, name, kind)]
+    (text,) = encoding.encode_messages(messages, tools=_get_tools(record, kind), first=len(asked))
+    return text
+
+
+def _get(record: _Record, name: str, expected: Any, kind: RecordKind) -> Any:
+    """Return a field. **Raises** `RecordError` if it is missing or has another type."""
+    if name not in record:
+        raise RecordError(
+            f"`{name}` is missing: a record of the kind {kind.name} has {kind.fields}, and this one has "
+            f"{_quote(record)}"
+        )
+    value = record[name]
+    if not isinstance(value, expected):
+        came = _name_types(type(value))
+        types = _name_types(*getattr(expected, "__args__", (expected,)))
+        raise RecordError(f"`{name}` is {came}, and {types} was expected: {_shorten(value)}")
+    if isinstance(value, str):
+        _check_unicode(value, f"`{name}`")
+    return value
+
+
+def _check_unicode(text: str, name: str) -> None:
+    try:
+        encode_utf8(text, name)
+    except ValueError as error:
+        raise RecordError(str(error)) from None
+
+
+def _get_messages(record: _Record, name: str, kind: RecordKind) -> list[dict[str, Any]]:
+    """Return a list of messages. **Raises** `RecordError` for what is not one, and for unknown roles."""
+    messages = _get(record, name, list, kind)
+    if not messages:
+        raise RecordError(f"`{name}` is empty, and a list of messages was expected")
+    for number, message in enumerate(messages):
+        where = f"`{name}`[{number}]"
+        if not isinstance(message, dict):
+            came = _name_types(type(message))
+            raise RecordError(f"{where} is {came}, and a message with `role` and `content` was expected")
+        role = message.get("role")
+        if role not in _ROLES:
+            raise RecordError(f"{where} has the role {_shorten(role)}, and one of {', '.join(_ROLES)} was expected")
+        content = message.get("content")
+        if isinstance(content, list):
+            raise RecordError(f"{where} has a list of parts as `content`: only text is read")
+        if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
+            raise RecordError(f"{where} has {_name_types(type(content))} as `content`, and text was expected")
+        _check_unicode(content or "", where)
+    return messages
+
+
+def _get_tools(record: _Record, kind: RecordKind) -> list[dict[str, Any]] | None:
+    if record.get("tools") is None:
+        return None
+    return _get(record, "tools", list, kind)
+
+
+def _find_fault(items: Sequence[Item], vocab: int, *, is_trained: bool) -> RecordError | None:
+    """Return the fault of encoded texts: an id that the model does not have, or nothing to train on."""
+    for item in items:
+        for tokens, mask in item.texts:
+            if tokens.max(initial=0) >= vocab:
+                return RecordError(f"it has the token {tokens.max()}, and the model has a vocabulary of {vocab:,}")
+            if is_trained and not mask[1:].any():
+                return RecordError("nothing of it is trained on: it is empty, or has no answer")
+    return None
+
+
+def _find_question(prompt: str | list[dict[str, Any]]) -> str:
+    """Return what the first user of a conversation says."""
+    if isinstance(prompt, str):
+        return prompt
+    said = [message for message in prompt if message["role"] == "user"] or prompt
+    return str(said[0].get("content"))
+
+
+def _count_common(first: Sequence[Any], second: Sequence[Any]) -> int:
+    """Return the number of equal elements at the beginning of two sequences."""
+    count = 0
+    for mine, other in zip(first, second, strict=False):
+        if mine != other:
+            break
+        count += 1
+    return count
+
+
+_TYPE_NAMES = {
+    str: "text", list: "a list", dict: "an object", bool: "true or false", int: "a number", float: "a number",
+    type(None): "null",
+}  # fmt: skip
+
+
+def _name_types(*types: type) -> str:
+    """Return the names that JSON has for types: `text or a list`."""
+    return " or ".join(dict.fromkeys(_TYPE_NAMES.get(kind, kind.__name__) for kind in types))
+
+
+def _quote(record: _Record) -> str:
+    return ", ".join(f"`{_shorten(name)}`" for name in list(record)[:12]) or "none"
+
+
+def _shorten(value: Any) -> str:
+    """Return a value in JSON, shortened to a phrase."""
+    text = value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
+    if len(text) > 60:
+        return f"{text[:60]}..."
+    return text

@@ -1,0 +1,451 @@
+"""Datasets of records: chats, prompts with completions, preference pairs and texts, tokenized once and packed.
+
+data = load_records("chats.jsonl", tokenizer=tokenizer, template=template, seq_len=2048)
+data = load_records({"web/*.parquet": 0.7, "code.jsonl": 0.3}, tokenizer=tokenizer, seq_len=2048)
+print(data)                                                   # what was read, kept, cut, dropped
+batches = data.train.batches(batch_size=8, seed=0)            # infinite; its state is one integer
+for batch in data.validation.ordered(batch_size=8): ...       # one pass
+"""
+
+import dataclasses
+import datetime
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int, Integer
+
+from zoo._files import to_jsonable, user_cache_folder
+from zoo._optional import import_optional
+from zoo.text.batches import OrderedBatches, ShuffledBatches, spread_rows
+from zoo.text.chat import ChatTemplate, find_end_of_turn, write_chat_files
+from zoo.text.mixture import Mixture
+from zoo.text.packing import PackedRows
+from zoo.text.records.token_store import RecordsError, TokenStore, count_default_processes, write_store
+from zoo.text.run_data import LossUnit
+from zoo.text.token_cache import open_cache
+from zoo.text.tokenizers import Tokenizer
+
+from .find_files import digest_files, find_record_files
+from .in_memory import InMemory
+from .kinds import KINDS, TOO_LONG, Encoding, RecordKind, find_kind
+from .prompt_rows import PromptRows
+from .record_file import RecordError, RecordFile
+
+_STORE_VERSION = 1  # raised whenever the format of the store changes, or the tokens that a record becomes
+Source = str | Path | Sequence[str | Path] | Sequence[Mapping[str, Any]]
+Weights = Mapping[str, float] | Sequence[tuple[int, Mapping[str, float]]]
+
+
+@dataclass(frozen=True)
+class RecordSplit:
+    """The training or validation split: rows of whole texts.
+
+    - `rows`: the dataset, `PackedRows` or a `Mixture` of several.
+    - `digest`: a hash of everything that the rows depend on. A run keeps it, and is not resumed on other data.
+    - `counts`: the numbers of records and texts, which a run keeps in its configuration.
+    """
+
+    name: str
+    rows: Any
+    token_bytes: Int[np.ndarray, "vocab"]
+    digest: str
+    counts: Mapping[str, Any]
+
+    def batches(self, batch_size: int, *, seed: int = 0, process: tuple[int, int] | None = None) -> ShuffledBatches:
+        """Iterate over shuffled batches, infinitely. Each epoch visits every row once, in a new order.
+
+        - `batch_size`: rows per batch, over all processes.
+        - `process`: (index, count) of the rows to read: `zoo.parallel.reader(mesh)`.
+
+        **Raises** `ValueError` without rows, or if the number of processes does not divide `batch_size`.
+        """
+        self.require_rows()
+        options = {"digest": self.digest, "counts": self.counts}
+        return ShuffledBatches(self.rows, batch_size, seed=seed, process=process, **options)
+
+    def ordered(
+        self, batch_size: int, *, limit: int | None = None, process: tuple[int, int] | None = None
+    ) -> OrderedBatches:
+        """Iterate once over the rows, the last batch padded with weight 0; or over `limit` batches of rows spread
+        evenly. **Raises** `ValueError` as `batches` does, and `NotImplementedError` for a mixture, which never ends."""
+        self.require_rows()
+        if isinstance(self.rows, Mixture):
+            raise NotImplementedError("a mixture has no end: take `ordered` of the splits of its parts")
+        indices = spread_rows(len(self.rows), batch_size, limit)
+        return OrderedBatches(self.rows, batch_size, indices, token_bytes=self.token_bytes, process=process)
+
+    def read_fields(self, record: int) -> dict[str, Any]:
+        """Return the further fields of a prompt, by the number that its row has as `record`.
+
+        **Raises** `NotImplementedError` for records of other kinds.
+        """
+        if not isinstance(self.rows, PromptRows):
+            raise NotImplementedError("only records of the kind prompts keep further fields")
+        return self.rows.read_fields(record)
+
+    def require_rows(self) -> None:
+        """**Raises** `ValueError` for a split without rows."""
+        if not isinstance(self.rows, Mixture) and not len(self.rows):
+            raise ValueError(f"the {self.name} split has no rows: take more records, or a longer seq_len")
+
+
+@dataclass(frozen=True)
+class Records:
+    """Records as rows for training and validation.
+
+    - `kind`: text, chat, completion, preference, labeled or prompts.
+    - `parts`: of a mixture, the records of each source, by name.
+    - `digest`: a hash of everything that the rows depend on.
+    - `stop_tokens`: end an answer.
+    """
+
+    train: RecordSplit
+    validation: RecordSplit
+    kind: str
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+    stop_tokens: tuple[int, ...]
+    digest: str
+    counts: Mapping[str, Any]
+    parts: Mapping[str, "Records"] = dataclasses.field(default_factory=dict)
+    unit: ClassVar[LossUnit] = "nats per trained token"
+    metric: ClassVar[str] = "loss"
+
+    @property
+    def vocab(self) -> int:
+        """Size of the vocabulary."""
+        return self.tokenizer.vocab
+
+    @property
+    def baselines(self) -> dict[str, float]:
+        """No losses to compare a model's with: other programs do not tell answers from questions."""
+        return {}
+
+    def encode_prompt(self, prompt: str) -> Int[np.ndarray, "tokens"]:
+        """Tokenize what a user says, up to the beginning of the answer; a text, for a model without a template."""
+        if self.template is None or self.kind == "text":
+            (tokens,) = self.tokenizer.encode_all([prompt.encode()])
+            return np.append(self.tokenizer.separator, tokens)
+        messages = [{"role": "user", "content": prompt}]
+        return self.template.encode(messages, self.tokenizer, add_generation_prompt=True)
+
+    def decode(self, tokens: Integer[np.ndarray, "tokens"] | Integer[Array, "tokens"]) -> str:
+        """Decode an answer, up to the first token that ends it."""
+        answer = list(map(int, np.asarray(tokens)))
+        ends = [answer.index(token) for token in self.stop_tokens if token in answer]
+        return self.tokenizer.decode(answer[: min(ends, default=len(answer))])
+
+    def save(self, directory: Path) -> None:
+        """Write the tokenizer, the chat template, and which token ends a turn, into a checkpoint directory."""
+        self.tokenizer.save(directory)
+        if self.template is not None:
+            write_chat_files(directory, self.template, self.tokenizer)
+
+    def __str__(self) -> str:
+        if self.parts:
+            return "\n".join(f"{name}: {part}" for name, part in self.parts.items())
+        counts = self.counts
+        lines = [
+            f"{counts['records']:,} {self.kind} records: {counts['train']:,} for training, {counts['validation']:,} "
+            f"held out",
+            f"{counts['targets']:,} targets, {counts['trained']:,} of them trained on, in {counts['rows']:,} rows",
+        ]
+        lines += [f"{counts[name]:,} {said}" for name, said in _OMITTED.items() if counts[name]]
+        return ", ".join(lines)
+
+
+_OMITTED = {
+    "cut": "texts cut, longer than a row",
+    "dropped": "dropped, longer than a row",
+    "rejected": "left out for faults",
+}
+
+
+def load_records(
+    source: Source | Mapping[str, float] | Sequence[tuple[int, Mapping[str, float]]],
+    *,
+    tokenizer: Tokenizer,
+    seq_len: int,
+    template: ChatTemplate | None = None,
+    kind: Literal["auto", "text", "chat", "completion", "preference", "labeled", "prompts"] = "auto",
+    field: str = "text",
+    train_on: Literal["all", "last"] = "all",
+    too_long: TOO_LONG | None = None,
+    pack: bool = True,
+    validation: float = 0.05,
+    bad_records: Literal["stop", "skip"] = "stop",
+    chat_date: str | None = None,
+    variables: Mapping[str, Any] = {},
+    processes: int | None = None,
+    cache: Path | None = None,
+) -> Records:
+    """Load, check, tokenize and pack records. They are tokenized once, into a cache.
+
+    - `source`: JSON lines, Parquet, ArrayRecord, datasets on disk or names of datasets on the Hugging Face hub; a
+      folder, a pattern, or several; a sequence of mappings, which are the records themselves. A mapping from sources to
+      weights mixes them; weights that change are pairs `((0, weights), (10_000, weights))` of a step and a mapping.
+    - `seq_len`: targets in a row.
+    - `template`: renders messages.
+    - `kind`: decided by the first record by default. `field`: the field of plain text.
+    - `train_on`: every answer of a chat, or the "last" of each rendering.
+    - `too_long`: "cut" texts longer than a row, or "drop" them. By default plain text is cut, all else dropped.
+    - `pack`: if False, each text has a row of its own.
+    - `validation`: share of the records that is held out, by a hash of their first question.
+    - `bad_records`: "skip" leaves out at most 1% of the records, and writes them to a file with their faults.
+    - `chat_date`: the day, as 2026-01-31, for templates that write a date; today by default.
+    - `variables`: further variables of the template, such as `enable_thinking`.
+    - `processes`: workers that tokenize, by default one for each core, at most 8.
+    - `cache`: a folder for the tokens, in a subfolder named by a hash of everything they depend on. By default
+      `equizoo/records` in the user's cache folder.
+
+    **Raises** `FileNotFoundError` for a missing source; `RecordsError`, a `ValueError`, for records with faults, each
+    with its file and line, what was expected and what came; `ValueError` for a source without records, and for parts of
+    a mixture of different kinds.
+    """
+    if processes is not None and processes < 1:
+        raise ValueError(f"processes is {processes}: 1 or more workers tokenize")
+    if not 0 <= validation < 1:
+        raise ValueError(f"validation is {validation}: a share from 0 up to, but not including, 1 is held out")
+    options = _Options(
+        tokenizer=tokenizer,
+        template=_fix_date(template, chat_date),
+        seq_len=seq_len,
+        kind=kind,
+        field=field,
+        train_on=train_on,
+        too_long=too_long,
+        pack=pack,
+        validation=validation,
+        skips=bad_records == "skip",
+        variables=variables,
+        processes=processes or count_default_processes(),
+        cache=cache or user_cache_folder() / "records",
+    )
+    weights = _find_weights(source)
+    if weights is None:
+        return _load_source(source, options)
+    names = list(weights if isinstance(weights, Mapping) else weights[0][1])
+    return mix({name: _load_source(name, options) for name in names}, weights)
+
+
+@dataclass(frozen=True)
+class _Options:
+    """The arguments of `load_records`, completed."""
+
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+    seq_len: int
+    kind: str
+    field: str
+    train_on: Literal["all", "last"]
+    too_long: TOO_LONG | None
+    pack: bool
+    validation: float
+    skips: bool
+    variables: Mapping[str, Any]
+    processes: int
+    cache: Path
+
+
+def _load_source(source: Any, options: _Options) -> Records:
+    """Load the records of one source."""
+    files = _find_files(source)
+    kind = _choose_kind(files, options)
+    if options.too_long == "cut" and kind.texts_per_item > 1:
+        raise ValueError(f"too_long='cut' would cut a {kind.name} record, of several texts: take 'drop'")
+    encoding = Encoding(
+        tokenizer=options.tokenizer,
+        template=options.template,
+        end=options.tokenizer.end,
+        text_field=options.field,
+        train_on=options.train_on,
+        variables=options.variables,
+    )
+    name = _fingerprint(files, kind, options)
+    rejected = options.cache / f"rejected-{name}.jsonl" if options.skips else None
+
+    def write(directory: Path) -> dict[str, Any]:
+        return write_store(directory, files, kind, encoding, processes=options.processes, rejected=rejected)
+
+    about, digests = open_cache(options.cache / name, write)
+    store = TokenStore.open(options.cache / name, options.tokenizer.vocab, is_labeled=kind.is_labeled)
+    if not len(store.shares):
+        raise ValueError(f"{_name_files(files)}: no records there")
+    digest = _digest(digests, options.seq_len, options.too_long, options.pack, options.validation)
+    held_out = _hold_out(store.shares, options.validation)
+    chosen = {"train": ~held_out, "validation": held_out}
+    rows = {name: _make_rows(store, items, kind, options) for name, items in chosen.items()}
+    counts = _count(about, rows)
+    token_bytes = options.tokenizer.token_bytes
+    splits = {name: RecordSplit(name, part, token_bytes, digest, counts) for name, part in rows.items()}
+    return Records(
+        train=splits["train"],
+        validation=splits["validation"],
+        kind=kind.name,
+        tokenizer=options.tokenizer,
+        template=options.template,
+        stop_tokens=_find_stop_tokens(options),
+        digest=digest,
+        counts=counts,
+    )
+
+
+def _find_files(source: Any) -> list[RecordFile]:
+    """Return the files of a source, or its records in memory as one."""
+    is_sequence = isinstance(source, Sequence) and not isinstance(source, str)
+    if is_sequence and source and all(isinstance(record, Mapping) for record in source):
+        return [InMemory(source)]
+    return find_record_files(source)
+
+
+def _name_files(files: Sequence[RecordFile]) -> str:
+    names = [str(file.path) for file in files[:3]]
+    if len(files) > len(names):
+        names.append(f"and {len(files) - len(names):,} more")
+    return ", ".join(names)
+
+
+def _choose_kind(files: Sequence[RecordFile], options: _Options) -> RecordKind:
+    """Return the kind that is named, or the kind of the first record."""
+    if options.kind in KINDS:
+        return KINDS[options.kind]
+    if options.kind != "auto":
+        raise ValueError(f"kind is {options.kind!r}, and one of auto, {', '.join(KINDS)} was expected")
+    for file in files:
+        for unit in file.split()[:1]:
+            for number, record in file.read(unit):
+                try:
+                    if isinstance(record, RecordError):
+                        raise record
+                    return find_kind(record, options.field)
+                except RecordError as error:
+                    raise RecordsError(f"{file.locate(unit, number)}: {error}") from None
+    raise ValueError(f"{_name_files(files)}: no records there")
+
+
+def _fix_date(template: ChatTemplate | None, chat_date: str | None) -> ChatTemplate | None:
+    """Give a template that writes the date one day: of a run that lasts longer, and of its tokens."""
+    if template is None or not template.writes_date:
+        return template
+    try:
+        day = datetime.date.today() if chat_date is None else datetime.date.fromisoformat(chat_date)
+    except ValueError:
+        raise ValueError(f"chat_date is {chat_date!r}, and a day was expected, such as 2026-01-31") from None
+    return template.on_date(day)
+
+
+def _fingerprint(files: Sequence[RecordFile], kind: RecordKind, options: _Options) -> str:
+    """Return a hash of everything that the tokens depend on."""
+    template = options.template
+    parts = {
+        "version": _STORE_VERSION,
+        "files": [file.digest() for file in files if isinstance(file, InMemory)] or digest_files(files, options.cache),
+        "tokenizer": options.tokenizer.cache_key,
+        "end": options.tokenizer.end,
+        "template": template and [template.source, template.special_tokens, str(template.date)],
+        "kind": kind.name,
+        "field": options.field,
+        "train_on": options.train_on,
+        "variables": options.variables,
+        "skips": options.skips,
+    }
+    return _digest(parts)
+
+
+def _digest(*values: Any) -> str:
+    text = json.dumps(to_jsonable(values), sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
+
+
+def _hold_out(shares: Float[np.ndarray, "items"], fraction: float) -> Bool[np.ndarray, "items"]:
+    """Choose the items to hold out, at least one, and not all: the same on every machine."""
+    if not fraction or len(shares) < 2:
+        return np.zeros(len(shares), bool)
+    held_out = shares < fraction
+    if not held_out.any():
+        held_out = shares == shares.min()
+    if held_out.all():
+        held_out = shares > shares.min()
+    return held_out
+
+
+def _make_rows(
+    store: TokenStore, items: Bool[np.ndarray, "items"], kind: RecordKind, options: _Options
+) -> PackedRows | PromptRows:
+    if kind.has_fields:
+        return PromptRows(store, options.seq_len, items=items)
+    return PackedRows(
+        store.tokens,
+        store.mask,
+        store.starts,
+        options.seq_len,
+        items=items,
+        texts_per_item=kind.texts_per_item,
+        too_long=options.too_long or kind.too_long,
+        pack=options.pack,
+        labels=store.labels,
+    )
+
+
+def _count(about: Mapping[str, Any], rows: Mapping[str, PackedRows | PromptRows]) -> dict[str, Any]:
+    """Return the numbers that are printed, and kept with a run."""
+    parts = list(rows.values())
+    return {
+        "records": about["records"],
+        "rejected": about["rejected"],
+        "train": rows["train"].num_items,
+        "validation": rows["validation"].num_items,
+        "cut": sum(part.num_cut for part in parts),
+        "dropped": sum(part.num_dropped for part in parts),
+        "rows": len(rows["train"]),
+        "targets": rows["train"].num_targets,
+        "trained": rows["train"].num_trained,
+    }
+
+
+def _find_stop_tokens(options: _Options) -> tuple[int, ...]:
+    ends: list[int | None] = [options.tokenizer.end]
+    if options.template is not None:
+        ends.append(find_end_of_turn(options.template, options.tokenizer))
+    return tuple(dict.fromkeys(token for token in ends if token is not None))
+
+
+def _find_weights(source: Any) -> Weights | None:
+    """Return the weights of a mixture; None for a source of its own."""
+    if isinstance(source, Mapping):
+        return source
+    is_phases = (
+        isinstance(source, Sequence)
+        and bool(source)
+        and all(isinstance(phase, tuple) and len(phase) == 2 and isinstance(phase[1], Mapping) for phase in source)
+    )
+    return source if is_phases else None
+
+
+def mix(parts: Mapping[str, Records], weights: Weights) -> Records:
+    """Mix records: each row of training is one of a part, with the odds that the parts' weights are.
+
+    Rows have one length, so a weight is a share of tokens. Weights that change are pairs of the step from which on they
+    hold and a mapping. The held-out rows of all parts are kept, one part behind the other.
+
+    **Raises** `ValueError` for parts with different arrays in their rows, and as `Mixture` does for the weights.
+    """
+    first = next(iter(parts.values()))
+    for name, part in parts.items():
+        part.train.require_rows()
+        if set(part.train.rows[0]) != set(first.train.rows[0]):
+            raise ValueError(f"{name} has {part.kind} records, which do not mix with {first.kind} records")
+    mixed = Mixture({name: part.train.rows for name, part in parts.items()}, weights)
+    grain = import_optional("grain", "pip install 'equizoo[train]'")
+    rows_of_parts = [part.validation.rows for part in parts.values() if len(part.validation.rows)]
+    held_out = grain.MapDataset.concatenate([grain.MapDataset.source(rows) for rows in rows_of_parts])
+    digest = _digest([part.digest for part in parts.values()], weights)
+    counts = {name: part.counts for name, part in parts.items()}
+    train = dataclasses.replace(first.train, rows=mixed, digest=digest, counts=counts)
+    validation = dataclasses.replace(first.validation, rows=held_out, digest=digest, counts=counts)
+    return dataclasses.replace(first, train=train, validation=validation, digest=digest, counts=counts, parts=parts)

@@ -1,0 +1,321 @@
+"""Write the tokens of records once, by parallel workers, and open them memory-mapped.
+
+A store is a cached directory (token_cache.py). Texts lie one behind another, in the order of their records:
+
+| file | dtype | holds |
+|---|---|---|
+| tokens.bin | uint8, uint16 or uint32 | the tokens of all texts |
+| mask.bin | uint8 | 1 for a token that is trained on |
+| starts.npy | int64, "texts + 1" | the first token of each text |
+| shares.npy | float64, "items" | a hash of each item in [0, 1), by which items are held out |
+| labels.npy | float32, "items" | labels, of labeled records |
+| fields.jsonl, field_starts.npy | | further fields of prompts, a line each |
+
+The bytes do not depend on the number of workers: units of the files are written in their order, whoever encoded them.
+"""
+
+import collections
+import functools
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, field
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float, Int, Integer
+
+from zoo._files import to_jsonable
+from zoo._terminal import show
+from zoo.text.token_cache import choose_token_dtype
+
+from .kinds import Encoding, RecordKind
+from .record_file import RecordError, RecordFile, Unit
+
+_Job = tuple[RecordFile, Unit]
+MAX_LISTED = 20
+"""Faults that are listed, and after which reading stops."""
+MAX_REJECTED = 0.01
+"""Share of records that may be left out."""
+
+
+class RecordsError(ValueError):
+    """Raised for records with faults. The message has the place of each, what was expected and what came."""
+
+
+@dataclass
+class EncodedUnit:
+    """The texts of a unit of a file, and the faults in it."""
+
+    tokens: bytes = b""
+    mask: bytes = b""
+    lengths: list[int] = field(default_factory=list)
+    shares: list[float] = field(default_factory=list)
+    labels: list[float] = field(default_factory=list)
+    fields: list[bytes] = field(default_factory=list)
+    num_records: int = 0
+    faults: list[dict[str, Any]] = field(default_factory=list)
+    """Place, fault and record of each."""
+
+
+@dataclass(frozen=True)
+class TokenStore:
+    """The arrays of an open store."""
+
+    tokens: Integer[np.ndarray, "tokens"]
+    mask: Integer[np.ndarray, "tokens"]
+    starts: Int[np.ndarray, "texts_and_one"]
+    shares: Float[np.ndarray, "items"]
+    labels: Float[np.ndarray, "items"] | None
+    directory: Path
+
+    @classmethod
+    def open(cls, directory: Path, vocab: int, *, is_labeled: bool) -> "TokenStore":
+        """Map the files of a store of a vocabulary."""
+        starts = np.load(directory / "starts.npy", mmap_mode="r")
+        return cls(
+            _map(directory / "tokens.bin", choose_token_dtype(vocab)),
+            _map(directory / "mask.bin", np.uint8),
+            starts,
+            np.load(directory / "shares.npy", mmap_mode="r"),
+            np.load(directory / "labels.npy", mmap_mode="r") if is_labeled else None,
+            directory,
+        )
+
+    def read_fields(self, item: int) -> dict[str, Any]:
+        """Return the further fields of a prompt."""
+        start, stop = np.load(self.directory / "field_starts.npy", mmap_mode="r")[item : item + 2]
+        with (self.directory / "fields.jsonl").open("rb") as file:
+            file.seek(int(start))
+            return json.loads(file.read(int(stop - start)))
+
+
+def encode_unit(job: _Job, kind: RecordKind, encoding: Encoding) -> EncodedUnit:
+    """Read and encode the records of a unit."""
+    file, unit = job
+    result = EncodedUnit()
+    numbers = []
+    records = []
+    faults: list[tuple[int, RecordError, Any]] = []
+    for number, record in file.read(unit):
+        result.num_records += 1
+        if isinstance(record, RecordError):
+            faults.append((number, record, None))
+        else:
+            numbers.append(number)
+            records.append(record)
+    dtype = choose_token_dtype(encoding.tokenizer.vocab)
+    tokens = []
+    masks = []
+    for number, record, items in zip(numbers, records, kind.encode_all(records, encoding), strict=True):
+        if isinstance(items, RecordError):
+            faults.append((number, items, record))
+            continue
+        share = _hash_share(kind.find_key(record, encoding))
+        for item in items:
+            result.shares.append(share)
+            if kind.is_labeled:
+                result.labels.append(item.label)
+            if kind.has_fields:
+                result.fields.append(json.dumps(to_jsonable(item.fields), ensure_ascii=False).encode() + b"\n")
+            for text in item.texts:
+                tokens.append(text.tokens.astype(dtype))
+                masks.append(text.mask.astype(np.uint8))
+                result.lengths.append(len(text.tokens))
+    if tokens:
+        result.tokens = np.concatenate(tokens).tobytes()
+        result.mask = np.concatenate(masks).tobytes()
+    for number, fault, record in sorted(faults, key=lambda found: found[0]):
+        place = file.locate(unit, number)
+        result.faults.append({"place": place, "fault": str(fault), "record": to_jsonable(record)})
+    return result
+
+
+def write_store(
+    directory: Path,
+    files: Sequence[RecordFile],
+    kind: RecordKind,
+    encoding: Encoding,
+    *,
+    processes: int,
+    rejected: Path | None = None,
+) -> dict[str, Any]:
+    """Write the store of `files` into `directory`; return the numbers of records and of rejected ones.
+
+    - `processes`: workers; 1 encodes in this process.
+    - `rejected`: where records with faults are written, at most 1% of all. By default they are an error.
+
+    **Raises** `RecordsError` for faults, and `RuntimeError` if a worker dies.
+    """
+    jobs = [(file, unit) for file in files for unit in file.split()]
+    encode = functools.partial(encode_unit, kind=kind, encoding=encoding)
+    num_records = 0
+    faults: list[dict[str, Any]] = []
+    with _StoreWriter(directory, kind) as writer, _Progress(sum(unit.num_bytes for _, unit in jobs)) as progress:
+        for (_, unit), encoded in zip(jobs, _map_in_order(encode, jobs, processes), strict=True):
+            num_records += encoded.num_records
+            faults += encoded.faults
+            if rejected is None and len(faults) >= MAX_LISTED:
+                break
+            writer.append(encoded)
+            progress.advance(unit.num_bytes, sum(encoded.lengths))
+        else:
+            writer.finish()
+    if faults and rejected is None:
+        raise RecordsError(
+            f"{_list_faults(faults)}\nNothing was written. Mend them, or leave them out: bad_records='skip' "
+            "(--bad-records skip) writes them to a file, with their faults"
+        )
+    if faults and rejected is not None:
+        rejected.write_text("".join(json.dumps(fault, ensure_ascii=False) + "\n" for fault in faults))
+        if len(faults) > MAX_REJECTED * num_records:
+            raise RecordsError(
+                f"{len(faults):,} of {num_records:,} records have faults, more than the {MAX_REJECTED:.0%} that may be "
+                f"left out. All are in {rejected}:\n{_list_faults(faults)}"
+            )
+        show(f"left out {len(faults):,} of {num_records:,} records; {rejected} has them, with their faults")
+    return {"records": num_records, "rejected": len(faults)}
+
+
+def _list_faults(faults: Sequence[dict[str, Any]]) -> str:
+    lines = [f"{fault['place']}: {fault['fault']}" for fault in faults[:MAX_LISTED]]
+    if len(faults) > MAX_LISTED:
+        lines.append(f"and {len(faults) - MAX_LISTED:,} more")
+    return "\n".join(lines)
+
+
+class _StoreWriter:
+    """Append units to the files of a store."""
+
+    def __init__(self, directory: Path, kind: RecordKind):
+        self._directory = directory
+        self._kind = kind
+        self._tokens = (directory / "tokens.bin").open("wb")
+        self._mask = (directory / "mask.bin").open("wb")
+        self._fields = (directory / "fields.jsonl").open("wb") if kind.has_fields else None
+        self._lengths: list[Any] = [[0]]
+        self._field_lengths: list[Any] = [[0]]
+        self._shares: list[Any] = [[]]
+        self._labels: list[Any] = [[]]
+
+    def __enter__(self) -> "_StoreWriter":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._tokens.close()
+        self._mask.close()
+        if self._fields is not None:
+            self._fields.close()
+
+    def append(self, encoded: EncodedUnit) -> None:
+        self._tokens.write(encoded.tokens)
+        self._mask.write(encoded.mask)
+        self._lengths.append(encoded.lengths)
+        self._shares.append(encoded.shares)
+        self._labels.append(encoded.labels)
+        if self._fields is not None:
+            self._fields.write(b"".join(encoded.fields))
+            self._field_lengths.append([len(line) for line in encoded.fields])
+
+    def finish(self) -> None:
+        """Write what is known once all units are there."""
+        np.save(self._directory / "starts.npy", np.cumsum(np.concatenate(self._lengths), dtype=np.int64))
+        np.save(self._directory / "shares.npy", np.concatenate(self._shares))
+        if self._kind.is_labeled:
+            np.save(self._directory / "labels.npy", np.concatenate(self._labels).astype(np.float32))
+        if self._kind.has_fields:
+            starts = np.cumsum(np.concatenate(self._field_lengths), dtype=np.int64)
+            np.save(self._directory / "field_starts.npy", starts)
+
+
+def count_default_processes() -> int:
+    """Return the number of workers by default: a core each, at most 8."""
+    return min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1, 8)
+
+
+def _map_in_order(encode: Callable[[_Job], EncodedUnit], jobs: Sequence[_Job], processes: int) -> Iterator[EncodedUnit]:
+    """Yield `encode(job)` of each job in order. A few units more than there are workers are in flight: the results of
+    a large source would not fit in memory."""
+    if min(processes, len(jobs)) <= 1:
+        yield from map(encode, jobs)
+        return
+    waiting: collections.deque[Future[EncodedUnit]] = collections.deque()
+    # Spawned: the fork of a process that runs JAX deadlocks.
+    pool = ProcessPoolExecutor(min(processes, len(jobs)), get_context("spawn"), _start_worker)
+    try:
+        for job in jobs:
+            waiting.append(pool.submit(encode, job))
+            if len(waiting) > 3 * processes:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    except BrokenProcessPool:
+        raise RuntimeError(
+            "a worker that tokenizes records ended: out of memory, or the script that called has no "
+            '`if __name__ == "__main__":` around its work. processes=1 (--data-processes 1) takes no workers'
+        ) from None
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _start_worker() -> None:
+    """Let each worker have one thread: there is a worker for each core."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+
+class _Progress:
+    """One line on the terminal: share of the bytes, tokens per second, time left. Nothing for what takes a second."""
+
+    def __init__(self, num_bytes: int):
+        self._num_bytes = num_bytes
+        self._done = 0
+        self._tokens = 0
+        self._start = time.monotonic()
+        self._bar: Any = None
+
+    def __enter__(self) -> "_Progress":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def advance(self, num_bytes: int, tokens: int) -> None:
+        """Count a unit."""
+        self._done += num_bytes
+        self._tokens += tokens
+        seconds = time.monotonic() - self._start
+        if self._bar is None and seconds > 1:
+            self._begin()
+        if self._bar is not None:
+            speed = f"{self._tokens / seconds / 1e6:.2f} M tokens/s"
+            self._bar.update(self._task, completed=self._done, speed=speed)
+
+    def _begin(self) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+        columns = "tokenizing", BarColumn(bar_width=24), DownloadColumn(), TextColumn("{task.fields[speed]}")
+        console = Console(stderr=True)
+        self._bar = Progress(*columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal)
+        self._task = self._bar.add_task("", total=self._num_bytes, speed="")
+        self._bar.start()
+
+
+def _hash_share(key: str) -> float:
+    """Return a hash of a text in [0, 1)."""
+    digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") / 2**64
+
+
+def _map(path: Path, dtype: Any) -> np.ndarray:
+    """Map a file of numbers. An empty file cannot be mapped."""
+    if not path.stat().st_size:
+        return np.zeros(0, dtype)
+    return np.memmap(path, dtype, "r")
