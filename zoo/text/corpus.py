@@ -27,6 +27,7 @@ from zoo._files import open_regular, user_cache_folder, walk_files
 
 from .batches import CorpusSplit
 from .records.find_files import holds_records
+from .run_data import LossUnit
 from .token_cache import choose_token_dtype, open_cache
 from .tokenizers import ByteTokenizer, FileTokenizer, Tokenizer, encode_utf8, train_bpe
 
@@ -57,7 +58,7 @@ class Corpus:
     num_binary: int
     directory: Path
     digest: str
-    unit: ClassVar[str] = "bits per byte"
+    unit: ClassVar[LossUnit] = "bits per byte"
     metric: ClassVar[str] = "bits_per_byte"
     stop_tokens: ClassVar[tuple[int, ...]] = ()
 

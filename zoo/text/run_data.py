@@ -2,12 +2,15 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import ClassVar, Literal, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Array, Int, Integer
 
 from .tokenizers import Tokenizer
+
+LossUnit = Literal["bits per byte", "nats per trained token"]
+"""Units of a loss."""
 
 
 @runtime_checkable
@@ -20,13 +23,11 @@ class RunData(Protocol):
     - `stop_tokens`: tokens that end a sample.
     """
 
-    tokenizer: Tokenizer
+    unit: ClassVar[LossUnit]
+    metric: ClassVar[str]
 
     @property
-    def unit(self) -> str: ...
-
-    @property
-    def metric(self) -> str: ...
+    def tokenizer(self) -> Tokenizer: ...
 
     @property
     def baselines(self) -> Mapping[str, float]: ...

@@ -8,7 +8,12 @@ from zoo._optional import require_installed
 require_installed("optax", "grain", "orbax.checkpoint", extra="train")  # before anything that needs them is imported
 
 from zoo.text.batches import BatchIterator, ShuffledBatches, TokenWindows, bits_per_byte, stack_rows
+from zoo.text.chat import ChatTemplate, read_chat_template, tool_schema
 from zoo.text.corpus import load_text
+from zoo.text.docstrings import read_docstrings
+from zoo.text.mixture import Mixture
+from zoo.text.packing import PackedRows, plan_rows
+from zoo.text.records import Records, load_records, mix
 from zoo.text.synthetic import AssociativeRecall, GroupWords, NeedleRetrieval
 from zoo.text.tokenizers import read_tokenizer
 
@@ -29,6 +34,7 @@ from .optimizer.masks import decay_mask, matrix_mask
 from .optimizer.moments import BFloat16Moment, BlockwiseMoment, FactoredMoment, Float32Moment
 from .options import MeshOptions, RunOptions
 from .profile import Profile
+from .record_options import RecordOptions
 from .remat import count_residual_bytes, fit_remat
 from .run import Run
 from .samples import continue_prompts
@@ -43,6 +49,7 @@ __all__ = [
     "BFloat16Moment",
     "BatchIterator",
     "BlockwiseMoment",
+    "ChatTemplate",
     "Checkpoints",
     "Evaluation",
     "FactoredMoment",
@@ -52,8 +59,12 @@ __all__ = [
     "MLflow",
     "MeshOptions",
     "Metrics",
+    "Mixture",
     "NeedleRetrieval",
+    "PackedRows",
     "Profile",
+    "RecordOptions",
+    "Records",
     "Run",
     "RunOptions",
     "ShuffledBatches",
@@ -76,10 +87,15 @@ __all__ = [
     "fingerprint",
     "fit_remat",
     "load_digits",
+    "load_records",
     "load_text",
     "loss_scale",
     "matrix_mask",
     "measure_updates",
+    "mix",
+    "plan_rows",
+    "read_chat_template",
+    "read_docstrings",
     "read_metrics",
     "read_tokenizer",
     "run_cli",
@@ -91,6 +107,7 @@ __all__ = [
     "sweep_map",
     "sweep_models",
     "sweep_step",
+    "tool_schema",
     "update_ema",
 ]
 

@@ -1,7 +1,7 @@
 """Mean loss on held-out data."""
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import numpy as np
@@ -9,6 +9,7 @@ from jaxtyping import PyTree
 
 from zoo.parallel import Mesh, place_batch, reader, value
 from zoo.text.batches import OrderedBatches, bits_per_byte
+from zoo.text.run_data import LossUnit
 
 
 class Evaluation:
@@ -29,7 +30,7 @@ class Evaluation:
         mesh: Mesh,
         *,
         has_aux: bool = False,
-        unit: Literal["bits per byte", "nats per trained token"] = "bits per byte",
+        unit: LossUnit = "bits per byte",
         **texts: OrderedBatches,
     ):
         self._unit = unit

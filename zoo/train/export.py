@@ -13,7 +13,7 @@ from zoo.weights.save import write_model
 
 
 def export(model: Decoder, data: RunData, directory: Path, *, seq_len: int) -> Path:
-    """Write `model` as a Hugging Face directory, as `zoo.save` does, with the tokenizer of `data`, and its chat template.
+    """Write `model` as a Hugging Face directory, as `zoo.save` does, with the tokenizer and chat template of `data`.
 
     The configuration of a model made from scratch says that texts begin and end with the separator, and that it was
     trained on `seq` tokens. The configuration of a loaded model stays as it was, unless `seq` is more than it had.

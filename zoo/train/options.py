@@ -11,6 +11,7 @@ from zoo.parallel import SEQUENCE, ZERO1, ZERO2, ZERO3, Mesh, Schedule, make_mes
 from zoo.parallel.remat import RematPolicy
 
 from .checkpoint_folder import refuse_url
+from .record_options import RecordOptions
 
 _Model = TypeVar("_Model")
 
@@ -133,7 +134,7 @@ def flatten_config(config: Any) -> dict[str, Any]:
     """
     flat: dict[str, Any] = {}
     for name, value in list_fields(config).items():
-        if isinstance(value, MeshOptions | RunOptions):
+        if isinstance(value, MeshOptions | RunOptions | RecordOptions):
             flat.update(list_fields(value))
         else:
             flat[name] = value

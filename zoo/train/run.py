@@ -167,13 +167,17 @@ class Run:
         position. Without a checkpoint, return `like` itself.
 
         `like` is the initial state, already placed. Metrics of later steps are truncated: the run writes them again.
-        The digest of the text of `batches`, if they have one, goes into the configuration, as `text_digest`. **Raises**
+        The digest of the data of `batches`, if they have one, goes into the configuration, as `text_digest`, and so do
+        the counts of their records, as `records`. **Raises**
         `ValueError` if the checkpoint is of another model, or was trained on other `frozen` parameters or another text;
         the directory stays as it is.
         """
         digest = getattr(batches, "digest", None)
         if digest is not None:
             self.config["text_digest"] = digest
+        counts = getattr(batches, "counts", None)
+        if counts is not None:
+            self.config["records"] = to_jsonable(counts)
         if self._newest is None:
             if digest is not None and jax.process_index() == 0:
                 write_json(self.directory / "config.json", self.config)
@@ -312,7 +316,8 @@ class Run:
     ) -> None:
         """Sample, write `results.json`, print the result, and export the model if asked.
 
-        - `before`: an evaluation before training, `{name: value}`, in the unit of `data`. Without it only "validation" is reported.
+        - `before`: an evaluation before training, `{name: value}`, in the unit of `data`. Without it only "validation"
+          is reported.
         - `prompts`: continued by `model` with `key`; `samples` are earlier prompts and continuations, shown before.
         - `export_seq_len`: `export` the model, for contexts of this length.
 

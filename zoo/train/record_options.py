@@ -1,0 +1,96 @@
+"""Command-line flags of recipes that train on records: where they are, how they are read, and their chat template."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from zoo._terminal import show
+from zoo.text.chat import PLAIN_TEMPLATE, ChatTemplate, NoChatTemplateError, read_chat_template
+from zoo.text.records import Records, load_records
+from zoo.text.tokenizers import Tokenizer
+
+
+@dataclass(frozen=True)
+class RecordOptions:
+    """Records to train on, how they are read, and what is left out of them."""
+
+    data: tuple[str, ...] = ()
+    """JSON lines, Parquet, ArrayRecord, datasets on disk or names on the Hugging Face hub (org/name:split): files,
+    folders, patterns, several. PATH=WEIGHT mixes them by weight."""
+    kind: Literal["auto", "text", "chat", "completion", "preference", "labeled", "prompts"] = "auto"
+    """Kind of the records; auto reads it off the first."""
+    field: str = "text"
+    """Field of plain text."""
+    chat_template: Path | None = None
+    """A chat template (.jinja) instead of the checkpoint's."""
+    chat_date: str | None = None
+    """Day that templates write, 2026-01-31; today by default."""
+    train_on: Literal["all", "last"] = "all"
+    """Train on every answer of a chat, or on the last, each in a rendering of its own."""
+    too_long: Literal["cut", "drop"] | None = None
+    """Cut records longer than a row, or drop them; by default plain text is cut, all else dropped."""
+    bad_records: Literal["stop", "skip"] = "stop"
+    """Stop at records with faults, or leave out up to 1% and write them to a file."""
+    data_processes: int | None = None
+    """Workers that tokenize; by default one for each core, at most 8."""
+
+    def read_template(self, checkpoint: Path, tokenizer: Tokenizer) -> ChatTemplate:
+        """Return the template that the flags name, else the checkpoint's, else a plain one, and say so."""
+        if self.chat_template is not None:
+            return read_chat_template(self.chat_template)
+        try:
+            return read_chat_template(checkpoint)
+        except NoChatTemplateError:
+            show(f"{checkpoint} has no chat template: it gets a plain one; --chat-template FILE takes another")
+        spellings = {token: spelling for spelling, token in tokenizer.special_tokens.items()}
+        names = {"bos_token": tokenizer.separator, "eos_token": tokenizer.end}
+        special = {name: spellings[token] for name, token in names.items() if token in spellings}
+        return ChatTemplate(PLAIN_TEMPLATE, special, name="the plain chat template")
+
+    def load(
+        self,
+        default: Callable[[], Sequence[Mapping[str, Any]]],
+        *,
+        tokenizer: Tokenizer,
+        template: ChatTemplate | None,
+        seq_len: int,
+        **options: Any,
+    ) -> Records:
+        """Load the records that the flags name, or those that `default` returns, as `load_records` does, of which
+        `options` are further arguments.
+
+        **Raises** `ValueError` as `load_records` does, and for weights that only some of the sources have.
+        """
+        return load_records(
+            self._parse_weights() or default(),
+            tokenizer=tokenizer,
+            template=template,
+            seq_len=seq_len,
+            kind=self.kind,
+            field=self.field,
+            train_on=self.train_on,
+            too_long=self.too_long,
+            bad_records=self.bad_records,
+            chat_date=self.chat_date,
+            processes=self.data_processes,
+            **options,
+        )
+
+    def _parse_weights(self) -> tuple[str, ...] | dict[str, float]:
+        """Return the sources, or a mapping from sources to their weights."""
+        split = [source.rpartition("=") for source in self.data]
+        weighted = {path: float(weight) for path, equals, weight in split if equals and _is_number(weight)}
+        if not weighted:
+            return self.data
+        if len(weighted) < len(self.data):
+            raise ValueError(f"--data {' '.join(self.data)}: give each source a weight, PATH=WEIGHT, or none")
+        return weighted
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
