@@ -5,6 +5,8 @@
     python recipes/finetune.py --resume                   # after Ctrl-C; on another mesh too
     python recipes/finetune.py --checkpoint ~/llama --data ~/books --seq-len 2048 --learning-rate 2e-5 --fsdp 8
 
+Data are files of text; sft.py trains on chats and other records, in JSON lines or Parquet.
+
 On held-out text, English prose goes from 2.83 to 1.82 bits per byte, and the sources, which are forgotten, from 2.29 to
 2.66. Unlike transformer.py it starts from a Hugging Face directory, of any family that zoo.load reads, with its
 tokenizer.json; it trains for fewer steps at a third of the rate, and evaluates and samples before and after.

@@ -15,6 +15,7 @@ material = pytest.importorskip("material")
 THEME = Path(material.__file__).parent / "templates"
 FIRST = {
     "lora": "adapters.html",
+    "sft": "tutorials/sft.html",
     "batch size": "choose_mesh.html",
     "checkpoint": "checkpoints.html",
     "gradient clipping": "train.html",
@@ -26,6 +27,8 @@ FIRST = {
     "cuda": None,
 }
 """The page that the search puts first, or none in particular, by what a reader types."""
+DATA = ("sft", "chat", "instruction", "jsonl", "dataset", "finetune", "huggingface")
+"""Words by which a reader finds the pages on data and supervised fine-tuning."""
 
 needs_node = pytest.mark.skipif(shutil.which("node") is None, reason="Node runs the theme's worker")
 
@@ -96,4 +99,8 @@ def test_search_of_the_built_site(built):
     found = ask(built, list(FIRST))
     assert [words for words in FIRST if not found[words]] == []
     first = {words: places[0].partition("#")[0].partition("?")[0] for words, places in found.items()}
+    found = ask(built, DATA)
+    pages = ("your-data.html", "tutorials/sft.html")
+    missed = [word for word in DATA if not any(place.startswith(pages) for place in found[word][:4])]
+    assert missed == [], {word: found[word][:4] for word in missed}
     assert {words: first[words] for words, page in FIRST.items() if page} == {k: v for k, v in FIRST.items() if v}

@@ -20,6 +20,7 @@ from zoo.tools.commands import draw, evaluate, parity, plan, report
 
 from .chat import chat
 from .convert import convert
+from .data import data
 from .families import families
 from .fork import fork
 from .generate import generate
@@ -28,7 +29,7 @@ from .presets import presets
 
 COMMANDS: dict[str, Callable[..., None]] = {
     command.__name__: command
-    for command in (families, presets, info, draw, plan, convert, generate, chat, evaluate, parity, report, fork)
+    for command in (families, presets, info, draw, plan, convert, generate, chat, evaluate, parity, data, report, fork)
 }
 DESCRIPTION = (
     "Inspect, convert, run and evaluate language model checkpoints in JAX. `zoo COMMAND --help` shows the options of a "

@@ -77,8 +77,9 @@ def data(
     )
     tokenizer = read_tokenizer(directory)
     template = options.read_template(directory, tokenizer)
-    records = options.load(tuple, tokenizer=tokenizer, template=template, seq_len=seq_len, pack=False, validation=0.0)
-    show(str(records))
+    arguments = {"tokenizer": tokenizer, "template": template, "seq_len": seq_len}
+    show(str(options.load(tuple, **arguments)))
+    records = options.load(tuple, **arguments, pack=False, validation=0.0)  # of the same tokens, in their order
     for number in range(min(texts, len(records.train.rows))):
         show(f"\n[{number}]")
         _show_row(records, number)
@@ -95,7 +96,7 @@ def _show_row(records: Records, number: int) -> None:
         if sys.stdout.isatty():
             _print_colors(pieces)
         else:
-            show("".join(f"⟦{text}⟧" if is_trained else text for text, is_trained in pieces))
+            show("".join(f"⟦{text}⟧" if is_trained else text for text, is_trained in pieces).rstrip())
 
 
 def _split_pieces(

@@ -60,6 +60,7 @@ class Corpus:
     digest: str
     unit: ClassVar[LossUnit] = "bits per byte"
     metric: ClassVar[str] = "bits_per_byte"
+    prompt_end: ClassVar[str] = ""
     stop_tokens: ClassVar[tuple[int, ...]] = ()
 
     @property

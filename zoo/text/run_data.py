@@ -20,11 +20,12 @@ class RunData(Protocol):
     - `unit`: of losses, "bits per byte" or "nats per trained token". `metric`: the name under which a training step
       logs its loss in it.
     - `baselines`: losses to compare with, by name.
-    - `stop_tokens`: tokens that end a sample.
+    - `stop_tokens`: tokens that end a sample. `prompt_end`: written between a prompt and its sample.
     """
 
     unit: ClassVar[LossUnit]
     metric: ClassVar[str]
+    prompt_end: ClassVar[str]
 
     @property
     def tokenizer(self) -> Tokenizer: ...

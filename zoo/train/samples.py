@@ -38,7 +38,7 @@ def continue_prompts(
         model = place(model, mesh)
     options = {"temperature": temperature, "stop_tokens": data.stop_tokens, "mesh": mesh, "key": key}
     new = generate(model, tokens, max_new_tokens=max_new_tokens, mask=mask, **options)
-    return [(prompt, data.decode(row)) for prompt, row in zip(prompts, new, strict=True)]
+    return [(prompt + data.prompt_end, data.decode(row)) for prompt, row in zip(prompts, new, strict=True)]
 
 
 def _move_stages_to_fsdp(mesh: Mesh) -> Mesh:

@@ -290,7 +290,7 @@ def _get(record: _Record, name: str, expected: Any, kind: RecordKind) -> Any:
     if not isinstance(value, expected):
         came = _name_types(type(value))
         types = _name_types(*getattr(expected, "__args__", (expected,)))
-        raise RecordError(f"`{name}` is {came}, and {types} was expected: {_shorten(value)}")
+        raise RecordError(f"`{name}` is {came}, and {types} was expected: {_to_phrase(value)}")
     if isinstance(value, str):
         _check_unicode(value, f"`{name}`")
     return value
@@ -315,7 +315,7 @@ def _get_messages(record: _Record, name: str, kind: RecordKind) -> list[dict[str
             raise RecordError(f"{where} is {came}, and a message with `role` and `content` was expected")
         role = message.get("role")
         if role not in _ROLES:
-            raise RecordError(f"{where} has the role {_shorten(role)}, and one of {', '.join(_ROLES)} was expected")
+            raise RecordError(f"{where} has the role {_to_phrase(role)}, and one of {', '.join(_ROLES)} was expected")
         content = message.get("content")
         if isinstance(content, list):
             raise RecordError(f"{where} has a list of parts as `content`: only text is read")
@@ -372,10 +372,10 @@ def _name_types(*types: type) -> str:
 
 
 def _quote(record: _Record) -> str:
-    return ", ".join(f"`{_shorten(name)}`" for name in list(record)[:12]) or "none"
+    return ", ".join(f"`{_to_phrase(name)}`" for name in list(record)[:12]) or "none"
 
 
-def _shorten(value: Any) -> str:
+def _to_phrase(value: Any) -> str:
     """Return a value in JSON, shortened to a phrase."""
     text = value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
     if len(text) > 60:

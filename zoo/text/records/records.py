@@ -115,6 +115,7 @@ class Records:
     parts: Mapping[str, "Records"] = dataclasses.field(default_factory=dict)
     unit: ClassVar[LossUnit] = "nats per trained token"
     metric: ClassVar[str] = "loss"
+    prompt_end: ClassVar[str] = "\n"
 
     @property
     def vocab(self) -> int:
@@ -155,6 +156,8 @@ class Records:
             f"held out",
             f"{counts['targets']:,} targets, {counts['trained']:,} of them trained on, in {counts['rows']:,} rows",
         ]
+        if self.template is not None and self.kind not in ("text", "prompts"):
+            lines.append(f"answers found {'by marks' if self.template.marks_generation else 'turn by turn'}")
         lines += [f"{counts[name]:,} {said}" for name, said in _OMITTED.items() if counts[name]]
         return ", ".join(lines)
 
