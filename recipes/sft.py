@@ -6,6 +6,9 @@
     python recipes/sft.py --checkpoint Qwen/Qwen3-0.6B --data chats.jsonl --seq-len 2048 --learning-rate 1e-4 --lora 16
     python recipes/sft.py ... --lora 16 --quantization nf4  # QLoRA: the frozen base in 4 bits
 
+By default the loss on held-out questions falls from 2.03 to 1.42 nats per trained token in a minute on two cores: the
+answers have the look of docstrings, and not their sense.
+
 Only what the assistant writes is trained on: the chat template, or the records, say which tokens these are, and `zoo
 data show` colors them. The loss is the mean over all trained tokens of a batch, whatever the rows, devices and
 micro-batches that hold them. Unlike finetune.py it packs whole texts into rows, where segments keep them apart.

@@ -1,4 +1,4 @@
-"""The tutorial docs/tutorials/sft.md, command by command: chats, what is trained on, LoRA, a chat, the export."""
+"""The tutorial docs/sft.md, command by command: chats, what is trained on, LoRA, a chat, the export."""
 
 import json
 import re
@@ -11,7 +11,7 @@ import pytest
 from tests.processes import make_environment
 
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "tutorials" / "sft.md"
+PAGE = ROOT / "docs" / "sft.md"
 BLOCK = re.compile(r"(<!-- [^\n]* -->\n)?^```(bash|python)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 QUICKLY = {"python base.py": "python base.py --steps 2", "--steps 60 --eval-every 20": "--steps 4 --eval-every 2"}
 """Commands that take a minute, and what is run instead."""

@@ -15,7 +15,7 @@ material = pytest.importorskip("material")
 THEME = Path(material.__file__).parent / "templates"
 FIRST = {
     "lora": "adapters.html",
-    "sft": "tutorials/sft.html",
+    "sft": "sft.html",
     "batch size": "choose_mesh.html",
     "checkpoint": "checkpoints.html",
     "gradient clipping": "train.html",
@@ -100,7 +100,7 @@ def test_search_of_the_built_site(built):
     assert [words for words in FIRST if not found[words]] == []
     first = {words: places[0].partition("#")[0].partition("?")[0] for words, places in found.items()}
     found = ask(built, DATA)
-    pages = ("your-data.html", "tutorials/sft.html")
+    pages = ("your-data.html", "sft.html")
     missed = [word for word in DATA if not any(place.startswith(pages) for place in found[word][:4])]
     assert missed == [], {word: found[word][:4] for word in missed}
     assert {words: first[words] for words, page in FIRST.items() if page} == {k: v for k, v in FIRST.items() if v}

@@ -55,7 +55,8 @@ def test_chats_are_split_packed_and_counted(load):
     answers = sorted(chat["messages"][1]["content"] + "\0" for chat in chats)
     assert sorted(list_trained(data.train) + list_trained(data.validation)) == answers
     assert data.counts["trained"] == sum(map(len, list_trained(data.train)))
-    assert f"100 chat records: {data.counts['train']} for training" in str(data)
+    assert f"100 chat records, {data.counts['train']} texts for training" in str(data)
+    assert "answers found by marks" in str(data)
 
 
 def test_batches_and_ordered_have_every_row(load):
@@ -202,6 +203,17 @@ def test_bad_arguments_and_empty_sources_are_named(load, tmp_path):
         load(path)
     with pytest.raises(ValueError, match="the train split has no rows"):
         load(make_chats(3), seq_len=4).train.batches(batch_size=1)
+
+
+def test_what_a_template_refuses_is_a_fault_with_its_words(load, tmp_path):
+    refusing = "{% if messages[0].role == messages[1].role %}{{ raise_exception('turns alternate') }}{% endif %}"
+    template = ChatTemplate(refusing + PLAIN_TEMPLATE, {"eos_token": "\0"}, name="m/chat_template.jinja")
+    chats = make_chats(3)
+    chats[1]["messages"].insert(0, chats[1]["messages"][0])
+    path = write_lines(tmp_path / "chats.jsonl", chats)
+    said = r"chats\.jsonl:2: m/chat_template\.jinja does not render these messages: turns alternate"
+    with pytest.raises(ValueError, match=said):
+        load(path, template=template)
 
 
 def test_prompts_answers_and_files_of_a_model(load, tmp_path):

@@ -152,14 +152,16 @@ class Records:
             return "\n".join(f"{name}: {part}" for name, part in self.parts.items())
         counts = self.counts
         lines = [
-            f"{counts['records']:,} {self.kind} records: {counts['train']:,} for training, {counts['validation']:,} "
-            f"held out",
-            f"{counts['targets']:,} targets, {counts['trained']:,} of them trained on, in {counts['rows']:,} rows",
+            f"{counts['records']:,} {self.kind} records, {counts['train']:,} texts for training, "
+            f"{counts['validation']:,} held out",
+            f"{counts['targets']:,} targets in {counts['rows']:,} rows, {counts['trained']:,} trained on",
         ]
         if self.template is not None and self.kind not in ("text", "prompts"):
-            lines.append(f"answers found {'by marks' if self.template.marks_generation else 'turn by turn'}")
-        lines += [f"{counts[name]:,} {said}" for name, said in _OMITTED.items() if counts[name]]
-        return ", ".join(lines)
+            lines[-1] += f", answers found {'by marks' if self.template.marks_generation else 'turn by turn'}"
+        omitted = [f"{counts[name]:,} {said}" for name, said in _OMITTED.items() if counts[name]]
+        if omitted:
+            lines.append(", ".join(omitted))
+        return "\n".join(lines)
 
 
 _OMITTED = {

@@ -1,0 +1,50 @@
+"""Flags of records: weights of sources, and the template of a checkpoint, a file, or a plain one."""
+
+import json
+
+import pytest
+
+from zoo import train
+from zoo.text.chat import PLAIN_TEMPLATE
+from zoo.text.tokenizers import ByteTokenizer
+
+
+def write_texts(path, word):
+    path.write_text("".join(json.dumps({"text": f"{word} {number}"}) + "\n" for number in range(60)))
+    return str(path)
+
+
+def test_sources_with_weights_are_mixed(tmp_path):
+    options = {"tokenizer": ByteTokenizer(), "template": None, "seq_len": 32, "cache": tmp_path / "cache"}
+    first, second = write_texts(tmp_path / "a.jsonl", "up"), write_texts(tmp_path / "b=1.jsonl", "down")
+    mixed = train.RecordOptions(data=(f"{first}=0.75", f"{second}=0.25")).load(tuple, **options)
+    assert list(mixed.parts) == [first, second]
+    assert mixed.train.rows.count_rows(400, batch_size=1)[second] == pytest.approx(100, abs=2)
+    both = train.RecordOptions(data=(first, second)).load(tuple, **options)
+    assert both.counts["records"] == 120 and not both.parts
+    with pytest.raises(ValueError, match=r"give each source a weight, PATH=WEIGHT, or none"):
+        train.RecordOptions(data=(f"{first}=0.75", second)).load(tuple, **options)
+
+
+def test_without_data_the_default_is_loaded(tmp_path):
+    options = {"tokenizer": ByteTokenizer(), "template": None, "seq_len": 32, "cache": tmp_path / "cache"}
+    data = train.RecordOptions().load(lambda: [{"text": "a"}] * 30, **options)
+    assert data.counts["records"] == 30 and data.kind == "text"
+
+
+def test_template_of_a_file_or_a_checkpoint_or_a_plain_one(tmp_path, capsys):
+    tokenizer = ByteTokenizer()
+    plain = train.RecordOptions().read_template(tmp_path, tokenizer)
+    assert plain.source == PLAIN_TEMPLATE and plain.special_tokens == {"bos_token": "\0", "eos_token": "\0"}
+    assert f"{tmp_path} has no chat template: it gets a plain one" in capsys.readouterr().out
+    (tmp_path / "chat_template.jinja").write_text("{{ messages }}")
+    assert train.RecordOptions().read_template(tmp_path, tokenizer).source == "{{ messages }}"
+    (tmp_path / "other.jinja").write_text("{{ tools }}")
+    options = train.RecordOptions(chat_template=tmp_path / "other.jinja")
+    assert options.read_template(tmp_path, tokenizer).source == "{{ tools }}"
+    assert capsys.readouterr().out == ""
+
+
+def test_flags_of_records_are_flat_in_a_configuration():
+    flat = train.options.flatten_config({"records": train.RecordOptions(train_on="last"), "steps": 3})
+    assert flat["train_on"] == "last" and flat["steps"] == 3 and "records" not in flat
