@@ -217,7 +217,7 @@ class ShuffledBatches(Iterator):
 
         **Raises** `ValueError` if the dataset has no rows, or the number of processes does not divide `batch_size`.
         """
-        self._process, self._rows = _assign_rows(batch_size, process)
+        self._process, self._rows = assign_rows(batch_size, process)
         self.batch_size = batch_size
         self.bytes_per_token = bytes_per_token
         self.digest = digest
@@ -276,7 +276,7 @@ class OrderedBatches:
 
         **Raises** `ValueError` if the number of processes does not divide `batch_size`.
         """
-        self._process, self._rows = _assign_rows(batch_size, process)
+        self._process, self._rows = assign_rows(batch_size, process)
         self._dataset = dataset
         self._indices = np.arange(len(dataset)) if indices is None else indices
         self._token_bytes = token_bytes
@@ -306,7 +306,7 @@ class OrderedBatches:
     def with_process(self, process: tuple[int, int]) -> "OrderedBatches":
         """Return the same batches, of which this process reads part `index` of `count`."""
         batches = copy.copy(self)
-        batches._process, batches._rows = _assign_rows(self.batch_size, process)
+        batches._process, batches._rows = assign_rows(self.batch_size, process)
         return batches
 
     def __iter__(self) -> Iterator[_Batch]:
@@ -334,7 +334,7 @@ def bits_per_byte(
     return nats / (math.log(2) * text.bytes_per_token)
 
 
-def _assign_rows(batch_size: int, process: tuple[int, int] | None) -> tuple[tuple[int, int], int]:
+def assign_rows(batch_size: int, process: tuple[int, int] | None) -> tuple[tuple[int, int], int]:
     """Return (index, count) of this process, and its number of rows per batch."""
     index, count = process or (jax.process_index(), jax.process_count())
     if batch_size < 1 or batch_size % count:

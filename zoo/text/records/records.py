@@ -8,9 +8,6 @@ for batch in data.validation.ordered(batch_size=8): ...       # one pass
 """
 
 import dataclasses
-import datetime
-import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,25 +16,34 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Integer
 
-from zoo._files import to_jsonable, user_cache_folder
+from zoo._files import user_cache_folder
 from zoo._optional import import_optional
 from zoo.text.batches import OrderedBatches, ShuffledBatches, spread_rows
 from zoo.text.chat import ChatTemplate, find_end_of_turn, write_chat_files
 from zoo.text.mixture import Mixture
 from zoo.text.packing import PackedRows
-from zoo.text.records.token_store import RecordsError, TokenStore, count_default_processes, write_store
+from zoo.text.records.token_store import TokenStore, count_default_processes, write_store
 from zoo.text.run_data import LossUnit
 from zoo.text.token_cache import open_cache
 from zoo.text.tokenizers import Tokenizer
 
-from .find_files import digest_files, find_record_files
+from .find_files import digest_files
 from .in_memory import InMemory
-from .kinds import KINDS, TOO_LONG, Encoding, RecordKind, find_kind
+from .kinds import TOO_LONG, Encoding, RecordKind
 from .prompt_rows import PromptRows
-from .record_file import RecordError, RecordFile
+from .record_file import RecordFile
+from .source import (
+    Source,
+    check_too_long,
+    choose_kind,
+    describe_encoding,
+    digest_values,
+    find_source_files,
+    fix_date,
+    name_files,
+)
 
 _STORE_VERSION = 1  # raised whenever the format of the store changes, or the tokens that a record becomes
-Source = str | Path | Sequence[str | Path] | Sequence[Mapping[str, Any]]
 Weights = Mapping[str, float] | Sequence[tuple[int, Mapping[str, float]]]
 
 
@@ -218,7 +224,7 @@ def load_records(
         raise ValueError(f"validation is {validation}: a share from 0 up to, but not including, 1 is held out")
     options = _Options(
         tokenizer=tokenizer,
-        template=_fix_date(template, chat_date),
+        template=fix_date(template, chat_date),
         seq_len=seq_len,
         kind=kind,
         field=field,
@@ -259,10 +265,9 @@ class _Options:
 
 def _load_source(source: Any, options: _Options) -> Records:
     """Load the records of one source."""
-    files = _find_files(source)
-    kind = _choose_kind(files, options)
-    if options.too_long == "cut" and kind.texts_per_item > 1:
-        raise ValueError(f"too_long='cut' would cut a {kind.name} record, of several texts: take 'drop'")
+    files = find_source_files(source)
+    kind = choose_kind(files, options.kind, options.field)
+    check_too_long(options.too_long, kind)
     encoding = Encoding(
         tokenizer=options.tokenizer,
         template=options.template,
@@ -271,7 +276,7 @@ def _load_source(source: Any, options: _Options) -> Records:
         train_on=options.train_on,
         variables=options.variables,
     )
-    name = _fingerprint(files, kind, options)
+    name = _fingerprint(files, kind, encoding, options)
     rejected = options.cache / f"rejected-{name}.jsonl" if options.skips else None
 
     def write(directory: Path) -> dict[str, Any]:
@@ -280,8 +285,8 @@ def _load_source(source: Any, options: _Options) -> Records:
     about, digests = open_cache(options.cache / name, write)
     store = TokenStore.open(options.cache / name, options.tokenizer.vocab, is_labeled=kind.is_labeled)
     if not len(store.shares):
-        raise ValueError(f"{_name_files(files)}: no records there")
-    digest = _digest(digests, options.seq_len, options.too_long, options.pack, options.validation)
+        raise ValueError(f"{name_files(files)}: no records there")
+    digest = digest_values(digests, options.seq_len, options.too_long, options.pack, options.validation)
     held_out = _hold_out(store.shares, options.validation)
     chosen = {"train": ~held_out, "validation": held_out}
     rows = {name: _make_rows(store, items, kind, options) for name, items in chosen.items()}
@@ -300,71 +305,15 @@ def _load_source(source: Any, options: _Options) -> Records:
     )
 
 
-def _find_files(source: Any) -> list[RecordFile]:
-    """Return the files of a source, or its records in memory as one."""
-    is_sequence = isinstance(source, Sequence) and not isinstance(source, str)
-    if is_sequence and source and all(isinstance(record, Mapping) for record in source):
-        return [InMemory(source)]
-    return find_record_files(source)
-
-
-def _name_files(files: Sequence[RecordFile]) -> str:
-    names = [str(file.path) for file in files[:3]]
-    if len(files) > len(names):
-        names.append(f"and {len(files) - len(names):,} more")
-    return ", ".join(names)
-
-
-def _choose_kind(files: Sequence[RecordFile], options: _Options) -> RecordKind:
-    """Return the kind that is named, or the kind of the first record."""
-    if options.kind in KINDS:
-        return KINDS[options.kind]
-    if options.kind != "auto":
-        raise ValueError(f"kind is {options.kind!r}, and one of auto, {', '.join(KINDS)} was expected")
-    for file in files:
-        for unit in file.split()[:1]:
-            for number, record in file.read(unit):
-                try:
-                    if isinstance(record, RecordError):
-                        raise record
-                    return find_kind(record, options.field)
-                except RecordError as error:
-                    raise RecordsError(f"{file.locate(unit, number)}: {error}") from None
-    raise ValueError(f"{_name_files(files)}: no records there")
-
-
-def _fix_date(template: ChatTemplate | None, chat_date: str | None) -> ChatTemplate | None:
-    """Give a template that writes the date one day: of a run that lasts longer, and of its tokens."""
-    if template is None or not template.writes_date:
-        return template
-    try:
-        day = datetime.date.today() if chat_date is None else datetime.date.fromisoformat(chat_date)
-    except ValueError:
-        raise ValueError(f"chat_date is {chat_date!r}, and a day was expected, such as 2026-01-31") from None
-    return template.on_date(day)
-
-
-def _fingerprint(files: Sequence[RecordFile], kind: RecordKind, options: _Options) -> str:
+def _fingerprint(files: Sequence[RecordFile], kind: RecordKind, encoding: Encoding, options: _Options) -> str:
     """Return a hash of everything that the tokens depend on."""
-    template = options.template
     parts = {
         "version": _STORE_VERSION,
         "files": [file.digest() for file in files if isinstance(file, InMemory)] or digest_files(files, options.cache),
-        "tokenizer": options.tokenizer.cache_key,
-        "end": options.tokenizer.end,
-        "template": template and [template.source, template.special_tokens, str(template.date)],
-        "kind": kind.name,
-        "field": options.field,
-        "train_on": options.train_on,
-        "variables": options.variables,
         "skips": options.skips,
+        **describe_encoding(kind, encoding),
     }
-    return _digest(parts)
-
-
-def _digest(*values: Any) -> str:
-    text = json.dumps(to_jsonable(values), sort_keys=True)
-    return hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
+    return digest_values(parts)
 
 
 def _hold_out(shares: Float[np.ndarray, "items"], fraction: float) -> Bool[np.ndarray, "items"]:
@@ -449,7 +398,7 @@ def mix(parts: Mapping[str, Records], weights: Weights) -> Records:
     grain = import_optional("grain", "pip install 'equizoo[train]'")
     rows_of_parts = [part.validation.rows for part in parts.values() if len(part.validation.rows)]
     held_out = grain.MapDataset.concatenate([grain.MapDataset.source(rows) for rows in rows_of_parts])
-    digest = _digest([part.digest for part in parts.values()], weights)
+    digest = digest_values([part.digest for part in parts.values()], weights)
     counts = {name: part.counts for name, part in parts.items()}
     train = dataclasses.replace(first.train, rows=mixed, digest=digest, counts=counts)
     validation = dataclasses.replace(first.validation, rows=held_out, digest=digest, counts=counts)

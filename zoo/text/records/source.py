@@ -1,0 +1,90 @@
+"""The files of a source of records, the kind of its records, and everything that their tokens depend on."""
+
+import datetime
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from zoo._files import to_jsonable
+from zoo.text.chat import ChatTemplate
+from zoo.text.records.token_store import RecordsError
+
+from .find_files import find_record_files
+from .in_memory import InMemory
+from .kinds import KINDS, TOO_LONG, Encoding, RecordKind, find_kind
+from .record_file import RecordError, RecordFile
+
+Source = str | Path | Sequence[str | Path] | Sequence[Mapping[str, Any]]
+
+
+def find_source_files(source: Any) -> list[RecordFile]:
+    """Return the files of a source, or its records in memory as one."""
+    is_sequence = isinstance(source, Sequence) and not isinstance(source, str)
+    if is_sequence and source and all(isinstance(record, Mapping) for record in source):
+        return [InMemory(source)]
+    return find_record_files(source)
+
+
+def name_files(files: Sequence[RecordFile]) -> str:
+    """Return the paths of up to three files, and the number of the others."""
+    names = [str(file.path) for file in files[:3]]
+    if len(files) > len(names):
+        names.append(f"and {len(files) - len(names):,} more")
+    return ", ".join(names)
+
+
+def choose_kind(files: Sequence[RecordFile], kind: str, field: str) -> RecordKind:
+    """Return the kind with a name; for "auto", the kind of the first record."""
+    if kind in KINDS:
+        return KINDS[kind]
+    if kind != "auto":
+        raise ValueError(f"kind is {kind!r}, and one of auto, {', '.join(KINDS)} was expected")
+    for file in files:
+        for unit in file.split()[:1]:
+            for number, record in file.read(unit):
+                try:
+                    if isinstance(record, RecordError):
+                        raise record
+                    return find_kind(record, field)
+                except RecordError as error:
+                    raise RecordsError(f"{file.locate(unit, number)}: {error}") from None
+    raise ValueError(f"{name_files(files)}: no records there")
+
+
+def check_too_long(too_long: TOO_LONG | None, kind: RecordKind) -> None:
+    """**Raises** `ValueError` where records of several texts would be cut."""
+    if too_long == "cut" and kind.texts_per_item > 1:
+        raise ValueError(f"too_long='cut' would cut a {kind.name} record, of several texts: take 'drop'")
+
+
+def fix_date(template: ChatTemplate | None, chat_date: str | None) -> ChatTemplate | None:
+    """Give a template that writes the date one day: of a run that lasts longer, and of its tokens."""
+    if template is None or not template.writes_date:
+        return template
+    try:
+        day = datetime.date.today() if chat_date is None else datetime.date.fromisoformat(chat_date)
+    except ValueError:
+        raise ValueError(f"chat_date is {chat_date!r}, and a day was expected, such as 2026-01-31") from None
+    return template.on_date(day)
+
+
+def describe_encoding(kind: RecordKind, encoding: Encoding) -> dict[str, Any]:
+    """Return everything that the tokens of given records depend on, as JSON."""
+    template = encoding.template
+    return {
+        "tokenizer": encoding.tokenizer.cache_key,
+        "end": encoding.end,
+        "template": template and [template.source, template.special_tokens, str(template.date)],
+        "kind": kind.name,
+        "field": encoding.text_field,
+        "train_on": encoding.train_on,
+        "variables": encoding.variables,
+    }
+
+
+def digest_values(*values: Any) -> str:
+    """Return a hash of values that JSON can write."""
+    text = json.dumps(to_jsonable(values), sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
