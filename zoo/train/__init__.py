@@ -13,7 +13,7 @@ from zoo.text.corpus import load_text
 from zoo.text.docstrings import read_docstrings
 from zoo.text.mixture import Mixture
 from zoo.text.packing import PackedRows, plan_rows
-from zoo.text.records import Records, load_records, mix
+from zoo.text.records import Records, RecordStream, load_records, mix, stream_records
 from zoo.text.synthetic import AssociativeRecall, GroupWords, NeedleRetrieval
 from zoo.text.tokenizers import read_tokenizer
 
@@ -64,6 +64,7 @@ __all__ = [
     "PackedRows",
     "Profile",
     "RecordOptions",
+    "RecordStream",
     "Records",
     "Run",
     "RunOptions",
@@ -102,6 +103,7 @@ __all__ = [
     "skip_nonfinite",
     "skip_spikes",
     "stack_rows",
+    "stream_records",
     "summary",
     "sweep_grid",
     "sweep_map",

@@ -34,17 +34,18 @@ from .prompt_rows import PromptRows
 from .record_file import RecordFile
 from .source import (
     Source,
+    Weights,
     check_too_long,
     choose_kind,
     describe_encoding,
     digest_values,
     find_source_files,
+    find_weights,
     fix_date,
     name_files,
 )
 
 _STORE_VERSION = 1  # raised whenever the format of the store changes, or the tokens that a record becomes
-Weights = Mapping[str, float] | Sequence[tuple[int, Mapping[str, float]]]
 
 
 @dataclass(frozen=True)
@@ -237,7 +238,7 @@ def load_records(
         processes=processes or count_default_processes(),
         cache=cache or user_cache_folder() / "records",
     )
-    weights = _find_weights(source)
+    weights = find_weights(source)
     if weights is None:
         return _load_source(source, options)
     names = list(weights if isinstance(weights, Mapping) else weights[0][1])
@@ -367,18 +368,6 @@ def _find_stop_tokens(options: _Options) -> tuple[int, ...]:
     if options.template is not None:
         ends.append(find_end_of_turn(options.template, options.tokenizer))
     return tuple(dict.fromkeys(token for token in ends if token is not None))
-
-
-def _find_weights(source: Any) -> Weights | None:
-    """Return the weights of a mixture; None for a source of its own."""
-    if isinstance(source, Mapping):
-        return source
-    is_phases = (
-        isinstance(source, Sequence)
-        and bool(source)
-        and all(isinstance(phase, tuple) and len(phase) == 2 and isinstance(phase[1], Mapping) for phase in source)
-    )
-    return source if is_phases else None
 
 
 def mix(parts: Mapping[str, Records], weights: Weights) -> Records:

@@ -16,6 +16,7 @@ from .in_memory import InMemory
 from .kinds import KINDS, TOO_LONG, Encoding, RecordKind, find_kind
 from .record_file import RecordError, RecordFile
 
+Weights = Mapping[str, float] | Sequence[tuple[int, Mapping[str, float]]]
 Source = str | Path | Sequence[str | Path] | Sequence[Mapping[str, Any]]
 
 
@@ -25,6 +26,18 @@ def find_source_files(source: Any) -> list[RecordFile]:
     if is_sequence and source and all(isinstance(record, Mapping) for record in source):
         return [InMemory(source)]
     return find_record_files(source)
+
+
+def find_weights(source: Any) -> Weights | None:
+    """Return the weights of a mixture; None for a source of its own."""
+    if isinstance(source, Mapping):
+        return source
+    is_phases = (
+        isinstance(source, Sequence)
+        and bool(source)
+        and all(isinstance(phase, tuple) and len(phase) == 2 and isinstance(phase[1], Mapping) for phase in source)
+    )
+    return source if is_phases else None
 
 
 def name_files(files: Sequence[RecordFile]) -> str:

@@ -38,11 +38,15 @@ from zoo.text.token_cache import choose_token_dtype
 from .kinds import Encoding, RecordKind
 from .record_file import RecordError, RecordFile, Unit
 
-_Job = tuple[RecordFile, Unit]
+Job = tuple[RecordFile, Unit]
 MAX_LISTED = 20
 """Faults that are listed, and after which reading stops."""
 MAX_REJECTED = 0.01
 """Share of records that may be left out."""
+WORKER_ENDED = (
+    "a worker that tokenizes records ended: out of memory, or the script that called has no "
+    '`if __name__ == "__main__":` around its work'
+)
 
 
 class RecordsError(ValueError):
@@ -96,7 +100,7 @@ class TokenStore:
             return json.loads(file.read(int(stop - start)))
 
 
-def encode_unit(job: _Job, kind: RecordKind, encoding: Encoding) -> EncodedUnit:
+def encode_unit(job: Job, kind: RecordKind, encoding: Encoding) -> EncodedUnit:
     """Read and encode the records of a unit."""
     file, unit = job
     result = EncodedUnit()
@@ -154,11 +158,10 @@ def write_store(
     **Raises** `RecordsError` for faults, and `RuntimeError` if a worker dies.
     """
     jobs = [(file, unit) for file in files for unit in file.split()]
-    encode = functools.partial(encode_unit, kind=kind, encoding=encoding)
     num_records = 0
     faults: list[dict[str, Any]] = []
     with _StoreWriter(directory, kind) as writer, _Progress(sum(unit.num_bytes for _, unit in jobs)) as progress:
-        for (_, unit), encoded in zip(jobs, _map_in_order(encode, jobs, processes), strict=True):
+        for (_, unit), encoded in zip(jobs, _encode_in_order(jobs, kind, encoding, processes), strict=True):
             num_records += encoded.num_records
             faults += encoded.faults
             if rejected is None and len(faults) >= MAX_LISTED:
@@ -169,7 +172,7 @@ def write_store(
             writer.finish()
     if faults and rejected is None:
         raise RecordsError(
-            f"{_list_faults(faults)}\nNothing was written. Mend them, or leave them out: bad_records='skip' "
+            f"{list_faults(faults)}\nNothing was written. Mend them, or leave them out: bad_records='skip' "
             "(--bad-records skip) writes them to a file, with their faults"
         )
     if faults and rejected is not None:
@@ -177,13 +180,14 @@ def write_store(
         if len(faults) > MAX_REJECTED * num_records:
             raise RecordsError(
                 f"{len(faults):,} of {num_records:,} records have faults, more than the {MAX_REJECTED:.0%} that may be "
-                f"left out. All are in {rejected}:\n{_list_faults(faults)}"
+                f"left out. All are in {rejected}:\n{list_faults(faults)}"
             )
         show(f"left out {len(faults):,} of {num_records:,} records; {rejected} has them, with their faults")
     return {"records": num_records, "rejected": len(faults)}
 
 
-def _list_faults(faults: Sequence[dict[str, Any]]) -> str:
+def list_faults(faults: Sequence[dict[str, Any]]) -> str:
+    """Return a line for each of the first faults, and the number of the others."""
     lines = [f"{fault['place']}: {fault['fault']}" for fault in faults[:MAX_LISTED]]
     if len(faults) > MAX_LISTED:
         lines.append(f"and {len(faults) - MAX_LISTED:,} more")
@@ -239,34 +243,50 @@ def count_default_processes() -> int:
     return min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1, 8)
 
 
-def _map_in_order(encode: Callable[[_Job], EncodedUnit], jobs: Sequence[_Job], processes: int) -> Iterator[EncodedUnit]:
-    """Yield `encode(job)` of each job in order. A few units more than there are workers are in flight: the results of
-    a large source would not fit in memory."""
+def _encode_in_order(
+    jobs: Sequence[Job], kind: RecordKind, encoding: Encoding, processes: int
+) -> Iterator[EncodedUnit]:
+    """Yield the texts of each job in order. A few units more than there are workers are in flight: the results of a
+    large source would not fit in memory."""
     if min(processes, len(jobs)) <= 1:
-        yield from map(encode, jobs)
+        for job in jobs:
+            yield encode_unit(job, kind, encoding)
         return
     waiting: collections.deque[Future[EncodedUnit]] = collections.deque()
-    # Spawned: the fork of a process that runs JAX deadlocks.
-    pool = ProcessPoolExecutor(min(processes, len(jobs)), get_context("spawn"), _start_worker)
+    pool = start_workers(min(processes, len(jobs)), kind, encoding)
     try:
         for job in jobs:
-            waiting.append(pool.submit(encode, job))
+            waiting.append(pool.submit(encode_in_worker, job))
             if len(waiting) > 3 * processes:
                 yield waiting.popleft().result()
         while waiting:
             yield waiting.popleft().result()
     except BrokenProcessPool:
-        raise RuntimeError(
-            "a worker that tokenizes records ended: out of memory, or the script that called has no "
-            '`if __name__ == "__main__":` around its work. processes=1 (--data-processes 1) takes no workers'
-        ) from None
+        raise RuntimeError(f"{WORKER_ENDED}. processes=1 (--data-processes 1) takes no workers") from None
     finally:
         pool.shutdown(cancel_futures=True)
 
 
-def _start_worker() -> None:
-    """Let each worker have one thread: there is a worker for each core."""
+def start_workers(count: int, kind: RecordKind, encoding: Encoding) -> ProcessPoolExecutor:
+    """Start processes that `encode_in_worker` runs in, each with its own tokenizer."""
+    # Spawned: the fork of a process that runs JAX deadlocks.
+    return ProcessPoolExecutor(count, get_context("spawn"), _start_worker, (kind, encoding))
+
+
+def encode_in_worker(job: Job) -> EncodedUnit:
+    """Read and encode the records of a unit, in a process of `start_workers`."""
+    return _encode_in_worker(job)
+
+
+def _start_worker(kind: RecordKind, encoding: Encoding) -> None:
+    """Keep the tokenizer for all jobs of a worker, since reading its file takes long, and let it have one thread: there
+    is a worker for each core."""
+    global _encode_in_worker
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    _encode_in_worker = functools.partial(encode_unit, kind=kind, encoding=encoding)
+
+
+_encode_in_worker: Callable[[Job], EncodedUnit]
 
 
 class _Progress:
