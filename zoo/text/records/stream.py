@@ -75,7 +75,7 @@ def stream_records(
     chat_date: str | None = None,
     variables: Mapping[str, Any] = {},
     seed: int = 0,
-    window: int = 4096,
+    window: int = 1024,
     process: tuple[int, int] | None = None,
     workers: int = 0,
 ) -> "RecordStream":
@@ -228,7 +228,7 @@ class RecordStream(Iterator):
                 raise ValueError(f"the stream was saved with {name}={state[name]}, and this one has {setting[name]}")
         if str(index) not in state["positions"]:
             raise ValueError(f"the state has the positions of other processes, and none of process {index}")
-        self.close()
+        self._stop_reading()
         self.counts.clear()
         self._position = state["positions"][str(index)]
 
@@ -245,12 +245,15 @@ class RecordStream(Iterator):
 
     def close(self) -> None:
         """Stop threads and workers; the next batch starts them again."""
-        if self._iterator is not None:
-            self._iterator.close()
-            self._iterator = None
+        self._stop_reading()
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
             self._pool = None
+
+    def _stop_reading(self) -> None:
+        if self._iterator is not None:
+            self._iterator.close()
+            self._iterator = None
 
     def _describe_setting(self) -> dict[str, int]:
         """Return what a position is only valid with."""
@@ -287,7 +290,7 @@ class RecordStream(Iterator):
                 return number, encode_unit(self._jobs[number], self._kind, encoding)
 
             return encode
-        pool = start_workers(self._options.workers, self._kind, self._encoding)
+        pool = self._pool or start_workers(self._options.workers, self._kind, self._encoding)
         self._pool = pool
 
         def encode_elsewhere(number: int) -> tuple[int, EncodedUnit]:
