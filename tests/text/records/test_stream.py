@@ -3,12 +3,16 @@
 import functools
 import json
 import logging
+import threading
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 
+import jax
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.experimental import multihost_utils
 
 from zoo import train
 from zoo.text.chat import PLAIN_TEMPLATE, ChatTemplate
@@ -144,6 +148,12 @@ def test_units_are_resumed_and_a_closed_stream_goes_on(folder):
             batches.close()
         assert are_same(next(batches), batch)
     batches.close()
+    single = stream(folder, window=7, batch_size=1)
+    single.restore(state)
+    for batch in wanted[:3]:
+        rows = [next(single) for _ in range(3)]
+        assert are_same({name: np.concatenate([row[name] for row in rows]) for name in rows[0]}, batch)
+    single.close()
 
 
 def test_the_next_pass_has_another_order(folder):
@@ -161,7 +171,9 @@ def test_processes_read_different_units_and_together_all(folder, processes):
     units = {}
     for file in find_files.find_record_files(folder):
         for unit in file.split():
-            units.update({record["text"].encode(): (file.path, unit) for _, record in file.read(unit)})
+            for _, record in file.read(unit):
+                assert isinstance(record, dict)
+                units[record["text"].encode()] = file.path, unit
     num_units = len(set(units.values()))
     assert num_units > 6
     seen = []
@@ -198,6 +210,35 @@ def test_another_number_of_processes_is_refused(folder):
             stream(folder, batch_size=2, process=(0, 2), **{"window": 8, **options}).restore(state)
     with pytest.raises(ValueError, match="the state of a stream of records was expected, and '24' came"):
         stream(folder).restore(24)
+
+
+def test_the_state_has_the_positions_of_all_processes(folder, monkeypatch):
+    given = {}
+    here = threading.local()
+    meeting = threading.Barrier(2, timeout=60)
+
+    def process_allgather(x):
+        given[here.index] = x
+        meeting.wait()
+        both = np.stack([given[0], given[1]])
+        meeting.wait()
+        return both
+
+    def read(index):
+        here.index = index
+        batches = stream(folder, batch_size=2, window=8, process=(index, 2))
+        for _ in range(150 * index):  # so that one position is longer to write
+            next(batches)
+        position = batches._position
+        batches.close()
+        return position, batches.state
+
+    monkeypatch.setattr(multihost_utils, "process_allgather", process_allgather)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with ThreadPoolExecutor(2) as pool:
+        (first, state), (second, other) = pool.map(read, range(2))
+    assert state == other and first is None and second is not None
+    assert state["positions"] == {"0": first, "1": second} and state["processes"] == 2
 
 
 def test_too_few_units_and_bad_arguments_are_named(folder):
@@ -271,6 +312,14 @@ def test_workers_give_the_same_batches(folder):
     assert all(are_same(next(elsewhere), batch) for batch in wanted)
     elsewhere.restore(here.state)
     assert elsewhere.digest == here.digest and are_same(next(elsewhere), next(here))
+    assert elsewhere._pool is not None
+    for process in elsewhere._pool._processes.values():
+        process.kill()
+    with pytest.raises(
+        RuntimeError, match="a worker that tokenizes records ended: out of memory.* workers=0 takes none"
+    ):
+        for _ in range(1000):
+            next(elsewhere)
     for batches in (here, elsewhere):
         batches.close()
 

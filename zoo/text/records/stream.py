@@ -7,6 +7,7 @@ Units of the files are shuffled and shared by the processes. The texts of a wind
 as shuffled rows.
 """
 
+import atexit
 import copy
 import json
 import logging
@@ -85,20 +86,20 @@ def stream_records(
 
     - `batch_size`: rows per batch, over all processes.
     - `bad_records`: "skip" logs records with faults, the first 20 with their places, and counts all in `counts`.
-    - `window`: texts that are packed together, as well as a plan can, and whose rows are shuffled.
+    - `window`: texts that are packed together, as tightly as by `load_records`, and give rows in random order.
     - `process`: (index, count) of the units to read: `zoo.parallel.reader(mesh)`.
-    - `workers`: processes that tokenize; 0 takes a thread of this process. The batches do not depend on it.
+    - `workers`: processes that tokenize, for a script with `if __name__ == "__main__":` around its work; 0 takes a
+      thread of this process. The batches do not depend on it.
 
     A unit of a file is read at once: 4 MiB of lines, a row group, 4,096 rows, or the whole of a compressed file. Each
     process holds the texts of a window and of a few units in memory.
 
     A stream promises less than `load_records`. It does not promise
 
-    - each target once per pass: processes go through their units at their own pace, and a window may hold texts of two
-      passes. A run that is resumed on another number of processes is refused, since they would read some texts twice
-      and others not at all;
-    - a validation split: hold out files of your own;
-    - that the first step comes after the last fault was found: a fault stops the run when its unit is read.
+    - exact passes: a window may hold texts of two passes, and processes go through their units at their own pace;
+    - to resume on another number of processes, which is refused: some targets would come twice in a pass, others never;
+    - that faults are found before the first step: one stops the run when its unit is read;
+    - a validation split: hold out files of your own.
 
     **Raises** `FileNotFoundError` for a missing source; `RecordsError`, a `ValueError`, if the first record is of no
     kind; `ValueError` for fewer units than processes, or a number of processes that does not divide `batch_size`;
@@ -207,10 +208,10 @@ class RecordStream(Iterator):
         if jax.process_count() > 1:
             for gathered in _gather_json(positions):
                 positions.update(gathered)
-        return {**self._describe_setting(), "positions": positions}
+        return {**self._describe_setting(), "positions": dict(sorted(positions.items()))}
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from a saved `state`, bit for bit.
+    def restore(self, state: Any) -> None:
+        """Continue from a saved `state`, bit for bit. Other `workers` and another `batch_size` give the same rows.
 
         **Raises** `ValueError` if it was saved on another number of processes, or with another seed or window.
         """
@@ -235,7 +236,9 @@ class RecordStream(Iterator):
     def __next__(self) -> dict[str, Shaped[np.ndarray, "batch ..."]]:
         try:
             if self._iterator is None:
-                self._iterator = self._start()
+                self._iterator = self._make_iterator()
+                if self._position is not None:
+                    self._iterator.set_state(self._position)
             batch = next(self._iterator)
         except BaseException:
             self.close()  # the iterator is behind the unit that failed, and would go on without it
@@ -251,6 +254,7 @@ class RecordStream(Iterator):
             self._pool = None
 
     def _stop_reading(self) -> None:
+        atexit.unregister(self._stop_reading)
         if self._iterator is not None:
             self._iterator.close()
             self._iterator = None
@@ -260,8 +264,8 @@ class RecordStream(Iterator):
         _, count = self._process
         return {"processes": count, "seed": self._options.seed, "window": self._options.window}
 
-    def _start(self) -> Any:
-        """Start to read at the position."""
+    def _make_iterator(self) -> Any:
+        """Return an iterator of grain over the batches, from the first on."""
         grain = self._grain
         flatten = grain.experimental.FlatMapIterDataset
         options = self._options
@@ -275,10 +279,8 @@ class RecordStream(Iterator):
         rows = flatten(packed, _FlatMap(_keep))
         batches = rows.batch(self._rows, drop_remainder=True)
         ahead = grain.experimental.ThreadPrefetchIterDataset(batches, prefetch_buffer_size=_BATCHES_AHEAD)
-        iterator = iter(ahead)
-        if self._position is not None:
-            iterator.set_state(self._position)
-        return iterator
+        atexit.register(self._stop_reading)  # its thread is a daemon, and Python may crash that ends below one
+        return iter(ahead)
 
     def _start_encoder(self) -> Callable[[int], tuple[int, EncodedUnit]]:
         """Return the function that reads and encodes the unit with a number: in a worker, or where it is called."""
