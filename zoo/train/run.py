@@ -176,7 +176,7 @@ class Run:
         if digest is not None:
             self.config["text_digest"] = digest
         counts = getattr(batches, "counts", None)
-        if counts is not None:
+        if counts:
             self.config["records"] = to_jsonable(counts)
         if self._newest is None:
             if digest is not None and jax.process_index() == 0:

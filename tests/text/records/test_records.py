@@ -224,5 +224,17 @@ def test_prompts_answers_and_files_of_a_model(load, tmp_path):
     data.save(tmp_path)
     assert (tmp_path / "chat_template.jinja").read_text() == PLAIN_TEMPLATE
     assert json.loads((tmp_path / "generation_config.json").read_text())["eos_token_id"] == 0
-    text = load([{"text": "a b"}] * 5)
-    assert text.encode_prompt("a").tolist() == [0, 97]
+    for plain in ({"text": "a b"}, {"prompt": "a", "completion": "b"}, {"prompt": "a", "chosen": "b", "rejected": "c"}):
+        text = load([plain] * 5)
+        assert text.template is None and text.encode_prompt("a").tolist() == [0, 97] and text.stop_tokens == (0,)
+
+
+def test_a_faulty_first_record_can_be_left_out(load, tmp_path):
+    path = write_lines(tmp_path / "chats.jsonl", make_chats(120))
+    path.write_text("{\n" + path.read_text())
+    assert load(path, bad_records="skip").counts["rejected"] == 1
+    with pytest.raises(ValueError, match=r"chats\.jsonl:1: JSON was expected"):
+        load(path)
+    path.write_text("{\n")
+    with pytest.raises(ValueError, match=r"chats\.jsonl:1: JSON was expected"):
+        load(path, bad_records="skip")

@@ -105,6 +105,10 @@ class RecordKind:
         """Return the items of a record. **Raises** `RecordError` or `ChatError` for a fault in it."""
         raise NotImplementedError
 
+    def has_messages(self, record: _Record) -> bool:
+        """Return True for a record of messages, which a chat template renders; False for one of text."""
+        return isinstance(record.get("prompt"), list)
+
     def find_key(self, record: _Record, encoding: Encoding) -> str:
         """Return the text of a checked record by which it is held out or not: equal prompts stay together."""
         raise NotImplementedError
@@ -157,6 +161,9 @@ class ChatKind(RecordKind):
         messages = _get_messages(record, "messages", self)
         options = {"tools": _get_tools(record, self), "train_on": encoding.train_on}
         return [Item((text,)) for text in encoding.encode_messages(messages, **options)]
+
+    def has_messages(self, record: _Record) -> bool:
+        return True
 
     def find_key(self, record: _Record, encoding: Encoding) -> str:
         return _find_question(record["messages"])
@@ -212,6 +219,9 @@ class PreferenceKind(RecordKind):
             answers = {"chosen": chosen[shared:], "rejected": rejected[shared:]}
         texts = [_encode_answer(answers, prompt, name, encoding, self) for name in ("chosen", "rejected")]
         return [Item(tuple(texts))]
+
+    def has_messages(self, record: _Record) -> bool:
+        return isinstance(record.get("chosen"), list)
 
     def find_key(self, record: _Record, encoding: Encoding) -> str:
         return _find_question(record.get("prompt", record["chosen"]))

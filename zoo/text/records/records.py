@@ -1,10 +1,12 @@
 """Datasets of records: chats, prompts with completions, preference pairs and texts, tokenized once and packed.
 
-data = load_records("chats.jsonl", tokenizer=tokenizer, template=template, seq_len=2048)
-data = load_records({"web/*.parquet": 0.7, "code.jsonl": 0.3}, tokenizer=tokenizer, seq_len=2048)
-print(data)                                                   # what was read, kept, cut, dropped
-batches = data.train.batches(batch_size=8, seed=0)            # infinite; its state is one integer
-for batch in data.validation.ordered(batch_size=8): ...       # one pass
+    data = load_records("chats.jsonl", tokenizer=tokenizer, template=template, seq_len=2048)
+    data = load_records({"web/*.parquet": 0.7, "code.jsonl": 0.3}, tokenizer=tokenizer, seq_len=2048)
+    print(data)                                                   # what was read, kept, cut, dropped
+    batches = data.train.batches(batch_size=8, seed=0)            # infinite; its state is one integer
+    for batch in data.validation.ordered(batch_size=8): ...       # one pass
+
+Every record is checked before the first batch.
 """
 
 import dataclasses
@@ -43,6 +45,7 @@ from .source import (
     find_weights,
     fix_date,
     name_files,
+    read_first_record,
 )
 
 _STORE_VERSION = 1  # raised whenever the format of the store changes, or the tokens that a record becomes
@@ -106,6 +109,7 @@ class Records:
     """Records as rows for training and validation.
 
     - `kind`: text, chat, completion, preference, labeled or prompts.
+    - `template`: None for records of text, without messages.
     - `parts`: of a mixture, the records of each source, by name.
     - `digest`: a hash of everything that the rows depend on.
     - `stop_tokens`: end an answer.
@@ -135,8 +139,8 @@ class Records:
         return {}
 
     def encode_prompt(self, prompt: str) -> Int[np.ndarray, "tokens"]:
-        """Tokenize what a user says, up to the beginning of the answer; a text, for a model without a template."""
-        if self.template is None or self.kind == "text":
+        """Tokenize what a user says, up to the beginning of the answer; of records without messages, a text."""
+        if self.template is None:
             (tokens,) = self.tokenizer.encode_all([prompt.encode()])
             return np.append(self.tokenizer.separator, tokens)
         messages = [{"role": "user", "content": prompt}]
@@ -163,7 +167,7 @@ class Records:
             f"{counts['validation']:,} held out",
             f"{counts['targets']:,} targets in {counts['rows']:,} rows, {counts['trained']:,} trained on",
         ]
-        if self.template is not None and self.kind not in ("text", "prompts"):
+        if self.template is not None and self.kind != "prompts":
             lines[-1] += f", answers found {'by marks' if self.template.marks_generation else 'turn by turn'}"
         omitted = [f"{counts[name]:,} {said}" for name, said in _OMITTED.items() if counts[name]]
         if omitted:
@@ -268,10 +272,12 @@ def _load_source(source: Any, options: _Options) -> Records:
     """Load the records of one source."""
     files = find_source_files(source)
     kind = choose_kind(files, options.kind, options.field)
+    first, _ = read_first_record(files)
+    template = options.template if kind.has_messages(first) else None
     check_too_long(options.too_long, kind)
     encoding = Encoding(
         tokenizer=options.tokenizer,
-        template=options.template,
+        template=options.template,  # for a later record of messages, too
         end=options.tokenizer.end,
         text_field=options.field,
         train_on=options.train_on,
@@ -299,8 +305,8 @@ def _load_source(source: Any, options: _Options) -> Records:
         validation=splits["validation"],
         kind=kind.name,
         tokenizer=options.tokenizer,
-        template=options.template,
-        stop_tokens=_find_stop_tokens(options),
+        template=template,
+        stop_tokens=_find_stop_tokens(options.tokenizer, template),
         digest=digest,
         counts=counts,
     )
@@ -363,10 +369,10 @@ def _count(about: Mapping[str, Any], rows: Mapping[str, PackedRows | PromptRows]
     }
 
 
-def _find_stop_tokens(options: _Options) -> tuple[int, ...]:
-    ends: list[int | None] = [options.tokenizer.end]
-    if options.template is not None:
-        ends.append(find_end_of_turn(options.template, options.tokenizer))
+def _find_stop_tokens(tokenizer: Tokenizer, template: ChatTemplate | None) -> tuple[int, ...]:
+    ends: list[int | None] = [tokenizer.end]
+    if template is not None:
+        ends.append(find_end_of_turn(template, tokenizer))
     return tuple(dict.fromkeys(token for token in ends if token is not None))
 
 
@@ -386,7 +392,9 @@ def mix(parts: Mapping[str, Records], weights: Weights) -> Records:
     mixed = Mixture({name: part.train.rows for name, part in parts.items()}, weights)
     grain = import_optional("grain", "pip install 'equizoo[train]'")
     rows_of_parts = [part.validation.rows for part in parts.values() if len(part.validation.rows)]
-    held_out = grain.MapDataset.concatenate([grain.MapDataset.source(rows) for rows in rows_of_parts])
+    held_out = first.validation.rows
+    if rows_of_parts:
+        held_out = grain.MapDataset.concatenate([grain.MapDataset.source(rows) for rows in rows_of_parts])
     digest = digest_values([part.digest for part in parts.values()], weights)
     counts = {name: part.counts for name, part in parts.items()}
     train = dataclasses.replace(first.train, rows=mixed, digest=digest, counts=counts)

@@ -54,16 +54,23 @@ def choose_kind(files: Sequence[RecordFile], kind: str, field: str) -> RecordKin
         return KINDS[kind]
     if kind != "auto":
         raise ValueError(f"kind is {kind!r}, and one of auto, {', '.join(KINDS)} was expected")
+    record, place = read_first_record(files)
+    try:
+        return find_kind(record, field)
+    except RecordError as error:
+        raise RecordsError(f"{place}: {error}") from None
+
+
+def read_first_record(files: Sequence[RecordFile]) -> tuple[dict[str, Any], str]:
+    """Return the first record that can be read, and its place. **Raises** `ValueError` if there is none."""
+    fault = f"{name_files(files)}: no records there"
     for file in files:
         for unit in file.split()[:1]:
             for number, record in file.read(unit):
-                try:
-                    if isinstance(record, RecordError):
-                        raise record
-                    return find_kind(record, field)
-                except RecordError as error:
-                    raise RecordsError(f"{file.locate(unit, number)}: {error}") from None
-    raise ValueError(f"{name_files(files)}: no records there")
+                if not isinstance(record, RecordError):
+                    return record, file.locate(unit, number)
+                fault = f"{file.locate(unit, number)}: {record}"
+    raise RecordsError(fault)
 
 
 def check_too_long(too_long: TOO_LONG | None, kind: RecordKind) -> None:
