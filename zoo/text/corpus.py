@@ -61,7 +61,11 @@ class Corpus:
     unit: ClassVar[LossUnit] = "bits per byte"
     metric: ClassVar[str] = "bits_per_byte"
     prompt_end: ClassVar[str] = ""
-    stop_tokens: ClassVar[tuple[int, ...]] = ()
+
+    @property
+    def stop_tokens(self) -> tuple[int, ...]:
+        """No tokens: samples of text go on behind the end of a document."""
+        return ()
 
     @property
     def baselines(self) -> dict[str, float]:
