@@ -19,7 +19,7 @@ from zoo.layers import TokenInfo
 from zoo.models import Hidden, Stack, describe_loop, swap_stack
 from zoo.models.decoder import AbstractBlock, AbstractStack
 from zoo.models.parameter_paths import find_differences
-from zoo.models.segment import find_patterns
+from zoo.models.segment import find_inner_patterns, find_patterns
 from zoo.ops.platform import target_platform
 from zoo.parallel import Layout, leaves
 
@@ -51,6 +51,10 @@ def test_stack_scan_equals_unrolled_loop():
         ("lllllg" * 10 + "ll", [(6, 10), (1, 2)]),
         ("abbb", [(1, 1), (1, 3)]),
         ("a", [(1, 1)]),
+        ("mmmmmammmm" * 4, [(10, 4)]),
+        ("dddg" * 12, [(4, 12)]),
+        ("M-M-M-M-M*-" * 4, [(11, 4)]),
+        ("aabb", [(1, 2), (1, 2)]),
     ],
 )
 def test_find_patterns_compiles_few_blocks(items, expected):
@@ -203,6 +207,10 @@ class TracedBlock(AbstractBlock):
         return None
 
 
+class NamedBlock(TracedBlock):
+    name: str = eqx.field(static=True)
+
+
 class UndeclaredBlock(TracedBlock):
     def __call__(self, hidden, info, state=None):
         hidden, state = TracedBlock.__call__(self, hidden, info, state)
@@ -227,6 +235,52 @@ def test_scan_traces_a_block_once_unless_it_extends_hidden():
     for loop in ("scan", "plain"):
         with pytest.raises(TypeError, match="UndeclaredBlock was given Hidden and returns ExtendedHidden: .*extends_h"):
             trace(UndeclaredBlock, loop)
+
+
+@pytest.mark.parametrize(
+    ("period", "compiled"),
+    [("mmmmmammmm", 3), ("dddg", 2), ("M-M-M-M-M*-", 5), ("mmmmmh", 2), ("ab", 2)],
+)
+def test_a_hybrid_compiles_the_blocks_of_its_period(period, compiled):
+    """Granite 4, Qwen3-Next, Nemotron-H and Zamba2: as many layers as reach 48."""
+    traces = Counter()
+
+    def trace(letters):
+        traces.clear()
+        make = {name: partial(make_named_block, name, traces) for name in set(letters)}
+        stack = Stack([make[name] for name in letters], loop="scan", key=KEY)
+        eqx.filter_eval_shape(stack, Hidden(jnp.zeros((1, 2, 3))), TokenInfo())
+        return traces.total()
+
+    assert trace(period * -(-48 // len(period))) == compiled == trace(period * 2)
+
+
+def make_named_block(name, traces, key):
+    return NamedBlock(jnp.ones(3), traces, name)
+
+
+def test_patterns_inside_patterns_equal_the_plain_loop():
+    """In values, gradients, dropout, routing, states and the order of layers, on one device and on a mesh."""
+    sizes = {**SIZES, "layers": 8, "windows": (4, 4, 4, None)}
+    options = {"experts": 4, "top": 2, "dropout": 0.2, "loop": "scan"}
+    make = lambda key: zoo.models.MixtureOfExperts(**sizes, **options, key=key)
+    mesh = zoo.make_mesh(fsdp=2, devices=jax.devices()[:2])
+    model = zoo.init(make, KEY, mesh)
+    (segment,) = model.stack.segments
+    assert find_inner_patterns(segment.blocks) == [(1, 3), (1, 1)] and segment.num_repeats == 2
+    differentiate = eqx.filter_jit(zoo.value_and_grad(loss_and_choices, mesh, has_aux=True))
+    found = [differentiate(zoo.configure(model, loop=loop), BATCH, key=KEY) for loop in ("scan", "plain")]
+    scanned, plain = jax.device_get([(loss, jax.tree.leaves(gradients)) for loss, gradients in found])
+    assert len(scanned[0][1]) == 8 and all(np.abs(x).max() > 0 for x in scanned[1])
+    assert_close(scanned, plain)
+
+    @eqx.filter_jit
+    def prefill(model):
+        hidden, states = model.hidden(TOKENS, TokenInfo(jnp.indices(TOKENS.shape)[1]), model.init_state(4, 12))
+        return hidden.x, states
+
+    model = make(KEY)
+    assert_close(*(prefill(zoo.configure(model, loop=loop)) for loop in ("scan", "plain")))
 
 
 def test_auto_loop_counts_the_layers_of_all_segments():

@@ -1,7 +1,8 @@
 """Repeating patterns of layers, and their blocks stacked over the repeats: on one device, or dealt out to stages."""
 
+import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -21,22 +22,75 @@ def find_patterns(items: Sequence[Any]) -> list[tuple[int, int]]:
     """Split a sequence into repeating patterns `(period, repeats)` so that as few items as possible are compiled.
 
     `find_patterns("aaaa") == [(1, 4)]`; `find_patterns("lllllg" * 10 + "ll") == [(6, 10), (1, 2)]`, five local layers
-    per global one. Dynamic programming: the best split of the first n items is the best split of fewer, and one pattern
-    more.
+    per global one. A pattern may hold patterns itself, and then compiles these: the ten repeats of "lllllg" compile "l"
+    and "g". Among equal splits, one with few items in such inner patterns: their parameters are copied in each repeat.
+
+    Dynamic programming: the best split of the first n items is the best split of fewer, and one pattern more.
     """
+    items = tuple(items)
     if items and all(item == items[0] for item in items):
         return [(1, len(items))]
-    best: list[tuple[int, int, list[tuple[int, int]]]] = [(0, 0, [])]  # items to compile, segments, the split
+    return _find_split(items, functools.cache(_find_inner_cost)).patterns
+
+
+class _Split(NamedTuple):
+    """A split of a sequence, compared by its costs."""
+
+    compiled: int
+    copied: int
+    """Items in patterns inside of patterns, which are copied in each repeat."""
+    num_patterns: int
+    patterns: list[tuple[int, int]]
+
+
+def _find_split(items: tuple[Any, ...], find_cost: Callable[[tuple[Any, ...]], tuple[int, int]]) -> _Split:
+    """Return the best split. `find_cost` returns items to compile and to copy for a pattern that repeats."""
+    best = [_Split(0, 0, 0, [])]
     for end in range(1, len(items) + 1):
         options = []
         for period in range(1, end + 1):
+            pattern = items[end - period : end]
+            cost = (period, 0)
             start = end - period
-            while start >= 0 and list(items[start : start + period]) == list(items[end - period : end]):
-                compiled, segments, before = best[start]
-                options.append((compiled + period, segments + 1, [*before, (period, (end - start) // period)]))
+            while start >= 0 and items[start : start + period] == pattern:
+                repeats = (end - start) // period
+                if repeats == 2:
+                    cost = find_cost(pattern)
+                before = best[start]
+                compiled, copied = before.compiled + cost[0], before.copied + repeats * cost[1]
+                options.append(_Split(compiled, copied, before.num_patterns + 1, [*before.patterns, (period, repeats)]))
                 start -= period
         best.append(min(options))
-    return best[-1][2]
+    return best[-1]
+
+
+def _find_inner_cost(pattern: tuple[Any, ...]) -> tuple[int, int]:
+    """Return the items to compile in a pattern, and the items in patterns inside of it."""
+    split = _find_split(pattern, lambda inner: (len(inner), 0))
+    copied = sum(period * repeats for period, repeats in split.patterns if repeats > 1)
+    return split.compiled, copied
+
+
+def find_inner_patterns(blocks: Sequence[AbstractBlock]) -> list[tuple[int, int]]:
+    """Split the blocks of a pattern into patterns `(period, repeats)` of blocks that differ only in the values of their
+    arrays. A block that extends the hidden states is in none that repeats: it is a program of its own."""
+    kinds: list[AbstractBlock] = []
+    numbers = []
+    for block in blocks:
+        number = next((i for i, kind in enumerate(kinds) if _have_equal_structure(kind, block)), len(kinds))
+        if number == len(kinds):
+            kinds.append(block)
+        numbers.append(number)
+    return _find_split(tuple(numbers), lambda inner: (len(inner), 0)).patterns
+
+
+def _have_equal_structure(first: AbstractBlock, second: AbstractBlock) -> bool:
+    """Return True for blocks that one program can run."""
+    if first.extends_hidden or second.extends_hidden:
+        return False
+    arrays, static = zip(*(eqx.partition(block, eqx.is_array) for block in (first, second)), strict=True)
+    shapes = [[(x.shape, x.dtype) for x in jax.tree.leaves(tree)] for tree in arrays]
+    return shapes[0] == shapes[1] and bool(eqx.tree_equal(*static))
 
 
 class Segment(AbstractLayers):

@@ -29,8 +29,8 @@ from .decoder import (
     UnrolledStack,
     set_dropout_keys,
 )
-from .loop import MIN_PLAIN_SIZE, Loop, check_loop, find_drawback, select_loop
-from .segment import Segment, find_patterns, index_tree, stack_trees, unstack_tree
+from .loop import MIN_PLAIN_SIZE, Loop, check_loop, find_drawback, nests_patterns, select_loop
+from .segment import Segment, find_inner_patterns, find_patterns, index_tree, stack_trees, unstack_tree
 
 _Model = TypeVar("_Model")
 BlockFactory = Callable[[Key[Array, ""]], AbstractBlock]
@@ -226,16 +226,23 @@ class Stack(AbstractStack):
             stacked_states = tuple(stack_trees(states[i::period]) for i in range(period))
         pattern = self._make_pattern(segment, info, prevent_cse=1 < repeats <= unroll)  # then no loop remains
 
+        if nests_patterns(self.loop):
+            inner_patterns = find_inner_patterns(segment.blocks)
+        else:
+            inner_patterns = [(1, 1)] * period
+
         def step(hidden: Hidden, xs: Any):
             arrays, number, states = xs
-            new_states = []
-            routing = []
-            for i, run in enumerate(pattern):
-                hidden, state = run(arrays[i], number + i, hidden, None if states is None else states[i])
-                new_states.append(state)
-                routing.append(hidden.routing)
-                hidden = hidden.drop_routing()
-            return hidden, (None if states is None else tuple(new_states), tuple(routing))
+            outputs = []
+            for inner_period, inner_repeats in inner_patterns:
+                start = len(outputs)
+                layers = slice(start, start + inner_period * inner_repeats)
+                inner_states = None if states is None else states[layers]
+                inner = pattern[start : start + inner_period]
+                hidden, new = _run_inner_pattern(inner, arrays[layers], number + start, hidden, inner_states)
+                outputs += new
+            new_states, routing = zip(*outputs, strict=True)
+            return hidden, (None if states is None else new_states, routing)
 
         inputs = arrays, numbers, stacked_states
         carry = hidden.drop_routing()
@@ -264,6 +271,35 @@ class Stack(AbstractStack):
 
         blocks = [partial(run_block, i) for i in range(len(segment.blocks))]
         return [rematerialize(run, self.remat, prevent_cse=prevent_cse) for run in blocks]
+
+
+def _run_inner_pattern(
+    pattern: Sequence[Callable],
+    arrays: Sequence[Any],
+    first: Int[Array, ""],
+    hidden: Hidden,
+    states: Sequence[Any] | None,
+) -> tuple[Hidden, list[tuple[Any, Any]]]:
+    """Run the repeats of a pattern inside a pattern, whose first layer is number `first`: several in a scan of their
+    own, which compiles the pattern once. Return the hidden states, and state and routing of each layer."""
+    period = len(pattern)
+    states = [None] * len(arrays) if states is None else states
+
+    def step(hidden: Hidden, xs: Any):
+        arrays, number, states = xs
+        outputs = []
+        for i, run in enumerate(pattern):
+            hidden, state = run(arrays[i], number + i, hidden, states[i])
+            outputs.append((state, hidden.routing))
+            hidden = hidden.drop_routing()
+        return hidden, outputs
+
+    if len(arrays) == period:
+        return step(hidden, (arrays, first, states))
+    numbers = first + jnp.arange(0, len(arrays), period)
+    stacked = [[stack_trees(trees[i::period]) for i in range(period)] for trees in (arrays, states)]
+    hidden, outputs = scan(step, hidden, (stacked[0], numbers, stacked[1]))
+    return hidden, [index_tree(outputs[i % period], i // period) for i in range(len(arrays))]
 
 
 def _complete_carry(step: Callable, hidden: Hidden, xs: Any) -> Hidden:
