@@ -147,7 +147,8 @@ def parse_json(
     """
     try:
         value = json.loads(content.decode(), object_pairs_hook=make_object, parse_constant=make_constant)
-        is_deep = _measure_depth(value) > _JSON_DEPTH
+        # No value is deeper than it has brackets.
+        is_deep = content.count(b"[") + content.count(b"{") > _JSON_DEPTH and _measure_depth(value) > _JSON_DEPTH
     except RecursionError:
         is_deep = True
     if is_deep:

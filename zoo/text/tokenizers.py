@@ -9,6 +9,7 @@ which does not occur in text.
 """
 
 import functools
+import itertools
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -233,7 +234,8 @@ class FileTokenizer:
         with name_faults(self._path, "cannot tokenize a text"):
             self._tokenizer.encode_special_tokens = not find_special_tokens  # True takes their spelling as plain text
             encoded = self._tokenizer.encode(text, add_special_tokens=False)
-            return np.array(encoded.ids, np.int64), np.array(encoded.offsets, np.int64).reshape(-1, 2)
+            offsets = np.fromiter(itertools.chain.from_iterable(encoded.offsets), np.int64, 2 * len(encoded))
+            return np.array(encoded.ids, np.int64), offsets.reshape(-1, 2)
 
     def encode_all(self, documents: Iterable[bytes]) -> Iterator[Integer[np.ndarray, "tokens"]]:
         for batch in _batch_documents(documents):

@@ -146,12 +146,15 @@ class _Spellings(NamedTuple):
     """Matches what it is replaced by."""
     beginnings: frozenset[str]
     """Proper beginnings of special tokens."""
+    first_characters: frozenset[str]
     longest: int
 
     def protect(self, text: str) -> str:
         text = self.spelled.sub(lambda found: self.replacements.get(found[0], _LITERAL + found[0]), text)
         # A template may write another message right behind it, which goes on with the rest of a special token.
-        if any(text[-length:] in self.beginnings for length in range(1, min(self.longest, len(text) + 1))):
+        tail = text[-self.longest :]
+        may_begin = not self.first_characters.isdisjoint(tail)
+        if may_begin and any(tail[start:] in self.beginnings for start in range(len(tail))):
             text = text[:-1] + _LITERAL + text[-1]
         return text
 
@@ -182,15 +185,31 @@ def _index_spellings(special_tokens: tuple[str, ...]) -> _Spellings:
         re.compile("|".join([*map(re.escape, ordered), f"[{private}]"])),
         re.compile(f"{_LITERAL}.|[{private}]", re.DOTALL),
         frozenset(token[:length] for token in replacements for length in range(1, len(token))),
+        frozenset(token[0] for token in replacements),
         max(map(len, replacements), default=0),
     )
+
+
+@functools.lru_cache(maxsize=8)
+def _index_special_tokens(
+    spellings: tuple[str, ...], tokens: tuple[int, ...]
+) -> tuple[dict[int, str], Bool[np.ndarray, "ids"]]:
+    """Return the spelling of each special token, and a table by id. Its last entry, False, is of all ids behind."""
+    is_special = np.zeros(max(tokens, default=-1) + 2, bool)
+    is_special[list(tokens)] = True
+    return dict(zip(tokens, spellings, strict=True)), is_special
+
+
+def _find_special(tokens: Int[np.ndarray, "tokens"], is_special: Bool[np.ndarray, "ids"]) -> Int[np.ndarray, "found"]:
+    """Return the places of special tokens."""
+    return np.flatnonzero(is_special[np.minimum(tokens, len(is_special) - 1)])
 
 
 def _protect_value(value: Any, spellings: _Spellings) -> Any:
     """Protect all texts within a value. Names that a template asks for stay: of fields, roles and types."""
     if not spellings.replacements:
         return value
-    if isinstance(value, Mapping):
+    if isinstance(value, (dict, Mapping)):  # a dict is found sooner than a Mapping
         changed = {}
         for key, item in value.items():
             is_name = key in _NAME_FIELDS and isinstance(item, str) and item.isidentifier()
@@ -207,8 +226,8 @@ def _encode_text(text: str, tokenizer: Tokenizer) -> _Text:
     special = tokenizer.special_tokens
     tokens, offsets = tokenizer.encode_with_offsets(text)
     spellings = _index_spellings(tuple(special))
-    names = {token: spelling for spelling, token in special.items()}
-    found = np.flatnonzero(np.isin(tokens, list(names)))
+    names, is_special = _index_special_tokens(tuple(special), tuple(special.values()))
+    found = _find_special(tokens, is_special)
     # A token may take the spaces around it. The text of other special tokens is a character that is unknown, or letters
     # of a message that a normalizer turns into one.
     of_template = [i for i in found.tolist() if text[slice(*offsets[i])].strip() == names[int(tokens[i])].strip()]
@@ -222,10 +241,10 @@ def _encode_text(text: str, tokenizer: Tokenizer) -> _Text:
         stop = int(offsets[i, 0]) if i < len(tokens) else len(text)
         piece = tokens[begin:i], positions[offsets[begin:i]]
         is_written = spellings.written.search(text, start, stop) is not None
-        others = int(np.isin(piece[0], list(names)).sum())
+        others = len(_find_special(piece[0], is_special))
         if is_written or others:
             plain = _encode_plain(final, int(positions[start]), int(positions[stop]), tokenizer)
-            if is_written or others != np.isin(plain[0], list(names)).sum():  # else they are unknown characters
+            if is_written or others != len(_find_special(plain[0], is_special)):  # else they are unknown characters
                 piece = plain
         pieces.append(piece)
         if i < len(tokens):

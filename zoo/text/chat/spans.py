@@ -36,8 +36,10 @@ def mark_all_turns(
     for number in range(first, len(messages)):
         if messages[number]["role"] != "assistant":
             continue
-        start, turn = _find_turn(template, messages[: number + 1], **options)
-        if turn is None or not text.startswith(turn):
+        said = messages[: number + 1]
+        turn = text if len(said) == len(messages) else template.render(said, **options).text
+        start = _find_start(template, said, turn, **options)
+        if start is None or not text.startswith(turn):
             raise ChatError(
                 f"{template.name} has no {{% generation %}} marks, and writes turns differently once others follow: "
                 "give it marks (--chat-template FILE), or train on the last turn of each rendering (--train-on last)"
@@ -53,15 +55,16 @@ def mark_last_turn(
 
     **Raises** `ChatError` for a template that does not write the turn behind its own generation prompt.
     """
-    start, text = _find_turn(template, messages, **options)
-    if text is None:
+    text, marked = template.render(messages, **options)
+    start = _find_start(template, messages, text, **options)
+    if start is None:
         if template.marks_generation:
             advice = "train on all turns that it marks (--train-on all)"
         else:
             advice = "give it {% generation %} marks (--chat-template FILE), and train on all turns"
         raise ChatError(f"{template.name} does not write the last turn behind its own generation prompt: {advice}")
     if template.marks_generation:
-        return RenderedChat(text, _clip(template.render(messages, **options).spans, start))
+        return RenderedChat(text, _clip(marked, start))
     return RenderedChat(text, ((start, start + find_end(text[start:], special_tokens)),))
 
 
@@ -74,14 +77,13 @@ def find_end(turn: str, special_tokens: Iterable[str]) -> int:
     return end
 
 
-def _find_turn(template: ChatTemplate, messages: Sequence[Mapping[str, Any]], **options: Any) -> tuple[int, str | None]:
-    """Return the length of the prompt of the last message, and the text with it; None if the prompt does not begin
-    it."""
+def _find_start(template: ChatTemplate, messages: Sequence[Mapping[str, Any]], text: str, **options: Any) -> int | None:
+    """Return the start of the last message in the text of a conversation, None if its prompt does not begin the
+    text."""
     prompt = template.render(messages[:-1], add_generation_prompt=True, **options).text
-    text = template.render(messages, **options).text
     if not text.startswith(prompt):
-        return len(prompt), None
-    return len(prompt), text
+        return None
+    return len(prompt)
 
 
 def _clip(spans: Sequence[tuple[int, int]], start: int) -> tuple[tuple[int, int], ...]:

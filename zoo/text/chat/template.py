@@ -111,6 +111,7 @@ class ChatTemplate:
             self._template = environment.from_string(source)
         except Exception as error:
             raise ChatError(f"{name} is not a Jinja template: {error}") from None
+        self._template.globals = dict(self._template.globals)  # every rendering copies them, slowly from Jinja's chain
 
     def __reduce__(self) -> tuple[Any, ...]:
         make = functools.partial(ChatTemplate, name=self.name, date=self.date)
@@ -251,7 +252,7 @@ def map_texts(value: Any, change: Callable[[str], str]) -> Any:
     """Apply a function to the texts within lists and mappings, keys excepted."""
     if isinstance(value, str):
         return change(value)
-    if isinstance(value, Mapping):
+    if isinstance(value, (dict, Mapping)):  # a dict is found sooner than a Mapping
         return {key: map_texts(item, change) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [map_texts(item, change) for item in value]
@@ -264,6 +265,8 @@ def _escape_marks(text: str) -> str:
 
 def _take_spans(marked: str) -> RenderedChat:
     """Take the marks around the assistant's words out of a text."""
+    if not _MARKS.search(marked):
+        return RenderedChat(marked, ())
     pieces = []
     spans = []
     length = 0
