@@ -1,5 +1,7 @@
 """Global batches, assembled from the batches of several readers in one process."""
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from zoo.text.batches import ShuffledBatches
@@ -8,7 +10,13 @@ from zoo.text.batches import ShuffledBatches
 def read_rows(dataset, batch_size: int, *, seed: int, processes: int, start: int, steps: int) -> list[dict]:
     """The rows of `steps` global batches from row `start` on, which `processes` readers share."""
     readers = [ShuffledBatches(dataset, batch_size, seed=seed, process=(i, processes)) for i in range(processes)]
+    return read_all(readers, start, steps)
+
+
+def read_all(readers: Sequence[ShuffledBatches], start: int, steps: int) -> list[dict]:
+    """The rows of `steps` global batches from row `start` on, of which each reader has its part."""
     rows = []
+    batch_size = readers[0].batch_size
     for reader in readers:
         reader.restore(start)
     for _ in range(steps):
