@@ -19,12 +19,14 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
+from jaxtyping import Integer
 
 from zoo.text.chat import ChatError, ChatTemplate, EncodedText, encode_conversation, encode_spans, protect
 from zoo.text.tokenizers import Tokenizer, encode_utf8
 
 from .record_file import RecordError
 
+_LARGEST_LABEL = float(np.finfo(np.float32).max)
 TOO_LONG = Literal["cut", "drop"]
 _Record = Mapping[str, Any]
 _ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -78,6 +80,11 @@ class Encoding:
         options = {"tools": tools, "add_generation_prompt": True, **self.variables}
         tokens = self.template.encode(messages, self.tokenizer, **options)
         return EncodedText(tokens, np.zeros(len(tokens), bool))
+
+    def encode_texts(self, texts: Iterable[bytes]) -> Iterator[Integer[np.ndarray, "tokens"]]:
+        """Yield separator and tokens of each text."""
+        for tokens in self.tokenizer.encode_all(texts):
+            yield np.append(self.tokenizer.separator, tokens)
 
     def encode_completion(self, prompt: str, completion: str) -> EncodedText:
         """Encode separator, prompt, completion and end; the latter two are trained on."""
@@ -138,14 +145,15 @@ class TextKind(RecordKind):
                 found.append(_get(record, encoding.text_field, str, self).encode())
             except RecordError as error:
                 found.append(error)
-        texts = encoding.tokenizer.encode_all(text for text in found if isinstance(text, bytes))  # in batches
+        texts = encoding.encode_texts(text for text in found if isinstance(text, bytes))  # in batches
         for text in found:
             if isinstance(text, RecordError):
                 yield text
                 continue
-            tokens = np.append(encoding.tokenizer.separator, next(texts))
+            tokens = next(texts)
             items = [Item((EncodedText(tokens, np.arange(len(tokens)) > 0),))]
-            yield _find_fault(items, encoding.tokenizer.vocab, is_trained=True) or items
+            fault = _find_separator(tokens) or _find_fault(items, encoding.tokenizer.vocab, is_trained=True)
+            yield fault or items
 
     def find_key(self, record: _Record, encoding: Encoding) -> str:
         return record[encoding.text_field]
@@ -192,6 +200,8 @@ class LabeledKind(CompletionKind):
 
     def encode(self, record: _Record, encoding: Encoding) -> list[Item]:
         label = _get(record, "label", bool | int | float, self)
+        if not abs(label) <= _LARGEST_LABEL:
+            raise RecordError(f"`label` is {_to_phrase(label)}, and a number of float32 was expected")
         (item,) = super().encode(record, encoding)
         return [item._replace(label=float(label))]
 
@@ -237,8 +247,9 @@ class PromptKind(RecordKind):
     def encode(self, record: _Record, encoding: Encoding) -> list[Item]:
         prompt = _get(record, "prompt", str | list, self)
         if isinstance(prompt, str):
-            (tokens,) = encoding.tokenizer.encode_all([prompt.encode()])
-            tokens = np.append(encoding.tokenizer.separator, tokens)
+            (tokens,) = encoding.encode_texts([prompt.encode()])
+            if fault := _find_separator(tokens):
+                raise fault
             text = EncodedText(tokens, np.zeros(len(tokens), bool))
         else:
             text = encoding.encode_prompt(_get_messages(record, "prompt", self), _get_tools(record, self))
@@ -332,6 +343,9 @@ def _get_messages(record: _Record, name: str, kind: RecordKind) -> list[dict[str
         if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
             raise RecordError(f"{where} has {_name_types(type(content))} as `content`, and text was expected")
         _check_unicode(content or "", where)
+        calls = message.get("tool_calls")
+        if calls is not None and not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
+            raise RecordError(f"{where} has {_to_phrase(calls)} as `tool_calls`, and a list of objects was expected")
     return messages
 
 
@@ -339,6 +353,13 @@ def _get_tools(record: _Record, kind: RecordKind) -> list[dict[str, Any]] | None
     if record.get("tools") is None:
         return None
     return _get(record, "tools", list, kind)
+
+
+def _find_separator(tokens: Integer[np.ndarray, "tokens"]) -> RecordError | None:
+    """Return the fault of a text behind a separator that spells another one: it would be two texts."""
+    if (tokens[1:] == tokens[0]).any():
+        return RecordError(f"the text spells the separator, token {tokens[0]}, which the tokenizer has no text for")
+    return None
 
 
 def _find_fault(items: Sequence[Item], vocab: int, *, is_trained: bool) -> RecordError | None:
