@@ -2,6 +2,7 @@
 
 import functools
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -13,6 +14,7 @@ import pytest
 
 from tests.processes import make_environment
 from zoo.text.chat import PLAIN_TEMPLATE, ChatTemplate
+from zoo.text.records import find_files, load_records
 from zoo.text.records.json_lines import JsonLines
 from zoo.text.records.kinds import KINDS, Encoding
 from zoo.text.records.token_store import MAX_LISTED, RecordsError, TokenStore, write_store
@@ -142,3 +144,40 @@ def test_a_killed_writer_leaves_no_cache(tmp_path):
         digests.append(done.communicate()[0])
         assert done.returncode == 0
     assert digests[0] == digests[1] != ""
+
+
+class Killed(ByteTokenizer):
+    """A tokenizer that ends its process by SIGKILL, as a system without memory does, at a text that says so."""
+
+    def encode_all(self, documents):
+        documents = list(documents)
+        if b"kill" in documents and multiprocessing.parent_process() is not None:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().encode_all(documents)
+
+
+def test_a_killed_worker_is_an_error_without_a_cache(tmp_path, monkeypatch):
+    monkeypatch.setitem(find_files._READERS, ".jsonl", lambda path: JsonLines(path, 200))
+    records = [{"text": f"text {number}"} for number in range(40)]
+    path = write_lines(tmp_path / "a.jsonl", [*records, {"text": "kill"}, *records])
+    options = {"seq_len": 32, "cache": tmp_path / "cache"}
+    with pytest.raises(RuntimeError, match="a worker that tokenizes records ended: out of memory.*processes=1"):
+        load_records(path, tokenizer=Killed(), processes=2, **options)
+    assert not list((tmp_path / "cache").glob("*/about.json")) and not list((tmp_path / "cache").glob(".part-*"))
+    assert load_records(path, tokenizer=Killed(), processes=1, **options).counts["records"] == 81
+
+
+@pytest.mark.ci
+def test_a_file_that_is_damaged_for_a_worker_is_named(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    table = pyarrow.Table.from_pylist([{"text": f"text {number}" * 20} for number in range(400)])
+    path = tmp_path / "a.parquet"
+    parquet.write_table(table, path, row_group_size=100, compression="zstd")
+    content = bytearray(path.read_bytes())
+    second = parquet.ParquetFile(path).metadata.row_group(1).column(0)
+    content[second.dictionary_page_offset : second.dictionary_page_offset + 40] = bytes(40)
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"a\.parquet is damaged: "):
+        load_records(path, tokenizer=ByteTokenizer(), seq_len=32, processes=2, cache=tmp_path / "cache")
+    assert not list((tmp_path / "cache").glob("*/about.json"))
