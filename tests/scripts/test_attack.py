@@ -6,7 +6,7 @@ import shutil
 import numpy as np
 import pytest
 
-from scripts.attack import hostile_files, mutate_models, mutate_records
+from scripts.attack import hostile_files, mutate_datasets, mutate_models, mutate_records
 from scripts.attack.mutations import MUTATIONS, WHOLE, build_arrays, read_arrays, read_files, write_files
 from scripts.attack.watched import HANG, RAW, Watched, print_table
 
@@ -57,6 +57,32 @@ def test_mutations_report_a_wrong_record(tmp_path, monkeypatch):
     assert mutate_records.read_case((source, source)) == (mutate_records.WRONG, f"{found[-1][0]}: {{}}")
     monkeypatch.setattr(mutate_records, "read", lambda directory: found[:-1])
     assert mutate_records.read_case((source, source)) == (mutate_records.WRONG, "other places")
+
+
+@pytest.mark.parametrize("kind", mutate_datasets.KINDS)
+def test_mutations_of_a_dataset_are_refused_or_loaded_as_written(kind, tmp_path):
+    sources = [source for source in mutate_datasets.make_files(tmp_path) if source.name.startswith(kind)]
+    assert mutate_datasets.load_case((sources[0], sources[0])) == (mutate_datasets.EQUAL, "")
+    for number, source in enumerate(2 * sources[:3]):  # a reader that dies of a Parquet file would end the tests
+        rng = random.Random(f"{kind} {number}")
+        (path,) = source.iterdir()
+        mutated = tmp_path / f"{number}" / path.name
+        mutated.parent.mkdir()
+        what, content = mutate_datasets.mutate(path, rng)
+        mutated.write_bytes(content)
+        outcome, detail = mutate_datasets.load_case((mutated.parent, source))
+        assert outcome in mutate_datasets.OUTCOMES[:4], (number, what, path.name, detail)
+
+
+def test_mutations_report_a_wrong_text_and_a_wrong_mask(tmp_path, monkeypatch):
+    (source, *_) = [path for path in mutate_datasets.make_files(tmp_path) if path.name == "chat-jsonl"]
+    assert mutate_datasets.load_case((source, source)) == (mutate_datasets.EQUAL, "")
+    read = mutate_datasets.Setup.read_items
+    for change in ({"texts": ("",)}, {"trained": ("",)}):
+        wrong = lambda self, data, change=change: [item._replace(**change) for item in read(self, data)]
+        monkeypatch.setattr(mutate_datasets.Setup, "read_items", wrong)
+        outcome, detail = mutate_datasets.load_case((source, source))
+        assert outcome == mutate_datasets.WRONG and detail.startswith("chat: [Item(")
 
 
 def test_watched_cases_that_hang_or_fail(capsys):
