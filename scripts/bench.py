@@ -7,6 +7,7 @@
     python scripts/bench.py --vs torch --page docs/performance.md    # write the tables of this kind of processor
     python scripts/bench.py --vs torch --parts mixture grouped --page docs/moe.md    # mixtures of experts
     python scripts/bench.py --vs torch --parts adapters --page docs/adapters.md    # LoRA, DoRA, QLoRA, against PEFT
+    python scripts/bench.py --parts data                 # records to tokens, batches, plans of packed rows
     python scripts/bench.py --parts recurrences --operations gla kda --lengths 2048 32768    # cost per token
 
 All entrants run in turn in one process, together with a matrix product and a copy, whose rates are the ceilings.
@@ -29,7 +30,7 @@ from typing import Any, Literal
 import jax
 import tyro
 
-from scripts.benchmarks import adapted, entrants, large, long_context, measure, ours, recurrences, starts, table
+from scripts.benchmarks import adapted, data, entrants, large, long_context, measure, ours, recurrences, starts, table
 from scripts.benchmarks.entrants import Row
 from scripts.benchmarks.measure import Timing
 
@@ -47,6 +48,7 @@ Part = Literal[
     "recurrences",
     "continued",
     "adapters",
+    "data",
     "large",
 ]
 DEFAULT: dict[str, tuple[Part, ...]] = {
@@ -83,10 +85,10 @@ def main(
             model with as many active parameters; `recurrent`, steps of recurrent models; `attention`, `prefill` and
             `long`, a training step, at long contexts; `grouped`, the grouped matrix product; `recurrences`, single
             recurrent operations; `continued`, decoding after short and long prompts; `adapters`, steps that train a
-            LoRA, a DoRA or a QLoRA, all parameters, and PEFT's; `large`, a model of a billion parameters. By default
-            `step`, `first` and `decode`, against a rival all up to `long`, and on an accelerator `large` too.
-        vs: The rival: torch with transformers, eager and compiled.
-        rounds: Runs per entrant; a tenth of it, at least two, for new processes.
+            LoRA, a DoRA or a QLoRA, all parameters, and PEFT's; `data`, tokens of records, batches and plans of packed
+            rows; `large`, a model of a billion parameters. By default `step`, `first` and `decode`, against a rival all
+            up to `long`, and on an accelerator `large` too.
+        rounds: Runs per entrant; a tenth of it, at least two, for new processes and for files of records.
         remat: Rematerialization policies of our step, one entrant each: none, elementwise, dots, full, or names of
             activations to save, joined by a plus.
         loops: Loops over the layers of our step; one entrant each.
@@ -130,6 +132,8 @@ def main(
             first_steps(vs, depths, max(2, rounds // 10), found)
         elif part == "starts":
             start_up(max(3, rounds // 3), found)
+        elif part == "data":
+            read_data(max(2, rounds // 10), found)
         elif part in contests:
             title, make, count = contests[part]
             compete(title, *make(), count, found)
@@ -200,6 +204,9 @@ def report(found: dict, part: str, name: str, timing: Timing, facts: Row, rates:
     if "bytes_needed" in facts:
         row["share"] = facts["bytes_needed"] / timing.shortest / rates["copy"]
         line += f"  {row['share']:4.0%} of the copy rate"
+    if "bytes_read" in facts:
+        row["bytes_per_second"] = facts["bytes_read"] / timing.median
+        line += f"  {row['bytes_per_second'] / 1e6:.2f} MB/s"
     if "bytes_passed" in facts:
         row["copy_share"] = facts["bytes_passed"] / timing.shortest / rates["copy"]
         line += f"  {row['copy_share']:4.0%} of the copy rate"
@@ -217,6 +224,14 @@ def start_up(rounds: int, found: dict) -> None:
     print("\nstart-up: new processes, with a compilation cache", flush=True)
     for name, timing in starts.measure_starts(rounds).items():
         report(found, "start-up", name, timing, {}, {})
+
+
+def read_data(rounds: int, found: dict) -> None:
+    """Measure what comes before a step: tokens of records, batches, plans."""
+    print("\ndata: files of records, and tokens in memory", flush=True)
+    for part, measured in data.measure_data(rounds).items():
+        for name, (timing, facts) in measured.items():
+            report(found, part, name, timing, facts, {})
 
 
 def first_steps(vs: str, depths: Sequence[int], rounds: int, found: dict) -> None:

@@ -13,6 +13,7 @@ COLUMNS = {
     "copy_share": ("tokens/s", "GFLOP", "share of the product", "MB", "share of the copy"),
     "bytes_learning": ("tokens/s", "MB of parameters", "MB of gradients and moments", "MB else"),
     "bytes_remembered": ("tokens/s", "MB remembered"),
+    "bytes_read": ("tokens/s", "MB/s"),
     "share": ("tokens/s", "share"),
     "utilization": ("tokens/s", "share"),
     "tokens_per_second": ("tokens/s",),
@@ -111,6 +112,8 @@ def cells(row: dict[str, Any]) -> str:
         last = f"{rate} | {megabytes('bytes_parameters')} | {megabytes('bytes_learning')} | {megabytes('temporaries')}"
     elif kind == "bytes_remembered":
         last = f"{rate} | {row['bytes_remembered'] / 1e6:.2f}"
+    elif kind == "bytes_read":
+        last = f"{rate} | {row['bytes_per_second'] / 1e6:.2f}"
     elif kind == "tokens_per_second":
         last = rate
     times = f"{row['median']:#.3g} s | {row['low']:#.3g} to {row['high']:#.3g} | {row['shortest']:#.3g} s"
