@@ -8,9 +8,11 @@ import pytest
 
 import zoo
 from scripts import bench
-from scripts.benchmarks import adapted, entrants, large, long_context, measure, ours, recurrences, starts, table
+from scripts.benchmarks import adapted, data, entrants, large, long_context, measure, ours, recurrences, starts, table
 from scripts.benchmarks.measure import Timing
+from zoo import train
 from zoo.layers import LinearAttention
+from zoo.text.docstrings import read_docstrings
 
 TINY = ours.Sizes(vocab=32, embed=16, layers=2, heads=2, mlp=16, batch=2, seq=8)
 
@@ -214,3 +216,23 @@ def test_bench_recurrent_models(monkeypatch):
     run = recurrences.Continuing(sizes, 3)
     run()
     assert run.bytes_remembered() == 4 * 2 * 8 * (8 + 1)  # a column more, of the sums of weights
+
+
+@pytest.mark.slow
+def test_bench_data(tmp_path, monkeypatch):
+    monkeypatch.setattr(data, "FILE_BYTES", 20_000)
+    monkeypatch.setattr(data, "WORKERS", (1,))
+    monkeypatch.setattr(data, "STEPS", 2)
+    monkeypatch.setattr(data, "PLANNED", 10_000)
+    chats = read_docstrings()[:100]
+    monkeypatch.setattr(train, "read_docstrings", lambda: chats)
+    page = tmp_path / "page.md"
+    page.write_text(f"{table.start('data')}\nold\n{table.END}\n")
+    bench.main(parts=("data",), rounds=1, out=tmp_path / "b.json", page=page, place="data")
+    rows = {row["name"]: row for row in json.loads((tmp_path / "b.json").read_text())["rows"]}
+    ours, alone = rows["load_records, chats, 1 worker"], rows["encode_batch_fast, chats, 1 core"]
+    assert ours["rival"] == "encode_batch_fast, chats, 1 core" and ours["ratio"] > 1
+    assert ours["tokens"] == alone["tokens"] > 4000 and 20_000 <= ours["bytes_read"] < 21_000
+    assert rows["PackedRows"]["tokens"] == 8 * 2048 * 2
+    text = page.read_text()
+    assert "old" not in text and f"| MB/s | {table.RATIO} |" in text and "| 10,000 texts into rows of 2,048 |" in text
