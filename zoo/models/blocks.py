@@ -18,6 +18,7 @@ from zoo.layers import (
 from zoo.layers.abstract import mix_tokens, run_feed_forward, run_mixer
 from zoo.parallel import named_by_class
 from zoo.parallel.tokens import gather_tokens, match_tokens
+from zoo.shapes import ResidualStream
 
 from .decoder import AbstractBlock, Block, Hidden
 
@@ -83,7 +84,8 @@ class AddNormBlock(AbstractBlock):
 
 class SandwichBlock(AbstractBlock):
     """x + post_norm(mixer(norm(x))), then x + post_norm(ffn(norm(x))): norms before and after each sublayer (Gemma 2,
-    arXiv:2408.00118, section 2; Ding et al., arXiv:2105.13290, section 2.4)."""
+    arXiv:2408.00118, section 2; Ding et al., arXiv:2105.13290, section 2.4). Both outputs are multiplied by
+    `residual_multiplier`."""
 
     mixer_norm: AbstractNorm
     mixer: AbstractMixer = named_by_class()
@@ -93,14 +95,23 @@ class SandwichBlock(AbstractBlock):
     ffn_post_norm: AbstractNorm
     dropout: Dropout
 
+    residual_multiplier: float = eqx.field(static=True, default=1.0)
+
     def init_state(self, batch: int, length: int, dtype: Any = jnp.float32) -> Any:
         return self.mixer.init_state(batch, length, dtype)
 
     def __call__(self, hidden: Hidden, info: TokenInfo, state: Any = None) -> tuple[Hidden, Any]:
         mixed, state = run_mixer(self.mixer, self.mixer_norm(hidden.x), info, state)
-        hidden = hidden.add_residual(self.dropout(self.mixer_post_norm(mixed), info, site=0))
+        mixed = self.dropout(self.mixer_post_norm(mixed), info, site=0)
+        hidden = hidden.add_residual(self._scale_residual(mixed))
         fed, routing = run_feed_forward(self.ffn, self.ffn_norm(hidden.x))
-        return hidden.add_residual(self.dropout(self.ffn_post_norm(fed), info, site=1), routing), state
+        fed = self.dropout(self.ffn_post_norm(fed), info, site=1)
+        return hidden.add_residual(self._scale_residual(fed), routing), state
+
+    def _scale_residual(self, x: ResidualStream) -> ResidualStream:
+        if self.residual_multiplier == 1:
+            return x
+        return self.residual_multiplier * x
 
 
 class LayerScaleBlock(AbstractBlock):
