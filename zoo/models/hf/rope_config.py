@@ -32,6 +32,9 @@ ROPE_TYPE_KEYS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 }
 """Required and optional keys of each `rope_type`."""
 
+_ROPE_TYPE_SYNONYMS = {"deepseek_yarn": "yarn"}
+"""Other words of files for a `rope_type`. Only words that mean the same with the same keys."""
+
 _ROPE_FACTORS = ValueKind(
     "a list of numbers above 0", lambda value: bool(value) and list_of(POSITIVE_NUMBER).fits(value)
 )
@@ -133,4 +136,7 @@ def _read_rope(family: Family, canonical: Mapping[str, Any], default: Mapping[st
 
 
 def _read_rope_type(scaling: Mapping[str, Any]) -> Any:
-    return scaling.get("rope_type", scaling.get("type", "default"))
+    rope_type = scaling.get("rope_type", scaling.get("type", "default"))
+    if isinstance(rope_type, str):
+        return _ROPE_TYPE_SYNONYMS.get(rope_type, rope_type)
+    return rope_type
