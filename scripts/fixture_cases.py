@@ -399,4 +399,93 @@ CASES = {
         "starcoder2", "LayerNorms, an MLP without a gate, no biases, no window, untied",
         SIZES | {"use_bias": False, "sliding_window": None} | UNTIED,
     ),
+    "exaone": Case(
+        "exaone", "names of its own, grouped queries, the three bands of llama3 rope, tied",
+        SIZES | rope("llama3", 500.0, **LLAMA3) | TIED,
+        hub={"num_layers": 2, "layer_norm_epsilon": 2e-3, "activation_function": "silu", "embed_dropout": 0.0},
+    ),
+    "internlm3": Case(
+        "internlm3", "biases, linear rope, heads of 4, untied",
+        SIZES | rope("linear", factor=2.0) | {"attention_bias": True, "mlp_bias": True, "head_dim": 4},
+        hub={"qkv_bias": True, "bias": True},
+    ),
+    "iquestcoder": Case(
+        "iquestcoder", "heads of 6, untied", SIZES | rope(theta=5e5) | {"head_dim": 6},
+        hub={"clip_qkv": None, "use_sliding_window": False},
+    ),
+    "cwm": Case(
+        "cwm", "full attention in the first layer, a window of 5 in the second, the three bands of llama3 rope, untied",
+        SIZES | rope("llama3", 500.0, **LLAMA3) | {"head_dim": 6, "sliding_window": 5},
+    ),
+    "helium": Case(
+        "helium", "interleaved rope, biases of q, k and v, untied", SIZES | {"head_dim": 4, "attention_bias": True},
+    ),
+    "vaultgemma": Case(
+        "vaultgemma", "norms before the sublayers, soft caps that are reached, a window of 5 in the first layer, tied",
+        SIZES | MIXED | {"head_dim": 6, "query_pre_attn_scalar": 5, "attn_logit_softcapping": 1.5}
+        | {"final_logit_softcapping": 3.0},
+    ),
+    "jais2": Case("jais2", "LayerNorms, biases, an MLP without a gate, ReLU squared, tied", SIZES | TIED),
+    "hyperclovax": Case(
+        "hyperclovax", "norms before and after, four multipliers, of logits too, untied",
+        SIZES | MULTIPLIERS | {"head_dim": 6},
+    ),
+    "hyperclovax_pre_norm": Case(
+        "hyperclovax", "norms before, usual scores, biases, tied",
+        SIZES | {"use_post_norm": False, "residual_multiplier": 0.6, "attention_bias": True, "mlp_bias": True} | TIED,
+    ),
+    "granite_swa": Case(
+        "granite_swa", "sinks, a window of 5 with a rope base of its own, full attention without rope, tied",
+        SIZES | MULTIPLIERS | MIXED | {"layer_rope_theta": [100.0, 0]},
+    ),
+    "granitemoe_swa": Case(
+        "granitemoe_swa", "sinks, full attention, then a window of 5, a shared MLP beside the experts, untied",
+        SIZES | MULTIPLIERS | {"num_experts_per_tok": 2, "num_local_experts": 4, "shared_intermediate_size": 12}
+        | {"sliding_window": 5},
+    ),
+    "mellum": Case(
+        "mellum", "a window of 5 with a rope base of its own and a dense layer, then yarn and experts, untied",
+        MOE | MIXED | {"num_experts": 4, "head_dim": 6, "mlp_layer_types": ["dense", "sparse"]}
+        | layer_ropes({"rope_theta": 100.0}, YARN_4 | {"rope_theta": 1e4}),
+        hub=layer_ropes({"rope_theta": 100.0}, YARN_4 | {"rope_theta": 1e4}),  # the only spelling that it has
+    ),
+    "sarvam_moe": Case(
+        "sarvam_moe", "names of its own, norms of q and k, the better of two groups, a dense layer, biases, tied",
+        DEEPSEEK | {"n_group": 2, "topk_group": 1, "attention_bias": True, "head_dim": 6, "n_shared_experts": 1} | TIED,
+        hub={"num_experts": 4, "num_shared_experts": 1, "use_qkv_bias": True},
+    ),
+    "sarvam_mla": Case(
+        "sarvam_mla", "latent attention without latents of queries, deepseek_yarn, a dense layer, untied",
+        LATENT | rope("yarn", 5e4, **YARN),
+        hub={"scoring_func": "sigmoid", "head_dim": 14, "q_head_dim": 10, "num_experts": 4, "num_shared_experts": 1}
+        | {"rope_scaling": {"type": "deepseek_yarn", **YARN}},
+    ),
+    "solar_open": Case(
+        "solar_open", "experts in every layer, a bias that chooses, biases, yarn, heads of 6, untied",
+        {key: value for key, value in MOE.items() if key != "intermediate_size"} | {"n_routed_experts": 4}
+        | rope("yarn", factor=4.0, original_max_position_embeddings=32) | {"head_dim": 6, "attention_bias": True},
+        hub={"first_k_dense_replace": 0, "use_qk_norm": False, "intermediate_size": 20},
+    ),
+    "gpt_neo": Case(
+        "gpt_neo", "a window of 5 in the second layer, scores that are not scaled, biases but of q, k and v, tied",
+        NEOX | {"num_layers": 2, "num_heads": 2, "max_position_embeddings": 17, "window_size": 5}
+        | {"attention_types": [[["global", "local"], 1]]},
+    ),
+    "gpt_bigcode": Case("gpt_bigcode", "one key head for two query heads, tied", GPT2 | {"n_inner": 20}),
+    "gpt_bigcode_heads": Case(
+        "gpt_bigcode", "a key head for each query head, fused by head, scores that are not scaled, untied",
+        GPT2 | {"multi_query": False, "scale_attn_weights": False} | UNTIED,
+    ),
+    "codegen": Case(
+        "codegen", "q, v and k fused in four groups, 2 of 4 channels rotated, a head with bias",
+        GPT2 | {"n_head": 4, "n_inner": 20, "rotary_dim": 2},
+    ),
+    "biogpt": Case(
+        "biogpt", "learned positions after two unused rows, scaled embeddings, tied",
+        NEOX | {"max_position_embeddings": 17}, hub={"layer_norm_eps": 1e-12},
+    ),
+    "persimmon": Case(
+        "persimmon", "q, k and v fused by head, half of each head rotated, LayerNorms of q and k, ReLU squared, untied",
+        NEOX | rope(theta=100.0, partial_rotary_factor=0.5),
+    ),
 }  # fmt: skip

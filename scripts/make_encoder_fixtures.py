@@ -49,6 +49,7 @@ LOCAL = TEXT | {"local_attention": 4, "layer_types": ["full_attention", "sliding
 IMAGE = {"hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 2, "num_attention_heads": 2}
 IMAGE |= {"image_size": 8, "patch_size": 4}
 DINOV2 = {key: value for key, value in IMAGE.items() if key != "intermediate_size"} | {"mlp_ratio": 2}
+DISTILLED = {"vocab_size": 40, "dim": 16, "hidden_dim": 20, "n_layers": 2, "n_heads": 4, "max_position_embeddings": 24}
 RELATIVE = TEXT | {"relative_attention": True, "pos_att_type": ["p2c", "c2p"], "position_biased_input": False}
 RELATIVE |= {"position_buckets": 4, "max_relative_positions": 7}
 THREE = {"num_labels": 3}
@@ -78,6 +79,14 @@ CASES = {
         RELATIVE | THREE | {"pos_att_type": ["p2c"], "position_buckets": -1, "max_relative_positions": 5},
     ),
     "deberta_features": Case("DebertaV2Model", TEXT),
+    "camembert_masked": Case("CamembertForMaskedLM", TEXT),
+    "distilbert_masked": Case("DistilBertForMaskedLM", DISTILLED),
+    "distilbert_texts": Case("DistilBertForSequenceClassification", DISTILLED | THREE | {"activation": "relu"}),
+    "distilbert_tokens": Case("DistilBertForTokenClassification", DISTILLED | THREE),
+    "distilbert_features": Case("DistilBertModel", DISTILLED),
+    "nomic_bert_masked": Case("NomicBertForMaskedLM", TEXT),
+    "nomic_bert_texts": Case("NomicBertForSequenceClassification", TEXT | THREE | {"head_dim": 6}),
+    "nomic_bert_features": Case("NomicBertModel", TEXT),
     "vit_classes": Case("ViTForImageClassification", IMAGE | THREE),
     "vit_features": Case("ViTModel", IMAGE),
     "dinov2_classes": Case("Dinov2ForImageClassification", DINOV2 | THREE),
@@ -125,6 +134,9 @@ def make(name: str, folder: Path) -> str:
     expected = inputs | outputs | {"loss": loss}
     expected |= {f"hidden_states.{n}": x for n, x in enumerate(result.hidden_states)}
     gradients = {key: weight.grad for key, weight in model.named_parameters() if weight.grad is not None}
+    for tied, kept in (model._tied_weights_keys or {}).items():  # CamemBERT's class has its head before the embedding
+        if tied in gradients and kept not in gradients:
+            gradients[kept] = gradients.pop(tied)
     gradients = loading.revert_weight_conversion(model, gradients)  # as files name them
     norms = {key: float(gradient.double().norm()) for key, gradient in gradients.items()}
     tensors = {key: x.detach().clone().contiguous() for key, x in expected.items()}
@@ -149,18 +161,18 @@ def build(case: Case, random: np.random.Generator, seed: int) -> Any:
 
 def find_padding(case: Case) -> int:
     """Return the padding token, after whose number RoBERTa's positions begin."""
-    return 1 if "Roberta" in case.architecture else 0
+    return 1 if "Roberta" in case.architecture or "Camembert" in case.architecture else 0
 
 
 def draw_texts(case: Case, random: np.random.Generator) -> dict[str, Any]:
-    """Return a row without padding and one with padding on the right; of BERT, the second half is of type 1."""
+    """Return a row without padding and one with padding on the right; of BERT and Nomic Embed, the second half is
+    of type 1."""
     mask = torch.ones(2, 9, dtype=torch.long)
     mask[1, 6:] = 0
     ids = torch.from_numpy(random.integers(3, case.config["vocab_size"], (2, 9)))
     ids = ids.masked_fill(mask == 0, find_padding(case))
-    types = (
-        {"token_type_ids": (torch.arange(9) > 3).long().expand(2, 9)} if case.architecture.startswith("Bert") else {}
-    )
+    typed = case.architecture.startswith(("Bert", "NomicBert"))
+    types = {"token_type_ids": (torch.arange(9) > 3).long().expand(2, 9)} if typed else {}
     return {"input_ids": ids, "attention_mask": mask, **types}
 
 

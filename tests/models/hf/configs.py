@@ -119,6 +119,10 @@ ANOTHER = {
     "top_k_experts": 3,
     "num_experts": 12,
     "moe_intermediate_size": 6,
+    "layer_rope_theta": [100.0, 0, 50.0],
+    "attention_multiplier": 0.3,
+    "q_lora_rank": 6,
+    "attention_types": [[["local"], 2], [["global"], 1]],
 }
 """Values other than the small model's. For keys that are not listed, one is derived from the default."""
 RELATIVE = {"relative_attention": True, "pos_att_type": ["p2c"], "position_buckets": 4}
@@ -133,9 +137,11 @@ CONTEXTS = [
     {"interleave_moe_layer_step": 2, "no_rope_layers": [1, 0, 1]},
     {"architectures": ["ViTModel"]},
     *({"architectures": [f"{name}ForSequenceClassification"]} for name in ("Bert", "Roberta", "XLMRoberta")),
-    *({"architectures": [f"{name}ForSequenceClassification"]} for name in ("ModernBert", "EuroBert")),
+    *({"architectures": [f"{name}ForSequenceClassification"]} for name in ("ModernBert", "EuroBert", "NomicBert")),
+    *({"architectures": [f"{name}ForSequenceClassification"]} for name in ("Camembert", "DistilBert")),
     {"new_decoder_architecture": True},
     {"index_topk_freq": 2},
+    {"mlp_layer_types": ["dense", "sparse", "sparse"]},
     RELATIVE,
     {"architectures": ["DebertaV2ForSequenceClassification"]},
     {"attention_k_eq_v": True},

@@ -85,7 +85,8 @@ def is_encoder(folder: Path) -> bool:
 @cache
 def find_cases() -> list[Path]:
     """All cases, in folders that are read once."""
-    roots = [FIXTURES, *([Path(PARITY) / folder for folder in ("models", "models_more")] if PARITY else [])]
+    more = ("models", "models_more", "models_2026")
+    roots = [FIXTURES, *([Path(PARITY) / folder for folder in more] if PARITY else [])]
     folders = [folder for root in roots for folder in sorted(root.iterdir()) if (folder / "config.json").exists()]
     type_of_text = lambda folder: read_text_config(read(folder / "config.json"))["model_type"]
     names = zoo.families()

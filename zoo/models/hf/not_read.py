@@ -18,7 +18,7 @@ _MODEL_TYPES_BY_REASON: Mapping[str, tuple[str, ...]] = {
         *("qwen3_next", "qwen3_5_moe", "qwen3_5_moe_text"),
     ),
     "BERT's relatives with sublayers, names or positions of their own": (
-        *("albert", "distilbert", "electra", "mpnet", "nomic_bert", "camembert", "xlm-roberta-xl", "deberta"),
+        *("albert", "electra", "mpnet", "xlm-roberta-xl", "deberta"),
     ),
     "a tower of images and one of texts, of which only siglip_vision_model is read": (
         *("clip", "siglip", "siglip2", "siglip_text_model", "clip_vision_model"),

@@ -10,19 +10,25 @@ from .afmoe import AFMOE
 from .apertus import APERTUS
 from .arcee import ARCEE
 from .bert import BERT
+from .biogpt import BIOGPT
 from .bloom import BLOOM
+from .camembert import CAMEMBERT
+from .codegen import CODEGEN
 from .cohere import COHERE
 from .cohere2 import COHERE2
+from .cwm import CWM
 from .deberta_v2 import DEBERTA_V2
 from .deepseek_v2 import DEEPSEEK_V2
 from .deepseek_v3 import DEEPSEEK_V3
 from .deepseek_v32 import DEEPSEEK_V32
 from .dinov2 import DINOV2
 from .dinov3_vit import DINOV3_VIT
+from .distilbert import DISTILBERT
 from .dots1 import DOTS1
 from .ernie4_5 import ERNIE4_5
 from .ernie4_5_moe import ERNIE4_5_MOE
 from .eurobert import EUROBERT
+from .exaone import EXAONE
 from .exaone4 import EXAONE4
 from .exaone_moe import EXAONE_MOE
 from .falcon import FALCON
@@ -38,20 +44,30 @@ from .glm4_moe import GLM4_MOE
 from .glm4_moe_lite import GLM4_MOE_LITE
 from .glm_moe_dsa import GLM_MOE_DSA
 from .gpt2 import GPT2
+from .gpt_bigcode import GPT_BIGCODE
+from .gpt_neo import GPT_NEO
 from .gpt_neox import GPT_NEOX
 from .gpt_oss import GPT_OSS
 from .gptj import GPTJ
 from .granite import GRANITE
+from .granite_swa import GRANITE_SWA
 from .granitemoe import GRANITEMOE
+from .granitemoe_swa import GRANITEMOE_SWA
 from .granitemoeshared import GRANITEMOESHARED
+from .helium import HELIUM
 from .hunyuan_v1_dense import HUNYUAN_V1_DENSE
 from .hunyuan_v1_moe import HUNYUAN_V1_MOE
 from .hy_v3 import HY_V3
+from .hyperclovax import HYPERCLOVAX
+from .internlm3 import INTERNLM3
+from .iquestcoder import IQUESTCODER
+from .jais2 import JAIS2
 from .jetmoe import JETMOE
 from .llama import LLAMA
 from .llama4_text import LLAMA4_TEXT
 from .mamba import MAMBA
 from .mamba2 import MAMBA2
+from .mellum import MELLUM
 from .mimo_v2_flash import MIMO_V2_FLASH
 from .minimax_m2 import MINIMAX_M2
 from .ministral import MINISTRAL
@@ -63,11 +79,13 @@ from .modernbert import MODERNBERT
 from .mpt import MPT
 from .nanochat import NANOCHAT
 from .nemotron import NEMOTRON
+from .nomic_bert import NOMIC_BERT
 from .olmo import OLMO
 from .olmo2 import OLMO2
 from .olmo3 import OLMO3
 from .olmoe import OLMOE
 from .opt import OPT
+from .persimmon import PERSIMMON
 from .phi import PHI
 from .phi3 import PHI3
 from .phimoe import PHIMOE
@@ -78,11 +96,15 @@ from .qwen3_5_text import QWEN3_5_TEXT
 from .qwen3_moe import QWEN3_MOE
 from .roberta import ROBERTA, XLM_ROBERTA
 from .rwkv import RWKV
+from .sarvam_mla import SARVAM_MLA
+from .sarvam_moe import SARVAM_MOE
 from .seed_oss import SEED_OSS
 from .siglip_vision_model import SIGLIP_VISION_MODEL
 from .smollm3 import SMOLLM3
+from .solar_open import SOLAR_OPEN
 from .stablelm import STABLELM
 from .starcoder2 import STARCODER2
+from .vaultgemma import VAULTGEMMA
 from .vit import VIT
 
 ALL_FAMILIES = (
@@ -90,6 +112,10 @@ ALL_FAMILIES = (
     APERTUS,
     ARCEE,
     BERT,
+    BIOGPT,
+    CAMEMBERT,
+    CODEGEN,
+    CWM,
     DEBERTA_V2,
     BLOOM,
     COHERE,
@@ -99,10 +125,12 @@ ALL_FAMILIES = (
     DEEPSEEK_V32,
     DINOV2,
     DINOV3_VIT,
+    DISTILBERT,
     DOTS1,
     ERNIE4_5,
     ERNIE4_5_MOE,
     EUROBERT,
+    EXAONE,
     EXAONE4,
     EXAONE_MOE,
     FALCON,
@@ -118,20 +146,30 @@ ALL_FAMILIES = (
     GLM4_MOE_LITE,
     GLM_MOE_DSA,
     GPT2,
+    GPT_BIGCODE,
+    GPT_NEO,
     GPT_NEOX,
     GPT_OSS,
     GPTJ,
     GRANITE,
+    GRANITE_SWA,
     GRANITEMOE,
+    GRANITEMOE_SWA,
     GRANITEMOESHARED,
+    HELIUM,
     HUNYUAN_V1_DENSE,
     HUNYUAN_V1_MOE,
     HY_V3,
+    HYPERCLOVAX,
+    INTERNLM3,
+    IQUESTCODER,
+    JAIS2,
     JETMOE,
     LLAMA,
     LLAMA4_TEXT,
     MAMBA,
     MAMBA2,
+    MELLUM,
     MIMO_V2_FLASH,
     MINIMAX_M2,
     MINISTRAL,
@@ -143,11 +181,13 @@ ALL_FAMILIES = (
     MPT,
     NANOCHAT,
     NEMOTRON,
+    NOMIC_BERT,
     OLMO,
     OLMO2,
     OLMO3,
     OLMOE,
     OPT,
+    PERSIMMON,
     PHI,
     PHI3,
     PHIMOE,
@@ -158,11 +198,15 @@ ALL_FAMILIES = (
     QWEN3_MOE,
     ROBERTA,
     RWKV,
+    SARVAM_MLA,
+    SARVAM_MOE,
     SEED_OSS,
     SIGLIP_VISION_MODEL,
     SMOLLM3,
+    SOLAR_OPEN,
     STABLELM,
     STARCODER2,
+    VAULTGEMMA,
     VIT,
     XLM_ROBERTA,
 )

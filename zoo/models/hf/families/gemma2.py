@@ -1,12 +1,12 @@
 """Gemma 2 (Gemma team, arXiv:2408.00118): Gemma's layer with norms before and after each sublayer, soft caps of
 attention scores and logits, and a sliding window in every other layer."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from jaxtyping import Array, Key
 
 from zoo.models.build import MixerFactory
-from zoo.models.decoder import Decoder
+from zoo.models.decoder import AbstractBlock, Decoder
 from zoo.models.hf.builders import (
     build_config_decoder,
     list_layer_windows,
@@ -23,11 +23,12 @@ from zoo.models.hf.spec import Config, Family, NameMap, prefixed
 from . import gemma, llama
 
 
-def _build_gemma2(config: Config, *, key: Key[Array, ""]) -> Decoder:
+def build_gemma2(config: Config, *, block: Callable[..., AbstractBlock] | None = None, key: Key[Array, ""]) -> Decoder:
+    """Build the model of a Gemma 2 config, with norms before and after each sublayer unless `block` is given."""
     types = read_layer_types(config, list_patterned_types(Config(config, sliding_window_pattern=2)))
     options = read_score_options(config)
     mixers = make_windowed_attention_factories(config, list_layer_windows(types, config["sliding_window"]), **options)
-    return build_sandwich_decoder(config, mixers, key=key)
+    return build_sandwich_decoder(config, mixers, block=block, key=key)
 
 
 def read_score_options(config: Config) -> dict:
@@ -38,12 +39,19 @@ def read_score_options(config: Config) -> dict:
     return {**options, "scale": scale, "soft_cap": soft_cap}
 
 
-def build_sandwich_decoder(config: Config, mixers: Sequence[MixerFactory], *, key: Key[Array, ""]) -> Decoder:
-    """Build Gemma's layers with these mixers and norms before and after each sublayer."""
+def build_sandwich_decoder(
+    config: Config,
+    mixers: Sequence[MixerFactory],
+    *,
+    block: Callable[..., AbstractBlock] | None = None,
+    key: Key[Array, ""],
+) -> Decoder:
+    """Build Gemma's layers with these mixers, and norms before and after each sublayer unless `block` is given."""
     norm = make_rms_norm_factory(config, offset=1.0)
     ffn = make_gated_mlp_factory(config)
     layers = [(mixer, ffn) for mixer in mixers]
-    block = make_sandwich_block(norm)
+    if block is None:
+        block = make_sandwich_block(norm)
     options = {"multiplier": config["hidden_size"] ** 0.5, "soft_cap": config["final_logit_softcapping"]}
     return build_config_decoder(config, layers, norm, block=block, key=key, **options)
 
@@ -79,7 +87,7 @@ DEFAULTS = {
 GEMMA2 = Family(
     name="gemma2",
     architecture="Gemma2ForCausalLM",
-    build=_build_gemma2,
+    build=build_gemma2,
     names=map_gemma2_names,
     defaults=DEFAULTS,
     aliases={"hidden_activation": "hidden_act"},

@@ -20,7 +20,8 @@ from . import dots1, llama
 from .deepseek_v3 import find_mtp_tensors
 
 
-def _build_glm4_moe(config: Config, *, key: Key[Array, ""]) -> Decoder:
+def build_glm4_moe(config: Config, *, key: Key[Array, ""]) -> Decoder:
+    """Build the model of a GLM-4.5 config."""
     width = config["moe_intermediate_size"]
     norm = make_head_norm_factory(config) if config["use_qk_norm"] else None
     shared = config["n_shared_experts"] * width
@@ -40,7 +41,7 @@ def _describe_glm4_moe(model: Any) -> dict[str, Any]:
 GLM4_MOE = Family(
     name="glm4_moe",
     architecture="Glm4MoeForCausalLM",
-    build=_build_glm4_moe,
+    build=build_glm4_moe,
     names=dots1.map_dots1_names,
     defaults={
         **dots1.DEFAULTS,

@@ -20,7 +20,8 @@ from zoo.ops.rotary import Rotary
 from . import gpt2
 
 
-def _build_gptj(config: Config, *, key: Key[Array, ""]) -> Decoder:
+def build_gptj(config: Config, *, key: Key[Array, ""]) -> Decoder:
+    """Build the model of a GPT-J config."""
     dim = config["rotary_dim"]
     head_dim = read_head_sizes(config)[2]
     if dim is None or dim % 2 or not 0 < dim <= head_dim:
@@ -45,7 +46,7 @@ def _map_gptj_names(config: Config) -> NameMap:
 GPTJ = Family(
     name="gptj",
     architecture="GPTJForCausalLM",
-    build=_build_gptj,
+    build=build_gptj,
     names=_map_gptj_names,
     defaults={
         "vocab_size": 50400,

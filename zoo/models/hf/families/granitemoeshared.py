@@ -1,9 +1,11 @@
 """Granite's mixture of experts beside a shared MLP (Granite team, "Granite 4.0", 2025): GraniteMoE's layer, in which
 every token also uses an MLP of its own width."""
 
+from collections.abc import Callable
+
 from jaxtyping import Array, Key
 
-from zoo.layers import TopSoftmaxRouter
+from zoo.layers import MixtureOfExperts, TopSoftmaxRouter
 from zoo.models.decoder import Decoder
 from zoo.models.hf.builders import make_mixture_factory
 from zoo.models.hf.kinds import non_negative
@@ -15,16 +17,21 @@ _SHARED_NAMES: NameMap = {"input_linear": fused("gate", "up"), "output_linear": 
 
 
 def _build_granitemoeshared(config: Config, *, key: Key[Array, ""]) -> Decoder:
+    return granite.build_granite_layers(config, make_shared_mixture(config), key=key)
+
+
+def make_shared_mixture(config: Config) -> Callable[..., MixtureOfExperts]:
+    """Return a factory of Granite's mixtures of experts, with a shared MLP unless its width is 0."""
     shared = config["shared_intermediate_size"] or None
-    experts = make_mixture_factory(config, TopSoftmaxRouter, config["num_local_experts"], shared=shared)
-    return granite.build_granite_layers(config, experts, key=key)
+    return make_mixture_factory(config, TopSoftmaxRouter, config["num_local_experts"], shared=shared)
 
 
 def _map_granitemoeshared_names(config: Config) -> NameMap:
     return {**granitemoe.map_granitemoe_names(config), **_map_shared_names()}
 
 
-def _map_granitemoeshared_memory_names(config: Config) -> NameMap:
+def map_granitemoeshared_memory_names(config: Config) -> NameMap:
+    """Return the name map in memory."""
     return {**granitemoe.map_granitemoe_memory_names(config), **_map_shared_names()}
 
 
@@ -40,5 +47,5 @@ GRANITEMOESHARED = Family(
     names=_map_granitemoeshared_names,
     defaults={**granitemoe.DEFAULTS, "shared_intermediate_size": non_negative(0)},
     ignored_tensors=llama.LLAMA.ignored_tensors,
-    memory_names=_map_granitemoeshared_memory_names,
+    memory_names=map_granitemoeshared_memory_names,
 )

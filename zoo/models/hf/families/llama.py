@@ -30,7 +30,8 @@ FUSED_EXPERT_NAMES: NameMap = {"gate_up_proj": fused("gate.weight", "up.weight")
 """All experts of a layer in one tensor, as transformers has them in memory."""
 
 
-def _build_llama(config: Config, *, key: Key[Array, ""]) -> Decoder:
+def build_llama(config: Config, *, key: Key[Array, ""]) -> Decoder:
+    """Build the model of a LLaMA-like config."""
     norm = make_rms_norm_factory(config)
     bias = config["attention_bias"]
     mixer = make_attention_factory(config, bias=bias, out_bias=bias)
@@ -73,7 +74,7 @@ DEFAULTS: dict[str, Any] = {
 LLAMA = Family(
     name="llama",
     architecture="LlamaForCausalLM",
-    build=_build_llama,
+    build=build_llama,
     names=map_llama_names,
     defaults=DEFAULTS,
     ignored_tensors=(r"\.rotary_emb\.inv_freq$",),

@@ -26,17 +26,23 @@ def _build_opt(config: Config, *, key: Key[Array, ""]) -> Decoder:
     return build_config_decoder(config, layers, norm, key=key, **positions)
 
 
+_ATTENTION_NAMES: NameMap = {"q_proj": "query", "k_proj": "key", "v_proj": "value", "out_proj": "out"}
+BLOCK_NAMES: NameMap = {
+    "self_attn_layer_norm": "mixer_norm",
+    "final_layer_norm": "ffn_norm",
+    **prefixed("self_attn", "attention", _ATTENTION_NAMES),
+    "fc1": "mlp.up",
+    "fc2": "mlp.down",
+}
+"""A layer in the names of fairseq, from which OPT and BioGPT come."""
+
+
 def _map_opt_names(config: Config) -> NameMap:
-    attention = {"q_proj": "query", "k_proj": "key", "v_proj": "value", "out_proj": "out"}
-    block = {
-        "self_attn_layer_norm": "mixer_norm",
-        "final_layer_norm": "ffn_norm",
-        **prefixed("self_attn", "attention", attention),
-        "fc1": "mlp.up",
-        "fc2": "mlp.down",
-    }
     shell = {"embed_tokens": "embedding", "embed_positions": "position_embedding", "final_layer_norm": "norm"}
-    return {**prefixed("model.decoder", "", {**shell, **prefixed("layers.*", "layers.*", block)}), "lm_head": "head"}
+    return {
+        **prefixed("model.decoder", "", {**shell, **prefixed("layers.*", "layers.*", BLOCK_NAMES)}),
+        "lm_head": "head",
+    }
 
 
 OPT = Family(

@@ -19,7 +19,8 @@ from .. import encoder_heads, text_encoders
 from .bert import BERT, DEFAULTS, build_bert_layers, map_bert_layers
 
 
-def _build_roberta(prefix: str, config: Config, *, key: Key[Array, ""]) -> Encoder:
+def build_roberta(prefix: str, config: Config, *, key: Key[Array, ""]) -> Encoder:
+    """Build RoBERTa's encoder, with the head of the architecture that begins with `prefix`."""
     size = config["hidden_size"]
     offset = config["pad_token_id"] + 1
     positions = config["max_position_embeddings"] - offset
@@ -37,7 +38,8 @@ def _build_roberta(prefix: str, config: Config, *, key: Key[Array, ""]) -> Encod
     return build_bert_layers(config, prefix, heads, positions=positions, position_offset=offset, key=key)
 
 
-def _map_roberta_names(prefix: str, config: Config) -> NameMap:
+def map_roberta_names(prefix: str, config: Config) -> NameMap:
+    """Return the name map of an architecture that begins with `prefix`."""
     transform = text_encoders.map_dense_layer("lm_head", "head.transform", "layer_norm")
     classify = text_encoders.map_dense_layer("classifier", "head.transform")
     heads: dict[str, NameMap] = {
@@ -49,18 +51,19 @@ def _map_roberta_names(prefix: str, config: Config) -> NameMap:
     return {**map_bert_layers("roberta"), **encoder_heads.select_names(config, prefix, heads)}
 
 
-_HEADS = ("lm_head.dense", "lm_head.layer_norm", "lm_head.bias", "pooler.")
+HEADS = ("lm_head.dense", "lm_head.layer_norm", "lm_head.bias", "pooler.")
+"""Tensors of heads that files have besides that of their architecture."""
 
 ROBERTA = dataclasses.replace(
     BERT,
     name="roberta",
     architecture="RobertaForMaskedLM",
-    build=partial(_build_roberta, "Roberta"),
-    names=partial(_map_roberta_names, "Roberta"),
+    build=partial(build_roberta, "Roberta"),
+    names=partial(map_roberta_names, "Roberta"),
     defaults={**DEFAULTS, "vocab_size": 50265, "pad_token_id": non_negative(1)},
     ignored_tensors=(r"embeddings\.position_ids$", r"^lm_head\.decoder\.bias$"),
     find_ignored_tensors=partial(
-        text_encoders.find_other_heads, partial(_map_roberta_names, "Roberta"), "roberta", _HEADS
+        text_encoders.find_other_heads, partial(map_roberta_names, "Roberta"), "roberta", HEADS
     ),
     head="lm_head.decoder",
     embedding="roberta.embeddings.word_embeddings",
@@ -69,10 +72,10 @@ XLM_ROBERTA = dataclasses.replace(
     ROBERTA,
     name="xlm-roberta",
     architecture="XLMRobertaForMaskedLM",
-    build=partial(_build_roberta, "XLMRoberta"),
-    names=partial(_map_roberta_names, "XLMRoberta"),
+    build=partial(build_roberta, "XLMRoberta"),
+    names=partial(map_roberta_names, "XLMRoberta"),
     find_ignored_tensors=partial(
-        text_encoders.find_other_heads, partial(_map_roberta_names, "XLMRoberta"), "roberta", _HEADS
+        text_encoders.find_other_heads, partial(map_roberta_names, "XLMRoberta"), "roberta", HEADS
     ),
     defaults={**DEFAULTS, "pad_token_id": non_negative(1)},
 )

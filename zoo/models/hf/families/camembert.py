@@ -1,0 +1,22 @@
+"""CamemBERT (Martin et al., arXiv:1911.03894): RoBERTa by another name, with other defaults."""
+
+import dataclasses
+from functools import partial
+
+from zoo.models.hf.kinds import non_negative
+
+from .. import text_encoders
+from . import bert, roberta
+
+_BUILD = partial(roberta.build_roberta, "Camembert")
+_NAMES = partial(roberta.map_roberta_names, "Camembert")
+
+CAMEMBERT = dataclasses.replace(
+    roberta.ROBERTA,
+    name="camembert",
+    architecture="CamembertForMaskedLM",
+    build=_BUILD,
+    names=_NAMES,
+    defaults={**bert.DEFAULTS, "pad_token_id": non_negative(1)},
+    find_ignored_tensors=partial(text_encoders.find_other_heads, _NAMES, "roberta", roberta.HEADS),
+)

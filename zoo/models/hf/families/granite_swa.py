@@ -1,0 +1,91 @@
+"""Granite with sliding windows (Granite team, "Granite Swash", 2026): Granite's layer and multipliers with attention
+sinks; of four layers, three have a sliding window, and each layer may have a RoPE base of its own, or no RoPE."""
+
+from collections.abc import Callable
+
+from jaxtyping import Array, Key
+
+from zoo.layers import Attention
+from zoo.models.build import FeedForwardFactory
+from zoo.models.decoder import Decoder
+from zoo.models.hf.builders import (
+    build_rotary,
+    list_layer_windows,
+    make_gated_mlp_factory,
+    make_layerwise_attention_factories,
+    read_layer_types,
+)
+from zoo.models.hf.errors import ConfigError
+from zoo.models.hf.kinds import Default, optional_count, optional_non_negative, optional_words
+from zoo.models.hf.spec import Config, Family, NameMap, prefixed
+from zoo.models.hf.values import NON_NEGATIVE_NUMBER, list_of, optional
+from zoo.ops.rotary import Rotary
+
+from . import cwm, granite, llama
+
+
+def _build_granite_swa(config: Config, *, key: Key[Array, ""]) -> Decoder:
+    return build_windowed_granite(config, make_gated_mlp_factory(config, bias=config["mlp_bias"]), key=key)
+
+
+def build_windowed_granite(config: Config, ffn: FeedForwardFactory, *, key: Key[Array, ""]) -> Decoder:
+    """Build Granite's layers with this feed-forward layer, sinks, and windows and RoPE by layer."""
+    types = read_layer_types(config, cwm.list_every_fourth_full(config))
+    windows = list_layer_windows(types, config["sliding_window"])
+    rotaries = _list_rotaries(config)
+
+    def make_mixers(**options: object) -> list[Callable[..., Attention]]:
+        return make_layerwise_attention_factories(config, windows, rotaries, sinks=True, **options)
+
+    return granite.build_granite_layers(config, ffn, make_mixers=make_mixers, key=key)
+
+
+def _list_rotaries(config: Config) -> list[Rotary | None]:
+    """Return the RoPE of each layer: with its `layer_rope_theta`, or without RoPE where that is 0."""
+    bases = config["layer_rope_theta"]
+    if bases is None:
+        return [build_rotary(config)] * config["num_hidden_layers"]
+    if len(bases) != config["num_hidden_layers"]:
+        raise ConfigError(f"layer_rope_theta should have a number for each of {config['num_hidden_layers']} layers")
+    parameters = config["rope_parameters"]
+    rotaries = {
+        base: build_rotary(Config(config, rope_parameters={**parameters, "rope_theta": float(base)}))
+        for base in bases
+        if base
+    }
+    return [rotaries.get(base) for base in bases]
+
+
+SINK_ATTENTION_NAMES: NameMap = prefixed("self_attn", "attention", {**llama.ATTENTION_NAMES, "sinks": "sinks"})
+
+
+def _map_granite_swa_names(config: Config) -> NameMap:
+    return llama.map_llama_layers(prefixed("mlp", "gated_mlp", llama.GATED_MLP_NAMES), SINK_ATTENTION_NAMES)
+
+
+WINDOW_DEFAULTS = {
+    "sliding_window": optional_non_negative(128),
+    "layer_types": optional_words(),
+    "layer_rope_theta": Default(None, optional(list_of(NON_NEGATIVE_NUMBER))),
+}
+
+GRANITE_SWA = Family(
+    name="granite_swa",
+    architecture="GraniteSWAForCausalLM",
+    build=_build_granite_swa,
+    names=_map_granite_swa_names,
+    defaults={
+        **{key: value for key, value in granite.GRANITE.declared.items() if key != "head_dim"},
+        **WINDOW_DEFAULTS,
+        "vocab_size": 100352,
+        "hidden_size": 2560,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 20,
+        "num_key_value_heads": optional_count(4),
+        "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": True,
+    },
+    ignored_tensors=llama.LLAMA.ignored_tensors,
+)

@@ -1,0 +1,43 @@
+"""Jais 2 (Inception, MBZUAI and Cerebras, "Jais 2", 2025): LLaMA's layer with LayerNorms, biases everywhere but in the
+head, and an MLP of squared ReLUs without a gate."""
+
+from jaxtyping import Array, Key
+
+from zoo.models.decoder import Decoder
+from zoo.models.hf.builders import (
+    build_config_decoder,
+    make_attention_factory,
+    make_layer_norm_factory,
+    make_mlp_factory,
+)
+from zoo.models.hf.spec import Config, Family
+
+from . import arcee, llama
+
+
+def _build_jais2(config: Config, *, key: Key[Array, ""]) -> Decoder:
+    bias = config["attention_bias"]
+    mixer = make_attention_factory(config, bias=bias, out_bias=bias)
+    layers = [(mixer, make_mlp_factory(config, bias=config["mlp_bias"]))] * config["num_hidden_layers"]
+    return build_config_decoder(config, layers, make_layer_norm_factory(config), key=key)
+
+
+JAIS2 = Family(
+    name="jais2",
+    architecture="Jais2ForCausalLM",
+    build=_build_jais2,
+    names=arcee.map_arcee_names,
+    defaults={
+        **{key: value for key, value in llama.DEFAULTS.items() if key != "rms_norm_eps"},
+        "vocab_size": 150272,
+        "hidden_size": 3328,
+        "intermediate_size": 26624,
+        "num_attention_heads": 26,
+        "hidden_act": "relu2",
+        "max_position_embeddings": 8192,
+        "layer_norm_eps": 1e-5,
+        "attention_bias": True,
+        "mlp_bias": True,
+    },
+    ignored_tensors=llama.LLAMA.ignored_tensors,
+)

@@ -1,0 +1,115 @@
+"""Nomic Embed (Nussbaum et al., arXiv:2402.01613): BERT's layers with RoPE and gated MLPs, without biases."""
+
+from functools import partial
+
+import jax.numpy as jnp
+from jaxtyping import Array, Key
+
+from zoo.layers import IdentityNorm
+from zoo.models.blocks import AddNormBlock
+from zoo.models.encoders.heads import DenseTransform
+from zoo.models.encoders.text import Encoder
+from zoo.models.hf.builders import (
+    build_rotary,
+    find_activation,
+    make_bidirectional_attention_factory,
+    make_gated_mlp_factory,
+    make_layer_norm_factory,
+)
+from zoo.models.hf.kinds import non_negative, optional_count
+from zoo.models.hf.spec import Config, Family, NameMap, fused, prefixed
+
+from .. import encoder_heads, text_encoders
+from . import bert
+
+
+def _build_nomic_bert(config: Config, *, key: Key[Array, ""]) -> Encoder:
+    size = config["hidden_size"]
+    norm = make_layer_norm_factory(config)
+    transform = partial(DenseTransform, size, activation=find_activation(config), norm=norm)
+    classify = partial(DenseTransform, size, activation=jnp.tanh)
+    heads = {
+        "MaskedLM": text_encoders.make_masked_lm_head_factory(config, transform, bias=True),
+        "SequenceClassification": text_encoders.make_pooled_head_factory(config, classify),
+        "TokenClassification": text_encoders.make_token_head_factory(config),
+        "Model": encoder_heads.make_feature_head_factory(),
+    }
+    mixer = make_bidirectional_attention_factory(config, rotary=build_rotary(config))
+    return text_encoders.build_config_encoder(
+        config,
+        [(mixer, make_gated_mlp_factory(config))] * config["num_hidden_layers"],
+        "NomicBert",
+        heads,
+        norm=norm,
+        embedding_norm=norm,
+        final_norm=IdentityNorm,
+        block=AddNormBlock,
+        token_types=config["type_vocab_size"],
+        key=key,
+    )
+
+
+def _map_nomic_bert_names(config: Config) -> NameMap:
+    """Return the name map of files."""
+    block = {
+        "attn.Wqkv": fused(*(f"bidirectional_attention.{name}" for name in ("query", "key", "value"))),
+        "attn.out_proj": "bidirectional_attention.out",
+        "norm1": "mixer_norm",
+        **prefixed("mlp", "gated_mlp", {"fc11": "up", "fc12": "gate", "fc2": "down"}),
+        "norm2": "ffn_norm",
+    }
+    layers = {"emb_ln": "embedding_norm", **prefixed("encoder.layers.*", "layers.*", block)}
+    return _map_shell(config, layers)
+
+
+def _map_nomic_bert_memory_names(config: Config) -> NameMap:
+    attention = {"q_proj": "query", "k_proj": "key", "v_proj": "value", "o_proj": "out"}
+    block = {
+        **prefixed("self_attn", "bidirectional_attention", attention),
+        "post_attention_layernorm": "mixer_norm",
+        **prefixed("mlp", "gated_mlp", {"up_proj": "up", "gate_proj": "gate", "down_proj": "down"}),
+        "post_mlp_layernorm": "ffn_norm",
+    }
+    layers = {"embeddings.LayerNorm": "embedding_norm", **prefixed("layers.*", "layers.*", block)}
+    return _map_shell(config, layers)
+
+
+def _map_shell(config: Config, layers: NameMap) -> NameMap:
+    """Return the name map with embeddings and the head, which are named the same in files and in memory."""
+    embeddings = {"word_embeddings": "embedding", "token_type_embeddings": "type_embedding"}
+    transform = text_encoders.map_dense_layer("cls.predictions.transform", "head.transform", "layer_norm")
+    pooler = text_encoders.map_dense_layer("nomic_bert.pooler", "head.transform")
+    heads: dict[str, NameMap] = {
+        "MaskedLM": {"cls.predictions.bias": "head.bias", **transform},
+        "SequenceClassification": {**pooler, "classifier": "head.linear"},
+        "TokenClassification": {"classifier": "head.linear"},
+        "Model": {},
+    }
+    base = {**prefixed("embeddings", "", embeddings), **layers}
+    return {**prefixed("nomic_bert", "", base), **encoder_heads.select_names(config, "NomicBert", heads)}
+
+
+_HEADS = ("cls.predictions.transform", "cls.predictions.bias", "pooler.")
+
+NOMIC_BERT = Family(
+    name="nomic_bert",
+    architecture="NomicBertForMaskedLM",
+    build=_build_nomic_bert,
+    names=_map_nomic_bert_names,
+    defaults={
+        **bert.DEFAULTS,
+        "vocab_size": 30528,
+        "head_dim": optional_count(),
+        "hidden_act": "silu",
+        "max_position_embeddings": 2048,
+        "type_vocab_size": non_negative(2),
+        "rope_parameters": {"rope_theta": 1000.0},
+    },
+    required_values={"tie_word_embeddings": (True,)},
+    ignored_keys=frozenset({"classifier_dropout"}),
+    ignored_tensors=(*bert.BERT.ignored_tensors, r"\.rotary_emb\.inv_freq$"),
+    find_ignored_tensors=partial(text_encoders.find_other_heads, _map_nomic_bert_names, "nomic_bert", _HEADS),
+    memory_names=_map_nomic_bert_memory_names,
+    head="cls.predictions.decoder",
+    embedding="nomic_bert.embeddings.word_embeddings",
+)

@@ -1,0 +1,49 @@
+"""Sarvam's mixture of experts with latent attention (Sarvam AI, "Sarvam-105B", 2026): DeepSeek-V3's layer, with other
+defaults and older words for them."""
+
+from jaxtyping import Array, Key
+
+from zoo.models.decoder import Decoder
+from zoo.models.hf.kinds import non_negative, optional_count
+from zoo.models.hf.spec import Config, Family
+
+from . import deepseek_v3
+
+
+def _build_sarvam_mla(config: Config, *, key: Key[Array, ""]) -> Decoder:
+    return deepseek_v3.build_deepseek_v3(Config(config, head_dim=None), key=key)
+
+
+_DEEPSEEK = deepseek_v3.DEEPSEEK_V3
+
+SARVAM_MLA = Family(
+    name="sarvam_mla",
+    architecture="DeepseekV3ForCausalLM",
+    build=_build_sarvam_mla,
+    names=_DEEPSEEK.names,
+    defaults={
+        **{key: value for key, value in _DEEPSEEK.declared.items() if key != "head_dim"},
+        "vocab_size": 262144,
+        "hidden_size": 4096,
+        "intermediate_size": 16384,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 64,
+        "num_key_value_heads": optional_count(),
+        "q_lora_rank": optional_count(),
+        "n_routed_experts": 128,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": non_negative(1),
+    },
+    aliases={
+        "num_local_experts": "n_routed_experts",
+        "num_experts": "n_routed_experts",
+        "num_shared_experts": "n_shared_experts",
+    },
+    required_values=_DEEPSEEK.required_values,
+    # head_dim follows from other keys, and older files say the width of what is cached
+    ignored_keys=_DEEPSEEK.ignored_keys | {"head_dim", "q_head_dim"},
+    ignored_tensors=_DEEPSEEK.ignored_tensors,
+    find_ignored_tensors=_DEEPSEEK.find_ignored_tensors,
+    memory_names=_DEEPSEEK.memory_names,
+)

@@ -1,0 +1,56 @@
+"""Solar Open (Upstage, arXiv:2601.07022): LLaMA's attention, and DeepSeek-V3's mixture of experts in every layer."""
+
+from jaxtyping import Array, Key
+
+from zoo.models.decoder import Decoder
+from zoo.models.hf.builders import build_moe_decoder, make_biased_router_factory, make_mixture_factory
+from zoo.models.hf.kinds import Default, optional_count
+from zoo.models.hf.spec import Config, Family
+from zoo.models.hf.values import POSITIVE_NUMBER
+
+from . import deepseek_v3, dots1, llama
+
+
+def _build_solar_open(config: Config, *, key: Key[Array, ""]) -> Decoder:
+    width = config["moe_intermediate_size"]
+    shared = config["n_shared_experts"] * width
+    config = Config(config, intermediate_size=width)  # of dense layers, and there are none
+    router = make_biased_router_factory(config)
+    experts = make_mixture_factory(config, router, config["n_routed_experts"], width=width, shared=shared)
+    sparse = [True] * config["num_hidden_layers"]
+    return build_moe_decoder(config, sparse, experts, bias=config["attention_bias"], key=key)
+
+
+_OMITTED_DEFAULTS = ("mlp_bias", "intermediate_size")
+
+SOLAR_OPEN = Family(
+    name="solar_open",
+    architecture="SolarOpenForCausalLM",
+    build=_build_solar_open,
+    names=dots1.map_dots1_names,
+    defaults={
+        **{key: value for key, value in llama.DEFAULTS.items() if key not in _OMITTED_DEFAULTS},
+        "vocab_size": 196608,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 64,
+        "num_key_value_heads": optional_count(8),
+        "head_dim": optional_count(128),
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": {"rope_theta": 1000000.0},
+        "moe_intermediate_size": 1280,
+        "n_routed_experts": 128,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 8,
+        "n_group": 1,
+        "topk_group": 1,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": Default(1.0, POSITIVE_NUMBER),
+    },
+    aliases={"num_local_experts": "n_routed_experts"},
+    required_values={"first_k_dense_replace": (0,), "use_qk_norm": (False,)},
+    ignored_keys=frozenset({"intermediate_size", "num_nextn_predict_layers"}),
+    ignored_tensors=llama.LLAMA.ignored_tensors,
+    find_ignored_tensors=deepseek_v3.find_mtp_tensors,
+    memory_names=dots1.map_dots1_memory_names,
+)
