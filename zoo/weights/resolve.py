@@ -12,7 +12,7 @@ from typing import Any
 from zoo.models.hf.config import read_config
 from zoo.models.hf.errors import ConfigError, suggest_nearest
 from zoo.models.hf.families import ALIASES, FAMILIES, get_family
-from zoo.models.hf.not_read import find_reason
+from zoo.models.hf.not_read import find_nearest, find_reason
 from zoo.models.hf.shapes import build_shapes
 from zoo.models.hf.spec import Config, Family, NameMap, Origin, replace_ending
 from zoo.models.hf.wrappers import TEXT_CONFIG, TIE, WRAPPERS, read_text_config, rename, rename_all, unwrap_config
@@ -90,8 +90,8 @@ def find_family(config: Mapping[str, Any], path: Path) -> Family:
     """Return the family that the config's `model_type` names, by its name or an alias. For a multimodal checkpoint,
     return the family of its language model.
 
-    **Raises** `CheckpointError` for an unknown `model_type`, with the reason why it is not read, or the nearest known
-    one.
+    **Raises** `CheckpointError` for an unknown `model_type`, with the reason why it is not read and the nearest family
+    that is, or the nearest known name.
     """
     try:
         text = read_text_config(config)
@@ -110,6 +110,8 @@ def find_family(config: Mapping[str, Any], path: Path) -> Family:
         problem = f"wraps a language model that {problem}"
     if reason := find_reason(name):
         hint = f", which is not read: {reason}."
+        if nearest := find_nearest(name):
+            hint += f" The nearest family that is read is {nearest!r}."
     elif TEXT_CONFIG in config and not wraps:
         hint = f". Language models are read out of {', '.join(WRAPPERS)}."
     raise CheckpointError(f"{path} {problem}{hint} Families that can be read: {', '.join(sorted(FAMILIES))}")

@@ -6,7 +6,7 @@ import pytest
 
 import zoo
 from zoo.models.hf.families import get_family
-from zoo.models.hf.not_read import find_reason, list_reasons
+from zoo.models.hf.not_read import find_nearest, find_reason, list_reasons
 from zoo.models.hf.wrappers import WRAPPERS
 
 
@@ -19,6 +19,14 @@ def test_reasons_are_given_for_families_that_are_not_read():
     assert find_reason("llama") is None and find_reason(None) is None and find_reason([]) is None
 
 
+def test_nearest_families_are_read():
+    listed = [model_type for model_types, _ in list_reasons() for model_type in model_types]
+    nearest = {model_type: find_nearest(model_type) for model_type in listed}
+    assert all(name is None or get_family(name) is not None for name in nearest.values())
+    assert nearest["albert"] == "bert" and nearest["qwen3_vl"] == "qwen3"
+    assert nearest["bart"] is None and find_nearest("llama") is None and find_nearest([]) is None
+
+
 @pytest.mark.parametrize("config", [{"model_type": "jamba"}, {"model_type": "llava", "text_config": {}}])
 def test_load_gives_the_reason(tmp_path, config):
     if "text_config" in config:
@@ -26,3 +34,19 @@ def test_load_gives_the_reason(tmp_path, config):
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(zoo.CheckpointError, match="model_type 'jamba', which is not read: Mamba's layers"):
         zoo.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "model_type, words",
+    [
+        ("albert", r"The nearest family that is read is 'bert'\."),
+        ("qwen3_vl_moe", r"The nearest family that is read is 'qwen3_moe'\."),
+        ("t5", "an encoder and a decoder with cross-attention"),
+        ("llamma", "did you mean 'llama'"),
+    ],
+)
+def test_load_names_the_nearest_family(tmp_path, model_type, words):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    with pytest.raises(zoo.CheckpointError, match=words) as raised:
+        zoo.load(tmp_path)
+    assert "Families that can be read: afmoe, " in str(raised.value)

@@ -30,6 +30,26 @@ _MODEL_TYPES_BY_REASON: Mapping[str, tuple[str, ...]] = {
     "codes of sounds beside texts": ("qwen2_audio", "qwen2_5_omni", "qwen3_omni_moe"),
     "RWKV after its fourth version has no class in transformers": ("rwkv5", "rwkv6", "rwkv7"),
 }
+_MODEL_TYPES_BY_NEAREST: Mapping[str, tuple[str, ...]] = {
+    "bert": ("albert", "electra", "mpnet"),
+    "deberta-v2": ("deberta",),
+    "gemma2": ("t5gemma", "paligemma"),
+    "glm4": ("glm4v",),
+    "glm4_moe": ("glm4v_moe",),
+    "granitemoeshared": ("granitemoehybrid",),
+    "llama": ("mllama",),
+    "mamba": ("jamba", "zamba"),
+    "mamba2": ("bamba", "falcon_h1", "nemotron_h", "zamba2"),
+    "qwen2": ("qwen2_vl", "qwen2_5_vl", "qwen2_audio", "qwen2_5_omni"),
+    "qwen3": ("qwen3_vl",),
+    "qwen3_5_text": ("qwen3_next", "qwen3_5_moe", "qwen3_5_moe_text"),
+    "qwen3_moe": ("qwen3_vl_moe", "qwen3_omni_moe"),
+    "rwkv": ("rwkv5", "rwkv6", "rwkv7"),
+    "siglip_vision_model": ("siglip", "siglip2", "siglip_text_model"),
+    "vit": ("clip", "clip_vision_model"),
+    "xlm-roberta": ("xlm-roberta-xl",),
+}
+"""By a family that is read, the model types with most of its layers: names mislead, as BART and BERT."""
 REFUSED_VARIANTS: Mapping[str, str] = {
     "DeBERTa v2 xlarge and xxlarge": "`conv_kernel_size`: a convolution beside the first layer.",
     "OPT-350m": "`do_layer_norm_before: false` and `word_embed_proj_dim`: norms after the sums, a projected embedding.",
@@ -40,6 +60,11 @@ REFUSED_VARIANTS: Mapping[str, str] = {
 def find_reason(model_type: object) -> str | None:
     """Return the unsupported feature of a model, by its `model_type`; None for a type that is not listed."""
     return next((reason for reason, listed in _MODEL_TYPES_BY_REASON.items() if model_type in listed), None)
+
+
+def find_nearest(model_type: object) -> str | None:
+    """Return the family that is read and has most of the layers of a model that is not, by its `model_type`."""
+    return next((nearest for nearest, listed in _MODEL_TYPES_BY_NEAREST.items() if model_type in listed), None)
 
 
 def list_reasons() -> list[tuple[list[str], str]]:
