@@ -38,3 +38,16 @@ def test_gated_attention_equals_formula_and_cache():
     assert relative_error(cached, expected) < 1e-5
     with pytest.raises(ValueError, match="4 heads do not share out over 3 kv_heads"):
         GatedAttention(16, 4, kv_heads=3, key=jax.random.key(0))
+
+
+def test_gate_per_head_equals_equal_gates_of_its_channels():
+    """With any activation, and with as many rows of the gate as heads."""
+    options = {**OPTIONS, "activation": jax.nn.softplus}
+    layer = randomize(lambda key: GatedAttention(16, 4, **options, per_head=True, key=key))
+    assert layer.gate.weight.shape == (4, 16)
+    wide = randomize(lambda key: GatedAttention(16, 4, **options, key=key))
+    parts = lambda node: (node.query, node.key, node.value, node.out, node.gate.weight)
+    repeated = jnp.repeat(layer.gate.weight, 4, axis=0)
+    wide = eqx.tree_at(parts, wide, (*parts(layer)[:4], repeated))
+    x = activations(2, 7, 16)
+    assert relative_error(layer(x, TokenInfo())[0], wide(x, TokenInfo())[0]) < 1e-5

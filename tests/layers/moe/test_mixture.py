@@ -182,3 +182,12 @@ def test_mixture_rejects_experts_without_grouped():
 
     with pytest.raises(NotImplementedError, match="^Odd takes no groups of rows"):
         make_mixture(expert=lambda key: Odd())(tokens)
+
+
+def test_biased_router_bounds_its_logits_by_a_soft_cap():
+    """In the logits that it returns, too, as a load-balancing loss reads them."""
+    make = lambda **options: BiasedRouter(EMBED, EXPERTS, 2, **options, key=KEY)
+    (weights, plain), (capped_weights, capped) = make()(tokens), make(soft_cap=0.5)(tokens)
+    np.testing.assert_allclose(capped.logits, 0.5 * np.tanh(np.asarray(plain.logits) / 0.5), rtol=1e-6)
+    np.testing.assert_array_equal(capped.chosen, plain.chosen)
+    assert np.abs(weights - capped_weights).max() > 0.01

@@ -29,8 +29,12 @@ class AbstractRouter(Module):
     def choose(self, logits: Float[Array, "batch seq choices"]) -> tuple[RoutingWeights, Int[Array, "batch seq top"]]:
         """Return the weights and the indices of each token's experts."""
 
+    def compute_logits(self, x: HiddenStates) -> Float[Array, "batch seq choices"]:
+        """Return the logits of each token over all experts."""
+        return self.scores(x.astype(jnp.float32))
+
     def __call__(self, x: HiddenStates) -> tuple[RoutingWeights, Routing]:
-        logits = self.scores(x.astype(jnp.float32))
+        logits = self.compute_logits(x)
         weights, chosen = self.choose(logits)
         return weights, Routing(logits, chosen)
 
@@ -93,9 +97,9 @@ class TopSoftmaxRouter(AbstractRouter):
 class BiasedRouter(AbstractRouter):
     """Top-k of score + bias, weighted by the score only: see `zoo.ops.moe.routing`.
 
-    The score is sigmoid(W x) (DeepSeek-V3) or softmax(W x) (ERNIE 4.5). The bias is a buffer, not a trainable
-    parameter: `zoo.models.update_expert_bias` moves it against the load, which balances experts without an auxiliary
-    loss (Wang et al., arXiv:2408.15664).
+    The score is sigmoid(W x) (DeepSeek-V3) or softmax(W x) (ERNIE 4.5); a `soft_cap` c first bounds logits to
+    c tanh(W x / c) (Laguna). The bias is a buffer, not a trainable parameter: `zoo.models.update_expert_bias` moves it
+    against the load, which balances experts without an auxiliary loss (Wang et al., arXiv:2408.15664).
     """
 
     scores: AbstractLinear = full_precision()
@@ -108,6 +112,7 @@ class BiasedRouter(AbstractRouter):
     groups: int = eqx.field(static=True)
     kept_groups: int = eqx.field(static=True)
     smallest: float = eqx.field(static=True)
+    soft_cap: float | None = eqx.field(static=True)
 
     def __init__(
         self,
@@ -121,6 +126,7 @@ class BiasedRouter(AbstractRouter):
         groups: int = 1,
         kept_groups: int = 1,
         smallest: float = 1e-20,
+        soft_cap: float | None = None,
         key: Key[Array, ""],
     ):
         """**Raises** `ValueError` if `top` exceeds the number of experts or of those in the kept groups, and for
@@ -137,6 +143,13 @@ class BiasedRouter(AbstractRouter):
         self.groups = groups
         self.kept_groups = kept_groups
         self.smallest = smallest
+        self.soft_cap = soft_cap
+
+    def compute_logits(self, x: HiddenStates) -> Float[Array, "batch seq choices"]:
+        logits = super().compute_logits(x)
+        if self.soft_cap is None:
+            return logits
+        return self.soft_cap * jnp.tanh(logits / self.soft_cap)
 
     def choose(self, logits: Float[Array, "batch seq choices"]) -> tuple[RoutingWeights, Int[Array, "batch seq top"]]:
         if self.score == "sigmoid":
