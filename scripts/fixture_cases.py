@@ -54,6 +54,8 @@ MAMBA = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 2}
 BOUNDS = ("cache_vs_nocache", "cache_same_tokens")  # one token from a cache does not heed the bounds of steps
 LEAKS = ("padleft_vs_unpadded", *(f"padleft_{check}" for check in BOUNDS))  # biases write padding into the state
 NO_MASK = (*BOUNDS, "padleft_vs_unpadded")  # RWKV heeds no mask, and a cache mixes its rows
+HALF, WHOLE = {"partial_rotary_factor": 0.5}, {"partial_rotary_factor": 1.0}
+HALF_OF_FULL = layer_ropes({"rope_theta": 100.0} | WHOLE, {"rope_theta": 1e4} | HALF)
 CASES = {
     "llama": Case(
         "llama", "grouped queries, the three bands of llama3 rope, tied",
@@ -487,5 +489,22 @@ CASES = {
     "persimmon": Case(
         "persimmon", "q, k and v fused by head, half of each head rotated, LayerNorms of q and k, ReLU squared, untied",
         NEOX | rope(theta=100.0, partial_rotary_factor=0.5),
+    ),
+    "laguna": Case(
+        "laguna", "a window of 5 with two heads and a dense layer, then four half rotated and experts, gates, untied",
+        MOE | MIXED | {"num_attention_heads_per_layer": [2, 4], "head_dim": 8, "num_experts": 4}
+        | {"shared_expert_intermediate_size": 8, "moe_router_logit_softcapping": 1.5}
+        | {"moe_routed_scaling_factor": 1.7}
+        | HALF_OF_FULL, hub=HALF_OF_FULL,
+    ),
+    "laguna_channels": Case(
+        "laguna", "full attention and a dense layer, a window of 5 and experts, a gate for each channel, biases, tied",
+        MOE | {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 5, "head_dim": 8}
+        | {"shared_expert_intermediate_size": 8, "num_experts": 4, "gating": False, "attention_bias": True} | TIED,
+    ),
+    "kolibri1": Case(
+        "kolibri1", "a window of 5 with rope, full attention without, norms before and after, a shared expert, untied",
+        {key: value for key, value in (MOE | MIXED).items() if key != "intermediate_size"}
+        | {"num_experts": 4, "head_dim": 6, "shared_expert_intermediate_size": 8},
     ),
 }  # fmt: skip

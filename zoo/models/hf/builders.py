@@ -263,11 +263,12 @@ def make_mixture_factory(
     return partial(MixtureOfExperts, partial(router, embed, experts, top), expert, experts, **options)
 
 
-def make_biased_router_factory(config: Config) -> Callable[..., BiasedRouter]:
-    """Return a factory of DeepSeek-V3's router: sigmoid scores, a selection bias, and groups of experts."""
+def make_biased_router_factory(config: Config, **options: Any) -> Callable[..., BiasedRouter]:
+    """Return a factory of DeepSeek-V3's router: sigmoid scores, a selection bias, and groups of experts. `options` are
+    further ones of `BiasedRouter`."""
     groups = {"groups": config["n_group"], "kept_groups": config["topk_group"]}
     scale = config["routed_scaling_factor"]
-    return partial(BiasedRouter, renormalize=config["norm_topk_prob"], scale=scale, **groups)
+    return partial(BiasedRouter, renormalize=config["norm_topk_prob"], scale=scale, **groups, **options)
 
 
 def build_moe_decoder(

@@ -63,6 +63,8 @@ from .internlm3 import INTERNLM3
 from .iquestcoder import IQUESTCODER
 from .jais2 import JAIS2
 from .jetmoe import JETMOE
+from .kolibri1 import KOLIBRI1
+from .laguna import LAGUNA
 from .llama import LLAMA
 from .llama4_text import LLAMA4_TEXT
 from .mamba import MAMBA
@@ -165,6 +167,8 @@ ALL_FAMILIES = (
     IQUESTCODER,
     JAIS2,
     JETMOE,
+    KOLIBRI1,
+    LAGUNA,
     LLAMA,
     LLAMA4_TEXT,
     MAMBA,
