@@ -120,6 +120,7 @@ ANOTHER = {
     "num_experts": 12,
     "moe_intermediate_size": 6,
     "layer_rope_theta": [100.0, 0, 50.0],
+    "num_attention_heads_per_layer": [2, 4, 2],
     "attention_multiplier": 0.3,
     "q_lora_rank": 6,
     "attention_types": [[["local"], 2], [["global"], 1]],

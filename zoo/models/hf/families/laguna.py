@@ -49,7 +49,9 @@ def _make_mixers(config: Config) -> list[Callable[..., GatedAttention]]:
     """Return a factory of attention per layer; one for all layers of equal heads, window and RoPE."""
     layers = config["num_hidden_layers"]
     types = read_layer_types(config, ["full_attention"] * layers)
-    heads = config["num_attention_heads_per_layer"] or [config["num_attention_heads"]] * layers
+    heads = config["num_attention_heads_per_layer"]
+    if heads is None:
+        heads = [config["num_attention_heads"]] * layers
     if len(heads) != layers:
         raise ConfigError(f"num_attention_heads_per_layer should have a number for each of {layers} layers")
     config = Config(config, head_dim=read_head_sizes(config)[2])
