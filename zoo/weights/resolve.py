@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from zoo.models.hf.config import read_config
-from zoo.models.hf.errors import ConfigError, suggest_nearest
+from zoo.models.hf.errors import ConfigError, shorten_repr, suggest_nearest
 from zoo.models.hf.families import ALIASES, FAMILIES, get_family
 from zoo.models.hf.not_read import find_nearest, find_reason
 from zoo.models.hf.shapes import build_shapes
@@ -101,7 +101,7 @@ def find_family(config: Mapping[str, Any], path: Path) -> Family:
     if isinstance(name, str) and (family := get_family(name)) is not None:
         return family
     if name is not None:
-        problem = f"has the model_type {name!r}"
+        problem = f"has the model_type {shorten_repr(name)}"
     else:
         problem = "has no model_type"
     hint = suggest_nearest(str(name), [*FAMILIES, *ALIASES, *WRAPPERS]) or "."
