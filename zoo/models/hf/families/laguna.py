@@ -60,7 +60,7 @@ def _make_mixers(config: Config) -> list[Callable[..., GatedAttention]]:
     options = {
         "attention": GatedAttention,
         "per_head": config["gating"] is not False,
-        "activation": softplus,
+        "activation": _compute_softplus,
         "qk_norm": make_head_norm_factory(config),
         "bias": bias,
         "out_bias": bias,
@@ -75,7 +75,7 @@ def _make_mixers(config: Config) -> list[Callable[..., GatedAttention]]:
     return [factories[kind] for kind in kinds]
 
 
-def softplus(x: Float[Array, "*rows gates"]) -> Float[Array, "*rows gates"]:
+def _compute_softplus(x: Float[Array, "*rows gates"]) -> Float[Array, "*rows gates"]:
     """Compute log(1 + e^x) in float32."""
     return jax.nn.softplus(x.astype(jnp.float32)).astype(x.dtype)
 
