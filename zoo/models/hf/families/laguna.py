@@ -32,7 +32,7 @@ from . import dots1, llama
 
 
 def _build_laguna(config: Config, *, key: Key[Array, ""]) -> Decoder:
-    mixers = _make_mixers(config)
+    mixers = _make_gated_mixers(config)
     routing = {"n_group": 1, "topk_group": 1, "norm_topk_prob": True, "first_k_dense_replace": 1}
     config = Config(config, **routing)
     cap = config["moe_router_logit_softcapping"] or None
@@ -45,7 +45,7 @@ def _build_laguna(config: Config, *, key: Key[Array, ""]) -> Decoder:
     return build_config_decoder(config, list(zip(mixers, ffns, strict=True)), norm, key=key)
 
 
-def _make_mixers(config: Config) -> list[Callable[..., GatedAttention]]:
+def _make_gated_mixers(config: Config) -> list[Callable[..., GatedAttention]]:
     """Return a factory of attention per layer; one for all layers of equal heads, window and RoPE."""
     layers = config["num_hidden_layers"]
     types = read_layer_types(config, ["full_attention"] * layers)
