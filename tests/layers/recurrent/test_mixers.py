@@ -16,6 +16,7 @@ from zoo.layers import (
     RWKV6,
     RWKV7,
     DeltaNet,
+    DoubleGatedConvolution,
     GatedConvolution,
     GatedDeltaNet,
     GatedDeltaProduct,
@@ -65,6 +66,7 @@ MIXERS = {
     ),
     "rwkv4": without_heads(RWKV4, inner=16),
     "gated_convolution": without_heads(GatedConvolution, conv_width=4),
+    "double_gated_convolution": without_heads(DoubleGatedConvolution, bias=True),
 }
 
 
