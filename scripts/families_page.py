@@ -39,6 +39,12 @@ QUANTIZED = {
     "qwen3_moe": ["fp8"],
 }
 """Formats by the family of their cases."""
+OTHER_MIXERS = {
+    "lfm2": ["DoubleGatedConvolution"],
+    "lfm2_moe": ["DoubleGatedConvolution"],
+}
+"""Mixers of layers beside attention, by family: checkpoints name the layers, and the default config has attention
+first."""
 
 
 def build_families_page(note: str) -> str:
@@ -132,7 +138,8 @@ def describe_parts(family: Family) -> tuple[str, str, str, str]:
         model = family.build(small, key=key)
         return model, tuple(model.stack.iter_blocks())
 
-    model, (block, *_, last) = eqx.filter_eval_shape(build, jax.random.key(0))
+    model, blocks = eqx.filter_eval_shape(build, jax.random.key(0))
+    block, last = blocks[0], blocks[-1]
     mixer = block.mixer
     if isinstance(mixer, SparseLatentAttention):
         words = [*describe_latents(mixer.attention), "the top keys of an indexer"]
@@ -147,6 +154,7 @@ def describe_parts(family: Family) -> tuple[str, str, str, str]:
         words = [f"`{type(mixer).__name__}`", "gated grouped-query attention in every fourth layer"]
     else:
         words = describe_attention(mixer, config)
+        words += [f"`{name}` in other layers" for name in OTHER_MIXERS.get(family.name, ())]
     norm, ffn = type(block.mixer_norm).__name__, getattr(last, "ffn", None)
     wiring = ", parallel to the mixer" if isinstance(block, ParallelBlock) else ""
     activation = f", {config['hidden_act']}" if "hidden_act" in config else ""

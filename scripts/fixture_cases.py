@@ -50,6 +50,8 @@ MULTIPLIERS = {"embedding_multiplier": 3.0, "attention_multiplier": 0.3}
 MULTIPLIERS |= {"residual_multiplier": 0.6, "logits_scaling": 1.7}
 GPT_OSS = SIZES | {"head_dim": 6, "sliding_window": 5, "num_local_experts": 3, "num_experts_per_tok": 2}
 IN_BLOCKS = {"hidden_size": 32, "intermediate_size": 32, "layer_types": ["full_attention"] * 2}
+DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 4, "linear_value_head_dim": 6}
+DELTA |= {"head_dim": 8, "linear_conv_kernel_dim": 3}
 MAMBA = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 2}
 BOUNDS = ("cache_vs_nocache", "cache_same_tokens")  # one token from a cache does not heed the bounds of steps
 LEAKS = ("padleft_vs_unpadded", *(f"padleft_{check}" for check in BOUNDS))  # biases write padding into the state
@@ -350,11 +352,31 @@ CASES = {
     ),
     "qwen3_5_text": Case(
         "qwen3_5_text", "gated delta rule with two heads for each key, then gated attention, a quarter rotated, tied",
-        SIZES | rope(partial_rotary_factor=0.25) | TIED | {
-            "head_dim": 8, "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2,
-            "linear_num_value_heads": 4, "linear_key_head_dim": 4, "linear_value_head_dim": 6,
-            "linear_conv_kernel_dim": 3,
+        SIZES | rope(partial_rotary_factor=0.25) | TIED | DELTA
+        | {"layer_types": ["linear_attention", "full_attention"]},
+    ),
+    "qwen3_5_moe_text": Case(
+        "qwen3_5_moe_text", "gated attention, then the gated delta rule; experts with a gated shared expert, tied",
+        {key: value for key, value in MOE.items() if key != "intermediate_size"}
+        | rope(partial_rotary_factor=0.25) | DELTA | TIED
+        | {"layer_types": ["full_attention", "linear_attention"], "num_experts": 4}
+        | {"shared_expert_intermediate_size": 8},
+    ),
+    "qwen3_next": Case(
+        "qwen3_next", "gated delta rule, its projections fused per key, then gated attention; experts, then an MLP",
+        MOE | rope(partial_rotary_factor=0.5) | DELTA | {
+            "layer_types": ["linear_attention", "full_attention"], "num_experts": 4, "mlp_only_layers": [1],
+            "norm_topk_prob": False, "shared_expert_intermediate_size": 8,
         },
+    ),
+    "lfm2": Case(
+        "lfm2", "a convolution over three tokens with two gates, then attention with norms of q and k, tied",
+        SIZES | {"block_multiple_of": 4, "layer_types": ["conv", "full_attention"]},
+    ),
+    "lfm2_moe": Case(
+        "lfm2_moe", "the same with four experts after the dense layer, sigmoid scores with a bias, tied",
+        MOE | {"num_experts": 4, "num_dense_layers": 1, "layer_types": ["full_attention", "conv"]}
+        | {"routed_scaling_factor": 1.5, "conv_L_cache": 4},
     ),
     "seed_oss": Case(
         "seed_oss", "biases of the output and the MLP too, heads of 6, tied",

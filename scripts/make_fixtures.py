@@ -174,7 +174,7 @@ def save(case: Case, seed: int, folder: Path) -> int:
             if case.packed and EXPERTS.search(name):
                 weight.copy_(dequantize_mxfp4(*mxfp4(weight)))
         for name, buffer in sorted(model.named_buffers()):
-            if name.endswith("e_score_correction_bias"):
+            if name.endswith(("e_score_correction_bias", "feed_forward.expert_bias")):
                 draw = random.standard_normal(tuple(buffer.shape), dtype=np.float32)
                 buffer.add_(0.2 * torch.from_numpy(draw))
     model.to(getattr(torch, case.dtype)).save_pretrained(folder, max_shard_size=case.shards)

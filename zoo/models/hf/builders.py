@@ -1,6 +1,6 @@
 """Factories of layers from the values of a config. Keys are canonical: `zoo.models.hf.config` resolves aliases."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -319,6 +319,14 @@ def read_layer_types(config: Config, default: Sequence[str]) -> list[str]:
     if not isinstance(types, list | tuple) or len(types) != config["num_hidden_layers"]:
         raise ConfigError(f"layer_types should name the kind of each of the {config['num_hidden_layers']} layers")
     return list(types)
+
+
+def pick_mixers(types: Sequence[str], mixers: Mapping[str, Callable[..., Any]]) -> list[Callable[..., Any]]:
+    """Return the mixer factory of each layer by its type. **Raises** `ConfigError` for a type that `mixers` lacks."""
+    for layer_type in types:
+        if layer_type not in mixers:
+            raise ConfigError(f"layer_types has {layer_type!r}, and layers here are {' or '.join(mixers)}")
+    return [mixers[layer_type] for layer_type in types]
 
 
 def list_layer_types(is_local: Iterable[Any], local: str = "sliding_attention") -> list[str]:

@@ -48,6 +48,8 @@ from .hunyuan_v1_dense import HUNYUAN_V1_DENSE
 from .hunyuan_v1_moe import HUNYUAN_V1_MOE
 from .hy_v3 import HY_V3
 from .jetmoe import JETMOE
+from .lfm2 import LFM2
+from .lfm2_moe import LFM2_MOE
 from .llama import LLAMA
 from .llama4_text import LLAMA4_TEXT
 from .mamba import MAMBA
@@ -74,8 +76,10 @@ from .phimoe import PHIMOE
 from .qwen2 import QWEN2
 from .qwen2_moe import QWEN2_MOE
 from .qwen3 import QWEN3
+from .qwen3_5_moe_text import QWEN3_5_MOE_TEXT
 from .qwen3_5_text import QWEN3_5_TEXT
 from .qwen3_moe import QWEN3_MOE
+from .qwen3_next import QWEN3_NEXT
 from .roberta import ROBERTA, XLM_ROBERTA
 from .rwkv import RWKV
 from .seed_oss import SEED_OSS
@@ -128,6 +132,8 @@ ALL_FAMILIES = (
     HUNYUAN_V1_MOE,
     HY_V3,
     JETMOE,
+    LFM2,
+    LFM2_MOE,
     LLAMA,
     LLAMA4_TEXT,
     MAMBA,
@@ -154,8 +160,10 @@ ALL_FAMILIES = (
     QWEN2,
     QWEN2_MOE,
     QWEN3,
+    QWEN3_5_MOE_TEXT,
     QWEN3_5_TEXT,
     QWEN3_MOE,
+    QWEN3_NEXT,
     ROBERTA,
     RWKV,
     SEED_OSS,
