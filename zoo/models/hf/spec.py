@@ -37,6 +37,10 @@ class TensorMapping:
     """Number of leading dims of size 1."""
     conv1d_filters: bool = False
     """Stored as (features, 1, width), as depthwise `torch.nn.Conv1d` does."""
+    trailing_ones: int = 0
+    """Number of trailing dims of size 1."""
+    otherwise: "TensorMapping | None" = None
+    """The mapping of this name in layers of another class: see `either`."""
 
     def shape(self, parts: Sequence[Shape], num_stacked_dims: int) -> Shape:
         """Return the shape of the checkpoint tensor, from the shapes of our parts. The first `num_stacked_dims` dims
@@ -55,13 +59,14 @@ class TensorMapping:
             unstacked = shape[num_stacked_dims:]
         if self.conv1d_filters and len(unstacked) == 2:
             unstacked = (unstacked[0], 1, unstacked[1])
-        return (*shape[:num_stacked_dims], *(1,) * self.leading_ones, *unstacked)
+        return (*shape[:num_stacked_dims], *(1,) * self.leading_ones, *unstacked, *(1,) * self.trailing_ones)
 
     def views(self, tensor: np.ndarray, parts: Sequence[Shape], num_stacked_dims: int) -> list[np.ndarray]:
         """Return a writable view of the checkpoint tensor for each of our parts, with the part's values in its order.
         With several parts, views have the shape [..., groups, rows of a group, ...]."""
         # the ellipsis: a scalar is a view, too
-        tensor = tensor[(slice(None),) * num_stacked_dims + (0,) * self.leading_ones + (...,)]
+        leading, trailing = (0,) * self.leading_ones, (0,) * self.trailing_ones
+        tensor = tensor[(slice(None),) * num_stacked_dims + (*leading, ..., *trailing)]
         if self.conv1d_filters and tensor.ndim == num_stacked_dims + 3:
             tensor = tensor[(slice(None),) * (num_stacked_dims + 1) + (0,)]
         if self.transposed and tensor.ndim == num_stacked_dims + 2:
@@ -108,9 +113,21 @@ def prefixed(theirs: str, ours: str, name_map: NameMap) -> dict[str, TensorMappi
     def add_prefix(mapping: str | TensorMapping) -> TensorMapping:
         if isinstance(mapping, str):
             mapping = TensorMapping((mapping,))
-        return dataclasses.replace(mapping, parts=tuple(join(ours, part) for part in mapping.parts))
+        otherwise = None if mapping.otherwise is None else add_prefix(mapping.otherwise)
+        parts = tuple(join(ours, part) for part in mapping.parts)
+        return dataclasses.replace(mapping, parts=parts, otherwise=otherwise)
 
     return {join(theirs, name): add_prefix(mapping) for name, mapping in name_map.items()}
+
+
+def either(*maps: NameMap) -> dict[str, TensorMapping]:
+    """Join name maps of layers of several classes that have tensors of one name: `self_attn.q_proj` is the query of
+    attention in some layers, and the query of a recurrence in others."""
+    joined: dict[str, TensorMapping] = {}
+    for name_map in maps:
+        for name, mapping in prefixed("", "", name_map).items():
+            joined[name] = dataclasses.replace(mapping, otherwise=joined.get(name))
+    return joined
 
 
 class Config(dict):
