@@ -12,6 +12,7 @@ from zoo.layers import (
     RWKV4,
     AlibiAttention,
     GroupedGatedDeltaNet,
+    KimiDeltaAttention,
     LatentAttention,
     Mamba,
     Mamba2,
@@ -42,6 +43,7 @@ QUANTIZED = {
 OTHER_MIXERS = {
     "lfm2": ["DoubleGatedConvolution"],
     "lfm2_moe": ["DoubleGatedConvolution"],
+    "minimax": ["Lightning"],
 }
 """Mixers of layers beside attention, by family: checkpoints name the layers, and the default config has attention
 first."""
@@ -150,6 +152,8 @@ def describe_parts(family: Family) -> tuple[str, str, str, str]:
     elif isinstance(mixer, MixtureOfAttention):
         experts = f"{mixer.router.scores.out_size} experts of queries and outputs"
         words = [f"grouped-query attention, top-{mixer.router.top} of {experts}", "RoPE"]
+    elif isinstance(mixer, KimiDeltaAttention):
+        words = [f"`{type(mixer).__name__}`", "multi-head latent attention without positions in other layers"]
     elif isinstance(mixer, GroupedGatedDeltaNet):
         words = [f"`{type(mixer).__name__}`", "gated grouped-query attention in every fourth layer"]
     else:

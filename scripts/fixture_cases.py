@@ -369,6 +369,24 @@ CASES = {
             "norm_topk_prob": False, "shared_expert_intermediate_size": 8,
         },
     ),
+    "minimax": Case(
+        "minimax", "Lightning attention, then softmax attention; residuals after norms, with factors; experts, untied",
+        SIZES | {
+            "layer_types": ["linear_attention", "full_attention"], "num_local_experts": 3, "num_experts_per_tok": 2,
+            "linear_attn_alpha_factor": 1.2, "linear_attn_beta_factor": 0.9, "full_attn_alpha_factor": 1.3,
+            "full_attn_beta_factor": 0.8, "mlp_alpha_factor": 1.1, "mlp_beta_factor": 0.7, "block_size": 4,
+        },
+        dtype="float32", amiss=("cache_vs_nocache", "cache_same_tokens"),
+    ),
+    "kimi_linear": Case(
+        "kimi_linear", "Kimi Delta Attention, then latent attention without positions; a dense layer, then experts",
+        {key: value for key, value in SIZES.items() if key != "max_position_embeddings"} | {
+            "num_key_value_heads": 4, "layer_types": ["linear_attention", "full_attention"], "kv_lora_rank": 10,
+            "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5, "num_local_experts": 4, "n_group": 2,
+            "topk_group": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "linear_head_dim": 6,
+            "linear_num_heads": 3, "linear_conv_kernel_dim": 3,
+        },
+    ),
     "lfm2": Case(
         "lfm2", "a convolution over three tokens with two gates, then attention with norms of q and k, tied",
         SIZES | {"block_multiple_of": 4, "layer_types": ["conv", "full_attention"]},

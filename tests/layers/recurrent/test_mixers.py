@@ -4,6 +4,7 @@ from functools import partial
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 import pytest
 
 import zoo
@@ -48,6 +49,7 @@ MIXERS = {
     "linear_attention, not normalized": partial(LinearAttention, normalized=False),
     "retention": Retention,
     "lightning": partial(Lightning, depth=0.5),
+    "lightning, slopes of its own": partial(Lightning, slopes=jnp.array([0.4, 0.03])),
     "gated_linear_attention": GatedLinearAttention,
     "hgrn2": partial(HGRN2, bound=0.25),
     "mlstm": MLSTM,
@@ -119,6 +121,7 @@ def test_mixer_state_size_does_not_depend_on_length():
         (partial(DeltaNet, 12, 2, conv_width=0), "a convolution is at least 1 token wide"),
         (partial(GatedDeltaProduct, 12, 2, num_householder=0), "num_householder is 0"),
         (partial(Lightning, 12, 2, depth=1.5), "a depth is 0 for the first layer"),
+        (partial(Lightning, 12, 2, slopes=jnp.ones(3)), "3 slopes were given, and each of 2 heads has one"),
         (partial(HGRN2, 12, 2, bound=1.0), "at least 0 and below 1"),
         (partial(RGLRU, 12, 5), "inner=12 features do not share out over 5 heads"),
     ],

@@ -100,6 +100,7 @@ ANOTHER = {
     "word_embed_proj_dim": 8,
     "num_ln_in_parallel_attn": 1,
     "attn_config": {"clip_qkv": 0.5},
+    "linear_attn_config": {"head_dim": 6},
     "pos_att_type": ["c2p"],
     "norm_rel_ebd": "layer_norm",
     "position_buckets": 6,

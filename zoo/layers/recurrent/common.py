@@ -290,6 +290,6 @@ def local_heads(make: Callable[[int], Float[Array, "heads"]], x: HeadVectors) ->
     return lax.dynamic_slice_in_dim(make(heads * num_shards(x, "heads")), shard_offset(x, "heads", heads), heads)
 
 
-def head_norm_factory(value_dim: int) -> Callable[[], RMSNorm]:
+def head_norm_factory(value_dim: int, epsilon: float = 1e-6) -> Callable[[], RMSNorm]:
     """Return a factory of an RMSNorm over the values of each head."""
-    return partial(RMSNorm, value_dim, features=Dim("value_dim"))
+    return partial(RMSNorm, value_dim, features=Dim("value_dim"), epsilon=epsilon)

@@ -198,11 +198,14 @@ class KimiDeltaAttention(AbstractDeltaRule):
         rank: int | None = None,
         conv_width: int = 4,
         negative_eigenvalues: bool = False,
+        epsilon: float = 1e-6,
         out_scale: float = 1.0,
         implementation: str = "auto",
         key: Key[Array, ""],
     ):
-        """`key_dim`: `embed / heads` by default. `value_dim` and `rank`: `key_dim` by default."""
+        """- `key_dim`: `embed / heads` by default. `value_dim` and `rank`: `key_dim` by default.
+        - `epsilon`: of the norm of each head's output.
+        """
         key_dim, value_dim = _resolve_head_dims(embed, heads, key_dim, value_dim)
         if rank is None:
             rank = key_dim
@@ -211,7 +214,7 @@ class KimiDeltaAttention(AbstractDeltaRule):
         low_rank = partial(LowRank, rank=rank)
         self.corrector = _DeltaInputs(embed, heads, key_dim, value_dim, **options, key=input_key)
         self.decay = DecayGate(partial(low_rank, embed), heads, key_dim, key=decay_key)
-        norm = head_norm_factory(value_dim)
+        norm = head_norm_factory(value_dim, epsilon)
         gate = {"gate": low_rank, "activation": jax.nn.sigmoid}
         self.readout = OutputGate(embed, heads, value_dim, norm=norm, **gate, out_scale=out_scale, key=out_key)
         self.implementation = implementation

@@ -12,7 +12,6 @@ _MODEL_TYPES_BY_REASON: Mapping[str, tuple[str, ...]] = {
     "one block of attention whose weights several layers share, each with low-rank updates of its own": (
         *("zamba", "zamba2"),
     ),
-    "lightning attention in some layers and softmax attention in others, with scaled residuals": ("minimax",),
     "BERT's relatives with sublayers, names or positions of their own": (
         *("albert", "distilbert", "electra", "mpnet", "nomic_bert", "camembert", "xlm-roberta-xl", "deberta"),
     ),

@@ -48,6 +48,7 @@ from .hunyuan_v1_dense import HUNYUAN_V1_DENSE
 from .hunyuan_v1_moe import HUNYUAN_V1_MOE
 from .hy_v3 import HY_V3
 from .jetmoe import JETMOE
+from .kimi_linear import KIMI_LINEAR
 from .lfm2 import LFM2
 from .lfm2_moe import LFM2_MOE
 from .llama import LLAMA
@@ -55,6 +56,7 @@ from .llama4_text import LLAMA4_TEXT
 from .mamba import MAMBA
 from .mamba2 import MAMBA2
 from .mimo_v2_flash import MIMO_V2_FLASH
+from .minimax import MINIMAX
 from .minimax_m2 import MINIMAX_M2
 from .ministral import MINISTRAL
 from .ministral3 import MINISTRAL3
@@ -132,6 +134,7 @@ ALL_FAMILIES = (
     HUNYUAN_V1_MOE,
     HY_V3,
     JETMOE,
+    KIMI_LINEAR,
     LFM2,
     LFM2_MOE,
     LLAMA,
@@ -139,6 +142,7 @@ ALL_FAMILIES = (
     MAMBA,
     MAMBA2,
     MIMO_V2_FLASH,
+    MINIMAX,
     MINIMAX_M2,
     MINISTRAL,
     MINISTRAL3,
