@@ -9,6 +9,7 @@ import jax
 
 from zoo.cli.families import summarize_family
 from zoo.layers import (
+    MLSTM,
     RWKV4,
     AlibiAttention,
     GroupedGatedDeltaNet,
@@ -152,6 +153,11 @@ def describe_parts(family: Family) -> tuple[str, str, str, str]:
     elif isinstance(mixer, MixtureOfAttention):
         experts = f"{mixer.router.scores.out_size} experts of queries and outputs"
         words = [f"grouped-query attention, top-{mixer.router.top} of {experts}", "RoPE"]
+    elif isinstance(mixer, MLSTM):
+        words = [
+            f"`{type(mixer).__name__}`",
+            f"keys of {mixer.projections.key_dim}, values of {mixer.projections.value_dim}",
+        ]
     elif isinstance(mixer, KimiDeltaAttention):
         words = [f"`{type(mixer).__name__}`", "multi-head latent attention without positions in other layers"]
     elif isinstance(mixer, GroupedGatedDeltaNet):

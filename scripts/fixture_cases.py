@@ -384,8 +384,16 @@ CASES = {
             "num_key_value_heads": 4, "layer_types": ["linear_attention", "full_attention"], "kv_lora_rank": 10,
             "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5, "num_local_experts": 4, "n_group": 2,
             "topk_group": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "linear_head_dim": 6,
-            "linear_num_heads": 3, "linear_conv_kernel_dim": 3,
+            "linear_num_heads": 2, "linear_conv_kernel_dim": 3,
         },
+    ),
+    "xlstm": Case(
+        "xlstm", "mLSTM with four heads wider than the model, gates and logits capped, untied",
+        MAMBA | {
+            "num_heads": 4, "qk_dim_factor": 4.0, "v_dim_factor": 4.0, "ffn_round_up_to_multiple_of": 12,
+            "gate_soft_cap": 5.0, "output_logit_soft_cap": 3.0, "autocast_kernel_dtype": "float32",
+        },
+        amiss=NO_MASK,
     ),
     "lfm2": Case(
         "lfm2", "a convolution over three tokens with two gates, then attention with norms of q and k, tied",

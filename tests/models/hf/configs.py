@@ -101,6 +101,7 @@ ANOTHER = {
     "num_ln_in_parallel_attn": 1,
     "attn_config": {"clip_qkv": 0.5},
     "linear_attn_config": {"head_dim": 6},
+    "weight_mode": "fused",
     "pos_att_type": ["c2p"],
     "norm_rel_ebd": "layer_norm",
     "position_buckets": 6,

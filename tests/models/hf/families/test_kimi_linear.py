@@ -11,7 +11,7 @@ import zoo
 from zoo.weights.safetensors import open_tensors, write_safetensors
 
 FIXTURE = Path(__file__).parents[3] / "fixtures" / "models" / "kimi_linear"
-LINEAR = {"full_attn_layers": [2], "kda_layers": [1], "head_dim": 6, "num_heads": 3, "short_conv_kernel_size": 3}
+LINEAR = {"full_attn_layers": [2], "kda_layers": [1], "head_dim": 6, "num_heads": 2, "short_conv_kernel_size": 3}
 RESPELLED = ("layer_types", "mlp_layer_types", "linear_head_dim", "linear_num_heads", "linear_conv_kernel_dim")
 
 

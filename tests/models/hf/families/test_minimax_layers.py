@@ -1,5 +1,7 @@
 """MiniMax's residual wiring against its formula, and slopes by the number of the layer."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,8 +20,8 @@ KEY = jax.random.key(0)
 def test_residuals_start_after_the_norms():
     norms = {"mixer_norm": RMSNorm(8, epsilon=0.1), "ffn_norm": RMSNorm(8, epsilon=0.2)}
     mixer, ffn = Lightning(8, 2, depth=0.5, key=KEY), GatedMLP(8, 12, key=KEY)
-    factors = {"mixer_factors": (1.2, 0.9), "ffn_factors": (1.1, 0.7)}
-    block = NormedResidualBlock(mixer=mixer, ffn=ffn, dropout=Dropout(0.0), **norms, **factors)
+    make = partial(NormedResidualBlock, mixer_factors=(1.2, 0.9), ffn_factors=(1.1, 0.7))
+    block = make(mixer=mixer, ffn=ffn, dropout=Dropout(0.0), **norms)
     x = jax.random.normal(KEY, (2, 5, 8))
     hidden, state = block(Hidden(x), TokenInfo())
     normed = norms["mixer_norm"](x)

@@ -90,6 +90,7 @@ from .smollm3 import SMOLLM3
 from .stablelm import STABLELM
 from .starcoder2 import STARCODER2
 from .vit import VIT
+from .xlstm import XLSTM
 
 ALL_FAMILIES = (
     AFMOE,
@@ -177,6 +178,7 @@ ALL_FAMILIES = (
     STARCODER2,
     VIT,
     XLM_ROBERTA,
+    XLSTM,
 )
 FAMILIES: dict[str, Family] = {family.name: family for family in ALL_FAMILIES}
 ALIASES: dict[str, str] = {
