@@ -52,6 +52,8 @@ GPT_OSS = SIZES | {"head_dim": 6, "sliding_window": 5, "num_local_experts": 3, "
 IN_BLOCKS = {"hidden_size": 32, "intermediate_size": 32, "layer_types": ["full_attention"] * 2}
 DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 4, "linear_value_head_dim": 6}
 DELTA |= {"head_dim": 8, "linear_conv_kernel_dim": 3}
+OLMO_DELTA = {"layer_types": ["linear_attention", "full_attention"], "linear_key_head_dim": 4}
+OLMO_DELTA |= {"linear_value_head_dim": 4, "linear_conv_kernel_dim": 3}  # equal, since transformers saves equal thirds
 MAMBA = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 2}
 BOUNDS = ("cache_vs_nocache", "cache_same_tokens")  # one token from a cache does not heed the bounds of steps
 LEAKS = ("padleft_vs_unpadded", *(f"padleft_{check}" for check in BOUNDS))  # biases write padding into the state
@@ -394,6 +396,15 @@ CASES = {
             "gate_soft_cap": 5.0, "output_logit_soft_cap": 3.0, "autocast_kernel_dtype": "float32",
         },
         amiss=NO_MASK,
+    ),
+    "olmo_hybrid": Case(
+        "olmo_hybrid", "gated delta rule with betas up to 2 after its norm, then attention with RoPE before its norm",
+        SIZES | rope(theta=500.0) | OLMO_DELTA,
+    ),
+    "olmo_hybrid_nope": Case(
+        "olmo_hybrid", "attention without RoPE, then the gated delta rule with betas up to 1, tied",
+        SIZES | {"rope_parameters": {"rope_type": "default", "rope_theta": None}} | OLMO_DELTA | TIED
+        | {"layer_types": ["full_attention", "linear_attention"], "linear_allow_neg_eigval": False},
     ),
     "lfm2": Case(
         "lfm2", "a convolution over three tokens with two gates, then attention with norms of q and k, tied",

@@ -56,6 +56,9 @@ MIXERS = {
     "delta_net": partial(DeltaNet, negative_eigenvalues=True),
     "gated_delta_net": partial(GatedDeltaNet, key_dim=4, value_dim=8),
     "grouped_gated_delta_net": partial(GroupedGatedDeltaNet, key_dim=4, value_dim=8),
+    "grouped_gated_delta_net, negative eigenvalues": partial(
+        GroupedGatedDeltaNet, groups=2, key_dim=4, value_dim=4, negative_eigenvalues=True
+    ),
     "kimi_delta_attention": KimiDeltaAttention,
     "gated_delta_product": GatedDeltaProduct,
     "rwkv6": partial(RWKV6, rank=3, decay_rank=5),

@@ -147,6 +147,7 @@ class Family:
     - `aliases`: config keys of this family -> canonical keys. `build` and `names` see canonical keys only.
     - `required_values`: keys that would change the result, with the values that are implemented; others raise.
     - `scaled_rope_theta`: rope_theta of files that scale RoPE and leave it out, if that is not the default's.
+    - `may_lack_rope`: a null `rope_theta` is a model without RoPE, and `build` sees the null.
     - `rope_keys`: keys of `rope_parameters` that its files have in addition to the keys of each `rope_type`.
     - `ignored_keys`: keys that change nothing at inference, in addition to `config.IGNORED_KEYS`; keys of RoPE, too.
     - `ignored_tensors`: regular expressions of tensors that follow from the config, such as masks. Nothing is lost
@@ -172,6 +173,7 @@ class Family:
     aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
     required_values: Mapping[str, tuple] = dataclasses.field(default_factory=dict)
     scaled_rope_theta: float | None = None
+    may_lack_rope: bool = False
     rope_keys: tuple[str, ...] = ()
     ignored_keys: frozenset[str] = frozenset()
     ignored_tensors: tuple[str, ...] = ()
@@ -234,8 +236,8 @@ class Origin:
     """Paths of the layers that were loaded packed, from a quantized file."""
     side_tensors: str = ""
     """Text of the file's small tensors that belong to packed layers and that these do not hold."""
-    has_older_endings: bool = False
-    """True if tensor names have the family's `older_endings`."""
+    older_names: tuple[str, ...] = ()
+    """Names of the checkpoint's tensors that have one of the family's `older_endings`."""
     wrapping: Wrapping | None = None
     """The multimodal checkpoint around the language model; None without one."""
     left_aside: str = ""

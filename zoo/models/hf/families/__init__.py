@@ -70,6 +70,7 @@ from .nemotron import NEMOTRON
 from .olmo import OLMO
 from .olmo2 import OLMO2
 from .olmo3 import OLMO3
+from .olmo_hybrid import OLMO_HYBRID
 from .olmoe import OLMOE
 from .opt import OPT
 from .phi import PHI
@@ -157,6 +158,7 @@ ALL_FAMILIES = (
     OLMO,
     OLMO2,
     OLMO3,
+    OLMO_HYBRID,
     OLMOE,
     OPT,
     PHI,
