@@ -1,4 +1,4 @@
-"""Softmax attention whose heads are gated, channel by channel, before the output projection."""
+"""Softmax attention with gated heads, by channel or by head, before the output projection."""
 
 from collections.abc import Callable
 
@@ -23,10 +23,10 @@ class GatedAttention(AbstractGroupedAttention):
     """Causal grouped-query attention with an output gate (Qiu et al., arXiv:2505.06708, section 2.2, position G1;
     Trinity, Arcee AI, 2025):
 
-        y = W_out (sigmoid(W_gate x) * softmax(q kᵀ scale + mask) v)
+        y = W_out (activation(W_gate x) * softmax(q kᵀ scale + mask) v)
 
-    Queries, keys, values and supported meshes are as in `zoo.layers.Attention`; the gate has the size of the queries
-    and is sharded as they are.
+    Queries, keys, values and supported meshes are as in `zoo.layers.Attention`. The gate has a value for each channel
+    of the queries, or one for each head, and is sharded as they are. Its activation is a sigmoid by default.
     """
 
     query: AbstractLinear
@@ -42,6 +42,9 @@ class GatedAttention(AbstractGroupedAttention):
     """Query heads per KV head."""
     rotary: Rotary | None = eqx.field(static=True)
     window: int | None = eqx.field(static=True)
+    per_head: bool = eqx.field(static=True)
+    """One gate for each head."""
+    activation: Callable = eqx.field(static=True)
     implementation: str | Callable = implementation_option(ATTENTION)
 
     def __init__(
@@ -56,25 +59,32 @@ class GatedAttention(AbstractGroupedAttention):
         bias: bool = False,
         out_bias: bool = False,
         window: int | None = None,
+        per_head: bool = False,
+        activation: Callable = jax.nn.sigmoid,
         implementation: str | Callable = "auto",
         out_scale: float = 1.0,
         key: Key[Array, ""],
     ):
-        """Options and **raised** errors are as in `zoo.layers.Attention`; the gate has no bias."""
+        """- `per_head`: one gate for each head rather than each channel. `activation`: of the gates.
+
+        Other options and **raised** errors are as in `zoo.layers.Attention`; the gate has no bias."""
         kv_heads, head_dim = check_attention_sizes(embed, heads, kv_heads, head_dim, window)
         key, gate_key = jax.random.split(key)
         projections = make_projections(
             embed, heads, kv_heads, head_dim, bias=bias, out_bias=out_bias, out_scale=out_scale, key=key
         )
         self.query, self.key, self.value, self.out = projections
-        query_dim = Dim("heads", head_dim)
-        self.gate = Linear(embed, heads * head_dim, in_=Dim("embed"), out=query_dim, key=gate_key)
+        channels = 1 if per_head else head_dim
+        gate_dim = Dim("heads", channels)
+        self.gate = Linear(embed, heads * channels, in_=Dim("embed"), out=gate_dim, key=gate_key)
         self.query_norm = None if qk_norm is None else qk_norm()
         self.key_norm = None if qk_norm is None else qk_norm()
         self.head_dim = head_dim
         self.group = heads // kv_heads
         self.rotary = rotary
         self.window = window
+        self.per_head = per_head
+        self.activation = activation
         self.implementation = implementation
 
     def project(
@@ -87,4 +97,8 @@ class GatedAttention(AbstractGroupedAttention):
         return query, key, value
 
     def finish(self, mixed: Float[Array, "batch seq features"], x: HiddenStates) -> Float[Array, "batch seq features"]:
-        return jax.nn.sigmoid(self.gate(x)) * mixed
+        gate = self.activation(self.gate(x))
+        if self.per_head:
+            heads = split_heads(mixed, self.head_dim)
+            return (gate[..., None] * heads).reshape(mixed.shape)
+        return gate * mixed

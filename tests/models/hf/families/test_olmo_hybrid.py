@@ -10,6 +10,7 @@ import zoo
 from zoo.models.hf.config import read_config
 from zoo.models.hf.families import FAMILIES
 from zoo.models.hf.families.olmo_hybrid import OLMO_HYBRID
+from zoo.models.hf.shapes import build_shapes
 from zoo.weights.safetensors import open_tensors, write_safetensors
 
 FIXTURE = Path(__file__).parents[3] / "fixtures" / "models" / "olmo_hybrid"
@@ -49,9 +50,7 @@ def test_a_null_rope_theta_is_a_model_without_rope():
 
 def test_sizes_follow_from_hidden_size_where_the_config_omits_them():
     given = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 4, "vocab_size": 8}
-    model = eqx.filter_eval_shape(
-        lambda key: OLMO_HYBRID.build(read_config(OLMO_HYBRID, given), key=key), jax.random.key(0)
-    )
+    model = build_shapes(OLMO_HYBRID, read_config(OLMO_HYBRID, given))
     mixers = [block.mixer for segment in model.stack.segments for block in segment.blocks]
     delta = mixers[0]
     assert (delta.key_dim, delta.value_dim, delta.group, delta.max_beta) == (6, 12, 1, 2.0)
