@@ -12,6 +12,7 @@ from zoo.layers import (
     MLSTM,
     RWKV4,
     AlibiAttention,
+    DoubleGatedConvolution,
     GroupedGatedDeltaNet,
     KimiDeltaAttention,
     LatentAttention,
@@ -153,6 +154,11 @@ def describe_parts(family: Family) -> tuple[str, str, str, str]:
     elif isinstance(mixer, MixtureOfAttention):
         experts = f"{mixer.router.scores.out_size} experts of queries and outputs"
         words = [f"grouped-query attention, top-{mixer.router.top} of {experts}", "RoPE"]
+    elif isinstance(mixer, DoubleGatedConvolution):
+        words = [
+            f"`{type(mixer).__name__}` of width {mixer.convolution.width}",
+            "gated grouped-query attention with QK norm, full or in a window, in other layers",
+        ]
     elif isinstance(mixer, MLSTM):
         words = [
             f"`{type(mixer).__name__}`",

@@ -406,6 +406,13 @@ CASES = {
         SIZES | {"rope_parameters": {"rope_type": "default", "rope_theta": None}} | OLMO_DELTA | TIED
         | {"layer_types": ["full_attention", "linear_attention"], "linear_allow_neg_eigval": False},
     ),
+    "lfm3": Case(
+        "lfm3", "attention with a gate per head, then a convolution, then a window of 5; norms around sublayers, tied",
+        SIZES | {
+            "num_hidden_layers": 3, "layer_types": ["full_attention", "conv", "sliding_attention"], "sliding_window": 5,
+            "head_dim": 8, "conv_L_cache": 3,
+        },
+    ),
     "lfm2": Case(
         "lfm2", "a convolution over three tokens with two gates, then attention with norms of q and k, tied",
         SIZES | {"block_multiple_of": 4, "layer_types": ["conv", "full_attention"]},

@@ -38,3 +38,15 @@ def test_gated_attention_equals_formula_and_cache():
     assert relative_error(cached, expected) < 1e-5
     with pytest.raises(ValueError, match="4 heads do not share out over 3 kv_heads"):
         GatedAttention(16, 4, kv_heads=3, key=jax.random.key(0))
+
+
+def test_a_gate_per_head_is_that_gate_for_each_of_its_channels():
+    make = lambda key: GatedAttention(16, 4, **OPTIONS, per_head=True, activation=jax.nn.softplus, key=key)
+    per_head = randomize(make)
+    by_channel = GatedAttention(16, 4, **OPTIONS, activation=jax.nn.softplus, key=jax.random.key(0))
+    parts = lambda node: (node.query, node.key, node.value, node.out, node.gate.weight)
+    repeated = jnp.repeat(per_head.gate.weight, 4, axis=0)
+    by_channel = eqx.tree_at(parts, by_channel, (*parts(per_head)[:-1], repeated))
+    x = activations(2, 7, 16)
+    ours, wanted = (eqx.filter_jit(layer)(x, TokenInfo())[0] for layer in (per_head, by_channel))
+    assert per_head.gate.out_size == 4 and relative_error(ours, wanted) < 1e-6

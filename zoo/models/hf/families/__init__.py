@@ -51,6 +51,7 @@ from .jetmoe import JETMOE
 from .kimi_linear import KIMI_LINEAR
 from .lfm2 import LFM2
 from .lfm2_moe import LFM2_MOE
+from .lfm3 import LFM3
 from .llama import LLAMA
 from .llama4_text import LLAMA4_TEXT
 from .mamba import MAMBA
@@ -139,6 +140,7 @@ ALL_FAMILIES = (
     KIMI_LINEAR,
     LFM2,
     LFM2_MOE,
+    LFM3,
     LLAMA,
     LLAMA4_TEXT,
     MAMBA,

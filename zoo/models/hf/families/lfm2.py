@@ -3,6 +3,7 @@ with QK norm in the others."""
 
 from collections.abc import Callable
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 from jaxtyping import Array, Key
@@ -41,15 +42,20 @@ def list_lfm2_mixers(config: Config, default: list[str]) -> list[Callable[..., A
 
     **Raises** `ConfigError` for another type than conv and full_attention.
     """
-    convolution = partial(
+    attention = make_attention_factory(config, qk_norm=make_head_norm_factory(config))
+    mixers = {"conv": make_convolution_factory(config), "full_attention": attention}
+    return pick_mixers(read_layer_types(config, default), mixers)
+
+
+def make_convolution_factory(config: Config) -> Callable[..., DoubleGatedConvolution]:
+    """Return a factory of the short convolutions of LFM's decoders."""
+    return partial(
         DoubleGatedConvolution,
         config["hidden_size"],
         conv_width=config["conv_L_cache"],
         bias=config["conv_bias"],
         out_scale=compute_out_scale(config),
     )
-    attention = make_attention_factory(config, qk_norm=make_head_norm_factory(config))
-    return pick_mixers(read_layer_types(config, default), {"conv": convolution, "full_attention": attention})
 
 
 def _compute_width(config: Config) -> int:
@@ -65,26 +71,34 @@ def _compute_width(config: Config) -> int:
     return -(-int(multiplier * width) // unit) * unit
 
 
-def map_lfm2_layers(feed_forward: NameMap) -> NameMap:
-    """Return the name map of LFM2's decoders, given the names of the feed-forward layers."""
-    attention = {
-        "q_proj": "query",
-        "k_proj": "key",
-        "v_proj": "value",
-        "out_proj": "out",
-        "q_layernorm": "query_norm",
-        "k_layernorm": "key_norm",
-    }
-    convolution = {
-        "in_proj": fused("input_gate", "output_gate", "into"),
-        "conv": fused("convolution", conv1d_filters=True),
-        "out_proj": "out",
-    }
+_NORM_NAMES: NameMap = {"operator_norm": "mixer_norm", "ffn_norm": "ffn_norm"}
+_ATTENTION_NAMES: NameMap = {
+    "q_proj": "query",
+    "k_proj": "key",
+    "v_proj": "value",
+    "out_proj": "out",
+    "q_layernorm": "query_norm",
+    "k_layernorm": "key_norm",
+}
+_CONVOLUTION_NAMES: NameMap = {
+    "in_proj": fused("input_gate", "output_gate", "into"),
+    "conv": fused("convolution", conv1d_filters=True),
+    "out_proj": "out",
+}
+
+
+def map_lfm2_layers(
+    feed_forward: NameMap, attention: NameMap | None = None, further_norms: NameMap = MappingProxyType({})
+) -> NameMap:
+    """Return the name map of LFM's decoders, given the names of the feed-forward layers; of the attention if they are
+    not LFM2's; and of norms besides the two before sublayers."""
+    if attention is None:
+        attention = prefixed("", "attention", _ATTENTION_NAMES)
     block = {
-        "operator_norm": "mixer_norm",
-        "ffn_norm": "ffn_norm",
-        **prefixed("self_attn", "attention", attention),
-        **prefixed("conv", "double_gated_convolution", convolution),
+        **_NORM_NAMES,
+        **further_norms,
+        **prefixed("self_attn", "", attention),
+        **prefixed("conv", "double_gated_convolution", _CONVOLUTION_NAMES),
         **prefixed("feed_forward", "", feed_forward),
     }
     shell = {"model.embed_tokens": "embedding", "model.embedding_norm": "norm", "lm_head": "head"}
