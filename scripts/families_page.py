@@ -42,6 +42,8 @@ QUANTIZED = {
     "qwen3_moe": ["fp8"],
 }
 """Formats by the family of their cases."""
+LATENT_OPTIONS = {"bailing_hybrid": " with a gate per head", "kimi_linear": " without positions"}
+"""Of the attention beside Kimi Delta Attention, by family."""
 OTHER_MIXERS = {
     "lfm2": ["DoubleGatedConvolution"],
     "lfm2_moe": ["DoubleGatedConvolution"],
@@ -165,7 +167,10 @@ def describe_parts(family: Family) -> tuple[str, str, str, str]:
             f"keys of {mixer.projections.key_dim}, values of {mixer.projections.value_dim}",
         ]
     elif isinstance(mixer, KimiDeltaAttention):
-        words = [f"`{type(mixer).__name__}`", "multi-head latent attention without positions in other layers"]
+        words = [
+            f"`{type(mixer).__name__}`",
+            f"multi-head latent attention{LATENT_OPTIONS[family.name]} in other layers",
+        ]
     elif isinstance(mixer, GroupedGatedDeltaNet):
         words = [f"`{type(mixer).__name__}`", "gated grouped-query attention in every fourth layer"]
     else:

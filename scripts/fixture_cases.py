@@ -380,6 +380,15 @@ CASES = {
         },
         dtype="float32", amiss=("cache_vs_nocache", "cache_same_tokens"),
     ),
+    "bailing_hybrid": Case(
+        "bailing_hybrid", "KDA with bounded decays, then latent attention with a gate per head; a dense layer, experts",
+        SIZES | {
+            "num_key_value_heads": 4, "layer_types": ["linear_attention", "full_attention"], "kv_lora_rank": 10,
+            "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5, "num_local_experts": 4, "n_group": 2,
+            "topk_group": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "head_dim": 5,
+            "short_conv_kernel_size": 3, "first_k_dense_replace": 1, "rope_theta": 1e4, "kda_lower_bound": -3.0,
+        },
+    ),
     "kimi_linear": Case(
         "kimi_linear", "Kimi Delta Attention, then latent attention without positions; a dense layer, then experts",
         {key: value for key, value in SIZES.items() if key != "max_position_embeddings"} | {

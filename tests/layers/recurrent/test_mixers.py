@@ -60,6 +60,7 @@ MIXERS = {
         GroupedGatedDeltaNet, groups=2, key_dim=4, value_dim=4, negative_eigenvalues=True
     ),
     "kimi_delta_attention": KimiDeltaAttention,
+    "kimi_delta_attention, full rank, bounded": partial(KimiDeltaAttention, rank="full", lower_bound=-3.0),
     "gated_delta_product": GatedDeltaProduct,
     "rwkv6": partial(RWKV6, rank=3, decay_rank=5),
     "rwkv7": partial(RWKV7, rank=3),

@@ -9,6 +9,7 @@ from zoo.models.hf.support import FamilySupport, read_support
 from .afmoe import AFMOE
 from .apertus import APERTUS
 from .arcee import ARCEE
+from .bailing_hybrid import BAILING_HYBRID
 from .bert import BERT
 from .bloom import BLOOM
 from .cohere import COHERE
@@ -98,6 +99,7 @@ ALL_FAMILIES = (
     AFMOE,
     APERTUS,
     ARCEE,
+    BAILING_HYBRID,
     BERT,
     DEBERTA_V2,
     BLOOM,

@@ -52,7 +52,7 @@ def _read_linear_attention(config: Config) -> Config:
 
     **Raises** `ConfigError` unless its lists name each layer once.
     """
-    if config["linear_attn_config"] is None:
+    if not config["linear_attn_config"]:
         return config
     given = read_config(_LINEAR_ATTENTION, config["linear_attn_config"], ignore=None)
     attended, recurrent = given["full_attn_layers"], given["kda_layers"]
@@ -72,11 +72,22 @@ def _read_linear_attention(config: Config) -> Config:
 
 
 _DELTA_PATH = "corrector.projections"
-_DELTA_NAMES: NameMap = {
+PROJECTION_NAMES: NameMap = {
     "q_proj": f"{_DELTA_PATH}.query",
     "k_proj": f"{_DELTA_PATH}.key",
     "v_proj": f"{_DELTA_PATH}.value",
     "b_proj": "corrector.rate",
+}
+CONVOLUTION_NAMES: NameMap = {
+    f"{part}_conv1d": fused(f"{_DELTA_PATH}.convolutions.{number}", conv1d_filters=True)
+    for number, part in enumerate("qkv")
+}
+FUSED_CONVOLUTION_NAMES: NameMap = {
+    "conv1d": fused(*(f"{_DELTA_PATH}.convolutions.{number}" for number in range(3)), conv1d_filters=True)
+}
+"""In memory, where one convolution has the queries, keys and values."""
+_DELTA_NAMES: NameMap = {
+    **PROJECTION_NAMES,
     "g_a_proj": "readout.gate.down",
     "g_b_proj": "readout.gate.up",
     "o_norm": "readout.norm",
@@ -99,18 +110,13 @@ def _map_kimi_layers(config: Config, delta: NameMap, feed_forward: NameMap) -> N
 
 
 def _map_kimi_linear_names(config: Config) -> NameMap:
-    convolutions = {
-        f"{part}_conv1d": fused(f"{_DELTA_PATH}.convolutions.{number}", conv1d_filters=True)
-        for number, part in enumerate("qkv")
-    }
     experts = prefixed("experts.*", "experts.*", mixtral.EXPERT_NAMES)
     mixture = prefixed("block_sparse_moe", "mixture_of_experts", {**dots1.MIXTURE_NAMES, **experts})
-    return _map_kimi_layers(config, {**_DECAY_NAMES, **convolutions}, mixture)
+    return _map_kimi_layers(config, {**_DECAY_NAMES, **CONVOLUTION_NAMES}, mixture)
 
 
 def _map_kimi_linear_memory_names(config: Config) -> NameMap:
-    parts = [f"{_DELTA_PATH}.convolutions.{number}" for number in range(3)]
-    delta = {**prefixed("forget_gate", "", _DECAY_NAMES), "conv1d": fused(*parts, conv1d_filters=True)}
+    delta = {**prefixed("forget_gate", "", _DECAY_NAMES), **FUSED_CONVOLUTION_NAMES}
     mixture = {**dots1.MIXTURE_NAMES, **deepseek_v2.MEMORY_EXPERT_NAMES}
     return _map_kimi_layers(config, delta, prefixed("mlp", "mixture_of_experts", mixture))
 
@@ -130,43 +136,45 @@ _LINEAR_ATTENTION = Family(
 )
 """The table `linear_attn_config`, read as a config of its own."""
 
+DEFAULTS = {
+    "vocab_size": 163840,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 27,
+    "num_attention_heads": 32,
+    "num_key_value_heads": optional_count(32),
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "kv_lora_rank": 512,
+    "q_lora_rank": optional_count(),
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "layer_types": optional_words(),
+    "linear_head_dim": 128,
+    "linear_num_heads": 32,
+    "linear_conv_kernel_dim": 4,
+    "linear_attn_config": Default({}, optional(ValueKind("a table", lambda value: isinstance(value, Mapping)))),
+    "mlp_layer_types": optional_words(),
+    "first_k_dense_replace": non_negative(1),
+    "moe_intermediate_size": 1024,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "n_group": 1,
+    "topk_group": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": Default(2.446, POSITIVE_NUMBER),
+}
+
 KIMI_LINEAR = Family(
     name="kimi_linear",
     architecture="KimiLinearForCausalLM",
     build=_build_kimi_linear,
     names=_map_kimi_linear_names,
-    defaults={
-        "vocab_size": 163840,
-        "hidden_size": 2304,
-        "intermediate_size": 9216,
-        "num_hidden_layers": 27,
-        "num_attention_heads": 32,
-        "num_key_value_heads": optional_count(32),
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-5,
-        "tie_word_embeddings": False,
-        "attention_bias": False,
-        "kv_lora_rank": 512,
-        "q_lora_rank": optional_count(),
-        "qk_nope_head_dim": 128,
-        "qk_rope_head_dim": 64,
-        "v_head_dim": 128,
-        "layer_types": optional_words(),
-        "linear_head_dim": 128,
-        "linear_num_heads": 32,
-        "linear_conv_kernel_dim": 4,
-        "linear_attn_config": Default(None, optional(ValueKind("a table", lambda value: isinstance(value, Mapping)))),
-        "mlp_layer_types": optional_words(),
-        "first_k_dense_replace": non_negative(1),
-        "moe_intermediate_size": 1024,
-        "n_routed_experts": 256,
-        "n_shared_experts": 1,
-        "num_experts_per_tok": 8,
-        "n_group": 1,
-        "topk_group": 1,
-        "norm_topk_prob": True,
-        "routed_scaling_factor": Default(2.446, POSITIVE_NUMBER),
-    },
+    defaults=DEFAULTS,
     aliases={
         "num_experts": "n_routed_experts",
         "num_local_experts": "n_routed_experts",
