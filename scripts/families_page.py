@@ -13,6 +13,7 @@ from zoo.layers import (
     RWKV4,
     AlibiAttention,
     DoubleGatedConvolution,
+    GatedAttention,
     GroupedGatedDeltaNet,
     KimiDeltaAttention,
     LatentAttention,
@@ -172,7 +173,8 @@ def describe_parts(family: Family) -> tuple[str, str, str, str]:
             f"multi-head latent attention{LATENT_OPTIONS[family.name]} in other layers",
         ]
     elif isinstance(mixer, GroupedGatedDeltaNet):
-        words = [f"`{type(mixer).__name__}`", "gated grouped-query attention in every fourth layer"]
+        gated = "gated " * isinstance(last.mixer, GatedAttention)
+        words = [f"`{type(mixer).__name__}`", f"{gated}grouped-query attention in every fourth layer"]
     else:
         words = describe_attention(mixer, config)
         words += [f"`{name}` in other layers" for name in OTHER_MIXERS.get(family.name, ())]
