@@ -44,7 +44,7 @@ QUANTIZED = {
 }
 """Formats by the family of their cases."""
 LATENT_OPTIONS = {"bailing_hybrid": " with a gate per head", "kimi_linear": " without positions"}
-"""Of the attention beside Kimi Delta Attention, by family."""
+"""Words on the attention beside Kimi Delta Attention, by family."""
 OTHER_MIXERS = {
     "lfm2": ["DoubleGatedConvolution"],
     "lfm2_moe": ["DoubleGatedConvolution"],

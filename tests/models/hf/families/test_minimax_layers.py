@@ -30,7 +30,7 @@ def test_residuals_start_after_the_norms():
     assert state is None
 
 
-def test_slopes_of_a_new_model_follow_from_the_numbers_of_its_layers():
+def test_slopes_of_a_new_model_follow_from_numbers_of_layers():
     """Layers 1, 2 and 4 of 5, of which two are scanned together."""
     kinds = ["full_attention", *["linear_attention"] * 2, "full_attention", "linear_attention"]
     given = {**small(MINIMAX), "num_hidden_layers": 5, "layer_types": kinds}

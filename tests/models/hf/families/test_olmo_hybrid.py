@@ -48,7 +48,7 @@ def test_a_null_rope_theta_is_a_model_without_rope():
     assert theta == 10000.0
 
 
-def test_sizes_follow_from_hidden_size_where_the_config_omits_them():
+def test_sizes_that_the_config_omits_follow_from_hidden_size():
     given = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 4, "vocab_size": 8}
     model = build_shapes(OLMO_HYBRID, read_config(OLMO_HYBRID, given))
     mixers = [block.mixer for segment in model.stack.segments for block in segment.blocks]
