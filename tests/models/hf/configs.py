@@ -105,6 +105,12 @@ ANOTHER = {
     "attn_config": {"clip_qkv": 0.5},
     "linear_attn_config": {"head_dim": 6},
     "weight_mode": "fused",
+    "q_lora_rank": 6,
+    "linear_num_key_heads": 1,
+    "linear_num_value_heads": 48,
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "linear_head_dim", "linear_num_heads"), 4),
+    "ffn_round_up_to_multiple_of": 5,
+    "ffn_proj_factor": 5.0,
     "pos_att_type": ["c2p"],
     "norm_rel_ebd": "layer_norm",
     "position_buckets": 6,
@@ -149,6 +155,9 @@ CONTEXTS = [
     {"attention_k_eq_v": True},
     {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 4},
     {"num_kv_shared_layers": 1, "layer_types": ["full_attention", "sliding_attention", "full_attention"]},
+    {"layer_types": ["linear_attention", "full_attention", "linear_attention"]},
+    {"layer_types": ["conv", "full_attention", "conv"]},
+    {"layer_types": ["conv", "sliding_attention", "full_attention"], "sliding_window": 4},
 ]
 """Some keys have an effect only together with others."""
 

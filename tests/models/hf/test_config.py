@@ -45,7 +45,7 @@ def has_effect(family, key, given, default):
     return any(find_differences(changed, build(family, given))) or key in ONLY_NAMES
 
 
-ONLY_NAMES = ("legacy",)
+ONLY_NAMES = ("legacy", "weight_mode")
 """Keys that change the names of tensors, and nothing else."""
 
 

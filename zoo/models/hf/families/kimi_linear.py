@@ -20,7 +20,7 @@ from zoo.models.hf.config import read_config
 from zoo.models.hf.errors import ConfigError
 from zoo.models.hf.kinds import Default, non_negative, optional_count, optional_layer_numbers, optional_words
 from zoo.models.hf.spec import Config, Family, NameMap, TensorMapping, either, fused, prefixed
-from zoo.models.hf.values import POSITIVE_NUMBER, ValueKind, optional
+from zoo.models.hf.values import POSITIVE_NUMBER, ValueKind
 from zoo.ops.rotary import ProportionalScaling, Rotary
 
 from . import deepseek_v2, dots1, llama, mixtral
@@ -156,7 +156,7 @@ DEFAULTS = {
     "linear_head_dim": 128,
     "linear_num_heads": 32,
     "linear_conv_kernel_dim": 4,
-    "linear_attn_config": Default({}, optional(ValueKind("a table", lambda value: isinstance(value, Mapping)))),
+    "linear_attn_config": Default({}, ValueKind("a table", lambda value: isinstance(value, Mapping))),
     "mlp_layer_types": optional_words(),
     "first_k_dense_replace": non_negative(1),
     "moe_intermediate_size": 1024,

@@ -20,8 +20,9 @@ from zoo.models.hf.builders import (
     pick_mixers,
     read_layer_types,
 )
-from zoo.models.hf.kinds import optional_layer_numbers, optional_number, optional_words
+from zoo.models.hf.kinds import Default, optional_count, optional_layer_numbers, optional_words
 from zoo.models.hf.spec import Config, Family, NameMap, fused, prefixed
+from zoo.models.hf.values import POSITIVE_NUMBER
 
 from . import llama, mixtral
 
@@ -64,11 +65,8 @@ def _compute_width(config: Config) -> int:
     if not config["block_auto_adjust_ff_dim"]:
         return width
     width = int(2 * width / 3)
-    multiplier = config["block_ffn_dim_multiplier"]
-    if multiplier is None:
-        return width
     unit = config["block_multiple_of"]
-    return -(-int(multiplier * width) // unit) * unit
+    return -(-int(config["block_ffn_dim_multiplier"] * width) // unit) * unit
 
 
 _NORM_NAMES: NameMap = {"operator_norm": "mixer_norm", "ffn_norm": "ffn_norm"}
@@ -112,7 +110,7 @@ def _map_lfm2_names(config: Config) -> NameMap:
 DEFAULTS = {
     **{key: value for key, value in llama.DEFAULTS.items() if key not in ("attention_bias", "mlp_bias")},
     "vocab_size": 65536,
-    "num_key_value_heads": 8,
+    "num_key_value_heads": optional_count(8),
     "max_position_embeddings": 128000,
     "rms_norm_eps": 1e-5,
     "tie_word_embeddings": True,
@@ -134,7 +132,7 @@ LFM2 = Family(
         "intermediate_size": 12288,
         "full_attn_idxs": optional_layer_numbers(),
         "block_multiple_of": 256,
-        "block_ffn_dim_multiplier": optional_number(1.0),
+        "block_ffn_dim_multiplier": Default(1.0, POSITIVE_NUMBER),
         "block_auto_adjust_ff_dim": True,
     },
     aliases={**ALIASES, "block_ff_dim": "intermediate_size"},

@@ -89,7 +89,7 @@ LFM3 = Family(
         "intermediate_size": 7680,
         "num_hidden_layers": 24,
         "num_attention_heads": 16,
-        "num_key_value_heads": 4,
+        "num_key_value_heads": optional_count(4),
         "head_dim": optional_count(128),
         "conv_L_cache": 7,
         "sliding_window": optional_non_negative(256),

@@ -15,7 +15,7 @@ from zoo.models.hf.builders import (
     make_rms_norm_factory,
 )
 from zoo.models.hf.errors import ConfigError
-from zoo.models.hf.kinds import Default, optional_number
+from zoo.models.hf.kinds import Default
 from zoo.models.hf.spec import Config, Family, NameMap, fused, prefixed
 from zoo.models.hf.values import POSITIVE_NUMBER, ValueKind
 
@@ -91,7 +91,7 @@ XLSTM = Family(
         "ffn_proj_factor": Default(2.667, POSITIVE_NUMBER),
         "ffn_round_up_to_multiple_of": 64,
         "gate_soft_cap": Default(15.0, POSITIVE_NUMBER),
-        "output_logit_soft_cap": optional_number(30.0),
+        "output_logit_soft_cap": Default(30.0, POSITIVE_NUMBER),
         "weight_mode": Default("single", _WEIGHT_MODE),
     },
     aliases={"embedding_dim": "hidden_size", "num_blocks": "num_hidden_layers", "norm_eps": "rms_norm_eps"},
