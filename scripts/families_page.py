@@ -9,9 +9,13 @@ import jax
 
 from zoo.cli.families import summarize_family
 from zoo.layers import (
+    MLSTM,
     RWKV4,
     AlibiAttention,
+    DoubleGatedConvolution,
+    GatedAttention,
     GroupedGatedDeltaNet,
+    KimiDeltaAttention,
     LatentAttention,
     Mamba,
     Mamba2,
@@ -39,6 +43,15 @@ QUANTIZED = {
     "qwen3_moe": ["fp8"],
 }
 """Formats by the family of their cases."""
+LATENT_OPTIONS = {"bailing_hybrid": " with a gate per head", "kimi_linear": " without positions"}
+"""Words on the attention beside Kimi Delta Attention, by family."""
+OTHER_MIXERS = {
+    "lfm2": ["DoubleGatedConvolution"],
+    "lfm2_moe": ["DoubleGatedConvolution"],
+    "minimax": ["Lightning"],
+}
+"""Mixers of layers beside attention, by family: checkpoints name the layers, and the default config has attention
+first."""
 
 
 def build_families_page(note: str) -> str:
@@ -132,7 +145,8 @@ def describe_parts(family: Family) -> tuple[str, str, str, str]:
         model = family.build(small, key=key)
         return model, tuple(model.stack.iter_blocks())
 
-    model, (block, *_, last) = eqx.filter_eval_shape(build, jax.random.key(0))
+    model, blocks = eqx.filter_eval_shape(build, jax.random.key(0))
+    block, last = blocks[0], blocks[-1]
     mixer = block.mixer
     if isinstance(mixer, SparseLatentAttention):
         words = [*describe_latents(mixer.attention), "the top keys of an indexer"]
@@ -143,10 +157,27 @@ def describe_parts(family: Family) -> tuple[str, str, str, str]:
     elif isinstance(mixer, MixtureOfAttention):
         experts = f"{mixer.router.scores.out_size} experts of queries and outputs"
         words = [f"grouped-query attention, top-{mixer.router.top} of {experts}", "RoPE"]
+    elif isinstance(mixer, DoubleGatedConvolution):
+        words = [
+            f"`{type(mixer).__name__}` of width {mixer.convolution.width}",
+            "gated grouped-query attention with QK norm, full or in a window, in other layers",
+        ]
+    elif isinstance(mixer, MLSTM):
+        words = [
+            f"`{type(mixer).__name__}`",
+            f"keys of {mixer.projections.key_dim}, values of {mixer.projections.value_dim}",
+        ]
+    elif isinstance(mixer, KimiDeltaAttention):
+        words = [
+            f"`{type(mixer).__name__}`",
+            f"multi-head latent attention{LATENT_OPTIONS[family.name]} in other layers",
+        ]
     elif isinstance(mixer, GroupedGatedDeltaNet):
-        words = [f"`{type(mixer).__name__}`", "gated grouped-query attention in every fourth layer"]
+        gated = "gated " * isinstance(last.mixer, GatedAttention)
+        words = [f"`{type(mixer).__name__}`", f"{gated}grouped-query attention in every fourth layer"]
     else:
         words = describe_attention(mixer, config)
+        words += [f"`{name}` in other layers" for name in OTHER_MIXERS.get(family.name, ())]
     norm, ffn = type(block.mixer_norm).__name__, getattr(last, "ffn", None)
     wiring = ", parallel to the mixer" if isinstance(block, ParallelBlock) else ""
     activation = f", {config['hidden_act']}" if "hidden_act" in config else ""

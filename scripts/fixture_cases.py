@@ -50,6 +50,10 @@ MULTIPLIERS = {"embedding_multiplier": 3.0, "attention_multiplier": 0.3}
 MULTIPLIERS |= {"residual_multiplier": 0.6, "logits_scaling": 1.7}
 GPT_OSS = SIZES | {"head_dim": 6, "sliding_window": 5, "num_local_experts": 3, "num_experts_per_tok": 2}
 IN_BLOCKS = {"hidden_size": 32, "intermediate_size": 32, "layer_types": ["full_attention"] * 2}
+DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 4, "linear_value_head_dim": 6}
+DELTA |= {"head_dim": 8, "linear_conv_kernel_dim": 3}
+OLMO_DELTA = {"layer_types": ["linear_attention", "full_attention"], "linear_key_head_dim": 4}
+OLMO_DELTA |= {"linear_value_head_dim": 4, "linear_conv_kernel_dim": 3}  # equal, since transformers saves equal thirds
 MAMBA = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 2}
 BOUNDS = ("cache_vs_nocache", "cache_same_tokens")  # one token from a cache does not heed the bounds of steps
 LEAKS = ("padleft_vs_unpadded", *(f"padleft_{check}" for check in BOUNDS))  # biases write padding into the state
@@ -352,11 +356,82 @@ CASES = {
     ),
     "qwen3_5_text": Case(
         "qwen3_5_text", "gated delta rule with two heads for each key, then gated attention, a quarter rotated, tied",
-        SIZES | rope(partial_rotary_factor=0.25) | TIED | {
-            "head_dim": 8, "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2,
-            "linear_num_value_heads": 4, "linear_key_head_dim": 4, "linear_value_head_dim": 6,
-            "linear_conv_kernel_dim": 3,
+        SIZES | rope(partial_rotary_factor=0.25) | TIED | DELTA
+        | {"layer_types": ["linear_attention", "full_attention"]},
+    ),
+    "qwen3_5_moe_text": Case(
+        "qwen3_5_moe_text", "gated attention, then the gated delta rule; experts with a gated shared expert, tied",
+        {key: value for key, value in MOE.items() if key != "intermediate_size"}
+        | rope(partial_rotary_factor=0.25) | DELTA | TIED
+        | {"layer_types": ["full_attention", "linear_attention"], "num_experts": 4}
+        | {"shared_expert_intermediate_size": 8},
+    ),
+    "qwen3_next": Case(
+        "qwen3_next", "gated delta rule, its projections fused per key, then gated attention; experts, then an MLP",
+        MOE | rope(partial_rotary_factor=0.5) | DELTA | {
+            "layer_types": ["linear_attention", "full_attention"], "num_experts": 4, "mlp_only_layers": [1],
+            "norm_topk_prob": False, "shared_expert_intermediate_size": 8,
         },
+    ),
+    "minimax": Case(
+        "minimax", "Lightning attention, then softmax attention; residuals after norms, with factors; experts, untied",
+        SIZES | {
+            "layer_types": ["linear_attention", "full_attention"], "num_local_experts": 3, "num_experts_per_tok": 2,
+            "linear_attn_alpha_factor": 1.2, "linear_attn_beta_factor": 0.9, "full_attn_alpha_factor": 1.3,
+            "full_attn_beta_factor": 0.8, "mlp_alpha_factor": 1.1, "mlp_beta_factor": 0.7, "block_size": 4,
+        },
+        dtype="float32", amiss=("cache_vs_nocache", "cache_same_tokens"),
+    ),
+    "bailing_hybrid": Case(
+        "bailing_hybrid", "KDA with bounded decays, then latent attention with a gate per head; a dense layer, experts",
+        SIZES | {
+            "num_key_value_heads": 4, "layer_types": ["linear_attention", "full_attention"], "kv_lora_rank": 10,
+            "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5, "num_local_experts": 4, "n_group": 2,
+            "topk_group": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "head_dim": 5,
+            "short_conv_kernel_size": 3, "first_k_dense_replace": 1, "rope_theta": 1e4, "kda_lower_bound": -3.0,
+        },
+    ),
+    "kimi_linear": Case(
+        "kimi_linear", "Kimi Delta Attention, then latent attention without positions; a dense layer, then experts",
+        {key: value for key, value in SIZES.items() if key != "max_position_embeddings"} | {
+            "num_key_value_heads": 4, "layer_types": ["linear_attention", "full_attention"], "kv_lora_rank": 10,
+            "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5, "num_local_experts": 4, "n_group": 2,
+            "topk_group": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "linear_head_dim": 6,
+            "linear_num_heads": 2, "linear_conv_kernel_dim": 3,
+        },
+    ),
+    "xlstm": Case(
+        "xlstm", "mLSTM with four heads wider than the model, gates and logits capped, untied",
+        MAMBA | {
+            "num_heads": 4, "qk_dim_factor": 4.0, "v_dim_factor": 4.0, "ffn_round_up_to_multiple_of": 12,
+            "gate_soft_cap": 5.0, "output_logit_soft_cap": 3.0, "autocast_kernel_dtype": "float32",
+        },
+        amiss=NO_MASK,
+    ),
+    "olmo_hybrid": Case(
+        "olmo_hybrid", "gated delta rule with betas up to 2 after its norm, then attention with RoPE before its norm",
+        SIZES | rope(theta=500.0) | OLMO_DELTA,
+    ),
+    "olmo_hybrid_nope": Case(
+        "olmo_hybrid", "attention without RoPE, then the gated delta rule with betas up to 1, tied",
+        SIZES | {"rope_parameters": {"rope_type": "default", "rope_theta": None}} | OLMO_DELTA | TIED
+        | {"layer_types": ["full_attention", "linear_attention"], "linear_allow_neg_eigval": False},
+    ),
+    "lfm3": Case(
+        "lfm3", "attention with a gate per head, then a convolution, then a window of 5; norms around sublayers, tied",
+        SIZES | {
+            "num_hidden_layers": 3, "layer_types": ["full_attention", "conv", "sliding_attention"], "sliding_window": 5,
+            "head_dim": 8, "conv_L_cache": 3,
+        },
+    ),
+    "lfm2": Case(
+        "lfm2", "a convolution over three tokens with two gates, then attention with norms of q and k, tied",
+        SIZES | {"block_multiple_of": 4, "layer_types": ["conv", "full_attention"]},
+    ),
+    "lfm2_moe": Case(
+        "lfm2_moe", "the same with four experts after the dense layer, sigmoid scores with a bias, tied",
+        MOE | {"num_experts": 4, "num_dense_layers": 1, "layer_types": ["full_attention", "conv"]}
+        | {"routed_scaling_factor": 1.5, "conv_L_cache": 4},
     ),
     "seed_oss": Case(
         "seed_oss", "biases of the output and the MLP too, heads of 6, tied",

@@ -54,8 +54,8 @@ PROMPT, PROMPT_PADDING, NEW = 9, (4, 0), 8
 MARGIN, NOISE = 0.02, 1e-4  # the margin of greedy tokens exceeds any rounding
 # Gradients to save: the first layer's queries with bias and norm, the final norm, and routers and first experts.
 FEW = re.compile(
-    r"\.0\..*(q_proj|q_a_proj|kv_b_proj|qkv_proj|query_key_value|c_attn|q_norm|sinks)"
-    r"|\.0\..*(A_log|conv1d|dt_proj|time_decay|time_mix_key)|^\w+\.(norm|ln_f|final_layer_?norm|norm_f|ln_out)\.|\.gate\.weight|\.router\.|\.experts\.0\.(down_proj|w2)\."
+    r"\.0\..*(q_proj|conv\.in_proj|mlstm_layer\.q\.|igate|q_a_proj|kv_b_proj|qkv_proj|query_key_value|c_attn|q_norm|sinks)"
+    r"|\.0\..*(A_log|conv1d|dt_proj|time_decay|time_mix_key)|^\w+\.(norm|ln_f|final_layer_?norm|norm_f|ln_out|embedding_norm|out_norm)\.|\.gate\.weight|\.router\.|\.experts\.0\.(down_proj|w2)\."
 )
 
 
@@ -175,7 +175,7 @@ def save(case: Case, seed: int, folder: Path) -> int:
             if case.packed and EXPERTS.search(name):
                 weight.copy_(dequantize_mxfp4(*mxfp4(weight)))
         for name, buffer in sorted(model.named_buffers()):
-            if name.endswith("e_score_correction_bias"):
+            if name.endswith(("e_score_correction_bias", "feed_forward.expert_bias")):
                 draw = random.standard_normal(tuple(buffer.shape), dtype=np.float32)
                 buffer.add_(0.2 * torch.from_numpy(draw))
     model.to(getattr(torch, case.dtype)).save_pretrained(folder, max_shard_size=case.shards)

@@ -12,6 +12,7 @@ from zoo.layers.norm import IdentityNorm
 from zoo.models import AddNormBlock, Block, Hidden, LayerScaleBlock, ParallelBlock
 from zoo.models.blocks import PostNormBlock, SandwichBlock
 from zoo.models.hf.families.jetmoe_layers import RoutedMixerBlock
+from zoo.models.hf.families.minimax_layers import NormedResidualBlock
 from zoo.models.hf.families.rwkv_layers import TwoMixerBlock
 
 
@@ -49,6 +50,7 @@ SCALES = {"mixer_scale": jnp.ones(16), "ffn_scale": jnp.ones(16)}
         partial(Block, ffn=Tens()),
         partial(PostNormBlock, ffn=Tens()),
         partial(AddNormBlock, ffn=Tens()),
+        partial(NormedResidualBlock, ffn=Tens()),
         partial(SandwichBlock, ffn=Tens(), **POST_NORMS),
         partial(LayerScaleBlock, ffn=Tens(), **SCALES),
         partial(ParallelBlock, ffn=Tens()),

@@ -83,7 +83,7 @@ def test_wrapper_round_trip_is_bitwise(plain, tmp_path, caplog, layout):
     assert (out / WHOLE).read_bytes() == (source / WHOLE).read_bytes()
 
 
-@pytest.mark.parametrize("name", ["gemma3", "gemma4", "llama4", "mistral3", "qwen3_5"])
+@pytest.mark.parametrize("name", ["gemma3", "gemma4", "llama4", "mistral3", "qwen3_5", "qwen3_5_moe"])
 def test_wrapped_fixture_opens_as_its_language_model(tmp_path, name):
     plain = MODELS / WRAPPERS[name].text
     config, tensors = (

@@ -9,6 +9,7 @@ import pytest
 import zoo
 from zoo.layers import MLP, Attention, RMSNorm
 from zoo.models import Family
+from zoo.models.hf.spec import either
 
 
 def build(config, *, key):
@@ -51,4 +52,13 @@ def test_table_without_a_row_names_the_parameter():
     lacking = {name: ours for name, ours in NAMES.items() if name != "blocks.*.up"}
     family = dataclasses.replace(OWN, names=lambda config: lacking)
     with pytest.raises(zoo.CheckpointError, match=r"has no row for layers\.\*\.mlp\.up\.weight"):
+        zoo.from_torch(make_state(), config={"model_type": "own"}, family=family)
+
+
+def test_one_layer_with_two_modules_of_one_name_raises():
+    """`either` is for layers of different classes."""
+    shared = either({"blocks.*.up": "layers.*.mlp.up"}, {"blocks.*.up": "layers.*.attention.query"})
+    names = {name: ours for name, ours in NAMES.items() if name not in ("blocks.*.up", "blocks.*.query")} | shared
+    family = dataclasses.replace(OWN, names=lambda config: names)
+    with pytest.raises(zoo.CheckpointError, match=r"blocks\.0\.up\.weight would be .*query and .*up of one layer"):
         zoo.from_torch(make_state(), config={"model_type": "own"}, family=family)

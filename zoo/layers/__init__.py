@@ -36,6 +36,7 @@ from .quantized.linear import Int8Linear, MXFP4Linear, NF4Linear
 from .recurrent.base import AbstractRecurrence
 from .recurrent.context import RecurrenceContext
 from .recurrent.delta_net import DeltaNet, GatedDeltaNet, GatedDeltaProduct, KimiDeltaAttention
+from .recurrent.double_gated_convolution import DoubleGatedConvolution
 from .recurrent.gated_convolution import GatedConvolution
 from .recurrent.grouped_delta_net import GroupedGatedDeltaNet
 from .recurrent.hgrn2 import HGRN2
@@ -76,6 +77,7 @@ __all__ = [
     "CrossLayerAttention",
     "DeltaNet",
     "DensePooler",
+    "DoubleGatedConvolution",
     "Dropout",
     "Embedding",
     "FP8Linear",

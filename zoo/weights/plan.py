@@ -59,7 +59,10 @@ def plan_tensors(tree: PyTree, name_map: NameMap) -> dict[str, TensorPlan]:
                 index = (*divmod(index[0], x.shape[1]), *index[1:])
             piece = _ArraySlice(leaf, index, tuple(x.shape[stacked_dims:]))
             name = format_path(pattern, numbers)
-            found.setdefault(name, (mapping, {}, len(path.ranges) - stars))[1][part] = piece
+            chosen, slices, _ = found.setdefault(name, (mapping, {}, len(path.ranges) - stars))
+            if chosen is not mapping:
+                raise CheckpointError(f"{name} would be {chosen.parts[0]} and {mapping.parts[0]} of one layer")
+            slices[part] = piece
     for name, (mapping, slices, _) in found.items():
         if len(slices) < len(mapping.parts):
             raise CheckpointError(f"{name} is made of {', '.join(mapping.parts)}, and the model has only some of them")
@@ -73,10 +76,12 @@ def invert_name_map(name_map: NameMap) -> Mapping[str, tuple[str, TensorMapping,
     """Return our parameter name -> (the checkpoint's name, its mapping, number of the part)."""
     inverse: dict[str, tuple[str, TensorMapping, int]] = {}
     for name, mapping in prefixed("", "", name_map).items():
-        for number, part in enumerate(mapping.parts):
-            if part in inverse:
-                raise ValueError(f"the table has two rows for {part}: {inverse[part][0]} and {name}")
-            inverse[part] = name, mapping, number
+        while mapping is not None:
+            for number, part in enumerate(mapping.parts):
+                if part in inverse:
+                    raise ValueError(f"the table has two rows for {part}: {inverse[part][0]} and {name}")
+                inverse[part] = name, mapping, number
+            mapping = mapping.otherwise
     return inverse
 
 

@@ -156,9 +156,8 @@ def resolve_checkpoint(
     except ValueError as error:  # an invalid key, or sizes that do not fit together
         raise CheckpointError(f"{config_location}{error}") from None
     tensors, aside = split_left_aside(tensors, family, config, wrapping)
-    renamed = {replace_ending(name, family.older_endings): tensor for name, tensor in tensors.items()}
-    has_older_endings = renamed.keys() != tensors.keys()
-    tensors = renamed
+    older_names = tuple(name for name in tensors if replace_ending(name, family.older_endings) != name)
+    tensors = {replace_ending(name, family.older_endings): tensor for name, tensor in tensors.items()}
     if decode:
         tensors = unpack_mxfp4(tensors, location)
     if not (quantized is None or packed):
@@ -178,7 +177,7 @@ def resolve_checkpoint(
         lacks_base_prefix=stripped is not None,
         packed=list_packed(model),
         side_tensors=side_tensors,
-        has_older_endings=has_older_endings,
+        older_names=older_names,
         wrapping=wrapping,
         left_aside=describe_left_aside(aside),
     )

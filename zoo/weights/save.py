@@ -281,8 +281,8 @@ def _write_checkpoint(
     """Write config, shards and index under temporary names, then rename them all."""
     _, quantized = split_quantization(json.loads(origin.config))
     specs, tensor = unpack_exported(*export_tensors(model, name_map), quantized, origin.side_tensors)
-    if origin.has_older_endings:
-        specs, tensor = _restore_older_endings(specs, tensor, origin.family)
+    if origin.older_names:
+        specs, tensor = _restore_older_names(specs, tensor, origin)
     if source is not None:
         check_source(source, specs, aside)
         specs = dict(sorted((specs | aside.specs).items()))
@@ -322,13 +322,13 @@ _TensorSpecs = dict[str, tuple[tuple[int, ...], np.dtype]]
 """Tensor name -> (shape, dtype)."""
 
 
-def _restore_older_endings(
-    specs: _TensorSpecs, tensor: Callable[[str], np.ndarray], family: Family
+def _restore_older_names(
+    specs: _TensorSpecs, tensor: Callable[[str], np.ndarray], origin: Origin
 ) -> tuple[_TensorSpecs, Callable[[str], np.ndarray]]:
-    """Name tensors as older files of the family do."""
-    older = {new: old for old, new in family.older_endings.items()}
-    names = {replace_ending(name, older): name for name in specs}
-    return {name: specs[new] for name, new in names.items()}, lambda name: tensor(names[name])
+    """Name tensors as the checkpoint that was loaded does."""
+    older = {replace_ending(name, origin.family.older_endings): name for name in origin.older_names}
+    names = {older.get(name, name): name for name in specs}
+    return {name: specs[names[name]] for name in sorted(names)}, lambda name: tensor(names[name])
 
 
 def export_tensors(model: PyTree, name_map: NameMap) -> tuple[_TensorSpecs, Callable[[str], np.ndarray]]:

@@ -25,6 +25,7 @@ SIZES = {
     "small": {"heads": 4, "latent": 16, "head_dim": 12, "value_dim": 10, "rotary": Rotary(8)},
     "one head, wide values": {"heads": 1, "latent": 6, "head_dim": 4, "value_dim": 9, "rotary": Rotary(2)},
     "compressed": {"heads": 2, "latent": 5, "head_dim": 8, "rotary": Rotary(6, interleaved=True), "query_latent": 9},
+    "gated": {"heads": 4, "latent": 8, "head_dim": 4, "value_dim": 6, "rotary": Rotary(4), "gate": True},
     "biased": {"heads": 4, "latent": 8, "head_dim": 4, "rotary": Rotary(4), "query_latent": 6, "bias": True},
 }
 
@@ -57,6 +58,9 @@ def naive_latent_attention(layer, x):
         scores = query @ key.swapaxes(1, 2) * query_dim**-0.5
         mask = jnp.tril(jnp.ones(scores.shape[1:], bool))
         mixed.append(jax.nn.softmax(jnp.where(mask, scores, -jnp.inf), axis=-1) @ value)
+    if layer.gate is not None:
+        gates = jnp.split(jax.nn.sigmoid(x @ layer.gate.weight.T), len(mixed), axis=-1)
+        mixed = [gate * head for gate, head in zip(gates, mixed, strict=True)]
     return layer.out(jnp.concatenate(mixed, -1))
 
 

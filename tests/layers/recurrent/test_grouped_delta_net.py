@@ -21,10 +21,13 @@ def repeat(weight):
     return jnp.repeat(weight.reshape(GROUPS, KEY_DIM, -1), HEADS // GROUPS, axis=0).reshape(HEADS * KEY_DIM, -1)
 
 
-def test_groups_equal_repeated_queries_and_keys():
+@pytest.mark.parametrize("negative", [False, True])
+def test_groups_equal_repeated_queries_and_keys(negative):
+    """Without negative eigenvalues, and with."""
     layer_key, input_key = jax.random.split(jax.random.key(0))
-    grouped = GroupedGatedDeltaNet(EMBED, HEADS, **SIZES, key=layer_key)
-    whole = GatedDeltaNet(EMBED, HEADS, key_dim=KEY_DIM, value_dim=VALUE_DIM, key=layer_key)
+    grouped = GroupedGatedDeltaNet(EMBED, HEADS, **SIZES, negative_eigenvalues=negative, key=layer_key)
+    sizes = {"key_dim": KEY_DIM, "value_dim": VALUE_DIM}
+    whole = GatedDeltaNet(EMBED, HEADS, **sizes, negative_eigenvalues=negative, key=layer_key)
     parts = lambda m: (m.corrector.projections, m.corrector.rate, m.decay, m.readout)
     projections = parts(whole)[0]
     weights = lambda p: (p.query.weight, p.key.weight, p.value.weight, *(x.weight for x in p.convolutions))

@@ -4,6 +4,7 @@ from functools import partial
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 import pytest
 
 import zoo
@@ -16,6 +17,7 @@ from zoo.layers import (
     RWKV6,
     RWKV7,
     DeltaNet,
+    DoubleGatedConvolution,
     GatedConvolution,
     GatedDeltaNet,
     GatedDeltaProduct,
@@ -47,13 +49,18 @@ MIXERS = {
     "linear_attention, not normalized": partial(LinearAttention, normalized=False),
     "retention": Retention,
     "lightning": partial(Lightning, depth=0.5),
+    "lightning, slopes of its own": partial(Lightning, slopes=jnp.array([0.4, 0.03])),
     "gated_linear_attention": GatedLinearAttention,
     "hgrn2": partial(HGRN2, bound=0.25),
     "mlstm": MLSTM,
     "delta_net": partial(DeltaNet, negative_eigenvalues=True),
     "gated_delta_net": partial(GatedDeltaNet, key_dim=4, value_dim=8),
     "grouped_gated_delta_net": partial(GroupedGatedDeltaNet, key_dim=4, value_dim=8),
+    "grouped_gated_delta_net, negative eigenvalues": partial(
+        GroupedGatedDeltaNet, groups=2, key_dim=4, value_dim=4, negative_eigenvalues=True
+    ),
     "kimi_delta_attention": KimiDeltaAttention,
+    "kimi_delta_attention, full rank, bounded": partial(KimiDeltaAttention, rank="full", lower_bound=-3.0),
     "gated_delta_product": GatedDeltaProduct,
     "rwkv6": partial(RWKV6, rank=3, decay_rank=5),
     "rwkv7": partial(RWKV7, rank=3),
@@ -65,6 +72,7 @@ MIXERS = {
     ),
     "rwkv4": without_heads(RWKV4, inner=16),
     "gated_convolution": without_heads(GatedConvolution, conv_width=4),
+    "double_gated_convolution": without_heads(DoubleGatedConvolution, bias=True),
 }
 
 
@@ -117,6 +125,7 @@ def test_mixer_state_size_does_not_depend_on_length():
         (partial(DeltaNet, 12, 2, conv_width=0), "a convolution is at least 1 token wide"),
         (partial(GatedDeltaProduct, 12, 2, num_householder=0), "num_householder is 0"),
         (partial(Lightning, 12, 2, depth=1.5), "a depth is 0 for the first layer"),
+        (partial(Lightning, 12, 2, slopes=jnp.ones(3)), "3 slopes were given, and each of 2 heads has one"),
         (partial(HGRN2, 12, 2, bound=1.0), "at least 0 and below 1"),
         (partial(RGLRU, 12, 5), "inner=12 features do not share out over 5 heads"),
     ],

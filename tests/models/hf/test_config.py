@@ -45,7 +45,7 @@ def has_effect(family, key, given, default):
     return any(find_differences(changed, build(family, given))) or key in ONLY_NAMES
 
 
-ONLY_NAMES = ("legacy",)
+ONLY_NAMES = ("legacy", "weight_mode")
 """Keys that change the names of tensors, and nothing else."""
 
 
@@ -122,7 +122,8 @@ def test_config_required_values_are_enforced_unless_ignored(family):
             with pytest.raises(ConfigError, match=f"{key} = .* would change the result"):
                 read_config(family, {key: value})
             assert read_config(family, {key: value}, ignore={key}) == read_config(family, {})
-    for key in (IGNORED_KEYS | family.ignored_keys) - family.defaults.keys() - family.required_values.keys():
+    read = family.defaults.keys() | family.required_values.keys() | family.aliases.keys()
+    for key in (IGNORED_KEYS | family.ignored_keys) - read:
         assert read_config(family, {key: "anything"}) == read_config(family, {})
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from zoo.models.hf.config import read_config
 from zoo.models.hf.families import FAMILIES
-from zoo.models.hf.spec import TensorMapping, fused, prefixed
+from zoo.models.hf.spec import TensorMapping, either, fused, prefixed
 from zoo.weights.plan import invert_name_map, plan_tensors
 
 from .configs import build, small
@@ -117,6 +117,34 @@ def test_mapping_leading_dims_of_size_one():
         (view,) = mapping.views(tensor, [shape], lead)
         view[...] = np.arange(view.size).reshape(shape)
         assert view.shape == shape and np.array_equal(tensor.ravel(), np.arange(view.size))
+
+
+def test_mapping_trailing_dims_of_size_one():
+    """One slope per head: (heads,) here, (heads, 1, 1) in files; after the stacked layers if there are any."""
+    mapping = TensorMapping(("slopes",), trailing_ones=2)
+    assert mapping.shape([(4,)], 0) == (4, 1, 1) and mapping.shape([(3, 4)], 1) == (3, 4, 1, 1)
+    for lead, shape in ((0, (4,)), (1, (3, 4))):
+        tensor = np.zeros(mapping.shape([shape], lead))
+        (view,) = mapping.views(tensor, [shape], lead)
+        view[...] = np.arange(view.size).reshape(shape)
+        assert view.shape == shape and np.array_equal(tensor.ravel(), np.arange(view.size))
+
+
+def test_either_maps_one_name_to_layers_of_two_classes():
+    attention = prefixed("mixer", "attention", {"q": "query", "o": "out"})
+    recurrence = prefixed("mixer", "recurrence", {"q": fused("query", "gate"), "norm": "norm"})
+    names = prefixed("layers.*", "layers.*", either(attention, recurrence))
+    inverse = invert_name_map(names)
+    assert {ours: (theirs, part) for ours, (theirs, _, part) in inverse.items()} == {
+        "layers.*.attention.query": ("layers.*.mixer.q", 0),
+        "layers.*.attention.out": ("layers.*.mixer.o", 0),
+        "layers.*.recurrence.query": ("layers.*.mixer.q", 0),
+        "layers.*.recurrence.gate": ("layers.*.mixer.q", 1),
+        "layers.*.recurrence.norm": ("layers.*.mixer.norm", 0),
+    }
+    assert either(attention) == attention
+    with pytest.raises(ValueError, match=r"two rows for layers.\*.norm: layers.\*.a and layers.\*.b"):
+        invert_name_map(prefixed("layers.*", "layers.*", either({"a": "norm"}, {"b": "norm"})))
 
 
 def test_prefixed_prepends_on_both_sides_and_composes():

@@ -57,10 +57,14 @@ files are compared in every run."""
 
 
 FLOAT64_NORMS = {
+    "qwen3_next_mixed": {
+        "model.layers.2.linear_attn.A_log": 0.0005219151620683957,
+        "model.layers.2.linear_attn.dt_bias": 0.0003969017521503544,
+    },
     "wrap_qwen3_5": {
         "model.language_model.layers.2.linear_attn.A_log": 0.002025473429972611,
         "model.language_model.layers.2.linear_attn.dt_bias": 0.0015874601475114331,
-    }
+    },
 }
 """Norms of gradients that PyTorch rounds by more than 2e-4 in float32, as its class computes them in float64."""
 

@@ -74,6 +74,7 @@ class LatentAttention(AbstractMixer):
     rotary_key: AbstractLinear
     key_up: AbstractLinear
     value_up: AbstractLinear
+    gate: AbstractLinear | None
     out: AbstractLinear
 
     head_dim: int = eqx.field(static=True)
@@ -96,6 +97,7 @@ class LatentAttention(AbstractMixer):
         value_dim: int | None = None,
         query_latent: int | None = None,
         bias: bool = False,
+        gate: bool = False,
         scale: float | int | None = None,
         query_scale: QueryScale | None = None,
         epsilon: float = 1e-6,
@@ -107,6 +109,7 @@ class LatentAttention(AbstractMixer):
         - `head_dim`: features per head without RoPE, in addition to the `rotary.dim` with it. `value_dim`: `head_dim`
           by default.
         - `bias`: of the projections from and to embed, except `query`.
+        - `gate`: multiply each head's output by sigmoid(W_gate x), a number per head (Qiu et al., arXiv:2505.06708).
         - `scale`: of the scores, (head_dim + rotary.dim) ** -0.5 by default, times the square of `yarn_get_mscale` for
           a `YarnScaling` with `mscale_all_dim`.
         - `query_scale`: scale of queries by position.
@@ -143,6 +146,10 @@ class LatentAttention(AbstractMixer):
         self.rotary_key = project(rotary.dim, out=rotary_dim, key=rotary_key)
         self.key_up = Linear(latent, heads * head_dim, in_=latent_dim, out=keys, key=key_key)
         self.value_up = Linear(latent, heads * value_dim, in_=latent_dim, out=values, key=value_key)
+        self.gate = None
+        if gate:
+            gate_key = jax.random.fold_in(out_key, 1)
+            self.gate = Linear(embed, heads, in_=embed_dim, out=Dim("heads"), key=gate_key)
         self.out = Linear(heads * value_dim, embed, in_=values, out=embed_dim, bias=bias, scale=out_scale, key=out_key)
         self.head_dim = head_dim
         self.rotary = rotary
@@ -174,7 +181,13 @@ class LatentAttention(AbstractMixer):
             assert info.positions is not None  # see require_positions
             state = state.write(features, info.positions)
             mixed = self.attend_to_cache(query, state, info.positions)
-        return self.out(mixed.reshape(*mixed.shape[:2], -1)), state
+        return self.finish(mixed, x), state
+
+    def finish(self, mixed: HeadVectors, x: HiddenStates) -> ResidualStream:
+        """Return the output projection of the heads, gated if there is a gate."""
+        if self.gate is not None:
+            mixed = jax.nn.sigmoid(self.gate(x))[..., None] * mixed
+        return self.out(mixed.reshape(*mixed.shape[:2], -1))
 
     def attend_to_sequence(
         self,

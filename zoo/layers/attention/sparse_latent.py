@@ -188,21 +188,21 @@ class SparseLatentAttention(AbstractMixer):
         latent = attention.compress_queries(x)
         features = attention.project_features(x, cos_sin)
         query = attention.expand_queries(latent, cos_sin)
-        indexer, x, latent = lax.stop_gradient((self.indexer, x, latent))
+        indexer, index_x, latent = lax.stop_gradient((self.indexer, x, latent))
         if state is None:
             if indexer is not None:
-                selected = _select_in_sequence(indexer, x, latent, cos_sin, info)
+                selected = _select_in_sequence(indexer, index_x, latent, cos_sin, info)
             mixed = attention.attend_to_sequence(query, features, info, selected)
         else:
             assert info.positions is not None  # see require_positions
             state = dataclasses.replace(state, latents=state.latents.write(features, info.positions))
             if indexer is not None:
                 assert state.index_keys is not None  # see init_state
-                keys = state.index_keys.write(indexer.project_keys(x, cos_sin), info.positions)
+                keys = state.index_keys.write(indexer.project_keys(index_x, cos_sin), info.positions)
                 state = dataclasses.replace(state, index_keys=keys)
-                selected = _select_in_cache(indexer, x, latent, cos_sin, info, keys)
+                selected = _select_in_cache(indexer, index_x, latent, cos_sin, info, keys)
             mixed = attention.attend_to_cache(query, state.latents, info.positions, selected)
-        return attention.out(mixed.reshape(*mixed.shape[:2], -1)), (state, selected)
+        return attention.finish(mixed, x), (state, selected)
 
     def init_state(self, batch: int, length: int, dtype: Any = jnp.float32) -> IndexedLatentCache:
         """Return an empty cache for `length` tokens."""

@@ -243,29 +243,45 @@ class LowRank(AbstractLinear):
 class DecayGate(Module):
     """Data-dependent log decay -exp(A_log) softplus(W x + bias), one per head, or one per key channel of a head: that
     of Mamba-2 (arXiv:2405.21060, section 7.1), Gated DeltaNet (arXiv:2412.06464) and Kimi Linear (arXiv:2510.26692,
-    section 3)."""
+    section 3). With a `lower_bound` it is lower_bound sigmoid(exp(A_log) (W x + bias)), which a kernel can exponentiate
+    without care (Ling 3, Ant Group, 2026)."""
 
     step: AbstractLinear
     A_log: Float[Array, "heads"] = full_precision()
     bias: Float[Array, "out"] = full_precision()
 
     out: Dim = eqx.field(static=True)
+    lower_bound: float | None = eqx.field(static=True)
 
-    def __init__(self, step: Callable[..., AbstractLinear], heads: int, per_head: int = 1, *, key: Key[Array, ""]):
+    def __init__(
+        self,
+        step: Callable[..., AbstractLinear],
+        heads: int,
+        per_head: int = 1,
+        *,
+        lower_bound: float | None = None,
+        key: Key[Array, ""],
+    ):
         """`step` is a factory of W, called with the number of outputs, `out=` and `key=`. A is initialized uniformly in
         [1, 16], and the bias such that softplus(bias) is log-uniform in [0.001, 0.1] (arXiv:2405.21060, appendix)."""
         step_key, decay_key, bias_key = jax.random.split(key, 3)
         self.out = Dim("heads", per_head)
+        self.lower_bound = lower_bound
         self.step = step(heads * per_head, out=self.out, key=step_key)
         self.A_log = jnp.log(jax.random.uniform(decay_key, (heads,), jnp.float32, minval=1.0, maxval=16.0))
         self.bias = inverse_softplus(sample_log_uniform(bias_key, heads * per_head, 1e-3, 1e-1))
 
     def __call__(self, x: HiddenStates) -> LogDecays:
-        step_size = jax.nn.softplus(self.step(x).astype(jnp.float32) + self.bias)
-        rate = -jnp.exp(self.A_log)
+        step = self.step(x).astype(jnp.float32) + self.bias
+        if self.lower_bound is None:
+            return self._multiply(-jnp.exp(self.A_log), jax.nn.softplus(step))
+        return self.lower_bound * jax.nn.sigmoid(self._multiply(jnp.exp(self.A_log), step))
+
+    def _multiply(self, rate: Float[Array, "heads"], step: Float[Array, "batch seq out"]) -> LogDecays:
+        """Multiply the steps by the rate of their head, and split them by heads if these have several."""
         if self.out.unit == 1:
-            return rate * step_size
-        return rate[:, None] * step_size.reshape(*x.shape[:2], -1, self.out.unit)
+            return rate * step
+        return rate[:, None] * step.reshape(*step.shape[:2], -1, self.out.unit)
 
 
 def sample_log_uniform(key: Key[Array, ""], size: int, low: float, high: float) -> Float[Array, "size"]:
@@ -290,6 +306,6 @@ def local_heads(make: Callable[[int], Float[Array, "heads"]], x: HeadVectors) ->
     return lax.dynamic_slice_in_dim(make(heads * num_shards(x, "heads")), shard_offset(x, "heads", heads), heads)
 
 
-def head_norm_factory(value_dim: int) -> Callable[[], RMSNorm]:
+def head_norm_factory(value_dim: int, epsilon: float = 1e-6) -> Callable[[], RMSNorm]:
     """Return a factory of an RMSNorm over the values of each head."""
-    return partial(RMSNorm, value_dim, features=Dim("value_dim"))
+    return partial(RMSNorm, value_dim, features=Dim("value_dim"), epsilon=epsilon)

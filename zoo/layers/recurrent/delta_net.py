@@ -7,6 +7,7 @@ arXiv:2411.12537). Heads are sharded over `tensor`.
 """
 
 from functools import partial
+from typing import Literal
 
 import equinox as eqx
 import jax
@@ -180,7 +181,8 @@ class GatedDeltaNet(AbstractDeltaRule):
 
 class KimiDeltaAttention(AbstractDeltaRule):
     """y = W_out [sigmoid(W_gate x) * norm(S_tᵀ q_t)] with the gated delta rule and one decay per key channel: KDA (Kimi
-    Linear, arXiv:2510.26692, section 3). The projections of decays and gate have low rank, by default `key_dim`."""
+    Linear, arXiv:2510.26692, section 3). The projections of decays and gate have low rank, by default `key_dim`, or
+    full rank."""
 
     corrector: _DeltaInputs
     decay: DecayGate
@@ -195,24 +197,32 @@ class KimiDeltaAttention(AbstractDeltaRule):
         *,
         key_dim: int | None = None,
         value_dim: int | None = None,
-        rank: int | None = None,
+        rank: int | Literal["full"] | None = None,
+        lower_bound: float | None = None,
         conv_width: int = 4,
         negative_eigenvalues: bool = False,
+        epsilon: float = 1e-6,
         out_scale: float = 1.0,
         implementation: str = "auto",
         key: Key[Array, ""],
     ):
-        """`key_dim`: `embed / heads` by default. `value_dim` and `rank`: `key_dim` by default."""
+        """- `key_dim`: `embed / heads` by default. `value_dim` and `rank`: `key_dim` by default.
+        - `rank`: of the projections of decays and gate, "full" for plain matrices.
+        - `lower_bound`: of the log decays, see `DecayGate`.
+        - `epsilon`: of the norm of each head's output.
+        """
         key_dim, value_dim = _resolve_head_dims(embed, heads, key_dim, value_dim)
         if rank is None:
             rank = key_dim
         input_key, decay_key, out_key = jax.random.split(key, 3)
         options = {"conv_width": conv_width, "negative_eigenvalues": negative_eigenvalues}
-        low_rank = partial(LowRank, rank=rank)
+        project = Linear if rank == "full" else partial(LowRank, rank=rank)
         self.corrector = _DeltaInputs(embed, heads, key_dim, value_dim, **options, key=input_key)
-        self.decay = DecayGate(partial(low_rank, embed), heads, key_dim, key=decay_key)
-        norm = head_norm_factory(value_dim)
-        gate = {"gate": low_rank, "activation": jax.nn.sigmoid}
+        self.decay = DecayGate(
+            partial(project, embed, in_=Dim("embed")), heads, key_dim, lower_bound=lower_bound, key=decay_key
+        )
+        norm = head_norm_factory(value_dim, epsilon)
+        gate = {"gate": project, "activation": jax.nn.sigmoid}
         self.readout = OutputGate(embed, heads, value_dim, norm=norm, **gate, out_scale=out_scale, key=out_key)
         self.implementation = implementation
 

@@ -49,6 +49,8 @@ class GroupedGatedDeltaNet(AbstractMixer):
     group: int = eqx.field(static=True)
     """Heads per group."""
     activation: Callable = eqx.field(static=True)
+    max_beta: float = eqx.field(static=True)
+    """1, or 2 with negative eigenvalues."""
     implementation: str = implementation_option(DELTA_RULE)
 
     def __init__(
@@ -61,12 +63,14 @@ class GroupedGatedDeltaNet(AbstractMixer):
         value_dim: int = 128,
         conv_width: int = 4,
         activation: Callable = jax.nn.silu,
+        negative_eigenvalues: bool = False,
         epsilon: float | int = 1e-6,
         out_scale: float = 1.0,
         implementation: str = "auto",
         key: Key[Array, ""],
     ):
         """- `activation`: of queries, keys and values, after their convolutions.
+        - `negative_eigenvalues`: allow beta up to 2 (Grazzi et al., arXiv:2411.12537).
         - `epsilon`: of the norm of each head's output.
 
         **Raises** `ValueError` for a size below 1, and if `groups` does not divide `heads`.
@@ -97,6 +101,7 @@ class GroupedGatedDeltaNet(AbstractMixer):
         self.value_dim = value_dim
         self.group = heads // groups
         self.activation = activation
+        self.max_beta = 2.0 if negative_eigenvalues else 1.0
         self.implementation = implementation
 
     def init_state(self, batch: int, length: int, dtype: Any = jnp.float32) -> RecurrentState:
@@ -114,7 +119,10 @@ class GroupedGatedDeltaNet(AbstractMixer):
         key, key_state = self._convolve(self.key(x), self.key_convolution, context, states[1], self.key_dim)
         value, value_state = self._convolve(self.value(x), self.value_convolution, context, states[2], self.value_dim)
         query, key = (self._share(l2_normalize(groups), value) for groups in (query, key))
-        beta = context.mask_padding(jax.nn.sigmoid(self.rate(x).astype(jnp.float32)))
+        beta = jax.nn.sigmoid(self.rate(x).astype(jnp.float32))
+        if self.max_beta != 1:
+            beta = self.max_beta * beta
+        beta = context.mask_padding(beta)
         decay = context.mask_padding(self.decay(x))
         mixed, matrix = gated_delta_rule(query, key, value, beta, decay, **context.options())
         y = self.readout(mixed, x)

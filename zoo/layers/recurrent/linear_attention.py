@@ -20,7 +20,7 @@ from zoo.ops.recurrence.linear_attention import (
     simple_gla,
 )
 from zoo.ops.rotary import Rotary, apply_rotary
-from zoo.parallel import Dim, implementation_option
+from zoo.parallel import Dim, buffer, implementation_option
 from zoo.shapes import HeadVectors, HiddenStates, Values
 
 from ..abstract import AbstractLinear
@@ -158,6 +158,9 @@ class Lightning(AbstractRecurrence):
     projections: QKVProjections
     readout: OutputGate
 
+    slopes: Float[Array, "heads"] | None = buffer()
+    """Slopes of the decays, where layers that are scanned together differ in them; None for those of `depth`."""
+
     depth: float = eqx.field(static=True)
     """Relative depth of the layer, 0 for the first and 1 for the last: the slopes of decays decrease with depth."""
     implementation: str = implementation_option(GATED_LINEAR)
@@ -169,13 +172,20 @@ class Lightning(AbstractRecurrence):
         *,
         head_dim: int | None = None,
         depth: float | int = 0.0,
+        slopes: Float[Array, "heads"] | None = None,
         out_scale: float = 1.0,
         implementation: str = "auto",
         key: Key[Array, ""],
     ):
-        """`head_dim`: `embed / heads` by default. **Raises** `ValueError` for a depth outside [0, 1]."""
+        """- `head_dim`: `embed / heads` by default.
+        - `slopes`: of the decays, one per head; by default they follow from `depth`.
+
+        **Raises** `ValueError` for a depth outside [0, 1], and for another number of slopes.
+        """
         size = resolve_head_dim(embed, heads, head_dim)
         lightning_slopes(heads, depth)
+        if slopes is not None and len(slopes) != heads:
+            raise ValueError(f"{len(slopes)} slopes were given, and each of {heads} heads has one")
         input_key, out_key = jax.random.split(key)
         self.projections = QKVProjections(embed, heads, size, size, activation=jax.nn.silu, key=input_key)
         self.readout = OutputGate(
@@ -189,16 +199,22 @@ class Lightning(AbstractRecurrence):
             out_scale=out_scale,
             key=out_key,
         )
+        self.slopes = slopes
         self.depth = float(depth)
         self.implementation = implementation
 
     def recur(self, x: HiddenStates, context: RecurrenceContext) -> tuple[HeadVectors, RecurrentState]:
         query, key, value, _ = self.projections(x, context, None)
+        if self.slopes is None:
+            log_decay = _broadcast_log_decay(lambda heads: -lightning_slopes(heads, self.depth), value, context)
+        else:
+            log_decay = jnp.broadcast_to(-self.slopes.astype(jnp.float32), value.shape[:3])
+            log_decay = context.mask_padding(log_decay)
         mixed, matrix = simple_gla(
             query,
             context.mask_padding(key),
             value,
-            _broadcast_log_decay(lambda heads: -lightning_slopes(heads, self.depth), value, context),
+            log_decay,
             scale=1.0,
             **context.options(),
         )

@@ -52,12 +52,14 @@ class MLSTM(AbstractMixer):
         key_dim: int | None = None,
         value_dim: int | None = None,
         gate_cap: float | int = 15.0,
+        epsilon: float = 1e-6,
         out_scale: float = 1.0,
         implementation: str = "auto",
         key: Key[Array, ""],
     ):
         """- `value_dim`: `embed / heads` by default. `key_dim`: half of value_dim by default.
         - `gate_cap`: soft cap of the gate pre-activations.
+        - `epsilon`: of the norm of each head's output.
 
         Biases of input gates are initialized to -10 (nearly closed), biases of forget gates to 3, ..., 6 (nearly open),
         as in xLSTM 7B.
@@ -79,7 +81,7 @@ class MLSTM(AbstractMixer):
             embed,
             heads,
             value_dim,
-            norm=lambda: HeadNorm(heads, value_dim, centered=True),
+            norm=lambda: HeadNorm(heads, value_dim, epsilon=epsilon, centered=True),
             norm_over_heads=True,
             gate=True,
             activation=jax.nn.sigmoid,

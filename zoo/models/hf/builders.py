@@ -1,6 +1,6 @@
 """Factories of layers from the values of a config. Keys are canonical: `zoo.models.hf.config` resolves aliases."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -182,8 +182,11 @@ def make_layerwise_attention_factories(
     return [factories[kind] for kind in kinds]
 
 
-def make_latent_attention_factory(config: Config, *, interleaved: bool, **options: Any) -> Callable[..., Latent]:
-    """Return a factory of multi-head latent attention, with the sizes and RoPE of a DeepSeek config, and these options.
+def make_latent_attention_factory(
+    config: Config, *, interleaved: bool = False, rotary: Rotary | None = None, **options: Any
+) -> Callable[..., Latent]:
+    """Return a factory of multi-head latent attention, with the sizes of a DeepSeek config, its RoPE unless `rotary` is
+    given, and these options.
 
     **Raises** `ConfigError` for grouped keys, and for a `head_dim` other than `qk_rope_head_dim`.
     """
@@ -197,6 +200,8 @@ def make_latent_attention_factory(config: Config, *, interleaved: bool, **option
         raise ConfigError(f"head_dim = {head_dim}, and it is qk_rope_head_dim = {rope_dim} that is meant by it")
     if rope_dim % 2:
         raise ConfigError(f"qk_rope_head_dim = {rope_dim}: rotary embeddings turn pairs of values")
+    if rotary is None:
+        rotary = build_rotary(Config(config, head_dim=rope_dim), interleaved=interleaved)
     return partial(
         Latent,
         config["hidden_size"],
@@ -205,7 +210,7 @@ def make_latent_attention_factory(config: Config, *, interleaved: bool, **option
         query_latent=config["q_lora_rank"],
         head_dim=config["qk_nope_head_dim"],
         value_dim=config["v_head_dim"],
-        rotary=build_rotary(Config(config, head_dim=rope_dim), interleaved=interleaved),
+        rotary=rotary,
         bias=config["attention_bias"],
         out_scale=compute_out_scale(config),
         **options,
@@ -320,6 +325,14 @@ def read_layer_types(config: Config, default: Sequence[str]) -> list[str]:
     if not isinstance(types, list | tuple) or len(types) != config["num_hidden_layers"]:
         raise ConfigError(f"layer_types should name the kind of each of the {config['num_hidden_layers']} layers")
     return list(types)
+
+
+def pick_mixers(types: Sequence[str], mixers: Mapping[str, Callable[..., Any]]) -> list[Callable[..., Any]]:
+    """Return the mixer factory of each layer by its type. **Raises** `ConfigError` for a type that `mixers` lacks."""
+    for layer_type in types:
+        if layer_type not in mixers:
+            raise ConfigError(f"layer_types has {layer_type!r}, and layers here are {' or '.join(mixers)}")
+    return [mixers[layer_type] for layer_type in types]
 
 
 def list_layer_types(is_local: Iterable[Any], local: str = "sliding_attention") -> list[str]:

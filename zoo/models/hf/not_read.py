@@ -12,11 +12,6 @@ _MODEL_TYPES_BY_REASON: Mapping[str, tuple[str, ...]] = {
     "one block of attention whose weights several layers share, each with low-rank updates of its own": (
         *("zamba", "zamba2"),
     ),
-    "gated short convolutions in some layers and attention in others": ("lfm2", "lfm2_moe"),
-    "lightning attention in some layers and softmax attention in others, with scaled residuals": ("minimax",),
-    "a mixture of experts after Gated DeltaNet, whose dense family is qwen3_5_text": (
-        *("qwen3_next", "qwen3_5_moe", "qwen3_5_moe_text"),
-    ),
     "BERT's relatives with sublayers, names or positions of their own": (
         *("albert", "electra", "mpnet", "xlm-roberta-xl", "deberta"),
     ),

@@ -63,6 +63,8 @@ def read_rope_parameters(family: Family, given: Mapping[str, Any]) -> dict[str, 
     The older spelling has one `rope_theta`, and for sliding layers another in `sliding_rope_theta`, or the family's own
     where that differs from the `rope_theta` of full layers. Its `rope_scaling` applies to full layers.
     """
+    if family.may_lack_rope and _has_null_theta(given):
+        return {"rope_type": "default", "rope_theta": None}
     canonical = {family.aliases.get(key, key): value for key, value in given.items() if value is not None}
     default = family.defaults["rope_parameters"]
     if not default.keys() >= set(LAYER_TYPES):
@@ -89,6 +91,14 @@ def read_rope_parameters(family: Family, given: Mapping[str, Any]) -> dict[str, 
             local = sliding["rope_theta"]
     full = _read_rope(family, base, default["full_attention"])
     return {"sliding_attention": _read_rope(family, {"rope_theta": local}, sliding), "full_attention": full}
+
+
+def _has_null_theta(given: Mapping[str, Any]) -> bool:
+    """Return True for a `rope_theta` that is stated and null."""
+    stated = given.get("rope_parameters")
+    if not isinstance(stated, Mapping):
+        stated = given
+    return "rope_theta" in stated and stated["rope_theta"] is None
 
 
 def _read_rope(family: Family, canonical: Mapping[str, Any], default: Mapping[str, Any]) -> dict[str, Any]:

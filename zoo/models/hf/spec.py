@@ -37,6 +37,10 @@ class TensorMapping:
     """Number of leading dims of size 1."""
     conv1d_filters: bool = False
     """Stored as (features, 1, width), as depthwise `torch.nn.Conv1d` does."""
+    trailing_ones: int = 0
+    """Number of trailing dims of size 1."""
+    otherwise: "TensorMapping | None" = None
+    """The mapping of this name in layers of another class: see `either`."""
 
     def shape(self, parts: Sequence[Shape], num_stacked_dims: int) -> Shape:
         """Return the shape of the checkpoint tensor, from the shapes of our parts. The first `num_stacked_dims` dims
@@ -55,13 +59,14 @@ class TensorMapping:
             unstacked = shape[num_stacked_dims:]
         if self.conv1d_filters and len(unstacked) == 2:
             unstacked = (unstacked[0], 1, unstacked[1])
-        return (*shape[:num_stacked_dims], *(1,) * self.leading_ones, *unstacked)
+        return (*shape[:num_stacked_dims], *(1,) * self.leading_ones, *unstacked, *(1,) * self.trailing_ones)
 
     def views(self, tensor: np.ndarray, parts: Sequence[Shape], num_stacked_dims: int) -> list[np.ndarray]:
         """Return a writable view of the checkpoint tensor for each of our parts, with the part's values in its order.
         With several parts, views have the shape [..., groups, rows of a group, ...]."""
         # the ellipsis: a scalar is a view, too
-        tensor = tensor[(slice(None),) * num_stacked_dims + (0,) * self.leading_ones + (...,)]
+        leading, trailing = (0,) * self.leading_ones, (0,) * self.trailing_ones
+        tensor = tensor[(slice(None),) * num_stacked_dims + (*leading, ..., *trailing)]
         if self.conv1d_filters and tensor.ndim == num_stacked_dims + 3:
             tensor = tensor[(slice(None),) * (num_stacked_dims + 1) + (0,)]
         if self.transposed and tensor.ndim == num_stacked_dims + 2:
@@ -108,9 +113,21 @@ def prefixed(theirs: str, ours: str, name_map: NameMap) -> dict[str, TensorMappi
     def add_prefix(mapping: str | TensorMapping) -> TensorMapping:
         if isinstance(mapping, str):
             mapping = TensorMapping((mapping,))
-        return dataclasses.replace(mapping, parts=tuple(join(ours, part) for part in mapping.parts))
+        otherwise = None if mapping.otherwise is None else add_prefix(mapping.otherwise)
+        parts = tuple(join(ours, part) for part in mapping.parts)
+        return dataclasses.replace(mapping, parts=parts, otherwise=otherwise)
 
     return {join(theirs, name): add_prefix(mapping) for name, mapping in name_map.items()}
+
+
+def either(*maps: NameMap) -> dict[str, TensorMapping]:
+    """Join name maps of layers of several classes that have tensors of one name: `self_attn.q_proj` is the query of
+    attention in some layers, and the query of a recurrence in others."""
+    joined: dict[str, TensorMapping] = {}
+    for name_map in maps:
+        for name, mapping in prefixed("", "", name_map).items():
+            joined[name] = dataclasses.replace(mapping, otherwise=joined.get(name))
+    return joined
 
 
 class Config(dict):
@@ -130,6 +147,7 @@ class Family:
     - `aliases`: config keys of this family -> canonical keys. `build` and `names` see canonical keys only.
     - `required_values`: keys that would change the result, with the values that are implemented; others raise.
     - `scaled_rope_theta`: rope_theta of files that scale RoPE and leave it out, if that is not the default's.
+    - `may_lack_rope`: a null `rope_theta` is a model without RoPE, and `build` sees the null.
     - `rope_keys`: keys of `rope_parameters` that its files have in addition to the keys of each `rope_type`.
     - `ignored_keys`: keys that change nothing at inference, in addition to `config.IGNORED_KEYS`; keys of RoPE, too.
     - `ignored_tensors`: regular expressions of tensors that follow from the config, such as masks. Nothing is lost
@@ -155,6 +173,7 @@ class Family:
     aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
     required_values: Mapping[str, tuple] = dataclasses.field(default_factory=dict)
     scaled_rope_theta: float | None = None
+    may_lack_rope: bool = False
     rope_keys: tuple[str, ...] = ()
     ignored_keys: frozenset[str] = frozenset()
     ignored_tensors: tuple[str, ...] = ()
@@ -217,8 +236,8 @@ class Origin:
     """Paths of the layers that were loaded packed, from a quantized file."""
     side_tensors: str = ""
     """Text of the file's small tensors that belong to packed layers and that these do not hold."""
-    has_older_endings: bool = False
-    """True if tensor names have the family's `older_endings`."""
+    older_names: tuple[str, ...] = ()
+    """Names of the checkpoint's tensors that have one of the family's `older_endings`."""
     wrapping: Wrapping | None = None
     """The multimodal checkpoint around the language model; None without one."""
     left_aside: str = ""

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from zoo.models import Decoder
-from zoo.models.hf.spec import Family
+from zoo.models.hf.spec import Family, replace_ending
 from zoo.models.parameter_paths import to_snake_case
 from zoo.models.scoring import unstack_blocks
 from zoo.parallel import make_mesh, place, value_and_grad
@@ -266,7 +266,8 @@ def _compute_loss_and_gradients(
 
     def find_gradient(name: str) -> np.ndarray | None:
         base = next(iter(name_map)).partition(".")[0]  # absent from names of a model without its head
-        names = (name, name.removesuffix(BLOCKS_SUFFIX), f"{base}.{name}")
+        plain = replace_ending(name.removesuffix(BLOCKS_SUFFIX), origin.family.older_endings)
+        names = (name, plain, f"{base}.{name}")
         return next((assemble_tensor(name) for name in names if name in specs), None)
 
     frozen = plan_tensors(model, name_map).keys() - specs.keys()

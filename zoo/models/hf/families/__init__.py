@@ -9,6 +9,7 @@ from zoo.models.hf.support import FamilySupport, read_support
 from .afmoe import AFMOE
 from .apertus import APERTUS
 from .arcee import ARCEE
+from .bailing_hybrid import BAILING_HYBRID
 from .bert import BERT
 from .biogpt import BIOGPT
 from .bloom import BLOOM
@@ -63,14 +64,19 @@ from .internlm3 import INTERNLM3
 from .iquestcoder import IQUESTCODER
 from .jais2 import JAIS2
 from .jetmoe import JETMOE
+from .kimi_linear import KIMI_LINEAR
 from .kolibri1 import KOLIBRI1
 from .laguna import LAGUNA
+from .lfm2 import LFM2
+from .lfm2_moe import LFM2_MOE
+from .lfm3 import LFM3
 from .llama import LLAMA
 from .llama4_text import LLAMA4_TEXT
 from .mamba import MAMBA
 from .mamba2 import MAMBA2
 from .mellum import MELLUM
 from .mimo_v2_flash import MIMO_V2_FLASH
+from .minimax import MINIMAX
 from .minimax_m2 import MINIMAX_M2
 from .ministral import MINISTRAL
 from .ministral3 import MINISTRAL3
@@ -85,6 +91,7 @@ from .nomic_bert import NOMIC_BERT
 from .olmo import OLMO
 from .olmo2 import OLMO2
 from .olmo3 import OLMO3
+from .olmo_hybrid import OLMO_HYBRID
 from .olmoe import OLMOE
 from .opt import OPT
 from .persimmon import PERSIMMON
@@ -94,8 +101,10 @@ from .phimoe import PHIMOE
 from .qwen2 import QWEN2
 from .qwen2_moe import QWEN2_MOE
 from .qwen3 import QWEN3
+from .qwen3_5_moe_text import QWEN3_5_MOE_TEXT
 from .qwen3_5_text import QWEN3_5_TEXT
 from .qwen3_moe import QWEN3_MOE
+from .qwen3_next import QWEN3_NEXT
 from .roberta import ROBERTA, XLM_ROBERTA
 from .rwkv import RWKV
 from .sarvam_mla import SARVAM_MLA
@@ -108,11 +117,13 @@ from .stablelm import STABLELM
 from .starcoder2 import STARCODER2
 from .vaultgemma import VAULTGEMMA
 from .vit import VIT
+from .xlstm import XLSTM
 
 ALL_FAMILIES = (
     AFMOE,
     APERTUS,
     ARCEE,
+    BAILING_HYBRID,
     BERT,
     BIOGPT,
     CAMEMBERT,
@@ -167,14 +178,19 @@ ALL_FAMILIES = (
     IQUESTCODER,
     JAIS2,
     JETMOE,
+    KIMI_LINEAR,
     KOLIBRI1,
     LAGUNA,
+    LFM2,
+    LFM2_MOE,
+    LFM3,
     LLAMA,
     LLAMA4_TEXT,
     MAMBA,
     MAMBA2,
     MELLUM,
     MIMO_V2_FLASH,
+    MINIMAX,
     MINIMAX_M2,
     MINISTRAL,
     MINISTRAL3,
@@ -189,6 +205,7 @@ ALL_FAMILIES = (
     OLMO,
     OLMO2,
     OLMO3,
+    OLMO_HYBRID,
     OLMOE,
     OPT,
     PERSIMMON,
@@ -198,8 +215,10 @@ ALL_FAMILIES = (
     QWEN2,
     QWEN2_MOE,
     QWEN3,
+    QWEN3_5_MOE_TEXT,
     QWEN3_5_TEXT,
     QWEN3_MOE,
+    QWEN3_NEXT,
     ROBERTA,
     RWKV,
     SARVAM_MLA,
@@ -213,6 +232,7 @@ ALL_FAMILIES = (
     VAULTGEMMA,
     VIT,
     XLM_ROBERTA,
+    XLSTM,
 )
 FAMILIES: dict[str, Family] = {family.name: family for family in ALL_FAMILIES}
 ALIASES: dict[str, str] = {

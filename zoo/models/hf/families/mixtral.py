@@ -32,7 +32,7 @@ def map_mixtral_names(config: Config) -> NameMap:
     return llama.map_llama_layers(prefixed("block_sparse_moe", "mixture_of_experts", mixture))
 
 
-def _map_mixtral_memory_names(config: Config) -> NameMap:
+def map_mixtral_memory_names(config: Config) -> NameMap:
     mixture = {"gate": "router.scores", **prefixed("experts", "experts.*", llama.FUSED_EXPERT_NAMES)}
     return llama.map_llama_layers(prefixed("mlp", "mixture_of_experts", mixture))
 
@@ -54,6 +54,6 @@ MIXTRAL = Family(
     required_values=mistral.MISTRAL.required_values,
     ignored_keys=frozenset({"router_jitter_noise"}),
     ignored_tensors=llama.LLAMA.ignored_tensors,
-    memory_names=_map_mixtral_memory_names,
+    memory_names=map_mixtral_memory_names,
     describe=describe_mixture,
 )

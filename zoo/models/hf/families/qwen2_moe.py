@@ -46,28 +46,38 @@ def mark_qwen2_moe_layers(config: Config) -> list[bool]:
     return [n not in dense and (n + 1) % step == 0 for n in range(config["num_hidden_layers"])]
 
 
-_MIXTURE_NAMES: NameMap = {
+_SHARED_NAMES: NameMap = {
     "gate": "router.scores",
     "shared_expert_gate": "shared_gate",
     **prefixed("shared_expert", "shared", llama.GATED_MLP_NAMES),
 }
+MIXTURE_NAMES: NameMap = {**_SHARED_NAMES, **prefixed("experts.*", "experts.*", llama.GATED_MLP_NAMES)}
+"""Names of a mixture in files, with one tensor per expert."""
+FUSED_MIXTURE_NAMES: NameMap = {**_SHARED_NAMES, **prefixed("experts", "experts.*", llama.FUSED_EXPERT_NAMES)}
+"""Names of a mixture in memory, with all experts of a layer in one tensor."""
 
 
 def map_qwen2_moe_names(config: Config) -> NameMap:
     """Return the name map of files, with one tensor per expert."""
-    return map_qwen2_moe_layers({**_MIXTURE_NAMES, **prefixed("experts.*", "experts.*", llama.GATED_MLP_NAMES)})
+    return map_qwen2_moe_layers(MIXTURE_NAMES)
 
 
 def map_qwen2_moe_memory_names(config: Config) -> NameMap:
     """Return the name map in memory, with all experts of a layer in one tensor."""
-    return map_qwen2_moe_layers({**_MIXTURE_NAMES, **prefixed("experts", "experts.*", llama.FUSED_EXPERT_NAMES)})
+    return map_qwen2_moe_layers(FUSED_MIXTURE_NAMES)
 
 
 def map_qwen2_moe_layers(mixture: NameMap) -> NameMap:
     """Return a LLaMA-like name map in which dense layers and mixtures of experts are both called `mlp`."""
-    return llama.map_llama_layers(
-        {**prefixed("mlp", "gated_mlp", llama.GATED_MLP_NAMES), **prefixed("mlp", "mixture_of_experts", mixture)}
-    )
+    return llama.map_llama_layers(name_qwen2_moe_feed_forward(mixture))
+
+
+def name_qwen2_moe_feed_forward(mixture: NameMap) -> NameMap:
+    """Return the names of the feed-forward layers, dense ones and mixtures of experts."""
+    return {
+        **prefixed("mlp", "gated_mlp", llama.GATED_MLP_NAMES),
+        **prefixed("mlp", "mixture_of_experts", mixture),
+    }
 
 
 DEFAULTS = {

@@ -2,7 +2,9 @@
 the fourth with gated attention (arXiv:2505.06708), RoPE on a quarter of each head, and RMSNorm scales 1 + w. Modules of
 multi-token prediction are not read. Without images, its multimodal RoPE is plain RoPE."""
 
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 from jaxtyping import Array, Key
 
@@ -17,9 +19,9 @@ from zoo.models.hf.builders import (
     make_gated_mlp_factory,
     make_head_norm_factory,
     make_rms_norm_factory,
+    pick_mixers,
     read_layer_types,
 )
-from zoo.models.hf.errors import ConfigError
 from zoo.models.hf.kinds import optional_count, optional_words
 from zoo.models.hf.spec import Config, Family, NameMap, fused, prefixed
 
@@ -27,6 +29,14 @@ from . import llama
 
 
 def _build_qwen3_5(config: Config, *, key: Key[Array, ""]) -> Decoder:
+    ffn = make_gated_mlp_factory(config)
+    layers = [(mixer, ffn) for mixer in list_qwen3_5_mixers(config)]
+    return build_config_decoder(config, layers, make_rms_norm_factory(config, offset=1.0), key=key)
+
+
+def list_qwen3_5_mixers(config: Config) -> list[Callable[..., Any]]:
+    """Return the mixer factory of each layer. **Raises** `ConfigError` for another type than linear_attention and
+    full_attention."""
     interval = config["full_attention_interval"]
     count = config["num_hidden_layers"]
     default = list_layer_types(((n + 1) % interval for n in range(count)), local="linear_attention")
@@ -47,22 +57,24 @@ def _build_qwen3_5(config: Config, *, key: Key[Array, ""]) -> Decoder:
         "linear_attention": delta,
         "full_attention": make_attention_factory(config, attention=GatedAttention, qk_norm=qk_norm),
     }
-    types = read_layer_types(config, default)
-    ffn = make_gated_mlp_factory(config)
-    if unknown := [kind for kind in types if kind not in mixers]:
-        raise ConfigError(f"layer_types has {unknown[0]!r}, and layers here are {' or '.join(mixers)}")
-    layers = [(mixers[kind], ffn) for kind in types]
-    return build_config_decoder(config, layers, make_rms_norm_factory(config, offset=1.0), key=key)
+    return pick_mixers(read_layer_types(config, default), mixers)
 
 
-def _map_qwen3_5_names(config: Config) -> NameMap:
+_DELTA_INPUT_NAMES: NameMap = {
+    "in_proj_qkv": fused("query", "key", "value"),
+    "in_proj_z": "readout.gate",
+    "in_proj_b": "rate",
+    "in_proj_a": "decay.step",
+}
+
+
+def map_qwen3_5_layers(config: Config, feed_forward: NameMap, delta_inputs: NameMap = _DELTA_INPUT_NAMES) -> NameMap:
+    """Return a LLaMA-like name map with Qwen3.5's mixers, given the names of the feed-forward layers, and of the input
+    projections of the delta rule if they are others."""
     convolutions = (f"{part}_convolution" for part in ("query", "key", "value"))
     delta = {
-        "in_proj_qkv": fused("query", "key", "value"),
+        **delta_inputs,
         "conv1d": fused(*convolutions, conv1d_filters=True),
-        "in_proj_z": "readout.gate",
-        "in_proj_b": "rate",
-        "in_proj_a": "decay.step",
         "dt_bias": "decay.bias",
         "A_log": "decay.A_log",
         "norm": "readout.norm",
@@ -76,31 +88,37 @@ def _map_qwen3_5_names(config: Config) -> NameMap:
         **prefixed("linear_attn", "grouped_gated_delta_net", delta),
         **prefixed("self_attn", "gated_attention", attention),
     }
-    return llama.map_llama_layers(prefixed("mlp", "gated_mlp", llama.GATED_MLP_NAMES), mixers)
+    return llama.map_llama_layers(feed_forward, mixers)
 
+
+def _map_qwen3_5_names(config: Config) -> NameMap:
+    return map_qwen3_5_layers(config, prefixed("mlp", "gated_mlp", llama.GATED_MLP_NAMES))
+
+
+DEFAULTS = {
+    **{key: value for key, value in llama.DEFAULTS.items() if key not in ("attention_bias", "mlp_bias")},
+    "vocab_size": 248320,
+    "intermediate_size": 12288,
+    "num_attention_heads": 16,
+    "num_key_value_heads": optional_count(4),
+    "head_dim": optional_count(256),
+    "max_position_embeddings": 32768,
+    "rope_parameters": {"rope_theta": 10000.0, "partial_rotary_factor": 0.25},
+    "layer_types": optional_words(),
+    "full_attention_interval": 4,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+}
 
 QWEN3_5_TEXT = Family(
     name="qwen3_5_text",
     architecture="Qwen3_5ForCausalLM",
     build=_build_qwen3_5,
     names=_map_qwen3_5_names,
-    defaults={
-        **{key: value for key, value in llama.DEFAULTS.items() if key not in ("attention_bias", "mlp_bias")},
-        "vocab_size": 248320,
-        "intermediate_size": 12288,
-        "num_attention_heads": 16,
-        "num_key_value_heads": optional_count(4),
-        "head_dim": optional_count(256),
-        "max_position_embeddings": 32768,
-        "rope_parameters": {"rope_theta": 10000.0, "partial_rotary_factor": 0.25},
-        "layer_types": optional_words(),
-        "full_attention_interval": 4,
-        "linear_conv_kernel_dim": 4,
-        "linear_key_head_dim": 128,
-        "linear_value_head_dim": 128,
-        "linear_num_key_heads": 16,
-        "linear_num_value_heads": 32,
-    },
+    defaults=DEFAULTS,
     required_values={
         "attention_bias": (False,),
         "attn_output_gate": (True,),
