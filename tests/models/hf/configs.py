@@ -136,7 +136,6 @@ ANOTHER = {
     "layer_rope_theta": [100.0, 0, 50.0],
     "num_attention_heads_per_layer": [2, 4, 2],
     "attention_multiplier": 0.3,
-    "q_lora_rank": 6,
     "attention_types": [[["local"], 2], [["global"], 1]],
 }
 """Values other than the small model's. For keys that are not listed, one is derived from the default."""
