@@ -51,6 +51,8 @@ MULTIPLIERS |= {"residual_multiplier": 0.6, "logits_scaling": 1.7}
 GPT_OSS = SIZES | {"head_dim": 6, "sliding_window": 5, "num_local_experts": 3, "num_experts_per_tok": 2}
 IN_BLOCKS = {"hidden_size": 32, "intermediate_size": 32, "layer_types": ["full_attention"] * 2}
 MAMBA = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 2}
+HYBRID = SIZES | {"mamba_n_heads": 4, "mamba_d_state": 4, "mamba_chunk_size": 4}
+LAYERS = {"layer_types": ["linear_attention", "full_attention"]}
 BOUNDS = ("cache_vs_nocache", "cache_same_tokens")  # one token from a cache does not heed the bounds of steps
 LEAKS = ("padleft_vs_unpadded", *(f"padleft_{check}" for check in BOUNDS))  # biases write padding into the state
 NO_MASK = (*BOUNDS, "padleft_vs_unpadded")  # RWKV heeds no mask, and a cache mixes its rows
@@ -176,6 +178,18 @@ CASES = {
         MAMBA | {"state_size": 4, "num_heads": 2, "head_dim": 16, "n_groups": 1, "conv_kernel": 3}
         | {"use_conv_bias": False} | TIED, dtype="float32", hub={"norm_before_gate": True, "rms_norm": True},
     ),
+    "bamba": Case(
+        "bamba", "Mamba-2 of two groups, then attention with half of each head rotated, bounds of steps, untied",
+        HYBRID | {"attn_layer_indices": [1], "mamba_n_groups": 2, "time_step_limit": [0.01, 0.8]} | UNTIED,
+        hub={"attn_rotary_emb": 2, "use_mamba_kernels": True}, amiss=BOUNDS,
+    ),
+    "jamba": Case(
+        "jamba", "Mamba and two of four experts, then attention without positions and a dense MLP, tied",
+        SIZES | {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 0}
+        | {"mamba_d_state": 3, "mamba_dt_rank": 2, "num_experts": 4, "num_experts_per_tok": 2} | TIED,
+        hub={"use_mamba_kernels": False, "calc_logits_for_entire_prompt": False, "mamba_inner_layernorms": True}
+        | {"sliding_window": None},
+    ),
     "rwkv": Case(
         "rwkv", "RWKV-4, a feed-forward part not much wider than the stream, untied",
         MAMBA | {"intermediate_size": 20}, hub={"context_length": 64}, amiss=NO_MASK,
@@ -283,6 +297,18 @@ CASES = {
     "granitemoeshared": Case(
         "granitemoeshared", "a shared MLP beside the experts, four multipliers, tied",
         SIZES | MULTIPLIERS | {"num_experts_per_tok": 2, "num_local_experts": 4, "shared_intermediate_size": 12} | TIED,
+    ),
+    "granitemoehybrid": Case(
+        "granitemoehybrid", "Mamba-2, then attention without positions, experts beside a shared MLP, multipliers, tied",
+        HYBRID | MULTIPLIERS | {"num_experts_per_tok": 2, "num_local_experts": 4, "shared_intermediate_size": 12}
+        | LAYERS | TIED, hub={"layer_types": ["mamba", "attention"], "position_embedding_type": "nope"}
+        | {"normalization_function": "rmsnorm", "init_method": "mup"},
+    ),
+    "granitemoehybrid_dense": Case(
+        "granitemoehybrid", "Mamba-2 of two groups, then attention with rope, an MLP and no experts, biases, untied",
+        HYBRID | MULTIPLIERS | {"num_experts_per_tok": 0, "num_local_experts": 0, "shared_intermediate_size": 20}
+        | LAYERS | {"position_embedding_type": "rope", "attention_bias": True, "mamba_n_groups": 2} | UNTIED,
+        dtype="float32",
     ),
     "hunyuan_v1_dense": Case(
         "hunyuan_v1_dense", "norms of q and k after the rotation, a base stretched by alpha, biases, untied",

@@ -42,6 +42,13 @@ SMALL = {
     "intermediate_size_by_layer": 12,
     "kv_channels": 16,
     "num_kv_shared_layers": 0,
+    "mamba_n_heads": 4,
+    "attn_layer_indices": [1],
+    "attn_layer_period": 2,
+    "attn_layer_offset": 0,
+    "expert_layer_offset": 0,
+    "position_embedding_type": "rope",
+    "shared_intermediate_size": 12,
 }
 ANOTHER = {
     "vocab_size": 13,
@@ -119,6 +126,10 @@ ANOTHER = {
     "top_k_experts": 3,
     "num_experts": 12,
     "moe_intermediate_size": 6,
+    "attn_layer_indices": [0],
+    "mamba_d_head": 8,
+    "mamba_dt_rank": 5,
+    "position_embedding_type": None,
 }
 """Values other than the small model's. For keys that are not listed, one is derived from the default."""
 RELATIVE = {"relative_attention": True, "pos_att_type": ["p2c"], "position_buckets": 4}
@@ -174,6 +185,8 @@ def small(family, **more):
     known = family.defaults.keys() - omitted
     if family.name == "mimo_v2_flash":  # a third of 16 values is no whole number of pairs
         more = {"hidden_size": 48, "head_dim": 18, "num_attention_heads": 8} | more
+    if family.name == "granitemoehybrid":  # the default has no attention
+        more = {"layer_types": ["mamba", "attention", "mamba"]} | more
     if family in HAS_ROPE_BY_TYPE and "rope_parameters" in more:
         tables = {"full_attention": more["rope_parameters"], "sliding_attention": {}}
         more = more | {"rope_parameters": tables, "layer_types": ["full_attention"] * 3}

@@ -157,7 +157,7 @@ def test_config_null_equals_absent(family):
 
 BEYOND_THE_LAST = (
     *("max_position_embeddings", "sliding_window_pattern", "no_rope_layer_interval", "global_attn_every_n_layers"),
-    *("index_topk_freq", "index_skip_topk_offset", "rescale_every"),
+    *("index_topk_freq", "index_skip_topk_offset", "rescale_every", "attn_layer_period", "expert_layer_period"),
 )
 """Keys of which a value larger than the number of tokens or layers is the same as another."""
 MAY_BE_EMPTY = ("rope_parameters", "mlp_only_layers", "no_rope_layers", "architectures", "id2label")

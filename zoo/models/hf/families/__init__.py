@@ -9,6 +9,7 @@ from zoo.models.hf.support import FamilySupport, read_support
 from .afmoe import AFMOE
 from .apertus import APERTUS
 from .arcee import ARCEE
+from .bamba import BAMBA
 from .bert import BERT
 from .bloom import BLOOM
 from .cohere import COHERE
@@ -43,10 +44,12 @@ from .gpt_oss import GPT_OSS
 from .gptj import GPTJ
 from .granite import GRANITE
 from .granitemoe import GRANITEMOE
+from .granitemoehybrid import GRANITEMOEHYBRID
 from .granitemoeshared import GRANITEMOESHARED
 from .hunyuan_v1_dense import HUNYUAN_V1_DENSE
 from .hunyuan_v1_moe import HUNYUAN_V1_MOE
 from .hy_v3 import HY_V3
+from .jamba import JAMBA
 from .jetmoe import JETMOE
 from .llama import LLAMA
 from .llama4_text import LLAMA4_TEXT
@@ -89,6 +92,7 @@ ALL_FAMILIES = (
     AFMOE,
     APERTUS,
     ARCEE,
+    BAMBA,
     BERT,
     DEBERTA_V2,
     BLOOM,
@@ -123,10 +127,12 @@ ALL_FAMILIES = (
     GPTJ,
     GRANITE,
     GRANITEMOE,
+    GRANITEMOEHYBRID,
     GRANITEMOESHARED,
     HUNYUAN_V1_DENSE,
     HUNYUAN_V1_MOE,
     HY_V3,
+    JAMBA,
     JETMOE,
     LLAMA,
     LLAMA4_TEXT,

@@ -1,13 +1,14 @@
 """Granite, dense (Granite team, "Granite 3.0 Language Models", 2024): LLaMA's layer, and four multipliers: of
 embeddings, residuals, attention scores and 1 / logits."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 from jaxtyping import Array, Key
 
-from zoo.models.build import FeedForwardFactory
+from zoo.layers import Attention
+from zoo.models.build import FeedForwardFactory, MixerFactory
 from zoo.models.decoder import Block, Decoder
 from zoo.models.hf.builders import (
     build_config_decoder,
@@ -26,20 +27,28 @@ def _build_granite(config: Config, *, key: Key[Array, ""]) -> Decoder:
     return build_granite_layers(config, make_gated_mlp_factory(config, bias=config["mlp_bias"]), key=key)
 
 
-def build_granite_layers(config: Config, ffn: FeedForwardFactory, *, key: Key[Array, ""]) -> Decoder:
-    """Build Granite's layers with this feed-forward layer, and its multipliers."""
+def build_granite_layers(
+    config: Config, ffn: FeedForwardFactory, mixers: Sequence[MixerFactory] | None = None, *, key: Key[Array, ""]
+) -> Decoder:
+    """Build Granite's layers with this feed-forward layer, and its multipliers. `mixers` has the mixer of each layer,
+    attention by default."""
     norm = make_rms_norm_factory(config)
-    bias = config["attention_bias"]
-    scale = config["attention_multiplier"]
     if config["logits_scaling"] == 0:
         raise ConfigError("logits_scaling = 0: logits are divided by it")
-    if scale == read_head_sizes(config)[2] ** -0.5:
-        scale = None
-    mixer = make_attention_factory(config, bias=bias, out_bias=bias, scale=scale)
     block: Callable[..., Any] = partial(Block, residual_multiplier=config["residual_multiplier"])
     multipliers = {"multiplier": config["embedding_multiplier"], "logits_multiplier": 1 / config["logits_scaling"]}
-    layers = [(mixer, ffn)] * config["num_hidden_layers"]
+    attention: Sequence[MixerFactory] = [make_granite_attention_factory(config)] * config["num_hidden_layers"]
+    layers = [(mixer, ffn) for mixer in mixers or attention]
     return build_config_decoder(config, layers, norm, block=block, key=key, **multipliers)
+
+
+def make_granite_attention_factory(config: Config, **options: Any) -> Callable[..., Attention]:
+    """Return a factory of attention with Granite's multiplier of scores, and these options."""
+    bias = config["attention_bias"]
+    scale = config["attention_multiplier"]
+    if scale == read_head_sizes(config)[2] ** -0.5:
+        scale = None
+    return make_attention_factory(config, bias=bias, out_bias=bias, scale=scale, **options)
 
 
 MULTIPLIERS = {
