@@ -53,6 +53,12 @@ IN_BLOCKS = {"hidden_size": 32, "intermediate_size": 32, "layer_types": ["full_a
 MAMBA = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 2}
 HYBRID = SIZES | {"mamba_n_heads": 4, "mamba_d_state": 4, "mamba_chunk_size": 4}
 LAYERS = {"layer_types": ["linear_attention", "full_attention"]}
+NEMOTRON_H = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 20, "num_attention_heads": 4, "head_dim": 6}
+NEMOTRON_H |= {"num_key_value_heads": 2, "mamba_num_heads": 4, "mamba_head_dim": 6, "ssm_state_size": 4, "n_groups": 2}
+NEMOTRON_H |= {"chunk_size": 4}
+NEMOTRON_EXPERTS = {"layers_block_type": ["linear_attention", "moe", "full_attention"], "n_routed_experts": 4}
+NEMOTRON_EXPERTS |= {"num_experts_per_tok": 2, "moe_intermediate_size": 12, "routed_scaling_factor": 1.5}
+NEMOTRON_EXPERTS |= {"moe_shared_expert_intermediate_size": 14}
 BOUNDS = ("cache_vs_nocache", "cache_same_tokens")  # one token from a cache does not heed the bounds of steps
 LEAKS = ("padleft_vs_unpadded", *(f"padleft_{check}" for check in BOUNDS))  # biases write padding into the state
 NO_MASK = (*BOUNDS, "padleft_vs_unpadded")  # RWKV heeds no mask, and a cache mixes its rows
@@ -354,6 +360,21 @@ CASES = {
     "nemotron": Case(
         "nemotron", "LayerNorms of 1 + w, an MLP without a gate, half of each head rotated, biases, untied",
         SIZES | rope(partial_rotary_factor=0.5) | {"head_dim": 8, "attention_bias": True, "mlp_bias": True},
+    ),
+    "nemotron_h": Case(
+        "nemotron_h", "Mamba-2 of two groups, an MLP of squared ReLUs, attention, each alone in a layer, untied",
+        NEMOTRON_H | {"layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention"]}
+        | {"time_step_min": 0.3},
+        hub={"hybrid_override_pattern": "M-*M", "num_hidden_layers": 4, "rms_norm_eps": 1e-5}, amiss=BOUNDS,
+    ),
+    "nemotron_h_moe": Case(
+        "nemotron_h", "Mamba-2, two of four experts beside a wider shared MLP, a bias that chooses, attention, untied",
+        NEMOTRON_H | NEMOTRON_EXPERTS, hub={"hybrid_override_pattern": "ME*", "num_hidden_layers": 3}, amiss=BOUNDS,
+    ),
+    "nemotron_h_latent": Case(
+        "nemotron_h", "experts of a latent of 8 beside a shared MLP, two groups of experts, biases of MLPs, untied",
+        NEMOTRON_H | NEMOTRON_EXPERTS | {"moe_latent_size": 8, "n_group": 2, "topk_group": 1, "mlp_bias": True},
+        hub={"hybrid_override_pattern": "ME*", "num_hidden_layers": 3}, amiss=BOUNDS,
     ),
     "olmo": Case("olmo", "norms without weights, nothing clipped, tied", SIZES | {"clip_qkv": None} | TIED),
     "olmo2": Case("olmo2", "norms after the sublayers, norms over all heads, tied", SIZES | TIED),

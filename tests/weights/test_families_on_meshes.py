@@ -22,8 +22,8 @@ QUICK = ("deepseek_v3", "modernbert_texts")
 default."""
 LENGTHS = (6, 9)
 AXES = ("data", "fsdp", "tensor")
-HYBRIDS = ("bamba", "granitemoehybrid", "jamba")
-"""Cases of models with attention in some layers and a recurrence in others, one of each family."""
+HYBRIDS = ("bamba", "granitemoehybrid", "jamba", "nemotron_h", "nemotron_h_latent")
+"""Cases of models with attention in some layers and a recurrence in others, some of each family."""
 
 
 def list_fixtures(kind: str, quick: tuple[str, ...]) -> list:

@@ -12,7 +12,8 @@ import zoo
 from zoo.layers import KeyValueCache, TokenInfo
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "models"
-ATTENTION_LAYERS = {"bamba": 1, "granitemoehybrid": 1, "granitemoehybrid_dense": 1, "jamba": 1}
+CASES = ("bamba", "granitemoehybrid", "granitemoehybrid_dense", "jamba", "nemotron_h", "nemotron_h_moe")
+ATTENTION_LAYERS = dict.fromkeys(CASES, 1)
 """Layers of each case that have a cache. All of them have a recurrence, too."""
 ROWS = 2
 

@@ -43,6 +43,9 @@ SMALL = {
     "kv_channels": 16,
     "num_kv_shared_layers": 0,
     "mamba_n_heads": 4,
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 8,
+    "moe_shared_expert_intermediate_size": 12,
     "attn_layer_indices": [1],
     "attn_layer_period": 2,
     "attn_layer_offset": 0,
@@ -130,6 +133,10 @@ ANOTHER = {
     "mamba_d_head": 8,
     "mamba_dt_rank": 5,
     "position_embedding_type": None,
+    "layers_block_type": ["mamba", "mlp", "moe"],
+    "hybrid_override_pattern": "M-E*",
+    "moe_latent_size": 8,
+    "mlp_hidden_act": "silu",
 }
 """Values other than the small model's. For keys that are not listed, one is derived from the default."""
 RELATIVE = {"relative_attention": True, "pos_att_type": ["p2c"], "position_buckets": 4}

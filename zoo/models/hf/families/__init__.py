@@ -66,6 +66,7 @@ from .modernbert import MODERNBERT
 from .mpt import MPT
 from .nanochat import NANOCHAT
 from .nemotron import NEMOTRON
+from .nemotron_h import NEMOTRON_H
 from .olmo import OLMO
 from .olmo2 import OLMO2
 from .olmo3 import OLMO3
@@ -149,6 +150,7 @@ ALL_FAMILIES = (
     MPT,
     NANOCHAT,
     NEMOTRON,
+    NEMOTRON_H,
     OLMO,
     OLMO2,
     OLMO3,

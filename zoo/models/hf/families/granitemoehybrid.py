@@ -139,14 +139,16 @@ def _describe_feed_forward(ffn: Any) -> dict[str, Any]:
         activation = find_activation_name(ffn.activation)
         width = ffn.gate.out_size
         return {"hidden_act": activation, "num_local_experts": 0, "shared_intermediate_size": width}
-    check_type("experts", ffn.experts, GatedMLP)
-    check_type("shared expert", ffn.shared, GatedMLP)
+    experts: Any = ffn.experts
+    shared: Any = ffn.shared
+    check_type("experts", experts, GatedMLP)
+    check_type("shared expert", shared, GatedMLP)
     return {
-        "hidden_act": find_activation_name(ffn.experts.activation),
-        "intermediate_size": ffn.experts.gate.out_size,
+        "hidden_act": find_activation_name(experts.activation),
+        "intermediate_size": experts.gate.out_size,
         "num_local_experts": ffn.router.scores.out_size,
         "num_experts_per_tok": ffn.router.top,
-        "shared_intermediate_size": ffn.shared.gate.out_size,
+        "shared_intermediate_size": shared.gate.out_size,
     }
 
 
