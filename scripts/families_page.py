@@ -23,6 +23,7 @@ from zoo.layers.encoders.bidirectional_attention import BidirectionalAttention
 from zoo.models import Decoder, Encoder, ImageEncoder, ParallelBlock
 from zoo.models.hf.config import read_config
 from zoo.models.hf.families import FAMILIES, families
+from zoo.models.hf.families.falcon_h1_layers import SideBySide
 from zoo.models.hf.families.gpt_oss_layers import ClampedGatedMLP
 from zoo.models.hf.families.jetmoe_layers import MixtureOfAttention, OutputBias
 from zoo.models.hf.families.mimo_v2_flash_layers import ValueScaledAttention
@@ -142,6 +143,8 @@ def describe_parts(family: Family) -> tuple[str, str, str, str]:
         words = describe_latents(mixer)
     elif isinstance(mixer, Mamba | Mamba2 | RWKV4):
         words = describe_recurrence(mixer) + ["attention in some layers"] * ("num_attention_heads" in config)
+    elif isinstance(mixer, SideBySide):
+        words = [*describe_attention(mixer.attention, config), "beside it", *describe_recurrence(mixer.recurrent)]
     elif isinstance(mixer, MixtureOfAttention):
         experts = f"{mixer.router.scores.out_size} experts of queries and outputs"
         words = [f"grouped-query attention, top-{mixer.router.top} of {experts}", "RoPE"]

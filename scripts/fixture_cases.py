@@ -174,6 +174,19 @@ CASES = {
         "falcon_mamba", "norms without weights on steps, B and C, untied",
         MAMBA | {"state_size": 3, "mixer_rms_eps": 0.01, "tie_word_embeddings": False},
     ),
+    "falcon_h1": Case(
+        "falcon_h1", "attention beside Mamba-2 without a norm, multipliers, a bias of its output, untied",
+        HYBRID | {"head_dim": 6, "mamba_d_ssm": 24, "projectors_bias": True, "key_multiplier": 0.6} | UNTIED
+        | {"attention_in_multiplier": 1.2, "attention_out_multiplier": 0.9, "ssm_in_multiplier": 1.3}
+        | {"ssm_out_multiplier": 0.7, "ssm_multipliers": [0.7, 0.8, 0.9, 1.1, 1.2], "mlp_multipliers": [0.8, 0.7]}
+        | {"embedding_multiplier": 2.5, "lm_head_multiplier": 0.6},
+        hub={"mamba_use_mlp": True, "mlp_expansion_factor": 8},
+    ),
+    "falcon_h1_norm": Case(
+        "falcon_h1", "a norm of two groups after the gate, no multipliers, tied",
+        HYBRID | {"mamba_d_ssm": 32, "mamba_n_groups": 2, "mamba_rms_norm": True, "mamba_norm_before_gate": False}
+        | TIED, dtype="float32",
+    ),
     "mamba2": Case(
         "mamba2", "two groups of two heads, chunks of 4, bounds of steps that are reached, untied",
         MAMBA | {"state_size": 4, "num_heads": 4, "head_dim": 8, "n_groups": 2, "chunk_size": 4}

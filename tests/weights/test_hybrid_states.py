@@ -13,7 +13,7 @@ from zoo.layers import KeyValueCache, TokenInfo
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "models"
 CASES = ("bamba", "granitemoehybrid", "granitemoehybrid_dense", "jamba", "nemotron_h", "nemotron_h_moe")
-ATTENTION_LAYERS = dict.fromkeys(CASES, 1)
+ATTENTION_LAYERS = {**dict.fromkeys(CASES, 1), "falcon_h1": 2}
 """Layers of each case that have a cache. All of them have a recurrence, too."""
 ROWS = 2
 

@@ -43,6 +43,7 @@ SMALL = {
     "kv_channels": 16,
     "num_kv_shared_layers": 0,
     "mamba_n_heads": 4,
+    "mamba_d_ssm": 64,
     "mamba_num_heads": 4,
     "mamba_head_dim": 8,
     "moe_shared_expert_intermediate_size": 12,
@@ -136,6 +137,9 @@ ANOTHER = {
     "layers_block_type": ["mamba", "mlp", "moe"],
     "hybrid_override_pattern": "M-E*",
     "moe_latent_size": 8,
+    "mamba_d_ssm": 32,
+    "ssm_multipliers": [0.5, 1.0, 1.0, 1.0, 2.0],
+    "mlp_multipliers": [0.5, 2.0],
     "mlp_hidden_act": "silu",
 }
 """Values other than the small model's. For keys that are not listed, one is derived from the default."""
@@ -158,6 +162,8 @@ CONTEXTS = [
     {"architectures": ["DebertaV2ForSequenceClassification"]},
     {"attention_k_eq_v": True},
     {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 4},
+    {"mamba_rms_norm": True},
+    {"mamba_d_ssm": None},
     {"num_kv_shared_layers": 1, "layer_types": ["full_attention", "sliding_attention", "full_attention"]},
 ]
 """Some keys have an effect only together with others."""

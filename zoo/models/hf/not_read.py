@@ -6,7 +6,6 @@ _MODEL_TYPES_BY_REASON: Mapping[str, tuple[str, ...]] = {
     "an encoder and a decoder with cross-attention, and a model here is one stack": (
         *("t5", "mt5", "umt5", "t5gemma", "bart", "mbart", "m2m_100", "marian", "pegasus", "whisper"),
     ),
-    "Mamba-2 and attention side by side in each layer, with a multiplier for each projection": ("falcon_h1",),
     "one block of attention whose weights several layers share, each with low-rank updates of its own": (
         *("zamba", "zamba2"),
     ),

@@ -27,6 +27,7 @@ from .eurobert import EUROBERT
 from .exaone4 import EXAONE4
 from .exaone_moe import EXAONE_MOE
 from .falcon import FALCON
+from .falcon_h1 import FALCON_H1
 from .falcon_mamba import FALCON_MAMBA
 from .gemma import GEMMA
 from .gemma2 import GEMMA2
@@ -111,6 +112,7 @@ ALL_FAMILIES = (
     EXAONE4,
     EXAONE_MOE,
     FALCON,
+    FALCON_H1,
     FALCON_MAMBA,
     GEMMA,
     GEMMA2,

@@ -40,13 +40,13 @@ def _build_bamba(config: Config, *, key: Key[Array, ""]) -> Decoder:
 
 
 def make_mamba2_factory(config: Config, *, inner: int | None = None, **options: Any) -> Callable[..., Mamba2]:
-    """Return a factory of `Mamba2` with the sizes of a hybrid's config, and these options. It has `inner` channels,
-    `mamba_expand * hidden_size` by default.
+    """Return a factory of `Mamba2` with the sizes of a hybrid's config, and these options. It has `inner` channels
+    (`mamba_d_ssm`), `mamba_expand * hidden_size` by default.
 
     **Raises** `ConfigError` unless heads share out the channels, and groups the heads.
     """
     heads, groups = config["mamba_n_heads"], config["mamba_n_groups"]
-    words = "inner channels"
+    words = "mamba_d_ssm"
     if inner is None:
         inner = config["mamba_expand"] * config["hidden_size"]
         words = "mamba_expand * hidden_size"
