@@ -144,7 +144,8 @@ def describe_parts(family: Family) -> tuple[str, str, str, str]:
     elif isinstance(mixer, Mamba | Mamba2 | RWKV4):
         words = describe_recurrence(mixer) + ["attention in some layers"] * ("num_attention_heads" in config)
     elif isinstance(mixer, SideBySide):
-        words = [*describe_attention(mixer.attention, config), "beside it", *describe_recurrence(mixer.recurrent)]
+        recurrence = ", ".join(describe_recurrence(mixer.recurrent))
+        words = [*describe_attention(mixer.attention, config), f"beside {recurrence}"]
     elif isinstance(mixer, MixtureOfAttention):
         experts = f"{mixer.router.scores.out_size} experts of queries and outputs"
         words = [f"grouped-query attention, top-{mixer.router.top} of {experts}", "RoPE"]

@@ -75,7 +75,7 @@ class Mamba2(AbstractMixer):
     state_dim: int = eqx.field(static=True)
     dt_limit: tuple[float, float] = eqx.field(static=True)
     multipliers: tuple[float, ...] | None = eqx.field(static=True)
-    """Of gate, x, B, C and dt, after their projections; None without."""
+    """Factors of gate, x, B, C and dt, after their projections; None without."""
     implementation: str = implementation_option(GATED_LINEAR)
 
     def __init__(

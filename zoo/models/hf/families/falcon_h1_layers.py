@@ -34,7 +34,7 @@ class SideBySide(AbstractMixer):
     recurrent: Mamba2
 
     attention_multipliers: _Multipliers = eqx.field(static=True)
-    """Of the input and of the output."""
+    """Factors of the input and of the output."""
     recurrent_multipliers: _Multipliers = eqx.field(static=True)
 
     def __init__(
