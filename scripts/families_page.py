@@ -1,6 +1,7 @@
 """Write the page of families: what they are, the parts of their layers, and the published sizes."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from zoo.layers.encoders.bidirectional_attention import BidirectionalAttention
 from zoo.models import Decoder, Encoder, ImageEncoder, ParallelBlock
 from zoo.models.hf.config import read_config
 from zoo.models.hf.families import FAMILIES, families
+from zoo.models.hf.families.falcon_h1_layers import SideBySide
 from zoo.models.hf.families.gpt_oss_layers import ClampedGatedMLP
 from zoo.models.hf.families.jetmoe_layers import MixtureOfAttention, OutputBias
 from zoo.models.hf.families.mimo_v2_flash_layers import ValueScaledAttention
@@ -153,7 +155,10 @@ def describe_parts(family: Family) -> tuple[str, str, str, str]:
     elif isinstance(mixer, LatentAttention):
         words = describe_latents(mixer)
     elif isinstance(mixer, Mamba | Mamba2 | RWKV4):
-        words = describe_recurrence(mixer)
+        words = describe_recurrence(mixer) + ["attention in some layers"] * ("num_attention_heads" in config)
+    elif isinstance(mixer, SideBySide):
+        recurrence = ", ".join(describe_recurrence(mixer.recurrent))
+        words = [*describe_attention(mixer.attention, config), f"beside {recurrence}"]
     elif isinstance(mixer, MixtureOfAttention):
         experts = f"{mixer.router.scores.out_size} experts of queries and outputs"
         words = [f"grouped-query attention, top-{mixer.router.top} of {experts}", "RoPE"]
@@ -183,9 +188,7 @@ def describe_parts(family: Family) -> tuple[str, str, str, str]:
     activation = f", {config['hidden_act']}" if "hidden_act" in config else ""
     feed_forward = "none" if ffn is None else f"`{type(ffn).__name__}`{activation}{wiring}"
     if isinstance(ffn, MixtureOfExperts):
-        feed_forward = ", ".join(
-            [feed_forward, *describe_mixture(ffn), *["dense layers first"] * (type(block.ffn) is not type(ffn))]
-        )
+        feed_forward = ", ".join([feed_forward, *describe_mixture(ffn), *describe_dense_layers(blocks)])
     return ", ".join(words), f"`{norm}`", feed_forward, describe_head(model)
 
 
@@ -206,6 +209,14 @@ def describe_mixture(ffn: MixtureOfExperts) -> list[str]:
     if isinstance(ffn.shared, OutputBias):
         return [*words, "bias of the output"]
     return words + [f"{'gated ' if ffn.shared_gate else ''}shared expert"] * (ffn.shared is not None)
+
+
+def describe_dense_layers(blocks: Sequence[Any]) -> list[str]:
+    """Say where the layers without a mixture are, in a model of which the last one has one."""
+    sparse = [isinstance(getattr(block, "ffn", None), MixtureOfExperts) for block in blocks]
+    if all(sparse):
+        return []
+    return ["dense layers first" if sparse == sorted(sparse) else "dense layers between"]
 
 
 def describe_attention(mixer: Any, config: Config) -> list[str]:
@@ -234,7 +245,8 @@ def describe_recurrence(mixer: Mamba | Mamba2 | RWKV4) -> list[str]:
     if isinstance(mixer, RWKV4):
         return [f"`{type(mixer).__name__}`", "decaying average"]
     if isinstance(mixer, Mamba2):
-        words = [f"state of {mixer.state_dim} per channel", f"{mixer.B.out_size // mixer.state_dim} groups"]
+        groups = mixer.B.out_size // mixer.state_dim
+        words = [f"state of {mixer.state_dim} per channel", f"{groups} group{'s' * (groups != 1)}"]
         return [f"`{type(mixer).__name__}`", *words, f"convolution width {mixer.x_convolution.width}"]
     words = [f"state of {mixer.A_log.shape[1]} per channel", f"convolution width {mixer.convolution.width}"]
     return [f"`{type(mixer).__name__}`", *words, *["norms of dt, B and C"] * (mixer.dt_norm is not None)]

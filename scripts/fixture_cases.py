@@ -55,6 +55,14 @@ DELTA |= {"head_dim": 8, "linear_conv_kernel_dim": 3}
 OLMO_DELTA = {"layer_types": ["linear_attention", "full_attention"], "linear_key_head_dim": 4}
 OLMO_DELTA |= {"linear_value_head_dim": 4, "linear_conv_kernel_dim": 3}  # equal, since transformers saves equal thirds
 MAMBA = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 2}
+HYBRID = SIZES | {"mamba_n_heads": 4, "mamba_d_state": 4, "mamba_chunk_size": 4}
+LAYERS = {"layer_types": ["linear_attention", "full_attention"]}
+NEMOTRON_H = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 20, "num_attention_heads": 4, "head_dim": 6}
+NEMOTRON_H |= {"num_key_value_heads": 2, "mamba_num_heads": 4, "mamba_head_dim": 6, "ssm_state_size": 4, "n_groups": 2}
+NEMOTRON_H |= {"chunk_size": 4}
+NEMOTRON_EXPERTS = {"layers_block_type": ["linear_attention", "moe", "full_attention"], "n_routed_experts": 4}
+NEMOTRON_EXPERTS |= {"num_experts_per_tok": 2, "moe_intermediate_size": 12, "routed_scaling_factor": 1.5}
+NEMOTRON_EXPERTS |= {"moe_shared_expert_intermediate_size": 14}
 BOUNDS = ("cache_vs_nocache", "cache_same_tokens")  # one token from a cache does not heed the bounds of steps
 LEAKS = ("padleft_vs_unpadded", *(f"padleft_{check}" for check in BOUNDS))  # biases write padding into the state
 NO_MASK = (*BOUNDS, "padleft_vs_unpadded")  # RWKV heeds no mask, and a cache mixes its rows
@@ -172,6 +180,19 @@ CASES = {
         "falcon_mamba", "norms without weights on steps, B and C, untied",
         MAMBA | {"state_size": 3, "mixer_rms_eps": 0.01, "tie_word_embeddings": False},
     ),
+    "falcon_h1": Case(
+        "falcon_h1", "attention beside Mamba-2 without a norm, multipliers, a bias of its output, untied",
+        HYBRID | {"head_dim": 6, "mamba_d_ssm": 24, "projectors_bias": True, "key_multiplier": 0.6} | UNTIED
+        | {"attention_in_multiplier": 1.2, "attention_out_multiplier": 0.9, "ssm_in_multiplier": 1.3}
+        | {"ssm_out_multiplier": 0.7, "ssm_multipliers": [0.7, 0.8, 0.9, 1.1, 1.2], "mlp_multipliers": [0.8, 0.7]}
+        | {"embedding_multiplier": 2.5, "lm_head_multiplier": 0.6},
+        hub={"mamba_use_mlp": True, "mlp_expansion_factor": 8},
+    ),
+    "falcon_h1_norm": Case(
+        "falcon_h1", "a norm of two groups after the gate, no multipliers, tied",
+        HYBRID | {"mamba_d_ssm": 32, "mamba_n_groups": 2, "mamba_rms_norm": True, "mamba_norm_before_gate": False}
+        | TIED, dtype="float32",
+    ),
     "mamba2": Case(
         "mamba2", "two groups of two heads, chunks of 4, bounds of steps that are reached, untied",
         MAMBA | {"state_size": 4, "num_heads": 4, "head_dim": 8, "n_groups": 2, "chunk_size": 4}
@@ -181,6 +202,18 @@ CASES = {
         "mamba2", "one group, no bounds of steps, a convolution of 3 without a bias, tied",
         MAMBA | {"state_size": 4, "num_heads": 2, "head_dim": 16, "n_groups": 1, "conv_kernel": 3}
         | {"use_conv_bias": False} | TIED, dtype="float32", hub={"norm_before_gate": True, "rms_norm": True},
+    ),
+    "bamba": Case(
+        "bamba", "Mamba-2 of two groups, then attention with half of each head rotated, bounds of steps, untied",
+        HYBRID | {"attn_layer_indices": [1], "mamba_n_groups": 2, "time_step_limit": [0.01, 0.8]} | UNTIED,
+        hub={"attn_rotary_emb": 2, "use_mamba_kernels": True}, amiss=BOUNDS,
+    ),
+    "jamba": Case(
+        "jamba", "Mamba and two of four experts, then attention without positions and a dense MLP, tied",
+        SIZES | {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 0}
+        | {"mamba_d_state": 3, "mamba_dt_rank": 2, "num_experts": 4, "num_experts_per_tok": 2} | TIED,
+        hub={"use_mamba_kernels": False, "calc_logits_for_entire_prompt": False, "mamba_inner_layernorms": True}
+        | {"sliding_window": None},
     ),
     "rwkv": Case(
         "rwkv", "RWKV-4, a feed-forward part not much wider than the stream, untied",
@@ -290,6 +323,18 @@ CASES = {
         "granitemoeshared", "a shared MLP beside the experts, four multipliers, tied",
         SIZES | MULTIPLIERS | {"num_experts_per_tok": 2, "num_local_experts": 4, "shared_intermediate_size": 12} | TIED,
     ),
+    "granitemoehybrid": Case(
+        "granitemoehybrid", "Mamba-2, then attention without positions, experts beside a shared MLP, multipliers, tied",
+        HYBRID | MULTIPLIERS | {"num_experts_per_tok": 2, "num_local_experts": 4, "shared_intermediate_size": 12}
+        | LAYERS | TIED, hub={"layer_types": ["mamba", "attention"], "position_embedding_type": "nope"}
+        | {"normalization_function": "rmsnorm", "init_method": "mup"},
+    ),
+    "granitemoehybrid_dense": Case(
+        "granitemoehybrid", "Mamba-2 of two groups, then attention with rope, an MLP and no experts, biases, untied",
+        HYBRID | MULTIPLIERS | {"num_experts_per_tok": 0, "num_local_experts": 0, "shared_intermediate_size": 20}
+        | LAYERS | {"position_embedding_type": "rope", "attention_bias": True, "mamba_n_groups": 2} | UNTIED,
+        dtype="float32",
+    ),
     "hunyuan_v1_dense": Case(
         "hunyuan_v1_dense", "norms of q and k after the rotation, a base stretched by alpha, biases, untied",
         SIZES | rope("dynamic", alpha=50.0, factor=1.0) | {"head_dim": 6, "attention_bias": True},
@@ -334,6 +379,21 @@ CASES = {
     "nemotron": Case(
         "nemotron", "LayerNorms of 1 + w, an MLP without a gate, half of each head rotated, biases, untied",
         SIZES | rope(partial_rotary_factor=0.5) | {"head_dim": 8, "attention_bias": True, "mlp_bias": True},
+    ),
+    "nemotron_h": Case(
+        "nemotron_h", "Mamba-2 of two groups, an MLP of squared ReLUs, attention, each alone in a layer, untied",
+        NEMOTRON_H | {"layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention"]}
+        | {"time_step_min": 0.3},
+        hub={"hybrid_override_pattern": "M-*M", "num_hidden_layers": 4, "rms_norm_eps": 1e-5}, amiss=BOUNDS,
+    ),
+    "nemotron_h_moe": Case(
+        "nemotron_h", "Mamba-2, two of four experts beside a wider shared MLP, a bias that chooses, attention, untied",
+        NEMOTRON_H | NEMOTRON_EXPERTS, hub={"hybrid_override_pattern": "ME*", "num_hidden_layers": 3}, amiss=BOUNDS,
+    ),
+    "nemotron_h_latent": Case(
+        "nemotron_h", "experts of a latent of 8 beside a shared MLP, two groups of experts, biases of MLPs, untied",
+        NEMOTRON_H | NEMOTRON_EXPERTS | {"moe_latent_size": 8, "n_group": 2, "topk_group": 1, "mlp_bias": True},
+        hub={"hybrid_override_pattern": "ME*", "num_hidden_layers": 3}, amiss=BOUNDS,
     ),
     "olmo": Case("olmo", "norms without weights, nothing clipped, tied", SIZES | {"clip_qkv": None} | TIED),
     "olmo2": Case("olmo2", "norms after the sublayers, norms over all heads, tied", SIZES | TIED),

@@ -38,6 +38,7 @@ SPANNING_TESTS = {
         "weights/test_deepseek.py",
     ),
     *("weights/test_encoders.py", "weights/test_families_on_meshes.py", "weights/test_mesh.py"),
+    "weights/test_hybrid_states.py",
 }
 LONGEST_TEST_NAME = 60
 

@@ -9,7 +9,7 @@ import pytest
 
 from zoo.layers import AbstractFeedForward, AbstractMixer, Dropout, TokenInfo
 from zoo.layers.norm import IdentityNorm
-from zoo.models import AddNormBlock, Block, Hidden, LayerScaleBlock, ParallelBlock
+from zoo.models import AddNormBlock, Block, FeedForwardBlock, Hidden, LayerScaleBlock, ParallelBlock
 from zoo.models.blocks import PostNormBlock, SandwichBlock
 from zoo.models.hf.families.jetmoe_layers import RoutedMixerBlock
 from zoo.models.hf.families.minimax_layers import NormedResidualBlock
@@ -67,3 +67,13 @@ def test_the_two_dropouts_of_a_block_have_masks_of_their_own(make):
     assert set(np.unique(added)) == {0, 2, 20, 22}
     for value in (0, 2, 20, 22):
         assert 0.15 < (added == value).mean() < 0.35
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.5])
+def test_feed_forward_block_adds_its_output_and_has_no_state(rate):
+    block = FeedForwardBlock(mixer_norm=IdentityNorm(), ffn=Tens(), dropout=Dropout(rate))
+    info = TokenInfo(keys=jax.random.split(jax.random.key(0), 2))
+    state = block.init_state(2, 8)
+    assert state == () and block(Hidden(jnp.zeros((2, 8, 16))), info)[1] is None
+    hidden, new_state = block(Hidden(jnp.ones((2, 8, 16))), info, state)
+    assert new_state == () and set(np.unique(hidden.x)) == ({1, 21} if rate else {11})

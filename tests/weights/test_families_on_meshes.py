@@ -21,6 +21,9 @@ QUICK = ("deepseek_v3", "modernbert_texts")
 `pytest -m slow tests/weights/test_families_on_meshes.py`; layers/recurrent/test_mixers.py has a recurrence on a mesh by
 default."""
 LENGTHS = (6, 9)
+AXES = ("data", "fsdp", "tensor")
+HYBRIDS = ("bamba", "falcon_h1", "granitemoehybrid", "jamba", "nemotron_h", "nemotron_h_latent")
+"""Cases of models with attention in some layers and a recurrence in others, some of each family."""
 
 
 def list_fixtures(kind: str, quick: tuple[str, ...]) -> list:
@@ -29,21 +32,23 @@ def list_fixtures(kind: str, quick: tuple[str, ...]) -> list:
     return [pytest.param(folder, id=folder.name, marks=marks(folder)) for folder in folders]
 
 
-def draw_texts(vocab: int) -> tuple[dict, dict]:
+def draw_texts(vocab: int, lengths: tuple[int, ...] = LENGTHS) -> tuple[dict, dict]:
     """Return eight rows of two texts each, packed, and the same texts in rows of their own, padded right."""
-    texts = [np.random.default_rng(0).integers(0, vocab, (8, length)) for length in LENGTHS]
-    segments = np.repeat(1 + np.arange(len(LENGTHS)), LENGTHS)[None].repeat(8, 0)
+    texts = [np.random.default_rng(0).integers(0, vocab, (8, length)) for length in lengths]
+    segments = np.repeat(1 + np.arange(len(lengths)), lengths)[None].repeat(8, 0)
     targets = [np.concatenate([text[:, 1:], np.full((8, 1), -100)], 1) for text in texts]
     packed = {"tokens": np.concatenate(texts, 1), "targets": np.concatenate(targets, 1), "segment_ids": segments}
-    pad = lambda row: np.pad(row, [(0, 0), (0, max(LENGTHS) - row.shape[1])])
+    pad = lambda row: np.pad(row, [(0, 0), (0, max(lengths) - row.shape[1])])
     mask = np.concatenate([pad(np.ones_like(text)) for text in texts]) > 0
     tokens, targets = (np.concatenate([*map(pad, rows)]) for rows in (texts, targets))
     alone = {"tokens": tokens, "targets": np.where(mask, targets, -100), "segment_ids": mask.astype(int)}
     return tuple(rows | {"positions": pack_positions(jnp.asarray(rows["segment_ids"]))} for rows in (packed, alone))
 
 
-def compare_meshes(model, batch: dict, wanted_batch: dict, loss_fn: Callable = zoo.cross_entropy) -> None:
-    many, one = zoo.make_mesh(data=2, fsdp=2, tensor=2), zoo.make_mesh(devices=jax.devices()[:1])
+def compare_meshes(
+    model, batch: dict, wanted_batch: dict, loss_fn: Callable = zoo.cross_entropy, axes: tuple[str, ...] = AXES
+) -> None:
+    many, one = zoo.make_mesh(**dict.fromkeys(axes, 2)), zoo.make_mesh(devices=jax.devices()[:1])
     with jax.default_matmul_precision("highest"):
         results = [
             zoo.value_and_grad(loss_fn, mesh)(zoo.place(model, mesh), zoo.place_batch(rows, mesh))
@@ -62,6 +67,15 @@ def test_packed_rows_on_a_mesh_equal_rows_on_one_device(folder: Path):
     """In value, and in the gradient of every parameter."""
     model = zoo.load(folder, dtype=jnp.float32)
     compare_meshes(model, *draw_texts(model.embedding.table_shape[0]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_packed_rows_on_context_equal_rows_on_one_device(name):
+    """Where `context` shards a document, attention and recurrence both go on from the shard before."""
+    model = zoo.load(FIXTURES / "models" / name, dtype=jnp.float32)
+    texts = draw_texts(model.embedding.table_shape[0], lengths=(6, 10))
+    compare_meshes(model, *texts, axes=("data", "context", "tensor"))
 
 
 def adapt(model):

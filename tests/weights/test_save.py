@@ -18,7 +18,15 @@ from hypothesis import strategies as st
 
 import zoo
 from tests.quick import mark_slow
-from zoo.layers import BiasedRouter, SoftmaxRouter, TopSoftmaxRouter
+from zoo.layers import (
+    Attention,
+    BiasedRouter,
+    GatedMLP,
+    Mamba2,
+    MixtureOfExperts,
+    SoftmaxRouter,
+    TopSoftmaxRouter,
+)
 from zoo.models.hf.families import FAMILIES
 from zoo.models.parameter_paths import find_differences
 from zoo.ops.rotary import DynamicScaling, LinearScaling, Llama3Scaling, LongRopeScaling, Rotary, YarnScaling
@@ -274,6 +282,44 @@ def test_save_mixture_chooses_a_fitting_family(name, tmp_path):
         zoo.save(model, tmp_path / "dense", "qwen3")
     with pytest.raises(zoo.CheckpointError, match="none of its layers is a mixture of experts"):
         zoo.save(from_scratch(), tmp_path / "dense", expected)
+
+
+def make_experts(embed, *, key):
+    router, expert = partial(TopSoftmaxRouter, embed, 4, 2), partial(GatedMLP, embed, 12)
+    return MixtureOfExperts(router, expert, 4, shared=partial(GatedMLP, embed, 20), key=key)
+
+
+HYBRIDS = {"an MLP": {"mlp": 12}, "experts beside a shared MLP": {"ffns": [make_experts]}}
+
+
+def from_pattern(epsilon=1e-5, **options):
+    """Build a hybrid of Mamba-2 of two groups and attention."""
+    mamba = partial(Mamba2, heads=4, head_dim=8, groups=2, state_dim=3)
+    pattern = [mamba, mamba, partial(Attention, heads=4, kv_heads=2, rotary=options.pop("rotary", None))]
+    return zoo.models.Hybrid(vocab=11, embed=16, layers=5, pattern=pattern, epsilon=epsilon, **options, key=KEY)
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+@pytest.mark.parametrize("rotary", [None, Rotary(4)])
+def test_save_hybrid_as_granite(name, rotary, tmp_path):
+    ffn = HYBRIDS[name]
+    model = from_pattern(rotary=rotary, **ffn)
+    zoo.save(model, tmp_path / "t")
+    loaded = zoo.load(tmp_path / "t")
+    same(loaded, model)
+    assert loaded.origin.family.name == "granitemoehybrid"
+    zoo.save(on_host(loaded), tmp_path / "again")
+    assert files(tmp_path / "again") == files(tmp_path / "t")
+
+
+def test_save_refuses_hybrids_that_granite_lacks(tmp_path):
+    save = lambda model: zoo.save(model, tmp_path / "t", "granitemoehybrid")
+    with pytest.raises(zoo.CheckpointError, match="epsilon"):
+        save(from_pattern(mlp=12, epsilon=1e-3))
+    with pytest.raises(zoo.CheckpointError, match="its block is MixerBlock, not Block"):
+        save(from_pattern())
+    with pytest.raises(zoo.CheckpointError, match="none of its layers is Mamba-2"):
+        save(from_scratch())
 
 
 def test_save_refuses_the_name_of_a_file(tmp_path):

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from zoo._moved import explain_moved_names
 from zoo.layers.token_info import count_positions, pack_positions, token_info
 
-from .blocks import AddNormBlock, LayerScaleBlock, MixerBlock, ParallelBlock
+from .blocks import AddNormBlock, FeedForwardBlock, LayerScaleBlock, MixerBlock, ParallelBlock
 from .build import build_decoder
 from .configure import configure, set_implementations
 from .decoder import Block, Decoder, Hidden
@@ -58,6 +58,7 @@ __all__ = [
     "Encoder",
     "Family",
     "FeatureHead",
+    "FeedForwardBlock",
     "GatedDeltaNet",
     "GatedDeltaProduct",
     "Griffin",

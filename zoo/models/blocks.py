@@ -42,6 +42,23 @@ class MixerBlock(AbstractBlock):
         return hidden.add_residual(mixed if self.residual_multiplier == 1 else self.residual_multiplier * mixed), state
 
 
+class FeedForwardBlock(AbstractBlock):
+    """x + ffn(norm(x)), without a mixer: a layer of its own in Nemotron-H (arXiv:2504.03624, section 2.1). It has no
+    state. The norm is called as in the layers around it, `mixer_norm`: files have one name for both."""
+
+    mixer_norm: AbstractNorm
+    ffn: AbstractFeedForward = named_by_class()
+    dropout: Dropout
+
+    def init_state(self, batch: int, length: int, dtype: Any = jnp.float32) -> tuple[()]:
+        return ()
+
+    def __call__(self, hidden: Hidden, info: TokenInfo, state: Any = None) -> tuple[Hidden, Any]:
+        fed, routing = run_feed_forward(self.ffn, self.mixer_norm(hidden.x))
+        fed = checkpoint_name(fed, "ffn_output")
+        return hidden.add_residual(self.dropout(fed, info, site=1), routing), state
+
+
 class PostNormBlock(AbstractBlock):
     """x + norm(mixer(x)), then x + norm(ffn(x)): the norms follow the sublayers, within the residual branch (OLMo 2,
     arXiv:2501.00656, section 3.1; Swin V2, arXiv:2111.09883, section 3.2)."""

@@ -12,7 +12,7 @@ from zoo._checks import wrap_key
 from zoo.layers import AbstractFeedForward, AbstractMixer, AbstractNorm, Dropout, Embedding, Linear, PositionEmbedding
 from zoo.parallel import Dim, Remat
 
-from .blocks import MixerBlock
+from .blocks import FeedForwardBlock, MixerBlock
 from .decoder import AbstractBlock, AbstractLayerInputs, Block, Decoder
 from .factories import check_factory
 from .loop import Loop
@@ -22,8 +22,9 @@ MixerFactory = Callable[..., AbstractMixer]
 """A function `key= -> mixer`."""
 FeedForwardFactory = Callable[..., AbstractFeedForward | AbstractMixer]
 """A function `key= -> feed-forward layer`. RWKV's is a mixer."""
-LayerFactories = tuple[MixerFactory, FeedForwardFactory | None]
-"""The parts of one layer: a mixer, and a feed-forward layer or None. Equal pairs make layers of equal structure."""
+LayerFactories = tuple[MixerFactory | None, FeedForwardFactory | None]
+"""The parts of one layer: a mixer and a feed-forward layer, or one of the two and None. Equal pairs make layers of
+equal structure."""
 
 
 def build_decoder(
@@ -52,8 +53,9 @@ def build_decoder(
 ) -> Decoder:
     """Build a decoder.
 
-    - `layers`: a mixer factory and a feed-forward factory per layer; `MixerBlock` is used if the second is None. Layers
-      with the same two factory objects share a compiled block: repeat the objects, not equal copies.
+    - `layers`: a mixer factory and a feed-forward factory per layer; `MixerBlock` is used if the second is None, and
+      `FeedForwardBlock` if the first is. Layers with the same two factory objects share a compiled block: repeat the
+      objects, not equal copies.
     - `norm`: factory of the norms before each sublayer, and of the final norm unless `final_norm` is given.
     - `tied`: tie the head to the embedding.
     - `block`: residual wiring of a mixer and a feed-forward layer, of all layers or of each.
@@ -114,9 +116,16 @@ def build_stack(
     blocks = [block] * len(layers) if callable(block) else block
 
     def make_block(
-        mixer: MixerFactory, ffn: FeedForwardFactory | None, block: Callable[..., AbstractBlock], key: Key[Array, ""]
+        mixer: MixerFactory | None,
+        ffn: FeedForwardFactory | None,
+        block: Callable[..., AbstractBlock],
+        key: Key[Array, ""],
     ) -> AbstractBlock:
         mixer_key, ffn_key = jax.random.split(key)
+        if mixer is None:
+            assert ffn is not None
+            made_ffn: Any = ffn(key=ffn_key)
+            return FeedForwardBlock(ffn=made_ffn, mixer_norm=norm(), dropout=Dropout(dropout))
         made = {"mixer": mixer(key=mixer_key), "mixer_norm": norm(), "dropout": Dropout(dropout)}
         if ffn is None:
             return MixerBlock(**made)
@@ -125,7 +134,10 @@ def build_stack(
         return block(ffn=ffn(key=ffn_key), ffn_norm=norm(), **made)
 
     for mixer, ffn in layers:
-        check_factory("mixer", mixer)
+        if mixer is None and ffn is None:
+            raise ValueError("a layer has a mixer, a feed-forward layer or both, and one was given neither")
+        if mixer is not None:
+            check_factory("mixer", mixer)
         if ffn is not None:
             check_factory("feed-forward layer", ffn)
     makers = [(*pair, block) for pair, block in zip(layers, blocks, strict=True)]

@@ -45,6 +45,17 @@ SMALL = {
     "intermediate_size_by_layer": 12,
     "kv_channels": 16,
     "num_kv_shared_layers": 0,
+    "mamba_n_heads": 4,
+    "mamba_d_ssm": 64,
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 8,
+    "moe_shared_expert_intermediate_size": 12,
+    "attn_layer_indices": [1],
+    "attn_layer_period": 2,
+    "attn_layer_offset": 0,
+    "expert_layer_offset": 0,
+    "position_embedding_type": "rope",
+    "shared_intermediate_size": 12,
 }
 ANOTHER = {
     "vocab_size": 13,
@@ -137,6 +148,17 @@ ANOTHER = {
     "num_attention_heads_per_layer": [2, 4, 2],
     "attention_multiplier": 0.3,
     "attention_types": [[["local"], 2], [["global"], 1]],
+    "attn_layer_indices": [0],
+    "mamba_d_head": 8,
+    "mamba_dt_rank": 5,
+    "position_embedding_type": None,
+    "layers_block_type": ["mamba", "mlp", "moe"],
+    "hybrid_override_pattern": "M-E*",
+    "moe_latent_size": 8,
+    "mamba_d_ssm": 32,
+    "ssm_multipliers": [0.5, 1.0, 1.0, 1.0, 2.0],
+    "mlp_multipliers": [0.5, 2.0],
+    "mlp_hidden_act": "silu",
 }
 """Values other than the small model's. For keys that are not listed, one is derived from the default."""
 RELATIVE = {"relative_attention": True, "pos_att_type": ["p2c"], "position_buckets": 4}
@@ -160,6 +182,8 @@ CONTEXTS = [
     {"architectures": ["DebertaV2ForSequenceClassification"]},
     {"attention_k_eq_v": True},
     {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 4},
+    {"mamba_rms_norm": True},
+    {"mamba_d_ssm": None},
     {"num_kv_shared_layers": 1, "layer_types": ["full_attention", "sliding_attention", "full_attention"]},
     {"layer_types": ["linear_attention", "full_attention", "linear_attention"]},
     {"layer_types": ["conv", "full_attention", "conv"]},
@@ -197,6 +221,8 @@ def small(family, **more):
     known = family.defaults.keys() - omitted
     if family.name == "mimo_v2_flash":  # a third of 16 values is no whole number of pairs
         more = {"hidden_size": 48, "head_dim": 18, "num_attention_heads": 8} | more
+    if family.name == "granitemoehybrid":  # the default has no attention
+        more = {"layer_types": ["mamba", "attention", "mamba"]} | more
     if family in HAS_ROPE_BY_TYPE and "rope_parameters" in more:
         tables = {"full_attention": more["rope_parameters"], "sliding_attention": {}}
         more = more | {"rope_parameters": tables, "layer_types": ["full_attention"] * 3}

@@ -22,6 +22,8 @@ from .common import inverse_softplus, sample_log_uniform
 from .context import RecurrenceContext
 from .gated_norm import GatedGroupNorm
 
+_PROJECTIONS = ("gate", "x", "B", "C", "dt")
+"""Projections of the input, in the order of `multipliers`."""
 _StepLimits = tuple[float | int, float | int]
 
 
@@ -72,6 +74,8 @@ class Mamba2(AbstractMixer):
     """Heads per group."""
     state_dim: int = eqx.field(static=True)
     dt_limit: tuple[float, float] = eqx.field(static=True)
+    multipliers: tuple[float, ...] | None = eqx.field(static=True)
+    """Factors of gate, x, B, C and dt, after their projections; None without."""
     implementation: str = implementation_option(GATED_LINEAR)
 
     def __init__(
@@ -85,26 +89,30 @@ class Mamba2(AbstractMixer):
         expand: int = 2,
         conv_width: int = 4,
         bias: bool = False,
+        out_bias: bool | None = None,
         conv_bias: bool = True,
         norm: bool = True,
         norm_before_gate: bool = False,
         epsilon: float | int = 1e-5,
         dt_limit: _StepLimits = (0.0, float("inf")),
+        multipliers: tuple[float, ...] | None = None,
         out_scale: float = 1.0,
         implementation: str = "auto",
         key: Key[Array, ""],
     ):
         """- `heads`: `expand * embed / head_dim` by default, a multiple of `groups`.
         - `state_dim`: SSM state size per channel.
-        - `conv_width` and `conv_bias`: of the convolutions. `bias`: of the linear projections.
+        - `conv_width` and `conv_bias`: of the convolutions. `bias`: of the linear projections; `out_bias`: of W_out, if
+          it differs.
         - `norm`: if False, y = W_out (o * silu(W_gate u)). `norm_before_gate`: norm(o) * silu(W_gate u).
         - `epsilon`: of that norm. `dt_limit`: lower and upper bound of dt.
+        - `multipliers`: of what W_gate, W_x, W_B, W_C and W_dt give, with their biases (Falcon-H1, arXiv:2507.22448).
 
         A is initialized uniformly in [-16, -1], D to 1, and dt_bias such that softplus(dt_bias) is log-uniform in
         [0.001, 0.1] (the paper's code, and arXiv:2312.00752, section 3.6).
 
         **Raises** `ValueError` for a size below 1, if groups does not divide heads or head_dim does not divide
-        `expand * embed`, and unless 0 <= dt_limit[0] < dt_limit[1].
+        `expand * embed`, unless 0 <= dt_limit[0] < dt_limit[1], and for another number of multipliers than five.
         """
         if heads is None and (head_dim < 1 or expand * embed % head_dim):
             raise ValueError(f"expand * embed = {expand * embed} does not share out over heads {head_dim} wide")
@@ -118,6 +126,10 @@ class Mamba2(AbstractMixer):
         low, high = map(float, dt_limit)
         if not 0 <= low < high:
             raise ValueError(f"dt_limit = {tuple(dt_limit)}: steps are at least 0, and the second limit is the larger")
+        if multipliers is not None and len(multipliers) != len(_PROJECTIONS):
+            raise ValueError(f"multipliers are five, of {', '.join(_PROJECTIONS)}, and {len(multipliers)} were given")
+        if out_bias is None:
+            out_bias = bias
         keys = jax.random.split(key, 11)
         embed_dim = Dim("embed")
         head_channels = Dim("heads", head_dim)
@@ -140,12 +152,13 @@ class Mamba2(AbstractMixer):
         )
         self.norm = gated_norm() if norm else None
         self.out = Linear(
-            heads * head_dim, embed, in_=head_channels, out=embed_dim, bias=bias, scale=out_scale, key=keys[10]
+            heads * head_dim, embed, in_=head_channels, out=embed_dim, bias=out_bias, scale=out_scale, key=keys[10]
         )
         self.head_dim = head_dim
         self.group = heads // groups
         self.state_dim = state_dim
         self.dt_limit = (low, high)
+        self.multipliers = multipliers
         self.implementation = implementation
 
     def init_state(self, batch: int, length: int, dtype: Any = jnp.float32) -> _Mamba2State:
@@ -162,9 +175,11 @@ class Mamba2(AbstractMixer):
         B_state = None if state is None else state.B
         C_state = None if state is None else state.C
         ssm_state = None if state is None else state.ssm_state
-        inputs, x_state = self._convolve_heads(self.x(x), self.x_convolution, context, x_state, self.head_dim)
-        B, B_state = self._convolve_heads(self.B(x), self.B_convolution, context, B_state, self.state_dim)
-        C, C_state = self._convolve_heads(self.C(x), self.C_convolution, context, C_state, self.state_dim)
+        inputs, x_state = self._convolve_heads(
+            self._project("x", x), self.x_convolution, context, x_state, self.head_dim
+        )
+        B, B_state = self._convolve_heads(self._project("B", x), self.B_convolution, context, B_state, self.state_dim)
+        C, C_state = self._convolve_heads(self._project("C", x), self.C_convolution, context, C_state, self.state_dim)
         y, ssm_state = ssd(
             inputs,
             context.mask_padding(self._compute_dt(x)),
@@ -177,16 +192,23 @@ class Mamba2(AbstractMixer):
             implementation=context.implementation,
         )
         y = y.reshape(*y.shape[:2], -1)
-        gate = self.gate(x)
+        gate = self._project("gate", x)
         y = y * jax.nn.silu(gate) if self.norm is None else self.norm(y, gate)
         y = self.out(y)
         if x_state is None or B_state is None or C_state is None:
             return y, None
         return y, _Mamba2State(ssm_state, x_state, B_state, C_state)
 
+    def _project(self, name: str, x: HiddenStates) -> Float[Array, "batch seq features"]:
+        """Return what a projection gives, times its multiplier."""
+        y = getattr(self, name)(x)
+        if self.multipliers is None:
+            return y
+        return self.multipliers[_PROJECTIONS.index(name)] * y
+
     def _compute_dt(self, x: HiddenStates) -> Float[Array, "batch seq heads"]:
         """Return the step size dt of each token and head, in float32."""
-        dt = jax.nn.softplus(self.dt(x).astype(jnp.float32) + self.dt_bias)
+        dt = jax.nn.softplus(self._project("dt", x).astype(jnp.float32) + self.dt_bias)
         if self.dt_limit == (0.0, float("inf")):
             return dt
         return jnp.clip(dt, *self.dt_limit)

@@ -239,15 +239,17 @@ def make_mixture_factory(
     *,
     width: int | None = None,
     expert: Callable[..., AbstractFeedForward] | None = None,
-    shared: int | None = None,
+    shared: int | Callable[..., AbstractFeedForward] | None = None,
     gate: bool = False,
-) -> Callable[..., MixtureOfExperts]:
+    mixture: Callable[..., Any] = MixtureOfExperts,
+) -> Callable[..., Any]:
     """Return a factory of mixtures of gated experts, with top-k routing to `num_experts_per_tok` of them.
 
     - `router`: a class of `zoo.layers`, or a partial of one with further options.
     - `width`: of an expert, `intermediate_size` by default.
     - `expert`: factory of an expert, if it is not a gated MLP.
-    - `shared`: width of a shared expert, which every token uses; with a sigmoid gate if `gate`.
+    - `shared`: width of a shared expert, which every token uses, or its factory; with a sigmoid gate if `gate`.
+    - `mixture`: its class, if it is not `MixtureOfExperts`, or a partial of one.
 
     **Raises** `ConfigError` if fewer experts can be chosen than a token needs.
     """
@@ -261,11 +263,13 @@ def make_mixture_factory(
     if expert is None:
         expert = make_gated_mlp_factory(config, width=width)
     options = {}
+    if isinstance(shared, int):
+        shared = make_gated_mlp_factory(config, width=shared)
     if shared is not None:
-        options["shared"] = make_gated_mlp_factory(config, width=shared)
+        options["shared"] = shared
     if gate:
         options["shared_gate"] = partial(Projection, embed, 1, in_=Dim("embed"))
-    return partial(MixtureOfExperts, partial(router, embed, experts, top), expert, experts, **options)
+    return partial(mixture, partial(router, embed, experts, top), expert, experts, **options)
 
 
 def make_biased_router_factory(config: Config, **options: Any) -> Callable[..., BiasedRouter]:

@@ -142,7 +142,7 @@ def _describe_common(model: Decoder, blocks: tuple[Any, ...]) -> dict[str, Any]:
         "max_position_embeddings": getattr(mixer.rotary.scaling, "original_length", 2048),
         "rms_norm_eps": first.mixer_norm.epsilon,
         "tie_word_embeddings": model.head is None,
-        "rope_parameters": _describe_rope_parameters(mixer.rotary, mixer.head_dim),
+        "rope_parameters": describe_rope_parameters(mixer.rotary, mixer.head_dim),
         **dict.fromkeys(("attention_bias", "qkv_bias"), has_bias(mixer.query)),
         "sliding_window": window,
         "use_sliding_window": window is not None,
@@ -150,7 +150,8 @@ def _describe_common(model: Decoder, blocks: tuple[Any, ...]) -> dict[str, Any]:
     }
 
 
-def _describe_rope_parameters(rotary: Rotary, head_dim: int) -> dict[str, Any]:
+def describe_rope_parameters(rotary: Rotary, head_dim: int) -> dict[str, Any]:
+    """Return the `rope_parameters` of rotary embeddings. **Raises** `ConfigError` for a scaling without a name."""
     rope_type, parameters = _describe_rope_scaling(rotary.scaling)
     if rotary.dim == head_dim:
         partial = {}

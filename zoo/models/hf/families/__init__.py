@@ -10,6 +10,7 @@ from .afmoe import AFMOE
 from .apertus import APERTUS
 from .arcee import ARCEE
 from .bailing_hybrid import BAILING_HYBRID
+from .bamba import BAMBA
 from .bert import BERT
 from .biogpt import BIOGPT
 from .bloom import BLOOM
@@ -33,6 +34,7 @@ from .exaone import EXAONE
 from .exaone4 import EXAONE4
 from .exaone_moe import EXAONE_MOE
 from .falcon import FALCON
+from .falcon_h1 import FALCON_H1
 from .falcon_mamba import FALCON_MAMBA
 from .gemma import GEMMA
 from .gemma2 import GEMMA2
@@ -54,6 +56,7 @@ from .granite import GRANITE
 from .granite_swa import GRANITE_SWA
 from .granitemoe import GRANITEMOE
 from .granitemoe_swa import GRANITEMOE_SWA
+from .granitemoehybrid import GRANITEMOEHYBRID
 from .granitemoeshared import GRANITEMOESHARED
 from .helium import HELIUM
 from .hunyuan_v1_dense import HUNYUAN_V1_DENSE
@@ -63,6 +66,7 @@ from .hyperclovax import HYPERCLOVAX
 from .internlm3 import INTERNLM3
 from .iquestcoder import IQUESTCODER
 from .jais2 import JAIS2
+from .jamba import JAMBA
 from .jetmoe import JETMOE
 from .kimi_linear import KIMI_LINEAR
 from .kolibri1 import KOLIBRI1
@@ -87,6 +91,7 @@ from .modernbert import MODERNBERT
 from .mpt import MPT
 from .nanochat import NANOCHAT
 from .nemotron import NEMOTRON
+from .nemotron_h import NEMOTRON_H
 from .nomic_bert import NOMIC_BERT
 from .olmo import OLMO
 from .olmo2 import OLMO2
@@ -124,6 +129,7 @@ ALL_FAMILIES = (
     APERTUS,
     ARCEE,
     BAILING_HYBRID,
+    BAMBA,
     BERT,
     BIOGPT,
     CAMEMBERT,
@@ -147,6 +153,7 @@ ALL_FAMILIES = (
     EXAONE4,
     EXAONE_MOE,
     FALCON,
+    FALCON_H1,
     FALCON_MAMBA,
     GEMMA,
     GEMMA2,
@@ -167,6 +174,7 @@ ALL_FAMILIES = (
     GRANITE,
     GRANITE_SWA,
     GRANITEMOE,
+    GRANITEMOEHYBRID,
     GRANITEMOE_SWA,
     GRANITEMOESHARED,
     HELIUM,
@@ -177,6 +185,7 @@ ALL_FAMILIES = (
     INTERNLM3,
     IQUESTCODER,
     JAIS2,
+    JAMBA,
     JETMOE,
     KIMI_LINEAR,
     KOLIBRI1,
@@ -201,6 +210,7 @@ ALL_FAMILIES = (
     MPT,
     NANOCHAT,
     NEMOTRON,
+    NEMOTRON_H,
     NOMIC_BERT,
     OLMO,
     OLMO2,

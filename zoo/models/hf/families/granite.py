@@ -7,6 +7,7 @@ from typing import Any
 
 from jaxtyping import Array, Key
 
+from zoo.layers import Attention
 from zoo.models.build import FeedForwardFactory, MixerFactory
 from zoo.models.decoder import Block, Decoder
 from zoo.models.hf.builders import (
@@ -27,33 +28,32 @@ def _build_granite(config: Config, *, key: Key[Array, ""]) -> Decoder:
 
 
 def build_granite_layers(
-    config: Config,
-    ffn: FeedForwardFactory,
-    *,
-    make_mixers: Callable[..., Sequence[MixerFactory]] | None = None,
-    key: Key[Array, ""],
+    config: Config, ffn: FeedForwardFactory, mixers: Sequence[MixerFactory] | None = None, *, key: Key[Array, ""]
 ) -> Decoder:
-    """Build Granite's layers with this feed-forward layer, and its multipliers.
-
-    - `make_mixers(**options)`: returns the mixer factory of each layer, by the options of `Attention` that Granite has;
-      full attention with RoPE by default.
-    """
+    """Build Granite's layers with this feed-forward layer, and its multipliers. `mixers` has the mixer of each layer,
+    attention by default."""
     norm = make_rms_norm_factory(config)
-    bias = config["attention_bias"]
-    scale = config["attention_multiplier"]
     if config["logits_scaling"] == 0:
         raise ConfigError("logits_scaling = 0: logits are divided by it")
-    if scale == read_head_sizes(config)[2] ** -0.5:
-        scale = None
-    options = {"bias": bias, "out_bias": bias, "scale": scale}
-    if make_mixers is None:
-        mixers = [make_attention_factory(config, **options)] * config["num_hidden_layers"]
-    else:
-        mixers = make_mixers(**options)
     block: Callable[..., Any] = partial(Block, residual_multiplier=config["residual_multiplier"])
     multipliers = {"multiplier": config["embedding_multiplier"], "logits_multiplier": 1 / config["logits_scaling"]}
-    layers = [(mixer, ffn) for mixer in mixers]
+    attention: Sequence[MixerFactory] = [make_granite_attention_factory(config)] * config["num_hidden_layers"]
+    layers = [(mixer, ffn) for mixer in mixers or attention]
     return build_config_decoder(config, layers, norm, block=block, key=key, **multipliers)
+
+
+def make_granite_attention_factory(config: Config, **options: Any) -> Callable[..., Attention]:
+    """Return a factory of attention with Granite's multiplier of scores, and these options."""
+    return make_attention_factory(config, **read_attention_options(config), **options)
+
+
+def read_attention_options(config: Config) -> dict[str, Any]:
+    """Return the options of attention that Granite has: biases, and the multiplier of scores."""
+    bias = config["attention_bias"]
+    scale = config["attention_multiplier"]
+    if scale == read_head_sizes(config)[2] ** -0.5:
+        scale = None
+    return {"bias": bias, "out_bias": bias, "scale": scale}
 
 
 MULTIPLIERS = {

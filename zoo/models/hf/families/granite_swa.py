@@ -1,11 +1,8 @@
 """Granite with sliding windows (Granite team, "Granite Swash", 2026): Granite's layer and multipliers with attention
 sinks; of four layers, three have a sliding window, and each layer may have a RoPE base of its own, or no RoPE."""
 
-from collections.abc import Callable
-
 from jaxtyping import Array, Key
 
-from zoo.layers import Attention
 from zoo.models.build import FeedForwardFactory
 from zoo.models.decoder import Decoder
 from zoo.models.hf.builders import (
@@ -34,10 +31,9 @@ def build_windowed_granite(config: Config, ffn: FeedForwardFactory, *, key: Key[
     windows = list_layer_windows(types, config["sliding_window"])
     rotaries = _list_rotaries(config)
 
-    def make_mixers(**options: object) -> list[Callable[..., Attention]]:
-        return make_layerwise_attention_factories(config, windows, rotaries, sinks=True, **options)
-
-    return granite.build_granite_layers(config, ffn, make_mixers=make_mixers, key=key)
+    options = granite.read_attention_options(config)
+    mixers = make_layerwise_attention_factories(config, windows, rotaries, sinks=True, **options)
+    return granite.build_granite_layers(config, ffn, mixers, key=key)
 
 
 def _list_rotaries(config: Config) -> list[Rotary | None]:

@@ -13,7 +13,7 @@ from zoo.models.hf.spec import Config, Family, NameMap, fused, prefixed
 
 from . import granite, granitemoe, llama
 
-_SHARED_NAMES: NameMap = {"input_linear": fused("gate", "up"), "output_linear": "down"}
+SHARED_NAMES: NameMap = {"input_linear": fused("gate", "up"), "output_linear": "down"}
 
 
 def _build_granitemoeshared(config: Config, *, key: Key[Array, ""]) -> Decoder:
@@ -37,7 +37,7 @@ def map_granitemoeshared_memory_names(config: Config) -> NameMap:
 
 def _map_shared_names() -> NameMap:
     ours = "layers.*.mixture_of_experts.shared"
-    return prefixed("model.layers.*.shared_mlp", ours, _SHARED_NAMES)
+    return prefixed("model.layers.*.shared_mlp", ours, SHARED_NAMES)
 
 
 GRANITEMOESHARED = Family(

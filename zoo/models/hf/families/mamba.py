@@ -16,10 +16,10 @@ from zoo.models.hf.values import ValueKind
 
 from ..describe import check_type, eval_shape_blocks, has_bias
 
-_COUNT_OR_AUTO = ValueKind("a whole number above 0, or auto", lambda value: value == "auto" or COUNT.fits(value))
+COUNT_OR_AUTO = ValueKind("a whole number above 0, or auto", lambda value: value == "auto" or COUNT.fits(value))
 
 
-_MIXER_NAMES: NameMap = {
+MIXER_NAMES: NameMap = {
     "in_proj": fused("x", "gate"),
     "conv1d": fused("convolution", conv1d_filters=True),
     "x_proj": fused("dt_down", "B", "C"),
@@ -64,7 +64,7 @@ def make_mamba_factory(config: Config, **options: Any) -> Callable[..., Mamba]:
 
 def map_mamba_names(config: Config) -> NameMap:
     """Return the name map of Mamba and Falcon Mamba."""
-    block = {"norm": "mixer_norm", **prefixed("mixer", "mamba", _MIXER_NAMES)}
+    block = {"norm": "mixer_norm", **prefixed("mixer", "mamba", MIXER_NAMES)}
     shell = {"embeddings": "embedding", "norm_f": "norm", **prefixed("layers.*", "layers.*", block)}
     return {**prefixed("backbone", "", shell), "lm_head": "head"}
 
@@ -102,7 +102,7 @@ DEFAULTS: dict[str, Any] = {
     "state_size": 16,
     "expand": 2,
     "conv_kernel": 4,
-    "time_step_rank": Default("auto", _COUNT_OR_AUTO),
+    "time_step_rank": Default("auto", COUNT_OR_AUTO),
     "use_bias": False,
     "use_conv_bias": True,
     "rms_norm_eps": 1e-5,

@@ -32,10 +32,12 @@ def _read_infinity(x: Any) -> Any:
     return x
 
 
-_INTERVAL = ValueKind("two numbers not below 0, the second the larger", _is_interval)
+TIME_STEP_LIMIT = Default(
+    [0.0, float("inf")], ValueKind("two numbers not below 0, the second the larger", _is_interval)
+)
+"""Bounds of dt."""
 
-
-_MIXER_NAMES: NameMap = {
+MIXER_NAMES: NameMap = {
     "in_proj": fused("gate", "x", "B", "C", "dt"),
     "conv1d": fused("x_convolution", "B_convolution", "C_convolution", conv1d_filters=True),
     "dt_bias": "dt_bias",
@@ -75,19 +77,27 @@ def _make_mamba2_factory(config: Config) -> Callable[..., Mamba2]:
         bias=config["use_bias"],
         conv_bias=config["use_conv_bias"],
         epsilon=config["rms_norm_eps"],
-        dt_limit=_read_dt_limits(config),
+        dt_limit=read_dt_limits(config),
         out_scale=config["num_hidden_layers"] ** -0.5,
     )
 
 
-def _read_dt_limits(config: Config) -> tuple[float, float]:
+def read_dt_limits(config: Config) -> tuple[float, float]:
     """Return the bounds of dt. transformers writes infinity as {"__float__": "Infinity"}, which JSON lacks."""
     low, high = map(_read_infinity, config["time_step_limit"])
     return float(low), float(high)
 
 
+def write_dt_limits(mixer: Mamba2) -> list[Any]:
+    """Return the bounds of dt as transformers writes them."""
+    low, high = mixer.dt_limit
+    if high == float("inf"):
+        return [low, {"__float__": "Infinity"}]
+    return [low, high]
+
+
 def _map_mamba2_names(config: Config) -> NameMap:
-    block = {"norm": "mixer_norm", **prefixed("mixer", "mamba2", _MIXER_NAMES)}
+    block = {"norm": "mixer_norm", **prefixed("mixer", "mamba2", MIXER_NAMES)}
     shell = {"embeddings": "embedding", "norm_f": "norm", **prefixed("layers.*", "layers.*", block)}
     return {**prefixed("backbone", "", shell), "lm_head": "head"}
 
@@ -102,8 +112,6 @@ def _describe_mamba2(model: Any) -> dict[str, Any]:
     vocab, embed = model.embedding.table_shape
     heads = mixer.dt.out_size
     convolution = mixer.x_convolution
-    low, high = mixer.dt_limit
-    written_high = {"__float__": "Infinity"} if high == float("inf") else high
     return {
         "vocab_size": vocab,
         "hidden_size": embed,
@@ -117,7 +125,7 @@ def _describe_mamba2(model: Any) -> dict[str, Any]:
         "use_bias": has_bias(mixer.out),
         "use_conv_bias": convolution.bias is not None,
         "rms_norm_eps": block.mixer_norm.epsilon,
-        "time_step_limit": [low, written_high],
+        "time_step_limit": write_dt_limits(mixer),
         "tie_word_embeddings": model.head is None,
     }
 
@@ -140,7 +148,7 @@ MAMBA2 = Family(
         "use_bias": False,
         "use_conv_bias": True,
         "rms_norm_eps": 1e-5,
-        "time_step_limit": Default([0.0, float("inf")], _INTERVAL),
+        "time_step_limit": TIME_STEP_LIMIT,
         "tie_word_embeddings": False,
     },
     aliases={"layer_norm_epsilon": "rms_norm_eps"},
