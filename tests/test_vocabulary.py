@@ -33,6 +33,7 @@ SPANNING_TESTS = {
         "parallel/test_all_axes.py",
         "parallel/test_observations.py",
         "parallel/test_processes.py",
+        "text/records/test_processes.py",
         "train/test_moving_between_processes.py",
         "train/test_training_on_meshes.py",
         "weights/test_deepseek.py",

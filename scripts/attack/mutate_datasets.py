@@ -68,7 +68,7 @@ NAMES = (
 
 
 class Item(NamedTuple):
-    """What rows hold of a record: the texts of one item, and the trained part of each."""
+    """The texts of an item of a record, as rows hold them, and the trained part of each."""
 
     texts: tuple[str, ...]
     trained: tuple[str, ...]
@@ -206,7 +206,7 @@ def _parse(line: bytes) -> Any:
 
 
 class Setup(NamedTuple):
-    """How a case is loaded."""
+    """Options that load a case, and the texts that they make of records."""
 
     is_bytes: bool
     options: dict[str, Any]

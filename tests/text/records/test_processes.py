@@ -62,7 +62,7 @@ def loaded(tmp_path_factory):
     return found
 
 
-def test_the_mixture_is_packed_and_passes_its_parts_more_than_once(loaded):
+def test_each_part_of_the_mixture_is_passed_more_than_once(loaded):
     data, *others = loaded.copies
     assert {other.digest for other in others} == {data.digest}
     read = data.train.rows.count_rows(BATCH * STEPS, BATCH)
@@ -74,7 +74,7 @@ def test_the_mixture_is_packed_and_passes_its_parts_more_than_once(loaded):
 
 @given(st.integers(0, BATCH * (STEPS - 4)), st.sampled_from([1, 2, 3]), st.integers(1, 2), st.sampled_from([1, 2, 3]))
 @settings(max_examples=15, deadline=None)
-def test_batches_are_equal_for_any_number_of_processes_and_after_any_stop(loaded, start, before, steps, after):
+def test_batches_go_on_after_any_stop_on_any_number_of_processes(loaded, start, before, steps, after):
     """From a row, `before` processes read some steps and stop, and `after` processes go on from the state."""
     found = loaded.read(processes=before, start=start, steps=steps)
     found += loaded.read(processes=after, start=start + BATCH * steps, steps=2)
