@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -60,6 +61,6 @@ def test_tables_that_do_not_say_what_each_layer_is_raise(tmp_path, changes, mess
 def test_positions_do_not_change_the_result():
     """Neither attention nor the recurrence has positions: texts in another place of a row are the same texts."""
     model = zoo.load(FIXTURE, dtype="float32")
-    tokens = np.arange(3, 11)[None]
-    later = model(tokens, positions=np.arange(5, 13)[None])
+    tokens = jnp.arange(3, 11)[None]
+    later = model(tokens, positions=jnp.arange(5, 13)[None])
     np.testing.assert_array_equal(later, model(tokens))
