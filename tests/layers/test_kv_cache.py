@@ -32,11 +32,11 @@ LEFT = np.arange(WIDTH) >= np.array([[0], [5], [6]])
 
 @cache
 def make_model(*names):
-    """A model with weights so large that each key matters."""
+    """A model with weights so large that each key matters, and not so large that they amplify rounding."""
     model = zoo.models.Hybrid(
         vocab=VOCAB, embed=16, layers=len(names), mlp=16, pattern=[MIXERS[name] for name in names], key=KEY
     )
-    return jax.tree.map(lambda x: 2 * x if eqx.is_inexact_array(x) else x, model)
+    return jax.tree.map(lambda x: 1.5 * x if eqx.is_inexact_array(x) else x, model)
 
 
 def read(model, states, tokens, positions):
@@ -69,8 +69,7 @@ def check_turns(run, model, is_real):
     for row, count in enumerate(counts):
         alone[row, :count] = tokens[row, is_real[row]]
     expected = np.asarray(read_at_once(model, jnp.asarray(alone), jnp.arange(LENGTH) < jnp.asarray(counts)[:, None]))
-    # Rounding: of the largest logit, the turns are 2.7e-5 from float64, and a row at once is 0.9e-5.
-    tolerance = 5e-5 * np.abs(expected).max()
+    tolerance = 2e-5 * np.abs(expected).max()
     for row, count in enumerate(counts):
         np.testing.assert_allclose(found[row, is_real[row]], expected[row, :count], rtol=0, atol=tolerance)
 
