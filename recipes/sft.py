@@ -38,6 +38,9 @@ class Config:
     """Load a model and records, train on the answers, evaluate, chat before and after, export."""
 
     checkpoint: Path = START  # Model to start from: a Hugging Face directory, or a name on the hub, NAME[@REVISION].
+    # JSON lines, Parquet, datasets on disk or of the hub (org/name:split): files, folders, patterns, PATH=WEIGHT to
+    # mix; by default questions about Python's standard library.
+    data: tuple[str, ...] = ()
     records: train.RecordOptions = train.RecordOptions()
     lora: int = 0  # Rank of LoRA adapters; 0 trains all parameters.
     # Linear layers to adapt: ends of names, patterns, or all-linear for all but the head.
@@ -68,7 +71,8 @@ def main(config: Config) -> None:
 
     tokenizer = train.read_tokenizer(checkpoint)
     template = config.records.read_template(checkpoint, tokenizer)
-    data = config.records.load(train.read_docstrings, tokenizer=tokenizer, template=template, seq_len=config.seq_len)
+    source = config.data or train.read_docstrings()
+    data = config.records.load(source, tokenizer=tokenizer, template=template, seq_len=config.seq_len)
     batches = data.train.batches(config.batch_size, seed=config.run.seed, process=zoo.parallel.reader(mesh))
     held_out = data.validation.ordered(config.batch_size, limit=16)
 

@@ -17,18 +17,18 @@ def write_texts(path, word):
 def test_sources_with_weights_are_mixed(tmp_path):
     options = {"tokenizer": ByteTokenizer(), "template": None, "seq_len": 32, "cache": tmp_path / "cache"}
     first, second = write_texts(tmp_path / "a.jsonl", "up"), write_texts(tmp_path / "b=1.jsonl", "down")
-    mixed = train.RecordOptions(data=(f"{first}=0.75", f"{second}=0.25")).load(tuple, **options)
+    mixed = train.RecordOptions().load((f"{first}=0.75", f"{second}=0.25"), **options)
     assert list(mixed.parts) == [first, second]
     assert mixed.train.rows.count_rows(400, batch_size=1)[second] == pytest.approx(100, abs=2)
-    both = train.RecordOptions(data=(first, second)).load(tuple, **options)
+    both = train.RecordOptions().load((first, second), **options)
     assert both.counts["records"] == 120 and not both.parts
     with pytest.raises(ValueError, match=r"give each source a weight, PATH=WEIGHT, or none"):
-        train.RecordOptions(data=(f"{first}=0.75", second)).load(tuple, **options)
+        train.RecordOptions().load((f"{first}=0.75", second), **options)
 
 
-def test_without_data_the_default_is_loaded(tmp_path):
+def test_records_in_memory_are_loaded(tmp_path):
     options = {"tokenizer": ByteTokenizer(), "template": None, "seq_len": 32, "cache": tmp_path / "cache"}
-    data = train.RecordOptions().load(lambda: [{"text": "a"}] * 30, **options)
+    data = train.RecordOptions().load([{"text": "a"}] * 30, **options)
     assert data.counts["records"] == 30 and data.kind == "text"
 
 

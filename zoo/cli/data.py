@@ -26,14 +26,7 @@ def data(
     checkpoint: Annotated[Path | None, tyro.conf.arg(metavar="DIR|NAME")] = None,
     texts: int = 3,
     seq_len: int = 2048,
-    kind: Literal["auto", "text", "chat", "completion", "preference", "labeled", "prompts"] = "auto",
-    field: str = "text",
-    chat_template: Path | None = None,
-    chat_date: str | None = None,
-    train_on: Literal["all", "last"] = "all",
-    too_long: Literal["cut", "drop"] | None = None,
-    bad_records: Literal["stop", "skip"] = "stop",
-    data_processes: int | None = None,
+    records: Annotated[RecordOptions, tyro.conf.OmitArgPrefixes],
 ) -> None:
     """Show what training on records reads, or verify cached tokens.
 
@@ -49,14 +42,7 @@ def data(
         checkpoint: Model to train: its tokenizer and chat template are used.
         texts: Number of texts to print.
         seq_len: Targets in a row: longer texts are cut or dropped.
-        kind: Kind of the records; auto reads it off the first.
-        field: Field of plain text.
-        chat_template: A chat template (.jinja) instead of the checkpoint's.
-        chat_date: Day that templates write, 2026-01-31; today by default.
-        train_on: Train on every answer of a chat, or on the last, each in a rendering of its own.
-        too_long: Cut records longer than a row, or drop them; by default plain text is cut, all else dropped.
-        bad_records: Stop at records with faults, or leave out up to 1% and write them to a file.
-        data_processes: Workers that tokenize; by default one for each core, at most 8.
+        records: How records are read.
     """
     if action == "verify":
         _verify([Path(path) for path in source])
@@ -64,25 +50,14 @@ def data(
     if not source or checkpoint is None:
         raise ValueError("zoo data show takes records and a model: zoo data show chats.jsonl --checkpoint DIR")
     directory = resolve_directory(checkpoint, weights=False)
-    options = RecordOptions(
-        data=source,
-        kind=kind,
-        field=field,
-        chat_template=chat_template,
-        chat_date=chat_date,
-        train_on=train_on,
-        too_long=too_long,
-        bad_records=bad_records,
-        data_processes=data_processes,
-    )
     tokenizer = read_tokenizer(directory)
-    template = options.read_template(directory, tokenizer)
-    arguments = {"tokenizer": tokenizer, "template": template, "seq_len": seq_len}
-    show(str(options.load(tuple, **arguments)))
-    records = options.load(tuple, **arguments, pack=False, validation=0.0)  # of the same tokens, in their order
-    for number in range(min(texts, len(records.train.rows))):
+    template = records.read_template(directory, tokenizer)
+    options = {"tokenizer": tokenizer, "template": template, "seq_len": seq_len}
+    show(str(records.load(source, **options)))
+    unpacked = records.load(source, **options, pack=False, validation=0.0)  # of the same tokens, in their order
+    for number in range(min(texts, len(unpacked.train.rows))):
         show(f"\n[{number}]")
-        _show_row(records, number)
+        _show_row(unpacked, number)
 
 
 def _show_row(records: Records, number: int) -> None:

@@ -37,8 +37,9 @@ class Evaluation:
         self._loss = value(loss_fn, mesh, has_aux=has_aux)
         self._has_aux = has_aux
         self._texts = texts
-        for text in texts.values() if unit == "bits per byte" else ():
-            bits_per_byte(0.0, text)  # fails now, not after the first steps, where the bytes are not known
+        if unit == "bits per byte":
+            for text in texts.values():
+                bits_per_byte(0.0, text)  # fails now, not after the first steps, where the bytes are not known
         whole = {name: text.with_process((0, 1)) for name, text in texts.items()}
         self._counts = {name: [batch["weights"].sum() for batch in text] for name, text in whole.items()}
         own = {name: text.with_process(reader(mesh)) for name, text in texts.items()}

@@ -1,9 +1,11 @@
 """Command-line flags of recipes that train on records: where they are, how they are read, and their chat template."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
+
+import jax
 
 from zoo._terminal import show
 from zoo.text.chat import PLAIN_TEMPLATE, ChatTemplate, NoChatTemplateError, read_chat_template
@@ -13,11 +15,8 @@ from zoo.text.tokenizers import Tokenizer
 
 @dataclass(frozen=True)
 class RecordOptions:
-    """Records to train on, how they are read, and what is left out of them."""
+    """Reading of records: their kind, what is trained on, and what is left out."""
 
-    data: tuple[str, ...] = ()
-    """JSON lines, Parquet, ArrayRecord, datasets on disk or names on the Hugging Face hub (org/name:split): files,
-    folders, patterns, several. PATH=WEIGHT mixes them by weight."""
     kind: Literal["auto", "text", "chat", "completion", "preference", "labeled", "prompts"] = "auto"
     """Kind of the records; auto reads it off the first."""
     field: str = "text"
@@ -42,7 +41,8 @@ class RecordOptions:
         try:
             return read_chat_template(checkpoint)
         except NoChatTemplateError:
-            show(f"{checkpoint} has no chat template: it gets a plain one; --chat-template FILE takes another")
+            if jax.process_index() == 0:
+                show(f"{checkpoint} has no chat template: it gets a plain one; --chat-template FILE takes another")
         spellings = {token: spelling for spelling, token in tokenizer.special_tokens.items()}
         names = {"bos_token": tokenizer.separator, "eos_token": tokenizer.end}
         special = {name: spellings[token] for name, token in names.items() if token in spellings}
@@ -50,20 +50,20 @@ class RecordOptions:
 
     def load(
         self,
-        default: Callable[[], Sequence[Mapping[str, Any]]],
+        source: Sequence[str] | Sequence[Mapping[str, Any]],
         *,
         tokenizer: Tokenizer,
         template: ChatTemplate | None,
         seq_len: int,
         **options: Any,
     ) -> Records:
-        """Load the records that the flags name, or those that `default` returns, as `load_records` does, of which
-        `options` are further arguments.
+        """Load files, folders, patterns or names of datasets, or records in memory, as `load_records` does, of which
+        `options` are further arguments. Sources written PATH=WEIGHT are mixed.
 
         **Raises** `ValueError` as `load_records` does, and for weights that only some of the sources have.
         """
         return load_records(
-            self._parse_weights() or default(),
+            _parse_weights(source),
             tokenizer=tokenizer,
             template=template,
             seq_len=seq_len,
@@ -77,15 +77,19 @@ class RecordOptions:
             **options,
         )
 
-    def _parse_weights(self) -> tuple[str, ...] | dict[str, float]:
-        """Return the sources, or a mapping from sources to their weights."""
-        split = [source.rpartition("=") for source in self.data]
-        weighted = {path: float(weight) for path, equals, weight in split if equals and _is_number(weight)}
-        if not weighted:
-            return self.data
-        if len(weighted) < len(self.data):
-            raise ValueError(f"--data {' '.join(self.data)}: give each source a weight, PATH=WEIGHT, or none")
-        return weighted
+
+def _parse_weights(source: Sequence[Any]) -> Any:
+    """Return a mapping from sources to their weights, where they have weights; else the source itself."""
+    weights = {}
+    for part in source:
+        path, equals, weight = part.rpartition("=") if isinstance(part, str) else ("", "", "")
+        if equals and _is_number(weight):
+            weights[path] = float(weight)
+    if not weights:
+        return source
+    if len(weights) < len(source):
+        raise ValueError(f"--data {' '.join(source)}: give each source a weight, PATH=WEIGHT, or none")
+    return weights
 
 
 def _is_number(text: str) -> bool:

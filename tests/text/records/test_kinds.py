@@ -11,7 +11,7 @@ from zoo.text.records.record_file import RecordError
 from zoo.text.tokenizers import ByteTokenizer
 
 TEMPLATE = ChatTemplate(PLAIN_TEMPLATE, {"eos_token": "\0"})
-ENCODING = Encoding(ByteTokenizer(), TEMPLATE, 0, "text", "all", {})
+ENCODING = Encoding(ByteTokenizer(), TEMPLATE, "text", "all", {})
 USER = {"role": "user", "content": "2 + 2?"}
 ANSWER = {"role": "assistant", "content": "4"}
 WRONG = {"role": "assistant", "content": "5"}
@@ -97,6 +97,18 @@ def test_a_pair_with_a_common_beginning_needs_no_prompt():
     assert [read_trained(text) for text in item.texts] == [b"yes\0", b"no\0"]
 
 
+def test_tools_are_rendered_with_and_without_a_prompt():
+    template = ChatTemplate("{{ tools }}" + PLAIN_TEMPLATE, {"eos_token": "\0"})
+    encoding = dataclasses.replace(ENCODING, template=template)
+    tools = [{"name": "add"}]
+    texts = []
+    for record in (RECORDS["preference"], {"chosen": [USER, ANSWER], "rejected": [USER, WRONG]}):
+        (item,) = encode({**record, "tools": tools}, encoding=encoding)
+        texts.append([text.tokens.tobytes() for text in item.texts])
+        assert b"add" in item.texts[0].tokens.astype(np.uint8).tobytes()
+    assert texts[0] == texts[1]
+
+
 def test_last_answers_are_texts_of_their_own():
     chat = {"messages": [USER, ANSWER, USER, WRONG]}
     encoding = dataclasses.replace(ENCODING, train_on="last")
@@ -114,6 +126,9 @@ def test_equal_questions_have_equal_keys():
         {"chosen": [USER, ANSWER], "rejected": [USER, WRONG]},
     ]
     assert {find_kind(record).find_key(record, ENCODING) for record in questions} == {"2 + 2?"}
+    answers = {"chosen": "Q: a? A: yes", "rejected": "Q: a? A: no"}
+    asked = {"prompt": "Q: a? A: ", "chosen": "yes", "rejected": "no"}
+    assert {KINDS["preference"].find_key(record, ENCODING) for record in (answers, asked)} == {"Q: a? A: "}
     named = dataclasses.replace(ENCODING, text_field="body")
     assert KINDS["text"].find_key({"id": "7", "body": "a"}, named) == "a"
 

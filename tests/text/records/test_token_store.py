@@ -4,6 +4,7 @@ import functools
 import json
 import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from zoo.text.records.token_store import MAX_LISTED, RecordsError, TokenStore, w
 from zoo.text.tokenizers import ByteTokenizer
 
 TEMPLATE = ChatTemplate(PLAIN_TEMPLATE, {"eos_token": "\0"})
-ENCODING = Encoding(ByteTokenizer(), TEMPLATE, 0, "text", "all", {})
+ENCODING = Encoding(ByteTokenizer(), TEMPLATE, "text", "all", {})
 
 
 def write_lines(path, records):
@@ -87,6 +88,16 @@ def test_reading_stops_at_many_faults(tmp_path, monkeypatch):
         write(path, tmp_path / "store")
     assert len(str(raised.value).split("\n")) == MAX_LISTED + 2
     assert len(read) < 5 < len(JsonLines(path, 200).split())
+
+
+def test_progress_is_a_line_where_there_is_no_terminal(tmp_path, monkeypatch, capsys):
+    path = write_lines(tmp_path / "a.jsonl", [{"text": "a" * 90}] * 2000)
+    write(path, tmp_path / "quick")
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr("zoo.text.records.token_store._LINE_SECONDS", 0)
+    write(path, tmp_path / "store")
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert re.fullmatch(r"tokenized (\S+ \S+) of \1, \d+\.\d\d M tokens/s", last)
 
 
 def test_some_faults_may_be_left_out(tmp_path, capsys):

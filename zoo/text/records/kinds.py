@@ -22,12 +22,12 @@ import numpy as np
 from jaxtyping import Integer
 
 from zoo.text.chat import ChatError, ChatTemplate, EncodedText, encode_conversation, encode_spans, protect
+from zoo.text.packing import TooLong
 from zoo.text.tokenizers import Tokenizer, encode_utf8
 
 from .record_file import RecordError
 
 _LARGEST_LABEL = float(np.finfo(np.float32).max)
-TOO_LONG = Literal["cut", "drop"]
 _Record = Mapping[str, Any]
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _OTHER_FORMATS = {
@@ -54,7 +54,6 @@ class Item(NamedTuple):
 class Encoding:
     """Tokenizer, chat template and options that turn records into tokens.
 
-    - `end`: the token that ends a completion without a chat template.
     - `text_field`: the field of plain text.
     - `train_on`: every answer of a chat, or only the last of each rendering; a chat of n answers then is n texts.
     - `variables`: further variables of the template, such as `enable_thinking`.
@@ -62,23 +61,18 @@ class Encoding:
 
     tokenizer: Tokenizer
     template: ChatTemplate | None
-    end: int
     text_field: str
     train_on: Literal["all", "last"]
     variables: Mapping[str, Any]
 
     def encode_messages(self, messages: Sequence[_Record], **options: Any) -> list[EncodedText]:
         """Encode a conversation by the chat template. **Raises** `RecordError` without one."""
-        if self.template is None:
-            raise RecordError("messages need a chat template, and the model has none: pass one (--chat-template FILE)")
-        return encode_conversation(self.template, messages, self.tokenizer, **options, **self.variables)
+        return encode_conversation(self._get_template(), messages, self.tokenizer, **options, **self.variables)
 
     def encode_prompt(self, messages: Sequence[_Record], tools: Sequence[_Record] | None = None) -> EncodedText:
-        """Encode a conversation up to the beginning of the next answer."""
-        if self.template is None:
-            raise RecordError("messages need a chat template, and the model has none: pass one (--chat-template FILE)")
+        """Encode a conversation up to the beginning of the next answer. **Raises** `RecordError` without a template."""
         options = {"tools": tools, "add_generation_prompt": True, **self.variables}
-        tokens = self.template.encode(messages, self.tokenizer, **options)
+        tokens = self._get_template().encode(messages, self.tokenizer, **options)
         return EncodedText(tokens, np.zeros(len(tokens), bool))
 
     def encode_texts(self, texts: Iterable[bytes]) -> Iterator[Integer[np.ndarray, "tokens"]]:
@@ -91,8 +85,13 @@ class Encoding:
         (written,) = protect([{"prompt": prompt, "completion": completion}], self.tokenizer.special_tokens)
         text = written["prompt"] + written["completion"]
         encoded = encode_spans(text, [(len(written["prompt"]), len(text))], self.tokenizer)
-        tokens = np.concatenate([[self.tokenizer.separator], encoded.tokens, [self.end]])
+        tokens = np.concatenate([[self.tokenizer.separator], encoded.tokens, [self.tokenizer.end]])
         return EncodedText(tokens, np.concatenate([[False], encoded.mask, [True]]))
+
+    def _get_template(self) -> ChatTemplate:
+        if self.template is None:
+            raise RecordError("messages need a chat template, and the model has none: pass one (--chat-template FILE)")
+        return self.template
 
 
 class RecordKind:
@@ -102,7 +101,7 @@ class RecordKind:
     fields: ClassVar[str]
     """Its fields, in words."""
     texts_per_item: ClassVar[int] = 1
-    too_long: ClassVar[TOO_LONG] = "drop"
+    too_long: ClassVar[TooLong] = "drop"
     """By default, what happens to texts longer than a row: half an answer would teach a model not to end."""
     is_labeled: ClassVar[bool] = False
     has_fields: ClassVar[bool] = False
@@ -218,23 +217,16 @@ class PreferenceKind(RecordKind):
         rejected = _get(record, "rejected", type(chosen), self)
         if chosen == rejected:
             raise RecordError("`chosen` and `rejected` are equal: there is nothing to prefer")
-        if "prompt" in record:
-            prompt = _get(record, "prompt", type(chosen), self)
-            answers = record
-        else:
-            shared = _count_common(chosen, rejected)
-            if not shared:
-                raise RecordError("`chosen` and `rejected` have no common beginning, and there is no `prompt`")
-            prompt = chosen[:shared]
-            answers = {"chosen": chosen[shared:], "rejected": rejected[shared:]}
-        texts = [_encode_answer(answers, prompt, name, encoding, self) for name in ("chosen", "rejected")]
+        record = _split_prompt(record)
+        prompt = _get(record, "prompt", type(chosen), self)
+        texts = [_encode_answer(record, prompt, name, encoding, self) for name in ("chosen", "rejected")]
         return [Item(tuple(texts))]
 
     def has_messages(self, record: _Record) -> bool:
         return isinstance(record.get("chosen"), list)
 
     def find_key(self, record: _Record, encoding: Encoding) -> str:
-        return _find_question(record.get("prompt", record["chosen"]))
+        return _find_question(_split_prompt(record)["prompt"])
 
 
 class PromptKind(RecordKind):
@@ -379,6 +371,21 @@ def _find_question(prompt: str | list[dict[str, Any]]) -> str:
         return prompt
     said = [message for message in prompt if message["role"] == "user"] or prompt
     return str(said[0].get("content"))
+
+
+def _split_prompt(record: _Record) -> _Record:
+    """Return a preference with its prompt: the common beginning of both answers, if it has none.
+
+    **Raises** `RecordError` for answers without a common beginning.
+    """
+    if "prompt" in record:
+        return record
+    chosen = record["chosen"]
+    rejected = record["rejected"]
+    shared = _count_common(chosen, rejected)
+    if not shared:
+        raise RecordError("`chosen` and `rejected` have no common beginning, and there is no `prompt`")
+    return {**record, "prompt": chosen[:shared], "chosen": chosen[shared:], "rejected": rejected[shared:]}
 
 
 def _count_common(first: Sequence[Any], second: Sequence[Any]) -> int:

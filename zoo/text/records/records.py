@@ -23,7 +23,7 @@ from zoo._optional import import_optional
 from zoo.text.batches import OrderedBatches, ShuffledBatches, spread_rows
 from zoo.text.chat import ChatTemplate, find_end_of_turn, write_chat_files
 from zoo.text.mixture import Mixture
-from zoo.text.packing import PackedRows
+from zoo.text.packing import PackedRows, TooLong
 from zoo.text.records.token_store import TokenStore, count_default_processes, write_store
 from zoo.text.run_data import LossUnit
 from zoo.text.token_cache import open_cache
@@ -31,7 +31,7 @@ from zoo.text.tokenizers import Tokenizer
 
 from .find_files import digest_files
 from .in_memory import InMemory
-from .kinds import TOO_LONG, Encoding, RecordKind
+from .kinds import Encoding, RecordKind
 from .prompt_rows import PromptRows
 from .record_file import RecordFile
 from .source import (
@@ -191,7 +191,7 @@ def load_records(
     kind: Literal["auto", "text", "chat", "completion", "preference", "labeled", "prompts"] = "auto",
     field: str = "text",
     train_on: Literal["all", "last"] = "all",
-    too_long: TOO_LONG | None = None,
+    too_long: TooLong | None = None,
     pack: bool = True,
     validation: float = 0.05,
     bad_records: Literal["stop", "skip"] = "stop",
@@ -259,7 +259,7 @@ class _Options:
     kind: str
     field: str
     train_on: Literal["all", "last"]
-    too_long: TOO_LONG | None
+    too_long: TooLong | None
     pack: bool
     validation: float
     skips: bool
@@ -278,7 +278,6 @@ def _load_source(source: Any, options: _Options) -> Records:
     encoding = Encoding(
         tokenizer=options.tokenizer,
         template=options.template,  # for a later record of messages, too
-        end=options.tokenizer.end,
         text_field=options.field,
         train_on=options.train_on,
         variables=options.variables,

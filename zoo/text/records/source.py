@@ -9,11 +9,12 @@ from typing import Any
 
 from zoo._files import to_jsonable
 from zoo.text.chat import ChatTemplate
+from zoo.text.packing import TooLong
 from zoo.text.records.token_store import RecordsError
 
 from .find_files import find_record_files
 from .in_memory import InMemory
-from .kinds import KINDS, TOO_LONG, Encoding, RecordKind, find_kind
+from .kinds import KINDS, Encoding, RecordKind, find_kind
 from .record_file import RecordError, RecordFile
 
 Weights = Mapping[str, float] | Sequence[tuple[int, Mapping[str, float]]]
@@ -73,7 +74,7 @@ def read_first_record(files: Sequence[RecordFile]) -> tuple[dict[str, Any], str]
     raise RecordsError(fault)
 
 
-def check_too_long(too_long: TOO_LONG | None, kind: RecordKind) -> None:
+def check_too_long(too_long: TooLong | None, kind: RecordKind) -> None:
     """**Raises** `ValueError` where records of several texts would be cut."""
     if too_long == "cut" and kind.texts_per_item > 1:
         raise ValueError(f"too_long='cut' would cut a {kind.name} record, of several texts: take 'drop'")
@@ -95,7 +96,7 @@ def describe_encoding(kind: RecordKind, encoding: Encoding) -> dict[str, Any]:
     template = encoding.template
     return {
         "tokenizer": encoding.tokenizer.cache_key,
-        "end": encoding.end,
+        "end": encoding.tokenizer.end,
         "template": template and [template.source, template.special_tokens, str(template.date)],
         "kind": kind.name,
         "field": encoding.text_field,

@@ -25,12 +25,12 @@ from jaxtyping import Int, Integer, Shaped, UInt8
 from zoo._optional import import_optional
 from zoo.text.batches import assign_rows
 from zoo.text.chat import ChatTemplate
-from zoo.text.packing import PackedRows
+from zoo.text.packing import PackedRows, TooLong
 from zoo.text.token_cache import choose_token_dtype
 from zoo.text.tokenizers import Tokenizer
 
 from .in_memory import InMemory
-from .kinds import TOO_LONG, Encoding, RecordKind
+from .kinds import Encoding, RecordKind
 from .record_file import RecordFile
 from .source import (
     Source,
@@ -71,7 +71,7 @@ def stream_records(
     kind: Literal["auto", "text", "chat", "completion", "preference", "labeled", "prompts"] = "auto",
     field: str = "text",
     train_on: Literal["all", "last"] = "all",
-    too_long: TOO_LONG | None = None,
+    too_long: TooLong | None = None,
     bad_records: Literal["stop", "skip"] = "stop",
     chat_date: str | None = None,
     variables: Mapping[str, Any] = {},
@@ -118,7 +118,6 @@ def stream_records(
     encoding = Encoding(
         tokenizer=tokenizer,
         template=fix_date(template, chat_date),
-        end=tokenizer.end,
         text_field=field,
         train_on=train_on,
         variables=variables,
@@ -139,7 +138,7 @@ class _Options:
     """Arguments of `stream_records`, completed."""
 
     seq_len: int
-    too_long: TOO_LONG
+    too_long: TooLong
     skips: bool
     seed: int
     window: int

@@ -19,6 +19,7 @@ import functools
 import hashlib
 import json
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -31,8 +32,8 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float, Int, Integer
 
-from zoo._files import to_jsonable
-from zoo._terminal import show
+from zoo._files import to_jsonable, write_text
+from zoo._terminal import format_bytes, show
 from zoo.text.token_cache import choose_token_dtype
 
 from .kinds import Encoding, RecordKind
@@ -43,6 +44,7 @@ MAX_LISTED = 20
 """Faults that are listed, and after which reading stops."""
 MAX_REJECTED = 0.01
 """Share of records that may be left out."""
+_LINE_SECONDS = 30
 WORKER_ENDED = (
     "a worker that tokenizes records ended: out of memory, or the script that called has no "
     '`if __name__ == "__main__":` around its work'
@@ -176,7 +178,7 @@ def write_store(
             "(--bad-records skip) writes them to a file, with their faults"
         )
     if faults and rejected is not None:
-        rejected.write_text("".join(json.dumps(fault, ensure_ascii=False) + "\n" for fault in faults))
+        write_text(rejected, "".join(json.dumps(fault, ensure_ascii=False) + "\n" for fault in faults))
         if len(faults) > MAX_REJECTED * num_records:
             raise RecordsError(
                 f"{len(faults):,} of {num_records:,} records have faults, more than the {MAX_REJECTED:.0%} that may be "
@@ -240,7 +242,11 @@ class _StoreWriter:
 
 def count_default_processes() -> int:
     """Return the number of workers by default: a core each, at most 8."""
-    return min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1, 8)
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
+    else:
+        cores = os.cpu_count() or 1
+    return min(cores, 8)
 
 
 def _encode_in_order(
@@ -290,13 +296,15 @@ _encode_in_worker: Callable[[Job], EncodedUnit]
 
 
 class _Progress:
-    """One line on the terminal: share of the bytes, tokens per second, time left. Nothing for what takes a second."""
+    """A bar on a terminal: bytes of all, tokens per second, time left; elsewhere a line every half minute. Nothing for
+    what takes a second."""
 
     def __init__(self, num_bytes: int):
         self._num_bytes = num_bytes
         self._done = 0
         self._tokens = 0
         self._start = time.monotonic()
+        self._next_line = _LINE_SECONDS
         self._bar: Any = None
 
     def __enter__(self) -> "_Progress":
@@ -311,10 +319,17 @@ class _Progress:
         self._done += num_bytes
         self._tokens += tokens
         seconds = time.monotonic() - self._start
+        speed = f"{self._tokens / max(seconds, 1e-3) / 1e6:.2f} M tokens/s"
+        if not sys.stderr.isatty():
+            if seconds > self._next_line:
+                self._next_line = seconds + _LINE_SECONDS
+                show(
+                    f"tokenized {format_bytes(self._done)} of {format_bytes(self._num_bytes)}, {speed}", file=sys.stderr
+                )
+            return
         if self._bar is None and seconds > 1:
             self._begin()
         if self._bar is not None:
-            speed = f"{self._tokens / seconds / 1e6:.2f} M tokens/s"
             self._bar.update(self._task, completed=self._done, speed=speed)
 
     def _begin(self) -> None:
@@ -322,8 +337,7 @@ class _Progress:
         from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
         columns = "tokenizing", BarColumn(bar_width=24), DownloadColumn(), TextColumn("{task.fields[speed]}")
-        console = Console(stderr=True)
-        self._bar = Progress(*columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal)
+        self._bar = Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True))
         self._task = self._bar.add_task("", total=self._num_bytes, speed="")
         self._bar.start()
 
