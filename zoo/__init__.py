@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from . import layers, models, ops, parallel, precision
 from ._workarounds import disable_cpu_reduce_fusion
 from .generate import generate
+from .models.capture import capture, capture_gradients, capture_names, patch, unpatch
 from .models.configure import configure, set_implementations
 from .models.loss import cross_entropy
 from .models.scoring import hidden_states, score
@@ -35,6 +36,9 @@ __all__ = [
     "Layout",
     "__version__",
     "adapters",
+    "capture",
+    "capture_gradients",
+    "capture_names",
     "cast",
     "configure",
     "count",
@@ -52,6 +56,7 @@ __all__ = [
     "models",
     "ops",
     "parallel",
+    "patch",
     "place",
     "place_batch",
     "plan",
@@ -65,6 +70,7 @@ __all__ = [
     "text",
     "tools",
     "trainable",
+    "unpatch",
     "value",
     "value_and_grad",
     "weights",

@@ -104,6 +104,8 @@ class AbstractMixer(Module):
     shards_state: ClassVar[bool] = False
     """True for a mixer that continues a state with a shard of the new tokens. `run_mixer` gives any other all of them,
     so that its state is replicated."""
+    value_names: ClassVar[tuple[str, ...]] = ()
+    """Names of values, besides inputs and results of modules, that `zoo.capture` reads."""
     per_head_linears: ClassVar[tuple[str, ...]] = ()
     """Fields of linear layers that it multiplies by `AbstractLinear.per_head` or its transpose."""
 

@@ -1,5 +1,7 @@
 """Dropout whose mask does not depend on the mesh."""
 
+from typing import ClassVar
+
 from zoo.ops.dropout import dropout
 from zoo.parallel import Module, implementation_option, shard_offset
 from zoo.shapes import ResidualStream
@@ -13,6 +15,8 @@ class Dropout(Module):
     The dropout mask is a function of the row's PRNG key and of a value's index in the row: the same on one device and
     on any mesh. Without keys, as at inference, dropout is the identity.
     """
+
+    hides_value: ClassVar[bool] = True  # a block calls it several times, and its values have names elsewhere
 
     rate: float = implementation_option()
 

@@ -32,7 +32,19 @@ from zoo.layers import (
 from zoo.layers.abstract import check_sequence_sharding, run_feed_forward, run_mixer
 from zoo.layers.moe.routing import RoutingSums, sum_routing
 from zoo.layers.token_info import token_info
-from zoo.parallel import Module, current_mesh, gather, implementation_option, named_by_class, num_shards, observed
+from zoo.parallel import (
+    Module,
+    buffer,
+    current_mesh,
+    gather,
+    implementation_option,
+    named_by_class,
+    num_shards,
+    observed,
+)
+from zoo.parallel.activation import Edit
+from zoo.parallel.scope import has_value
+from zoo.parallel.taps import in_layer, slice_edits
 from zoo.parallel.tokens import merge_copies, replicate_tokens, shard_tokens
 from zoo.parallel.trainable_copy import materialize
 from zoo.shapes import PaddingMask, Positions, ResidualStream, SegmentIds, Tokens
@@ -144,6 +156,10 @@ class AbstractStack(Module):
     A model holds one stack and calls it once, so that a schedule (a scan, a pipeline) can replace it.
     """
 
+    holds_layers: ClassVar[bool] = True
+    """Names of values and parameters have `layers.*` for this module and its layers."""
+    hides_value: ClassVar[bool] = True
+
     @abc.abstractmethod
     def __call__(
         self, hidden: Hidden, info: TokenInfo, states: LayerStates | None = None
@@ -177,12 +193,17 @@ class UnrolledStack(AbstractStack):
         for number, block in enumerate(self.blocks):
             layer_info = info.fold_keys(number)
             state = None if states is None else states[number]
-            hidden, state = set_dropout_keys(gather(block), layer_info)(hidden, layer_info, state)
+            edits = jax.tree.map(lambda x: x[0], slice_edits((number,), self._find_layers))
+            with in_layer(number, (number,), edits):
+                hidden, state = set_dropout_keys(gather(block), layer_info)(hidden, layer_info, state)
             hidden = hidden.sum_decisions(layer_info, self.routing)
             new_states.append(state)
         if states is None:
             return hidden, None
         return hidden, tuple(new_states)
+
+    def _find_layers(self, name: str) -> list[int]:
+        return [number for number, block in enumerate(self.blocks) if has_value(block, name)]
 
 
 def set_dropout_keys(block: AbstractBlock, info: TokenInfo) -> AbstractBlock:
@@ -219,6 +240,8 @@ class Decoder(Module):
     """Inputs of layers besides the embedding, if they have any (`zoo.models.layer_inputs`)."""
     logit_maximum: Float[Array, "1"] | None = observed(default=None)
     """The largest logit, in a model that is observed (`zoo.models.observe`)."""
+    edits: tuple[Edit, ...] = buffer(default=())
+    """Edits of values of the forward pass (`zoo.patch`)."""
 
     logits_multiplier: float = eqx.field(static=True, default=1.0)
     soft_cap: float | None = eqx.field(static=True, default=None)

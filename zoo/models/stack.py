@@ -19,6 +19,8 @@ from zoo.layers.moe.routing import RoutingSums
 from zoo.parallel import Dim, Remat, current_mesh, gather, implementation_option, replace_option, scan
 from zoo.parallel.pipeline import run_stages
 from zoo.parallel.remat import check_remat, rematerialize
+from zoo.parallel.scope import has_value
+from zoo.parallel.taps import in_layer, refuse_layer_taps, slice_edits
 
 from .decoder import (
     AbstractBlock,
@@ -127,6 +129,7 @@ class Stack(AbstractStack):
                 "states of layers (KV caches, recurrent states) are not kept by the stages of a pipeline: generate on "
                 "a mesh with pipe=1"
             )
+        refuse_layer_taps("values do not travel through the stages of a pipeline: capture on a mesh with pipe=1")
         if self.routing != "rows":
             raise NotImplementedError(
                 f"routing={self.routing!r} has the decisions for every token, which do not travel through a pipeline: "
@@ -196,11 +199,13 @@ class Stack(AbstractStack):
         """Run the repeats of a pattern, whose first layer is number `first`, one after the other."""
         pattern = self._make_pattern(segment, info, prevent_cse=True)
         new_states = []
-        for blocks in unstack_tree(segment.vary_arrays()):
+        for blocks in unstack_tree(self._add_edits(segment, first)):
             for block, run in zip(blocks, pattern, strict=True):
                 layer = len(new_states)
                 state = None if states is None else states[layer]
-                output, state = run(block, first + layer, hidden.drop_routing(), state)
+                number = first + layer
+                numbers = (number,) if isinstance(number, int) else ()
+                output, state = _run_layer(run, block, number, numbers, hidden.drop_routing(), state)
                 hidden = dataclasses.replace(output, routing=(*hidden.routing, *output.routing))
                 new_states.append(state)
         return hidden, None if states is None else tuple(new_states)
@@ -216,20 +221,20 @@ class Stack(AbstractStack):
         unroll: int,
     ) -> tuple[Hidden, LayerStates | None]:
         """Scan over the repeats of a pattern, whose first layer is number `first`."""
-        arrays = segment.vary_arrays()
+        arrays = self._add_edits(segment, first)
         period = len(segment.blocks)
         repeats = segment.local_repeats
         numbers = first + period * jnp.arange(repeats)
+        pattern = self._make_pattern(segment, info, prevent_cse=1 < repeats <= unroll)  # then no loop remains
         if states is None:
             stacked_states = None
         else:
             stacked_states = tuple(stack_trees(states[i::period]) for i in range(period))
-        pattern = self._make_pattern(segment, info, prevent_cse=1 < repeats <= unroll)  # then no loop remains
-
         if nests_patterns(self.loop):
             inner_patterns = find_inner_patterns(segment.blocks)
         else:
             inner_patterns = [(1, 1)] * period
+        numbers_of_blocks = _list_layers(segment, first, inner_patterns)
 
         def step(hidden: Hidden, xs: Any):
             arrays, number, states = xs
@@ -238,7 +243,7 @@ class Stack(AbstractStack):
                 start = len(outputs)
                 layers = slice(start, start + inner_period * inner_repeats)
                 inner_states = None if states is None else states[layers]
-                inner = pattern[start : start + inner_period]
+                inner = [(pattern[i], numbers_of_blocks[i]) for i in range(start, start + inner_period)]
                 hidden, new = _run_inner_pattern(inner, arrays[layers], number + start, hidden, inner_states)
                 outputs += new
             new_states, routing = zip(*outputs, strict=True)
@@ -253,6 +258,23 @@ class Stack(AbstractStack):
         routing = [decision for i, repeat in order for decision in index_tree(routing[i], repeat)]
         hidden = dataclasses.replace(output, routing=(*hidden.routing, *routing))
         return hidden, None if new_states is None else tuple(index_tree(new_states[i], repeat) for i, repeat in order)
+
+    def _add_edits(self, segment: Segment, first: int | Int[Array, ""]) -> tuple[tuple[Any, Any], ...]:
+        """Return the arrays of each block of a pattern, and its rows of the arrays of edits (`zoo.parallel.taps`)."""
+        numbers = _list_layers(segment, first, [(1, 1)] * len(segment.blocks))
+        edits = [slice_edits(layers, self.find_layers) for layers in numbers]
+        return tuple(zip(segment.vary_arrays(), edits, strict=True))
+
+    def find_layers(self, name: str) -> list[int]:
+        """Return the numbers of the layers that have a value of this name, such as "attention.query"."""
+        found = []
+        first = 0
+        for segment in self.segments:
+            numbers = _list_layers(segment, first, [(1, 1)] * len(segment.blocks))
+            for block, layers in zip(segment.blocks, numbers, strict=True):
+                found += layers if has_value(block, name) else ()
+            first += segment.num_repeats * len(segment.blocks)
+        return sorted(found)
 
     def _make_pattern(self, segment: Segment, info: TokenInfo, *, prevent_cse: bool) -> list[Callable]:
         """Return a function `(arrays, number, hidden, state) -> (hidden, state)` for each block of a pattern."""
@@ -273,23 +295,56 @@ class Stack(AbstractStack):
         return [rematerialize(run, self.remat, prevent_cse=prevent_cse) for run in blocks]
 
 
+def _list_layers(
+    segment: Segment, first: int | Int[Array, ""], inner_patterns: Sequence[tuple[int, int]]
+) -> list[tuple[int, ...]]:
+    """Return for each block of a pattern the numbers of the layers that it is run for, by itself or as the first of
+    equal blocks of an inner pattern; none in a pipeline, where the number of the first layer is traced."""
+    period = len(segment.blocks)
+    if not isinstance(first, int):
+        return [()] * period
+    starts = range(first, first + period * segment.num_repeats, period)
+    layers = []
+    for inner_period, inner_repeats in inner_patterns:
+        for i in range(inner_period * inner_repeats):
+            begin = len(layers) - i + i % inner_period
+            places = range(begin, len(layers) - i + inner_period * inner_repeats, inner_period)
+            layers.append(tuple(start + place for start in starts for place in places))
+    return layers
+
+
+def _run_layer(
+    run: Callable,
+    arrays: tuple[Any, Any],
+    number: int | Int[Array, ""],
+    numbers: tuple[int, ...],
+    hidden: Hidden,
+    state: Any,
+) -> tuple[Hidden, Any]:
+    """Run a block with its arrays and its rows of edits, as layer `number`, which is one of `numbers`."""
+    block_arrays, edits = arrays
+    with in_layer(number, numbers, edits):
+        return run(block_arrays, number, hidden, state)
+
+
 def _run_inner_pattern(
-    pattern: Sequence[Callable],
+    pattern: Sequence[tuple[Callable, tuple[int, ...]]],
     arrays: Sequence[Any],
     first: Int[Array, ""],
     hidden: Hidden,
     states: Sequence[Any] | None,
 ) -> tuple[Hidden, list[tuple[Any, Any]]]:
     """Run the repeats of a pattern inside a pattern, whose first layer is number `first`: several in a scan of their
-    own, which compiles the pattern once. Return the hidden states, and state and routing of each layer."""
+    own, which compiles the pattern once. Return the hidden states, and state and routing of each layer. A pattern is a
+    function for each of its blocks, with the numbers of the layers that it runs."""
     period = len(pattern)
     states = [None] * len(arrays) if states is None else states
 
     def step(hidden: Hidden, xs: Any):
         arrays, number, states = xs
         outputs = []
-        for i, run in enumerate(pattern):
-            hidden, state = run(arrays[i], number + i, hidden, states[i])
+        for i, (run, layers) in enumerate(pattern):
+            hidden, state = _run_layer(run, arrays[i], number + i, layers, hidden, states[i])
             outputs.append((state, hidden.routing))
             hidden = hidden.drop_routing()
         return hidden, outputs

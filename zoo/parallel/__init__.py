@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from zoo._moved import explain_moved_names
 from zoo._processes import initialize
 
+from .activation import Activation
 from .batch import place_batch, reader
 from .collectives import (
     all_gather,
@@ -51,6 +52,7 @@ __all__ = [
     "ZERO1",
     "ZERO2",
     "ZERO3",
+    "Activation",
     "Dim",
     "Layout",
     "Mesh",

@@ -15,6 +15,7 @@ from jaxtyping import Array, Int, PyTree
 from zoo.ops.varying import vary, varying
 
 from .mesh import Mesh
+from .taps import current_taps, scan_lifted
 
 active_mesh = jax.make_user_context(None)
 """Context manager, `with active_mesh(mesh):`, that sets the mesh of the functions below. It is part of JAX's trace
@@ -106,6 +107,8 @@ def scan(
     if current_mesh() is not None:
         x = jax.tree.map(lambda x: x[0], xs)
         carry = vary_as_returned(lambda carry: body(carry, x)[0], carry)
+    if current_taps() is not None:
+        return scan_lifted(body, carry, xs, length, unroll)
     return lax.scan(body, carry, xs, length=length, unroll=unroll)
 
 

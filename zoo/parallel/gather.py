@@ -23,6 +23,7 @@ from zoo._checks import parse_dtype
 from .collectives import current_mesh, vary, varying
 from .mesh import Mesh
 from .module import Leaf, is_parameter, leaves, map_leaves
+from .taps import current_taps
 from .trainable_copy import materialize
 
 _GatherDims = tuple[tuple[int, tuple[str, ...]], ...]
@@ -72,6 +73,13 @@ def gather(module: PyTree) -> PyTree:
     float32. The axes come from the layout, not from the varying axes, because a parameter may vary over an axis that
     does not shard it. Outside `zoo.spmd` no parameter is gathered.
     """
+    gathered = _gather(module)
+    if (taps := current_taps()) is not None:
+        taps.log.aliases.append((gathered, module))  # values of the new object have the names of the old one
+    return gathered
+
+
+def _gather(module: PyTree) -> PyTree:
     mesh = current_mesh()
     if mesh is None:
         return materialize(module)

@@ -17,6 +17,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, PRNGKeyArray, PyTree
 
+from .activation import Activation
 from .batch import find_batch_axis
 from .collectives import vary, varying
 from .gather import attach_gradient_shards, make_gradient_shards
@@ -26,7 +27,7 @@ from .one_forward_one_backward import run_timetable
 from .pipeline import Pipelining, active_pipelining
 from .rounds import select_round
 from .schedule import Schedule, Timetable
-from .spmd import ShardMapProgram, run_sharded
+from .spmd import OutputDims, ShardMapProgram, SpmdProgram, run_sharded
 
 _logger = logging.getLogger("zoo")
 
@@ -181,7 +182,8 @@ class _LossAndGrad(ShardMapProgram):
             result = self._sum_over_microbatches(run_microbatch, differentiated, rows)
         total, count, aux, gradients = result
         if self._token_axes:
-            total, count, aux = lax.psum((total, count, aux), self._token_axes)
+            total, count = lax.psum((total, count), self._token_axes)
+            aux = _map_sums(lambda x: lax.psum(x, self._token_axes), aux)
         count = jnp.where(count == 0, 1, count)
         divisor = count if loss_scale is None else count * loss_scale
         if self.with_grad:
@@ -229,10 +231,27 @@ class _LossAndGrad(ShardMapProgram):
                 given = _describe_result(x)
                 raise ValueError(f"the {name} that {_function_name(self.fn)} returns is a scalar, not {given}")
             _check_varying(x, self._token_axes, f"the {name} that {_function_name(self.fn)} returns")
-        for x in jax.tree.leaves(aux):
+        if any(map(_is_activation, jax.tree.leaves(aux, is_leaf=_is_activation))):
+            self._check_captures()
+        for x in jax.tree.leaves(_map_sums(lambda x: x, aux, keep=False)):
             _check_varying(x, self._token_axes, f"an array that {_function_name(self.fn)} returns in aux")
         scalars = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), (total, lax.stop_gradient(count)))
-        return vary((*scalars, jax.tree.map(jnp.asarray, aux)), self._token_axes)
+        aux = _map_sums(lambda x: vary(jnp.asarray(x), self._token_axes), aux)
+        return (*vary(scalars, self._token_axes), aux)
+
+    def _check_captures(self) -> None:
+        """Check that the values of `zoo.capture` in the aux of a loss can be returned."""
+        if not self._is_captured:
+            raise ValueError(
+                f"{_function_name(self.fn)} returns values of zoo.capture in aux: capture the loss itself, "
+                "zoo.value_and_grad(zoo.capture(loss_fn, *names), mesh, has_aux=True)"
+            )
+        if self.microbatches > 1:
+            raise NotImplementedError("values of micro-batches are not put together: capture with microbatches=1")
+
+    @property
+    def _is_captured(self) -> bool:
+        return getattr(self.fn, "returns_values", False)
 
     def _sum_over_microbatches(self, run_microbatch: Callable, params: PyTree, rows: PyTree) -> tuple:
         """Gradient accumulation: scan over micro-batches and sum their results. One micro-batch is live at a time."""
@@ -291,7 +310,11 @@ class _LossAndGrad(ShardMapProgram):
     def out_specs(self, shard_map, run_on_shards, arrays):
         (model, *_), _ = arrays
         differentiated = eqx.filter(model, map_leaves(is_differentiated, model))
-        return PartitionSpec(), PartitionSpec(), self.mesh.optimizer.specs(differentiated) if self.with_grad else None
+        aux = PartitionSpec()
+        if self.has_aux and self._is_captured:
+            program = SpmdProgram(self.fn, self.mesh, 1, OutputDims.from_tree(""))
+            aux = program.out_specs(shard_map, lambda arrays: run_on_shards(arrays)[1], arrays)
+        return PartitionSpec(), aux, self.mesh.optimizer.specs(differentiated) if self.with_grad else None
 
 
 def _check_varying(x: Array | float | int, allowed: tuple[str, ...], name: str) -> None:
@@ -301,6 +324,22 @@ def _check_varying(x: Array | float | int, allowed: tuple[str, ...], name: str) 
             "Over a sharded vocabulary use zoo.cross_entropy; all-reduce other partial results with "
             "zoo.parallel.reduce(x, over=dim)."
         )
+
+
+def _is_activation(x: Any) -> bool:
+    return isinstance(x, Activation)
+
+
+def _map_sums(function: Callable, aux: PyTree, *, keep: bool = True) -> PyTree:
+    """Apply a function to what is summed over devices: all but the values that `zoo.capture` returns, which stay as
+    they are, or None unless `keep`."""
+
+    def apply(x: Any) -> Any:
+        if _is_activation(x):
+            return x if keep else None
+        return function(x)
+
+    return jax.tree.map(apply, aux, is_leaf=_is_activation)
 
 
 def _name_observed_fields(model: PyTree) -> list[str]:

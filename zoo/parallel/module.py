@@ -8,16 +8,16 @@ with the value `Dim("heads", 64)` turns `"out"` into heads of size 64.
 import copy
 import dataclasses
 import types
-import typing
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, dataclass_transform
 
 import equinox as eqx
 import jax
-from jaxtyping import AbstractArray, PyTree, jaxtyped
+from jaxtyping import PyTree, jaxtyped
 
 from zoo.ops.implementations import Operation
 
+from .dims import Dim, find_array_types, read_dim_names, resolve_dim
 from .scope import SCOPED_METHODS, scoped
 from .trainable_copy import TrainableCopy
 
@@ -32,18 +32,6 @@ _FULL_PRECISION = "zoo.full_precision"
 _NO_WEIGHT_DECAY = "zoo.no_weight_decay"
 
 _Module = TypeVar("_Module")
-
-
-@dataclasses.dataclass(frozen=True)
-class Dim:
-    """Name of an array dim in the layout, and its `unit`: the number of consecutive elements that are never sharded.
-
-    `Dim("heads", 64)` with 512 elements is 8 heads. The count is read off the array, so it is also correct for a
-    device's shard.
-    """
-
-    name: str
-    unit: int = 1
 
 
 def stacked(dim: str) -> Any:
@@ -153,7 +141,7 @@ class Module(eqx.Module):
         with jaxtyped("context"):  # one scope for all fields: "out" has the same size in the weight and in the bias
             for field, x in arrays:
                 dims = resolve_dims(self, field, x.ndim)
-                if not any(isinstance(x, annotation) for annotation in _find_array_types(field.type)):
+                if not any(isinstance(x, annotation) for annotation in find_array_types(field.type)):
                     raise TypeError(_format_mismatch(self, field, x, arrays))
                 for dim, size in zip(dims, x.shape, strict=True):
                     if size % dim.unit:
@@ -194,21 +182,16 @@ def _find_bare_arrays(value: Any) -> list[Any]:
     return [x for x in leaves if eqx.is_array(x)]
 
 
-def _find_array_types(annotation: Any) -> Iterator[Any]:
-    """Yield the jaxtyping types in an annotation: `Float[Array, "out"] | None`, `tuple[Float[Array, "out"], ...]`."""
-    if isinstance(annotation, type) and issubclass(annotation, AbstractArray):
-        yield annotation
-    for inner in typing.get_args(annotation):
-        yield from _find_array_types(inner)
-
-
 def _format_annotation(annotation: Any) -> str:
-    names = [f'{t.dtype.__name__}[Array, "{t.dim_str}"]' for t in _find_array_types(annotation)]
+    names = [f'{t.dtype.__name__}[Array, "{t.dim_str}"]' for t in find_array_types(annotation)]
     return " | ".join(names) or str(annotation)
 
 
 def resolve_dims(module: Module, field: dataclasses.Field, ndim: int) -> tuple[Dim, ...]:
-    """Return the dims that a field's annotation names for an array of `ndim` dims, as renamed by this instance."""
+    """Return the dims that a field's annotation names for an array of `ndim` dims, as renamed by this instance. A field
+    `array_dims` names all dims of the field `array`."""
+    if (names := getattr(module, f"{field.name}_dims", None)) is not None:
+        return tuple(map(Dim, names))
     field_name = f"{type(module).__name__}.{field.name}"
     matching = [names for names in _find_dim_names(field) if len(names) == ndim]
     if isinstance(field.type, str):
@@ -222,12 +205,12 @@ def resolve_dims(module: Module, field: dataclasses.Field, ndim: int) -> tuple[D
             f"name {ndim} dims. "
             'Annotate it with one fixed name per dim: weight: Float[Array, "out in"].'
         )
-    return tuple(_resolve_dim(module, name) for name in matching[0])
+    return tuple(resolve_dim(module, name) for name in matching[0])
 
 
 def _find_dim_names(field: dataclasses.Field) -> set[tuple[str, ...]]:
     """Return the dim names of each alternative in a field's annotation."""
-    return {names for t in _find_array_types(field.type) if (names := _read_dim_names(t)) is not None}
+    return {names for t in find_array_types(field.type) if (names := read_dim_names(t)) is not None}
 
 
 def _resolve_state_dims(
@@ -241,29 +224,14 @@ def _resolve_state_dims(
     alternatives = _find_dim_names(field)
     if len(alternatives) != 1:
         return None
-    dims = (*stacked_dims, *(_resolve_dim(module, name) for name in next(iter(alternatives))))
+    dims = (*stacked_dims, *(resolve_dim(module, name) for name in next(iter(alternatives))))
     return (Dim("history"),) * (ndim - len(dims)) + dims if ndim > len(dims) else None
-
-
-def _read_dim_names(annotation: Any) -> tuple[str, ...] | None:
-    """Return the dim names of a jaxtyping annotation, sizes as strings; None if they are variadic."""
-    if not isinstance(annotation.dims, tuple):
-        return None  # only "..."
-    names = [getattr(dim, "name", None) or getattr(dim, "size", None) for dim in annotation.dims]
-    fixed = all(names) and "*" not in annotation.dim_str
-    return tuple(map(str, names)) if fixed else None
-
-
-def _resolve_dim(module: Module, name: str) -> Dim:
-    dim = getattr(module, name, None)
-    dim = dim if isinstance(dim, Dim) else getattr(module, f"{name}_", None)  # `in` is a keyword: the field is `in_`
-    return dim if isinstance(dim, Dim) else Dim(name)
 
 
 def resolve_stacked_dims(module: Module, name: str) -> Sequence[Dim]:
     """Return the leading dims of a `stacked` field: one dim, or the dims of a tuple in the field of that name."""
     dims = getattr(module, name, None)
-    return dims if isinstance(dims, tuple) else [_resolve_dim(module, name)]
+    return dims if isinstance(dims, tuple) else [resolve_dim(module, name)]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,6 +5,7 @@ Chen et al., "Training Deep Nets with Sublinear Memory Cost" (arXiv:1604.06174).
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal, get_args
 
 import jax
@@ -12,6 +13,7 @@ import jax
 from zoo.ops.platform import current_platform
 
 from .collectives import current_mesh
+from .taps import current_taps, lift, lifted
 
 RematPolicy = Literal["none", "elementwise", "dots", "full"]
 """Policies by name, from the most memory to the most recomputation."""
@@ -89,7 +91,17 @@ def rematerialize(function: Callable, remat: Remat, *, prevent_cse: bool = False
             return True  # in place of the matrix product that it sums, which has the tokens of all devices
         return any(choose(primitive, *avals, **params) for primitive, avals, params in equations)
 
-    return jax.checkpoint(function, policy=policy, prevent_cse=prevent_cse)
+    checkpoint = partial(jax.checkpoint, policy=policy, prevent_cse=prevent_cse)
+    if current_taps() is None:
+        return checkpoint(function)
+    checkpointed = checkpoint(lifted(function))
+
+    def run(*args: Any) -> Any:
+        result, values = checkpointed(*args)
+        lift(values)
+        return result
+
+    return run
 
 
 def check_remat(remat: Remat) -> Remat:

@@ -111,6 +111,10 @@ def write_model(
     """Save a model as `save` does, without a word on a tokenizer that the caller writes."""
     _require_directory(directory)
     _refuse_adapters(model)
+    if edits := getattr(model, "edits", ()):
+        raise ValueError(
+            f"a checkpoint has no place for edits, and the model has one of {edits[0].name}: save zoo.unpatch(model)"
+        )
     model = _take_master_weights(model)
     origin, name_map = resolve_origin(model, family, dict(config or {}))
     aside = LeftAside({}, origin.wrapping)

@@ -17,6 +17,7 @@ from ..heads import split_heads
 from ..kv_cache import KeyValueCache
 from ..token_info import TokenInfo, token_positions
 from .base import attend, check_attention_sizes, make_cache, make_projections
+from .tapped import VALUE_NAMES
 
 _BIAS_CHANNELS = 3
 """Channels of the keys that hold a bias: its 24 bits, in pieces that bfloat16 has exactly."""
@@ -38,6 +39,7 @@ class AlibiAttention(AbstractMixer):
     """
 
     shards_sequence = True
+    value_names = VALUE_NAMES
     shards_state = True
 
     query: AbstractLinear

@@ -13,7 +13,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, Key
 
-from zoo.ops.attention import AttentionMask, attention
+from zoo.ops.attention import AttentionMask
 from zoo.ops.rotary import Rotary, apply_rotary
 from zoo.parallel import Dim, all_gather, num_shards, sharded_axes
 from zoo.shapes import HeadVectors, HiddenStates, KVHeads, Positions, ResidualStream, ValueHeads
@@ -26,6 +26,7 @@ from ..rotary import compute_cos_sin, rope_switch_length
 from ..token_info import TokenInfo
 from .cached import cached_attention
 from .context import causal_attention
+from .tapped import VALUE_NAMES, tap_heads, tapped_attention
 
 _CachedKVHeads = Float[Array, "batch key_seq kv_heads head_dim"]
 _CachedValueHeads = Float[Array, "batch key_seq kv_heads value_dim"]
@@ -42,6 +43,7 @@ class AbstractGroupedAttention(AbstractMixer):
 
     shards_sequence = True
     shards_state = True
+    value_names = VALUE_NAMES
 
     key: eqx.AbstractVar[AbstractLinear]
     value: eqx.AbstractVar[AbstractLinear]
@@ -189,14 +191,14 @@ def attend(
     **Raises** `ValueError` for a cache without positions.
     """
     require_positions(info, state)
-    query, key, value = map(checkpoint_name, (query, key, value), ("query", "key", "value"))
+    query, key, value = map(checkpoint_name, tap_heads(query, key, value), ("query", "key", "value"))
     if state is None:
         key, value = (select_kv_heads(x, query, group) for x in (key, value))
         if sharded_axes(query, "seq"):
             mixed = causal_attention(query, (key, value), info.segment_ids, window=window, **options)
         else:
             mask = AttentionMask(True, window, info.segment_ids, info.segment_ids)
-            mixed = attention(query, key, value, mask, **options)
+            mixed = tapped_attention(query, key, value, mask, **options)
     else:
         key, value, key_positions, state = update_cache(state, key, value, info.positions, window)
         key, value = (select_kv_heads(x, query, group) for x in (key, value))

@@ -24,10 +24,12 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from zoo.ops.attention import AttentionMask, attention, attention_with_lse
+from zoo.ops.attention import AttentionMask, attention_with_lse
 from zoo.ops.implementations import AUTO
 from zoo.parallel import all_gather, reduce, sharded_axes
 from zoo.shapes import HeadVectors
+
+from .tapped import refuse_probabilities, tapped_attention
 
 
 def cached_attention(
@@ -48,7 +50,8 @@ def cached_attention(
     """
     options = {"scale": scale, "soft_cap": soft_cap, "implementation": implementation}
     if mask.key_positions is None or not (axes := sharded_axes(mask.key_positions, "slots")):
-        return attention(query, key, value, mask, sinks=sinks, **options)
+        return tapped_attention(query, key, value, mask, sinks=sinks, **options)
+    refuse_probabilities(f"no device has them where {' x '.join(axes)} shards the slots of a cache: leave it at 1")
     assert mask.query_positions is not None  # there are key positions
     into = "seq" if sharded_axes(query, "seq") else None
     places = {"query_positions": mask.query_positions, "query_segments": mask.query_segments}

@@ -22,12 +22,13 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from zoo.ops.attention import AttentionMask, attention
+from zoo.ops.attention import AttentionMask
 from zoo.ops.implementations import AUTO, Implementation, Operation
 from zoo.parallel import current_mesh, shard_offset, sharded_axes
 from zoo.shapes import HeadVectors, Positions, SegmentIds
 
 from .ring import ring_attention
+from .tapped import refuse_probabilities, tapped_attention
 
 _Expand = Callable[[PyTree], tuple[HeadVectors, HeadVectors]]
 
@@ -64,6 +65,7 @@ def causal_attention(
         options["selected"] = selected
     if not (axes := sharded_axes(query, "seq")):
         return _attend_causally(query, *expand(tokens), segment_ids, segment_ids, **options)
+    refuse_probabilities(f"no device has them where {' x '.join(axes)} shards the sequence: leave it at 1")
     mesh = current_mesh()
     assert mesh is not None  # there are sharded axes
     if _draws(expand):  # a dropout mask is one of tokens by their places, which are known where they are
@@ -129,7 +131,7 @@ def _attend_causally(
 ) -> HeadVectors:
     """Attend with a causal mask; positions default to the order in the arrays."""
     mask = AttentionMask(True, window, query_segments, key_segments, query_positions, key_positions, selected)
-    return attention(query, key, value, mask, **options)
+    return tapped_attention(query, key, value, mask, **options)
 
 
 def _gather_tokens(tree: PyTree[Array], axes: tuple[str, ...]) -> PyTree[Array]:

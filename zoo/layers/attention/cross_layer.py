@@ -21,6 +21,7 @@ from ..token_info import TokenInfo
 from .base import check_attention_sizes, make_cache, make_projections, rotate, update_cache
 from .cached import cached_attention
 from .context import causal_attention
+from .tapped import VALUE_NAMES, tap_heads
 
 
 class SharedKeyValues(Module):
@@ -50,6 +51,7 @@ class CrossLayerAttention(AbstractMixer):
     """
 
     shards_sequence = True
+    value_names = VALUE_NAMES
     shards_state = True
 
     query: AbstractLinear
@@ -170,7 +172,7 @@ class CrossLayerAttention(AbstractMixer):
         if self.value_norm is not None:
             value = self.value_norm(value)
         query, key = rotate(query, key, self.rotary, x, info, state)
-        query, key, value = map(checkpoint_name, (query, key, value), ("query", "key", "value"))
+        query, key, value = map(checkpoint_name, tap_heads(query, key, value), ("query", "key", "value"))
         if state is None:
             return query, SharedKeyValues(key, value, None, None), None
         key, value, positions, state = update_cache(state, key, value, info.positions, self.window)

@@ -23,6 +23,7 @@ from ..rotary import compute_cos_sin, rope_switch_length
 from ..token_info import TokenInfo
 from .cached import cached_attention
 from .context import causal_attention
+from .tapped import PROBABILITIES
 
 _LatentFeatures = Float[Array, "batch key_seq features"]
 
@@ -62,6 +63,7 @@ class LatentAttention(AbstractMixer):
     """
 
     shards_sequence = True
+    value_names = (PROBABILITIES,)
     shards_state = True
     per_head_linears = ("key_up", "value_up")
 

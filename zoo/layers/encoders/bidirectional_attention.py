@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Key
 
-from zoo.ops.attention import ATTENTION, AttentionMask, attention
+from zoo.ops.attention import ATTENTION, AttentionMask
 from zoo.ops.axial_rotary import AxialRotary
 from zoo.ops.rotary import Rotary, apply_rotary
 from zoo.parallel import implementation_option
@@ -16,6 +16,7 @@ from zoo.shapes import HiddenStates, ResidualStream
 
 from ..abstract import AbstractLinear, AbstractMixer
 from ..attention.base import check_attention_sizes, make_projections
+from ..attention.tapped import VALUE_NAMES, tap_heads, tapped_attention
 from ..heads import select_kv_heads, split_heads
 from ..rotary import compute_cos_sin
 from ..token_info import TokenInfo
@@ -28,6 +29,8 @@ class BidirectionalAttention(AbstractMixer):
 
     Heads are sharded over `tensor`, as in `Attention`. The sequence is not: `context` stays at 1.
     """
+
+    value_names = VALUE_NAMES
 
     query: AbstractLinear
     key: AbstractLinear
@@ -80,11 +83,11 @@ class BidirectionalAttention(AbstractMixer):
             cos, sin = compute_cos_sin(self.rotary, x, info)
             query = apply_rotary(query, cos, sin, interleaved=self.rotary.interleaved)
             key = apply_rotary(key, cos, sin, interleaved=self.rotary.interleaved)
-        query, key, value = map(checkpoint_name, (query, key, value), ("query", "key", "value"))
+        query, key, value = map(checkpoint_name, tap_heads(query, key, value), ("query", "key", "value"))
         key, value = (select_kv_heads(x, query, self.group) for x in (key, value))
         segments = {"query_segments": info.segment_ids, "key_segments": info.segment_ids}
         mask = AttentionMask(causal=False, window=self.window, **segments)
-        mixed = attention(query, key, value, mask, implementation=self.implementation)
+        mixed = tapped_attention(query, key, value, mask, implementation=self.implementation)
         return self.out(checkpoint_name(mixed, "attention").reshape(*mixed.shape[:2], -1)), None
 
     def init_state(self, batch: int, length: int, dtype: Any = jnp.float32) -> Any:

@@ -9,7 +9,8 @@ from jaxtyping import Array, Bool, Float, Key
 from zoo._checks import check_images, wrap_key
 from zoo.layers import AbstractNorm, Dropout, ImageEmbedding, TokenInfo
 from zoo.layers.token_info import split_row_keys
-from zoo.parallel import Module, Remat, gather, implementation_option, sharded_axes
+from zoo.parallel import Module, Remat, buffer, gather, implementation_option, sharded_axes
+from zoo.parallel.activation import Edit
 from zoo.parallel.tokens import replicate_tokens, shard_tokens
 
 from ..build import LayerFactories, build_stack
@@ -37,6 +38,8 @@ class ImageEncoder(Module):
     head: AbstractEncoderHead
     dropout: Dropout
 
+    edits: tuple[Edit, ...] = buffer(default=())
+    """Edits of values of the forward pass (`zoo.patch`)."""
     origin: Origin | None = implementation_option(default=None)
     """The checkpoint that the model was loaded from, which `zoo.save` needs."""
 

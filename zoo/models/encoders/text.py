@@ -21,7 +21,8 @@ from zoo.layers import (
 from zoo.layers.abstract import check_sequence_sharding
 from zoo.layers.embedding import TokenTypeEmbedding
 from zoo.layers.token_info import token_info
-from zoo.parallel import Module, Remat, gather, implementation_option
+from zoo.parallel import Module, Remat, buffer, gather, implementation_option
+from zoo.parallel.activation import Edit
 from zoo.parallel.tokens import merge_copies, replicate_tokens, shard_tokens
 from zoo.shapes import HiddenStates, PaddingMask, Positions, SegmentIds, Tokens
 
@@ -61,6 +62,8 @@ class Encoder(Module):
     relative_embedding: RelativeEmbedding | None = None
     """Table of relative positions that all layers read (`zoo.models.encoders.relative`)."""
 
+    edits: tuple[Edit, ...] = buffer(default=())
+    """Edits of values of the forward pass (`zoo.patch`)."""
     origin: Origin | None = implementation_option(default=None)
     """The checkpoint that the model was loaded from, which `zoo.save` needs."""
 

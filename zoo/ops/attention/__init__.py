@@ -27,7 +27,7 @@ from .blockwise import blockwise_attention, blockwise_attention_gradients, block
 from .fused import fused_attention
 from .grouped import grouped_query_attention, grouped_query_attention_with_lse
 from .mask import AttentionMask
-from .reference import reference_attention
+from .reference import attention_probabilities, average_values, reference_attention
 from .request import AttentionRequest
 from .select import ATTENTION, ATTENTION_WITH_LSE, attention, attention_with_lse
 from .splash import splash_attention
@@ -38,7 +38,9 @@ __all__ = [
     "AttentionMask",
     "AttentionRequest",
     "attention",
+    "attention_probabilities",
     "attention_with_lse",
+    "average_values",
     "blockwise_attention",
     "blockwise_attention_gradients",
     "blockwise_attention_with_lse",

@@ -19,9 +19,22 @@ def reference_attention(
     sinks: Float[Array, "heads"] | None = None,
 ) -> Float[Array, "batch query_seq heads value_dim"]:
     """Compute attention by its definition in float32, with keys and values repeated for every query head."""
-    group = group_size(query, key)
-    query, key, value_fp32 = (x.astype(jnp.float32) for x in (query, key, value))
-    key, value_fp32 = (jnp.repeat(x, group, axis=2) for x in (key, value_fp32))
+    options = {"scale": scale, "soft_cap": soft_cap, "sinks": sinks}
+    return average_values(attention_probabilities(query, key, attention_mask, **options), value)
+
+
+def attention_probabilities(
+    query: Float[Array, "batch query_seq heads head_dim"],
+    key: Float[Array, "batch key_seq kv_heads head_dim"],
+    attention_mask: AttentionMask,
+    *,
+    scale: float | None = None,
+    soft_cap: float | None = None,
+    sinks: Float[Array, "heads"] | None = None,
+) -> Float[Array, "batch heads query_seq key_seq"]:
+    """Compute the softmax over keys in float32, 0 for keys that are masked. With sinks, a row sums to less than 1."""
+    query, key = (x.astype(jnp.float32) for x in (query, key))
+    key = jnp.repeat(key, group_size(query, key), axis=2)
     mask = attention_mask.materialize(query.shape[1], key.shape[1])
     scores = jnp.einsum("bqhd,bkhd->bhqk", query, key, precision="highest")
     scores = scale_scores(scores, query.shape[-1], scale, soft_cap)
@@ -38,5 +51,13 @@ def reference_attention(
     total = weights.sum(axis=-1, keepdims=True)
     if sinks is not None:
         total = total + jnp.exp(sinks - highest)
-    weights = weights / jnp.where(total > 0, total, 1)
-    return jnp.einsum("bhqk,bkhd->bqhd", weights, value_fp32, precision="highest").astype(value.dtype)
+    return weights / jnp.where(total > 0, total, 1)
+
+
+def average_values(
+    probabilities: Float[Array, "batch heads query_seq key_seq"],
+    value: Float[Array, "batch key_seq kv_heads value_dim"],
+) -> Float[Array, "batch query_seq heads value_dim"]:
+    """Return the average of values by the probabilities of each query head, in the dtype of the values."""
+    value_fp32 = jnp.repeat(value.astype(jnp.float32), probabilities.shape[1] // value.shape[2], axis=2)
+    return jnp.einsum("bhqk,bkhd->bqhd", probabilities, value_fp32, precision="highest").astype(value.dtype)

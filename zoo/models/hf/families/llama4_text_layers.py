@@ -22,6 +22,7 @@ from zoo.layers import (
 )
 from zoo.layers.attention.base import attend, make_cache, update_cache
 from zoo.layers.attention.cached import cached_attention
+from zoo.layers.attention.tapped import VALUE_NAMES, tap_heads
 from zoo.layers.heads import select_kv_heads
 from zoo.layers.kv_cache import mark_overfull, require_positions
 from zoo.layers.moe.exchange import mix_experts
@@ -45,6 +46,7 @@ class ChunkedAttention(AbstractMixer):
     """
 
     shards_sequence = True
+    value_names = VALUE_NAMES
     shards_state = True
 
     attention: PostRotaryAttention
@@ -85,6 +87,7 @@ class ChunkedAttention(AbstractMixer):
         """Attend to those tokens of a cache that are in the chunk of the query; return the updated cache as well."""
         require_positions(info, state)
         assert info.positions is not None and self.chunk is not None
+        query, key, value = tap_heads(query, key, value)
         key, value, key_positions, state = update_cache(state, key, value, info.positions, self.chunk)
         key, value = (select_kv_heads(x, query, self.attention.group) for x in (key, value))
         chunks = info.positions // self.chunk, key_positions // self.chunk

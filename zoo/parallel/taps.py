@@ -1,0 +1,402 @@
+"""Taps: values of a forward pass, read or edited where a module takes or returns them.
+
+    taps = Taps.reading("layers.*.attention.out")
+    with active_taps(taps):
+        model(tokens)
+    values = taps.collect()
+
+Every method that runs in a name scope (`zoo.parallel.scope`) passes its input and its result through `tap`. Without
+active taps nothing is traced. A name is the path of a module from the first one that runs, `layers.*.attention.out`,
+and names its result; `layers.*.attention.out.input` is its input. A star stands for all layers, a number for one.
+
+A value leaves a transformation of JAX as one of its results: `scan` and `rematerialize` return what is read in their
+bodies (`lifted`, `lift`), in rows of a scan for a star. A layer that is named by its number is kept in the carry, so
+that a scan over layers keeps one of them. A value inside any other transformation cannot be read, which is an error.
+"""
+
+import contextlib
+import dataclasses
+import difflib
+import fnmatch
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import get_opaque_trace_state
+from jaxtyping import Array, Bool, Int
+
+from zoo.ops.varying import vary, varying
+
+active_taps = jax.make_user_context(None)
+"""Context manager, `with active_taps(taps):`, that sets the taps of modules that run in it. It is part of JAX's trace
+cache key, and taps are hashed by identity: no trace of other taps is reused."""
+
+_Key = tuple[str, tuple[int, ...]]
+"""Name of a value, and the layers that its rows belong to; () for a value by itself."""
+
+
+@dataclasses.dataclass
+class _Log:
+    """What has been seen while tracing."""
+
+    frames: list["_Frame"] = dataclasses.field(default_factory=lambda: [_Frame()])
+    dims: dict[_Key, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    found: dict[str, set[int]] = dataclasses.field(default_factory=dict)
+    """Names of all values, with the numbers of their layers."""
+    kept: dict[str, set[_Key]] = dataclasses.field(default_factory=dict)
+    """By a name that is read, the values that it means."""
+    edited: set[str] = dataclasses.field(default_factory=set)
+    """Names of edits that were made."""
+    aliases: list[tuple[Any, Any]] = dataclasses.field(default_factory=list)
+    """Modules that `gather` has made, with those they were made from."""
+
+
+class _Frame:
+    """Values that are read in the body of one transformation."""
+
+    def __init__(self):
+        self._state = get_opaque_trace_state()
+        self.values: dict[_Key, Any] = {}
+
+    def is_running(self) -> bool:
+        """Return True unless a transformation inside this one runs, from which no value can be returned to it."""
+        return get_opaque_trace_state() == self._state
+
+
+@dataclasses.dataclass(frozen=True)
+class _Layer:
+    """The layer that runs."""
+
+    number: int | Int[Array, ""]
+    """Its number, traced inside a scan."""
+    numbers: tuple[int, ...]
+    """Numbers that it may have."""
+    arrays: Mapping[int, tuple[Array, ...]]
+    """Its rows of the arrays of edits, by the index of the edit."""
+
+    def is_layer(self, number: int) -> bool | Bool[Array, ""]:
+        if number not in self.numbers:
+            return False
+        return len(self.numbers) == 1 or self.number == number
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Taps:
+    """Names to read, and edits to make, while modules run.
+
+    - `reads`: names, with patterns as `fnmatch` knows them in place of a field: `layers.*.*_norm`.
+    - `edits`: `zoo.parallel.Edit`s, each with the number of modules that run around the names that it means.
+    """
+
+    reads: tuple[str, ...]
+    edits: tuple[tuple[Any, int], ...] = ()
+    depth: int = 0
+    log: _Log = dataclasses.field(default_factory=_Log)
+    layer: _Layer | None = None
+    lists_all: bool = False
+    """True to compute every value that can be asked for, to list their names."""
+
+    def with_edits(self, edits: Sequence[Any], depth: int) -> "Taps":
+        """Add the edits of a module that runs inside `depth` others, whose names begin below it."""
+        return dataclasses.replace(self, edits=(*self.edits, *((edit, depth) for edit in edits)))
+
+    def tap(self, words: tuple[str, ...], x: Array, dims: tuple[str, ...]) -> Array:
+        """Return `x` with its edits made, and keep it if it is asked for. `words` is its path from the first module."""
+        name = _join(words, self.depth)
+        self.log.found.setdefault(name, set()).update(() if self.layer is None else self.layer.numbers)
+        for index, (edit, depth) in enumerate(self.edits):
+            if self._matches(edit.name, words, depth):
+                self.log.edited.add(edit.name)
+                x = self._edit(index, edit, x)
+        for pattern in self.reads:
+            if self._matches(pattern, words, self.depth):
+                self._keep(pattern, name, x, dims)
+        return x
+
+    def asks(self, words: tuple[str, ...]) -> bool | Bool[Array, ""]:
+        """Return True if the value of this name is read or edited in the layer that runs: traced inside a scan, where
+        it is asked for in some of the layers."""
+        if self.lists_all:
+            return True
+        patterns = [pattern for pattern in self.reads if self._matches(pattern, words, self.depth)]
+        patterns += [edit.name for edit, depth in self.edits if self._matches(edit.name, words, depth)]
+        asked: bool | Array = False
+        for pattern in patterns:
+            if self.layer is None or not is_numbered(pattern):
+                return True
+            asked = asked | self.layer.is_layer(get_number(pattern))
+        return asked
+
+    def _matches(self, pattern: str, words: tuple[str, ...], depth: int) -> bool:
+        parts = pattern.split(".")
+        words = tuple(_join(words, depth).split("."))
+        return len(parts) == len(words) and all(map(self._matches_word, parts, words))
+
+    def _matches_word(self, part: str, word: str) -> bool:
+        if word == "*":
+            numbers = () if self.layer is None else self.layer.numbers
+            return part == "*" or (part.isdigit() and int(part) in numbers)
+        return fnmatch.fnmatchcase(word, part)
+
+    def _edit(self, index: int, edit: Any, x: Array) -> Array:
+        arrays = tuple(value.array for value in edit.arrays)
+        if self.layer is not None and not is_numbered(edit.name):
+            arrays = self.layer.arrays.get(index, ())
+
+        def make(x: Array) -> Array:
+            y = jnp.asarray(edit.function(x, *arrays))
+            if y.shape != x.shape:
+                raise ValueError(
+                    f"the edit of {edit.name} returns {list(y.shape)}, and the value is {list(x.shape)}: an edit keeps "
+                    "the shape"
+                )
+            return vary(y.astype(x.dtype), varying(x))
+
+        is_edited = True
+        if self.layer is not None and is_numbered(edit.name):
+            is_edited = self.layer.is_layer(get_number(edit.name))
+        if isinstance(is_edited, bool):
+            return make(x)
+        return lax.cond(is_edited, make, lambda x: x, x)
+
+    def _keep(self, pattern: str, name: str, x: Array, dims: tuple[str, ...]) -> None:
+        value: Any = x
+        key: _Key = (name, () if self.layer is None else self.layer.numbers)
+        if self.layer is not None and is_numbered(pattern):
+            number = get_number(pattern)
+            key = (name.replace("*", str(number), 1), ())
+            is_layer = self.layer.is_layer(number)
+            if not isinstance(is_layer, bool):
+                value = _Picked(is_layer, x)
+        self.log.kept.setdefault(pattern, set()).add(key)
+        self.log.dims[key] = dims
+        frame = self.log.frames[-1]
+        if not frame.is_running():
+            return
+        values = frame.values
+        if key in values and _get_array(values[key]) is not x:
+            raise ValueError(
+                f"{key[0]} has several values, since its module runs several times: capture a function that runs it "
+                "once"
+            )
+        values[key] = value
+
+    def collect(self) -> dict[str, tuple[Array, tuple[str, ...]]]:
+        """Return array and dims of each value that was read: with a star for all layers that have it, in order."""
+        parts: dict[str, list[tuple[tuple[int, ...], Array, tuple[str, ...]]]] = {}
+        for (name, layers), value in self.log.frames[0].values.items():
+            dims = self.log.dims[name, layers]
+            parts.setdefault(name, []).append((layers, _get_array(value), dims))
+        return {name: _join_layers(rows) for name, rows in parts.items()}
+
+    def check_reads(self) -> None:
+        """**Raises** `ValueError` for a name that is read and has no value."""
+        for pattern in self.reads:
+            if not self.log.kept.get(pattern, set()).intersection(self.log.frames[0].values):
+                raise ValueError(self._explain_missing(pattern))
+
+    def check_edits(self, depth: int) -> None:
+        """**Raises** `ValueError` for an edit of a value that no module took or returned, of those that name modules
+        below `depth` others."""
+        for edit, own in self.edits:
+            if own == depth and edit.name not in self.log.edited:
+                raise ValueError(self._explain_missing(edit.name))
+
+    def _explain_missing(self, pattern: str) -> str:
+        if pattern in self.log.kept:
+            return (
+                f"{pattern} is computed inside a transformation of its own (a vmap, a jit, a loop, a custom gradient), "
+                "from which it cannot be read: capture the function inside the transformation, or ask for a module "
+                "around it"
+            )
+        starred = pattern.replace(f"layers.{find_layer_word(pattern)}", "layers.*", 1)
+        if layers := self.log.found.get(starred):
+            return f"no value is named {pattern}: of {starred} there are layers {_format_numbers(layers)}"
+        near = difflib.get_close_matches(pattern, self.log.found, n=4, cutoff=0.5) or list(self.log.found)[:8]
+        return (
+            f"no value is named {pattern!r}: zoo.capture_names(model, tokens) lists all names, such as "
+            f"{', '.join(near) or 'none'}"
+        )
+
+
+class _Picked:
+    """A value that is kept if `is_layer`: of one layer in a scan over several."""
+
+    def __init__(self, is_layer: Bool[Array, ""], value: Array):
+        self.is_layer = is_layer
+        self.value = value
+
+
+jax.tree_util.register_pytree_node(
+    _Picked, lambda picked: ((picked.is_layer, picked.value), None), lambda _, children: _Picked(*children)
+)
+
+
+def current_taps() -> Taps | None:
+    """Return the active taps, if there are any."""
+    return active_taps.value
+
+
+def find_layer_word(name: str) -> str | None:
+    """Return the word of a name that says which layers: "*", or a number as in `layers.2.attention`; None for a name of
+    no layer."""
+    parts = name.split(".")
+    places = [i + 1 for i, part in enumerate(parts[:-1]) if part == "layers"]
+    return parts[places[0]] if places else None
+
+
+def is_numbered(name: str) -> bool:
+    """Return True for a name of one layer, `layers.2.attention`."""
+    return (find_layer_word(name) or "").isdigit()
+
+
+def get_number(name: str) -> int:
+    """Return the number of the layer that a name is of."""
+    word = find_layer_word(name)
+    assert word is not None
+    return int(word)
+
+
+def lifted(function: Callable) -> Callable:
+    """Return `function` with a second result, the values that are read in it, for `lift` to keep outside of a
+    transformation: `result, values = transform(lifted(function))(*args)`."""
+    taps = current_taps()
+    if taps is None:
+        return lambda *args: (function(*args), {})
+
+    def run(*args: Any) -> tuple[Any, dict[_Key, Any]]:
+        taps.log.frames.append(_Frame())
+        try:
+            result = function(*args)
+            return result, taps.log.frames[-1].values
+        finally:
+            taps.log.frames.pop()
+
+    return run
+
+
+def lift(values: Mapping[_Key, Any]) -> None:
+    """Keep values that were read inside a transformation."""
+    taps = current_taps()
+    if taps is not None and taps.log.frames[-1].is_running():
+        taps.log.frames[-1].values.update(values)
+
+
+def scan_lifted(body: Callable, carry: Any, xs: Any, length: int | None, unroll: int) -> tuple[Any, Any]:
+    """`lax.scan` that lifts what is read in `body`: in rows, or in the carry for one layer of several."""
+    run = lifted(body)
+    picked = _make_empty_picks(run, carry, xs)
+
+    def step(carries: tuple[Any, dict], x: Any) -> tuple[tuple[Any, dict], Any]:
+        carry, picked = carries
+        (carry, y), values = run(carry, x)
+        picked = {key: _pick(values.pop(key), before) for key, before in picked.items()}
+        return (carry, picked), (y, values)
+
+    (carry, picked), (ys, rows) = lax.scan(step, (carry, picked), xs, length=length, unroll=unroll)
+    lift({**rows, **picked})
+    return carry, ys
+
+
+def _make_empty_picks(run: Callable, carry: Any, xs: Any) -> dict[_Key, _Picked]:
+    """Return zeros for each value of one layer that a scan picks."""
+    taps = current_taps()
+    if taps is None or not any(map(is_numbered, taps.reads)):
+        return {}
+    first = jax.tree.map(lambda x: x[0], xs)
+    found: list[dict] = []
+
+    def read_types(carry: Any) -> Any:
+        _, values = run(carry, first)
+        picks = {key: value for key, value in values.items() if isinstance(value, _Picked)}
+        found.append({key: varying(value.value) for key, value in picks.items()})
+        return {key: value.value for key, value in picks.items()}
+
+    shapes = jax.eval_shape(read_types, carry)
+    return {
+        key: _Picked(jnp.zeros((), bool), vary(jnp.zeros(shape.shape, shape.dtype), found[0][key]))
+        for key, shape in shapes.items()
+    }
+
+
+def _pick(new: _Picked, before: _Picked) -> _Picked:
+    return _Picked(before.is_layer | new.is_layer, jnp.where(new.is_layer, new.value, before.value))
+
+
+@contextlib.contextmanager
+def in_layer(
+    number: int | Int[Array, ""], numbers: Sequence[int], arrays: Mapping[int, tuple[Array, ...]]
+) -> Iterator[None]:
+    """Run layer `number`, which is one of `numbers`, with its rows of the arrays of edits."""
+    taps = current_taps()
+    if taps is None:
+        yield
+        return
+    with active_taps(dataclasses.replace(taps, layer=_Layer(number, tuple(numbers), arrays))):
+        yield
+
+
+def slice_edits(numbers: Sequence[int], find_layers: Callable[[str], Sequence[int]]) -> dict[int, tuple[Array, ...]]:
+    """Return the rows that belong to the layers `numbers` in the arrays of edits of all layers, by the index of the
+    edit. `find_layers` returns the layers that have a value of this name, which begins below the layer.
+
+    **Raises** `ValueError` for arrays that do not have a row for each layer with such a value.
+    """
+    taps = current_taps()
+    rows: dict[int, tuple[Array, ...]] = {}
+    for index, (edit, _) in enumerate(() if taps is None else taps.edits):
+        if find_layer_word(edit.name) != "*":
+            continue
+        layers = list(find_layers(edit.name.partition("layers.*")[2].removeprefix(".")))
+        for value in edit.arrays:
+            if value.array.ndim == 0 or len(value.array) != len(layers):
+                raise ValueError(
+                    f"the arrays of the edit of {edit.name} have a row for each of the layers "
+                    f"{_format_numbers(layers)}, which have this value, and one has the shape {list(value.array.shape)}"
+                )
+        mine = np.array([layers.index(number) for number in numbers if number in layers], int)
+        if len(mine):
+            rows[index] = tuple(value.array[mine] for value in edit.arrays)
+    return rows
+
+
+def refuse_layer_taps(reason: str) -> None:
+    """**Raises** `NotImplementedError` if values of layers are read or edited."""
+    taps = current_taps()
+    if taps is None:
+        return
+    names = [*taps.reads, *(edit.name for edit, _ in taps.edits)]
+    if layered := [name for name in names if find_layer_word(name)]:
+        raise NotImplementedError(f"{layered[0]}: {reason}")
+
+
+def _join(words: Sequence[str], depth: int) -> str:
+    """Return the name of a path, from its module number `depth` on. Wrapped modules have no word."""
+    return ".".join(filter(None, words[depth:]))
+
+
+def _get_array(value: Any) -> Array:
+    return value.value if isinstance(value, _Picked) else value
+
+
+def _join_layers(
+    parts: Sequence[tuple[tuple[int, ...], Array, tuple[str, ...]]],
+) -> tuple[Array, tuple[str, ...]]:
+    """Return one array of the values of all layers, in order, and its dims."""
+    _, x, dims = parts[0]
+    if not parts[0][0]:
+        return x, (*["features"] * (x.ndim - len(dims)), *dims)
+    rows = [x.reshape(-1, *x.shape[x.ndim - len(dims) :]) for _, x, _ in parts]
+    numbers = np.array([number for layers, _, _ in parts for number in layers])
+    stack = rows[0] if len(rows) == 1 else jnp.concatenate(rows)
+    order = np.argsort(numbers)
+    if (order != np.arange(len(order))).any():
+        stack = stack[order]
+    return stack, ("layers", *dims)
+
+
+def _format_numbers(numbers: Sequence[int] | set[int]) -> str:
+    return ", ".join(map(str, sorted(numbers)))
