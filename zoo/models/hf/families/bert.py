@@ -4,10 +4,9 @@ after the residual sums, biases everywhere."""
 from functools import partial
 from typing import Any
 
-import jax.numpy as jnp
 from jaxtyping import Array, Key
 
-from zoo.layers import DensePooler, IdentityNorm
+from zoo.layers import IdentityNorm
 from zoo.models.blocks import AddNormBlock
 from zoo.models.encoders.heads import DenseTransform
 from zoo.models.encoders.text import Encoder
@@ -27,13 +26,7 @@ def _build_bert(config: Config, *, key: Key[Array, ""]) -> Encoder:
     size = config["hidden_size"]
     norm = make_layer_norm_factory(config)
     transform = partial(DenseTransform, size, activation=find_activation(config), norm=norm)
-    classify = partial(DenseTransform, size, activation=jnp.tanh)
-    heads = {
-        "MaskedLM": text_encoders.make_masked_lm_head_factory(config, transform, bias=True),
-        "SequenceClassification": text_encoders.make_pooled_head_factory(config, classify),
-        "TokenClassification": text_encoders.make_token_head_factory(config),
-        "Model": encoder_heads.make_feature_head_factory(partial(DensePooler, size, size)),
-    }
+    heads = text_encoders.make_bert_heads(config, transform, has_pooler=True)
     return build_bert_layers(config, "Bert", heads, positions=config["max_position_embeddings"], key=key)
 
 

@@ -51,13 +51,8 @@ def _build_deberta(config: Config, *, key: Key[Array, ""]) -> Encoder:
         if config[name] not in (None, right):
             raise ConfigError(f"{name} = {config[name]}, and only {right} fits hidden_size = {size}")
     transform = partial(DenseTransform, size, activation=find_activation(config), norm=norm)
-    classify = partial(DenseTransform, size, activation=find_activation(config, "pooler_hidden_act"))
-    makers = {
-        "MaskedLM": text_encoders.make_masked_lm_head_factory(config, transform, bias=True),
-        "SequenceClassification": text_encoders.make_pooled_head_factory(config, classify),
-        "TokenClassification": text_encoders.make_token_head_factory(config),
-        "Model": encoder_heads.make_feature_head_factory(),
-    }
+    activation = find_activation(config, "pooler_hidden_act")
+    makers = text_encoders.make_bert_heads(config, transform, activation=activation)
     mixer, relative = _make_attention_factories(config)
     options: dict[str, Any] = {
         "norm": norm,

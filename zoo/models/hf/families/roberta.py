@@ -4,10 +4,8 @@ learned positions that begin after the number of the padding token."""
 import dataclasses
 from functools import partial
 
-import jax.numpy as jnp
 from jaxtyping import Array, Key
 
-from zoo.layers import DensePooler
 from zoo.models.encoders.heads import DenseTransform
 from zoo.models.encoders.text import Encoder
 from zoo.models.hf.builders import find_activation, make_layer_norm_factory
@@ -21,20 +19,13 @@ from .bert import BERT, DEFAULTS, build_bert_layers, map_bert_layers
 
 def build_roberta(prefix: str, config: Config, *, key: Key[Array, ""]) -> Encoder:
     """Build RoBERTa's encoder, with the head of the architecture that begins with `prefix`."""
-    size = config["hidden_size"]
     offset = config["pad_token_id"] + 1
     positions = config["max_position_embeddings"] - offset
     if positions < 1:
         raise ConfigError(f"max_position_embeddings = {positions + offset}, and pad_token_id leaves {offset} unused")
     gelu = find_activation(Config(hidden_act="gelu"))
-    transform = partial(DenseTransform, size, activation=gelu, norm=make_layer_norm_factory(config))
-    classify = partial(DenseTransform, size, activation=jnp.tanh)
-    heads = {
-        "MaskedLM": text_encoders.make_masked_lm_head_factory(config, transform, bias=True),
-        "SequenceClassification": text_encoders.make_pooled_head_factory(config, classify),
-        "TokenClassification": text_encoders.make_token_head_factory(config),
-        "Model": encoder_heads.make_feature_head_factory(partial(DensePooler, size, size)),
-    }
+    transform = partial(DenseTransform, config["hidden_size"], activation=gelu, norm=make_layer_norm_factory(config))
+    heads = text_encoders.make_bert_heads(config, transform, has_pooler=True)
     return build_bert_layers(config, prefix, heads, positions=positions, position_offset=offset, key=key)
 
 
