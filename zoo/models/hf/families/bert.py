@@ -1,6 +1,7 @@
 """BERT (Devlin et al., arXiv:1810.04805): attention in both directions, learned positions and token types, LayerNorms
 after the residual sums, biases everywhere."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -30,33 +31,38 @@ def _build_bert(config: Config, *, key: Key[Array, ""]) -> Encoder:
     return build_bert_layers(config, "Bert", heads, positions=config["max_position_embeddings"], key=key)
 
 
-def build_bert_layers(config: Config, prefix: str, heads: dict[str, Any], **options: Any) -> Encoder:
-    """Build an encoder of BERT's layers with one of these heads, by what follows `prefix` in its architecture."""
+def build_bert_layers(
+    config: Config, prefix: str, heads: dict[str, Any], *, mixer: Callable[..., Any] | None = None, **options: Any
+) -> Encoder:
+    """Build an encoder of BERT's layers with one of these heads, by what follows `prefix` in its architecture. `mixer`
+    is a factory of another attention, and `options` are those of `build_encoder` that differ."""
     norm = make_layer_norm_factory(config)
-    layer = (
-        make_bidirectional_attention_factory(config, bias=True, out_bias=True),
-        make_mlp_factory(config),
-    )
-    return text_encoders.build_config_encoder(
-        config,
-        [layer] * config["num_hidden_layers"],
-        prefix,
-        heads,
-        norm=norm,
-        embedding_norm=norm,
-        final_norm=IdentityNorm,
-        block=AddNormBlock,
-        token_types=config["type_vocab_size"],
+    if mixer is None:
+        mixer = make_bidirectional_attention_factory(config, bias=True, out_bias=True)
+    parts = {
+        "norm": norm,
+        "embedding_norm": norm,
+        "final_norm": IdentityNorm,
+        "block": AddNormBlock,
+        "token_types": config.get("type_vocab_size", 0),
         **options,
-    )
+    }
+    layers = [(mixer, make_mlp_factory(config))] * config["num_hidden_layers"]
+    return text_encoders.build_config_encoder(config, layers, prefix, heads, **parts)
 
 
-def map_bert_layers(prefix: str) -> NameMap:
-    """Map the tensors of BERT's layers, which are in the module `prefix` in transformers."""
-    attention = {**prefixed("self", "", {name: name for name in ("query", "key", "value")}), "output.dense": "out"}
+ATTENTION_NAMES: NameMap = {
+    **prefixed("self", "bidirectional_attention", {name: name for name in ("query", "key", "value")}),
+    "output.dense": "bidirectional_attention.out",
+    "output.LayerNorm": "mixer_norm",
+}
+
+
+def map_bert_layers(prefix: str, attention: NameMap = ATTENTION_NAMES) -> NameMap:
+    """Map the tensors of BERT's layers, which are in the module `prefix` in transformers. `attention` maps the module
+    `attention` of a layer."""
     block = {
-        **prefixed("attention", "bidirectional_attention", attention),
-        "attention.output.LayerNorm": "mixer_norm",
+        **prefixed("attention", "", attention),
         "intermediate.dense": "mlp.up",
         "output.dense": "mlp.down",
         "output.LayerNorm": "ffn_norm",
