@@ -33,6 +33,7 @@ CASES: dict[str, tuple[Case, tuple[str, ...], bool]] = {
     "bert_mean": (Case("BertModel", TEXT), ("mean",), True),
     "modernbert_cls": (Case("ModernBertModel", LOCAL), ("cls",), False),
     "bert_several": (Case("BertModel", TEXT), ("max", "mean_sqrt_len_tokens", "lasttoken"), True),
+    "mpnet_mean": (Case("MPNetModel", TEXT), ("mean",), True),
 }
 """The encoder, its pooling, and whether embeddings are normalized."""
 LEFT_OUT = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.txt", "README.md")

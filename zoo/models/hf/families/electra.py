@@ -90,7 +90,6 @@ ELECTRA = Family(
     ),
     ignored_tensors=(r"embeddings\.position_ids$",),
     find_ignored_tensors=partial(text_encoders.find_other_heads, _map_electra_names, "electra", _HEADS),
-    older_endings=bert.BERT.older_endings,
     head="generator_lm_head",
     embedding="electra.embeddings.word_embeddings",
 )

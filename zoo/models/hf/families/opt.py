@@ -92,6 +92,6 @@ OPT = Family(
     },
     aliases={"ffn_dim": "intermediate_size", "activation_function": "hidden_act"},
     required_values=dict.fromkeys(("hidden_act", "intermediate_size"), (None,)),  # transformers reads neither
-    ignored_keys=frozenset({"dropout", "layerdrop", "init_std"}),
+    ignored_keys=frozenset({"activation_dropout", "dropout", "layerdrop", "init_std"}),
     embedding="model.decoder.embed_tokens",
 )
