@@ -1,5 +1,7 @@
 """T5's buckets of distances, and layers that share their biases: a scan on a mesh with packed rows, and refusals."""
 
+from typing import Any
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -29,7 +31,7 @@ def test_packed_rows_in_a_scan_on_a_mesh_equal_rows_alone():
 
 
 def test_attention_refuses_to_run_without_a_table():
-    block = unstack_blocks(zoo.load(FOLDER))[0]
+    block: Any = unstack_blocks(zoo.load(FOLDER))[0]
     with pytest.raises(ValueError, match="RelativeBiasAttention reads a table of distances: run it in a RelativeBlock"):
         block.mixer(jnp.ones((1, 3, 16)), TokenInfo())
     with pytest.raises(NotImplementedError, match="a token attends to those after it"):
