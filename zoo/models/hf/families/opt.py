@@ -53,7 +53,7 @@ BLOCK_NAMES: NameMap = {
     "fc1": "mlp.up",
     "fc2": "mlp.down",
 }
-"""A layer in the names of fairseq, from which OPT and BioGPT come."""
+"""A layer in the names of fairseq, from which OPT, BioGPT and XGLM come."""
 
 
 def _map_opt_names(config: Config) -> NameMap:
