@@ -23,6 +23,7 @@ from zoo.layers import (
     MixtureOfExperts,
     SparseLatentAttention,
 )
+from zoo.layers.embedding import SinusoidalPositionEmbedding
 from zoo.layers.encoders.bidirectional_attention import BidirectionalAttention
 from zoo.models import Decoder, Encoder, ImageEncoder, ParallelBlock
 from zoo.models.hf.config import read_config
@@ -31,6 +32,7 @@ from zoo.models.hf.families.falcon_h1_layers import SideBySide
 from zoo.models.hf.families.gpt_oss_layers import ClampedGatedMLP
 from zoo.models.hf.families.jetmoe_layers import MixtureOfAttention, OutputBias
 from zoo.models.hf.families.mimo_v2_flash_layers import ValueScaledAttention
+from zoo.models.hf.families.mpnet_layers import RelativeBiasAttention
 from zoo.models.hf.not_read import REFUSED_VARIANTS, list_reasons
 from zoo.models.hf.spec import Config, Family
 from zoo.models.hf.support import FamilySupport
@@ -181,7 +183,7 @@ def describe_parts(family: Family) -> tuple[str, str, str, str]:
         gated = "gated " * isinstance(last.mixer, GatedAttention)
         words = [f"`{type(mixer).__name__}`", f"{gated}grouped-query attention in every fourth layer"]
     else:
-        words = describe_attention(mixer, config)
+        words = describe_attention(mixer, config, positions=describe_positions(model))
         words += [f"`{name}` in other layers" for name in OTHER_MIXERS.get(family.name, ())]
     norm, ffn = type(block.mixer_norm).__name__, getattr(last, "ffn", None)
     wiring = ", parallel to the mixer" if isinstance(block, ParallelBlock) else ""
@@ -219,16 +221,24 @@ def describe_dense_layers(blocks: Sequence[Any]) -> list[str]:
     return ["dense layers first" if sparse == sorted(sparse) else "dense layers between"]
 
 
-def describe_attention(mixer: Any, config: Config) -> list[str]:
-    """Describe softmax attention of any class, by the fields that it has."""
+def describe_positions(model: Decoder | Encoder | ImageEncoder) -> str:
+    if isinstance(getattr(model, "position_embedding", None), SinusoidalPositionEmbedding):
+        return "sinusoidal positional embeddings"
+    return "learned positional embeddings"
+
+
+def describe_attention(mixer: Any, config: Config, *, positions: str = "learned positional embeddings") -> list[str]:
+    """Describe softmax attention of any class, by the fields that it has. `positions`: of a model without RoPE."""
     mixer, chunk = getattr(mixer, "attention", mixer), getattr(mixer, "chunk", None)
     field = lambda name: getattr(mixer, name, None)
     words = ["grouped-query attention" if "num_key_value_heads" in config else "multi-head attention"]
-    words += ["in both directions"] * isinstance(mixer, BidirectionalAttention)
+    words += ["in both directions"] * isinstance(mixer, BidirectionalAttention | RelativeBiasAttention)
     if isinstance(mixer, AlibiAttention):
         words.append("ALiBi")
+    elif isinstance(mixer, RelativeBiasAttention):
+        words += [positions, "biases of relative position"]
     elif mixer.rotary is None:
-        words.append("learned positional embeddings")
+        words.append(positions)
     else:
         fraction = mixer.rotary.dim / mixer.head_dim
         words.append("RoPE" if fraction == 1 else f"RoPE on {fraction:.0%} of each head")

@@ -405,6 +405,16 @@ CASES = {
         "opt", "learned positions after two rows that nothing reads, ReLU, no biases of matrices, tied",
         MAMBA | {"ffn_dim": 20, "num_attention_heads": 2, "max_position_embeddings": 17, "enable_bias": False},
     ),
+    "opt_post_norm": Case(
+        "opt", "norms after the sums, none after the last layer, embeddings of 12 features, projected, tied",
+        MAMBA | {"ffn_dim": 20, "num_attention_heads": 2, "max_position_embeddings": 17}
+        | {"do_layer_norm_before": False, "word_embed_proj_dim": 12},
+    ),
+    "opt_projected": Case(
+        "opt", "norms before the sublayers, a projected embedding, a head of its own, no scales of norms",
+        MAMBA | {"ffn_dim": 20, "num_attention_heads": 2, "max_position_embeddings": 17, "word_embed_proj_dim": 12}
+        | {"layer_norm_elementwise_affine": False} | UNTIED,
+    ),
     "phi": Case(
         "phi", "attention and MLP in parallel after one norm, half of each head rotated, biases, untied",
         SIZES | rope(partial_rotary_factor=0.5),
@@ -620,6 +630,11 @@ CASES = {
     "biogpt": Case(
         "biogpt", "learned positions after two unused rows, scaled embeddings, tied",
         NEOX | {"max_position_embeddings": 17}, hub={"layer_norm_eps": 1e-12},
+    ),
+    "xglm": Case(
+        "xglm", "sinusoidal positions after two unused rows, scaled embeddings, tied",
+        {"vocab_size": 40, "d_model": 16, "ffn_dim": 20, "num_layers": 2, "attention_heads": 2}
+        | {"max_position_embeddings": 17},
     ),
     "persimmon": Case(
         "persimmon", "q, k and v fused by head, half of each head rotated, LayerNorms of q and k, ReLU squared, untied",

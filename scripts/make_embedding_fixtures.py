@@ -17,7 +17,7 @@ from typing import Any
 
 import tyro
 
-from scripts.make_encoder_fixtures import LOCAL, TEXT, Case, build
+from scripts.make_encoder_fixtures import LOCAL, TEXT, Case, build, find_padding
 
 try:
     torch: Any = importlib.import_module("torch")
@@ -33,6 +33,7 @@ CASES: dict[str, tuple[Case, tuple[str, ...], bool]] = {
     "bert_mean": (Case("BertModel", TEXT), ("mean",), True),
     "modernbert_cls": (Case("ModernBertModel", LOCAL), ("cls",), False),
     "bert_several": (Case("BertModel", TEXT), ("max", "mean_sqrt_len_tokens", "lasttoken"), True),
+    "mpnet_mean": (Case("MPNetModel", TEXT), ("mean",), True),
 }
 """The encoder, its pooling, and whether embeddings are normalized."""
 LEFT_OUT = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.txt", "README.md")
@@ -58,8 +59,9 @@ def make_encoder(case: Case, folder: Path, seed: int) -> None:
     """Save an encoder with a tokenizer of letters."""
     np: Any = importlib.import_module("numpy")
     build(case, np.random.default_rng(seed), seed).save_pretrained(folder)
-    (folder / "vocab.txt").write_text("\n".join(WORDS))
-    transformers.BertTokenizerFast(vocab_file=str(folder / "vocab.txt")).save_pretrained(folder)
+    words = WORDS[1:]
+    words.insert(find_padding(case), WORDS[0])  # MPNet's token 1 has no position, so it is to be padding
+    transformers.BertTokenizerFast(vocab={word: number for number, word in enumerate(words)}).save_pretrained(folder)
 
 
 def write_case(encoder: Path, folder: Path, modes: tuple[str, ...], normalized: bool) -> None:

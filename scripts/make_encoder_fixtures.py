@@ -8,7 +8,8 @@ Needs what scripts/make_fixtures.py needs, and writes files of the same form. A 
     input_ids, attention_mask, token_type_ids    texts; and of images
     pixel_values                                 images
     labels                                       of classifiers
-    logits, loss                                 forward pass; the loss of a masked LM is that of the tokens themselves
+    logits, loss                                 forward pass; the loss of a masked LM is that of the tokens themselves,
+                                                 of ELECTRA's discriminator the binary cross-entropy
     last_hidden_state, pooler_output             of a model without a head; loss = mean squares of both, halved
     hidden_states.N                              the input of layer N
 """
@@ -52,7 +53,9 @@ DINOV2 = {key: value for key, value in IMAGE.items() if key != "intermediate_siz
 DISTILLED = {"vocab_size": 40, "dim": 16, "hidden_dim": 20, "n_layers": 2, "n_heads": 4, "max_position_embeddings": 24}
 RELATIVE = TEXT | {"relative_attention": True, "pos_att_type": ["p2c", "c2p"], "position_biased_input": False}
 RELATIVE |= {"position_buckets": 4, "max_relative_positions": 7}
+EMBEDDED = TEXT | {"embedding_size": 12}
 THREE = {"num_labels": 3}
+ONE_AS_PADDING = ("Roberta", "Camembert", "MPNet")
 CASES = {
     "bert_masked": Case("BertForMaskedLM", TEXT),
     "bert_texts": Case("BertForSequenceClassification", TEXT | THREE),
@@ -87,6 +90,18 @@ CASES = {
     "nomic_bert_masked": Case("NomicBertForMaskedLM", TEXT),
     "nomic_bert_texts": Case("NomicBertForSequenceClassification", TEXT | THREE | {"head_dim": 6}),
     "nomic_bert_features": Case("NomicBertModel", TEXT),
+    "electra_masked": Case("ElectraForMaskedLM", EMBEDDED),
+    "electra_replaced": Case("ElectraForPreTraining", EMBEDDED | {"hidden_act": "relu"}),
+    "electra_texts": Case("ElectraForSequenceClassification", EMBEDDED | THREE | {"embedding_size": 16}),
+    "electra_tokens": Case("ElectraForTokenClassification", EMBEDDED | THREE),
+    "electra_features": Case("ElectraModel", EMBEDDED),
+    "mpnet_masked": Case("MPNetForMaskedLM", TEXT),
+    "mpnet_texts": Case("MPNetForSequenceClassification", TEXT | THREE),
+    "mpnet_tokens": Case("MPNetForTokenClassification", TEXT | THREE | {"hidden_act": "relu"}),
+    "mpnet_features": Case("MPNetModel", TEXT),
+    "xlm_roberta_xl_masked": Case("XLMRobertaXLForMaskedLM", TEXT),
+    "xlm_roberta_xl_texts": Case("XLMRobertaXLForSequenceClassification", TEXT | THREE),
+    "xlm_roberta_xl_features": Case("XLMRobertaXLModel", TEXT),
     "vit_classes": Case("ViTForImageClassification", IMAGE | THREE),
     "vit_features": Case("ViTModel", IMAGE),
     "dinov2_classes": Case("Dinov2ForImageClassification", DINOV2 | THREE),
@@ -124,11 +139,17 @@ def make(name: str, folder: Path) -> str:
         squares["last_hidden_state"] = squares["last_hidden_state"] * real[..., None]
         loss: Any = sum(x.mean() for x in squares.values()) / 2
     else:
-        is_masked, rows = case.architecture.endswith("MaskedLM"), tuple(logits.shape[:-1])
-        labels = inputs["input_ids"] if is_masked else torch.from_numpy(random.integers(0, 3, rows))
+        is_masked, is_binary = (case.architecture.endswith(head) for head in ("MaskedLM", "ForPreTraining"))
+        classes, rows = (2, tuple(logits.shape)) if is_binary else (3, tuple(logits.shape[:-1]))
+        labels = inputs["input_ids"] if is_masked else torch.from_numpy(random.integers(0, classes, rows))
         if labels.ndim == 2:
             labels = labels.masked_fill(inputs["attention_mask"] == 0, -100)
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, -2), labels.flatten())
+        if is_binary:
+            loss = torch.nn.functional.binary_cross_entropy_with_logits(
+                logits[labels >= 0], labels[labels >= 0].float()
+            )
+        else:
+            loss = torch.nn.functional.cross_entropy(logits.flatten(0, -2), labels.flatten())
         outputs = {"logits": logits, "labels": labels}
     loss.backward()
     expected = inputs | outputs | {"loss": loss}
@@ -161,17 +182,17 @@ def build(case: Case, random: np.random.Generator, seed: int) -> Any:
 
 def find_padding(case: Case) -> int:
     """Return the padding token, after whose number RoBERTa's positions begin."""
-    return 1 if "Roberta" in case.architecture or "Camembert" in case.architecture else 0
+    return int(any(name in case.architecture for name in ONE_AS_PADDING))
 
 
 def draw_texts(case: Case, random: np.random.Generator) -> dict[str, Any]:
-    """Return a row without padding and one with padding on the right; of BERT and Nomic Embed, the second half is
-    of type 1."""
+    """Return a row without padding and one with padding on the right; of BERT, ELECTRA and Nomic Embed, the
+    second half is of type 1."""
     mask = torch.ones(2, 9, dtype=torch.long)
     mask[1, 6:] = 0
     ids = torch.from_numpy(random.integers(3, case.config["vocab_size"], (2, 9)))
     ids = ids.masked_fill(mask == 0, find_padding(case))
-    typed = case.architecture.startswith(("Bert", "NomicBert"))
+    typed = case.architecture.startswith(("Bert", "NomicBert", "Electra"))
     types = {"token_type_ids": (torch.arange(9) > 3).long().expand(2, 9)} if typed else {}
     return {"input_ids": ids, "attention_mask": mask, **types}
 

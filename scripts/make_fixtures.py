@@ -31,6 +31,7 @@ import json
 import re
 import shutil
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -243,11 +244,23 @@ def compute(folder: Path, seed: int) -> tuple[dict[str, Any], dict[str, float], 
         narrow = load(folder, "bfloat16")(input_ids=ids, use_cache=False, output_hidden_states=True)
         expected |= {f"bfloat16.hidden_states.{n}": hidden.float() for n, hidden in enumerate(narrow.hidden_states)}
         expected["bfloat16.logits"] = narrow.logits.float()
-        wide = load(folder, "float64")(input_ids=ids, use_cache=False)
+        with float64_constants(model.config.model_type):
+            wide = load(folder, "float64")(input_ids=ids, use_cache=False)
     checks |= {"float64_vs_float32": distance(wide.logits, logits), "logits_std": round(float(logits.std()), 3)}
     checks["bfloat16_from_float32"] = distance(narrow.logits, logits)
     norms = {name: float(gradient.double().norm()) for name, gradient in gradients.items()}
     return {name: value.detach().clone().contiguous() for name, value in expected.items()}, norms, checks
+
+
+@contextlib.contextmanager
+def float64_constants(family: str) -> Iterator[None]:
+    """Make PyTorch's constants float64 where the class of a family needs it: XGLM's has one that float32 does not
+    hold."""
+    torch.set_default_dtype(torch.float64 if family == "xglm" else torch.float32)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def pad_rows(ids: Any, padding: tuple[int, ...], side: str) -> dict[str, Any]:

@@ -57,6 +57,7 @@ from zoo.models.hf.families.falcon_h1_layers import SideBySide
 from zoo.models.hf.families.jetmoe_layers import MixtureOfAttention
 from zoo.models.hf.families.llama4_text_layers import ChunkedAttention
 from zoo.models.hf.families.mimo_v2_flash_layers import ValueScaledAttention
+from zoo.models.hf.families.mpnet_layers import RelativeBiasAttention
 from zoo.models.hf.families.rwkv_layers import RWKV4ChannelMixing
 from zoo.ops.rotary import Rotary
 
@@ -70,7 +71,7 @@ SEEDS = range(3)
 SIBLINGS = {
     *(AlibiAttention, ChunkedAttention, CrossLayerAttention, GatedAttention, PostRotaryAttention, ValueScaledAttention),
     *(BidirectionalAttention, DisentangledAttention, GroupedGatedDeltaNet, MixtureOfAttention, SparseLatentAttention),
-    *(DoubleGatedConvolution, SideBySide),
+    *(DoubleGatedConvolution, RelativeBiasAttention, SideBySide),
 }
 """Mixers of checkpoint families, which compute as those of the tables do; each of their families is held on a mesh by
 `tests/weights/test_families_on_meshes.py`."""

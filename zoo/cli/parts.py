@@ -149,5 +149,5 @@ def _list_implementations(model: Any, platform: Platform) -> ModelImplementation
     positions = model.position_embedding
     seq_len = 1024
     if positions is not None:
-        seq_len = min(seq_len, positions.length)
+        seq_len = int(min(seq_len, positions.length))
     return implementations(model, seq_len=seq_len, platform=platform)

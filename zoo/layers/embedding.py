@@ -1,9 +1,11 @@
-"""Token embedding, tied head, and learned position embedding."""
+"""Token embedding, tied head, and position embeddings: learned and sinusoidal."""
 
 import abc
+import math
 
 import equinox as eqx
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int, Key
 
 from zoo.parallel import Module, num_shards, reduce, shard_offset
@@ -105,7 +107,20 @@ def lookup_rows(table: Float[Array, "vocab size"], tokens: Tokens) -> Float[Arra
     return x
 
 
-class PositionEmbedding(Module):
+class AbstractPositionEmbedding(Module):
+    """Embedding of the position of a token in its text, which is added to the token embedding."""
+
+    @property
+    @abc.abstractmethod
+    def length(self) -> float:
+        """Maximum sequence length, infinite if there is none."""
+
+    @abc.abstractmethod
+    def __call__(self, positions: Int[Array, "*batch seq"]) -> Float[Array, "*batch seq embed"]:
+        """Return the vector of each position. Padding, at negative positions, gets the vector of position 0."""
+
+
+class PositionEmbedding(AbstractPositionEmbedding):
     """Learned position embedding up to a maximum length (Vaswani et al., arXiv:1706.03762, table 3, row E).
 
     Position p has row p + `offset`; nothing reads the rows before `offset`, which OPT's table has (2 of them).
@@ -130,6 +145,36 @@ class PositionEmbedding(Module):
         is_valid = positions < self.length
         rows = jnp.where(is_valid, jnp.maximum(positions, 0), 0) + self.offset
         return jnp.where(is_valid[..., None], self.weight[rows], jnp.nan)
+
+
+class SinusoidalPositionEmbedding(AbstractPositionEmbedding):
+    """Fixed position embedding of any length: sines, then cosines, of (position + `offset`) w_i with
+
+        w_i = 10000 ** (-i / (embed / 2 - 1)), i = 0, 1, ..., embed / 2 - 1
+
+    (Vaswani et al., arXiv:1706.03762, section 3.5, as tensor2tensor and fairseq compute it). It has no parameters, and
+    is computed in float32.
+    """
+
+    embed: int = eqx.field(static=True)
+    offset: int = eqx.field(static=True)
+
+    def __init__(self, embed: int, *, offset: int = 0):
+        """**Raises** `ValueError` for an odd number of features, and for fewer than 4."""
+        if embed < 4 or embed % 2:
+            raise ValueError(f"sinusoidal positions have an even number of features from 4 on, not {embed}")
+        self.embed = embed
+        self.offset = offset
+
+    @property
+    def length(self) -> float:
+        return math.inf
+
+    def __call__(self, positions: Int[Array, "*batch seq"]) -> Float[Array, "*batch seq embed"]:
+        half = self.embed // 2
+        frequencies = np.float32(10000.0 ** (-np.arange(half) / (half - 1)))
+        angles = (jnp.maximum(positions, 0) + self.offset).astype(jnp.float32)[..., None] * frequencies
+        return jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], axis=-1)
 
 
 class TokenTypeEmbedding(Module):

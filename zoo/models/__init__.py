@@ -122,7 +122,7 @@ _MOVED = {
     **{name: f"zoo.models.decoder.{name}" for name in ("AbstractStack", "UnrolledStack")},
     "EncoderFeatures": "zoo.models.encoders.heads.EncoderFeatures",
     "RelativeHidden": "zoo.models.encoders.relative.RelativeHidden",
-    "RelativeBlock": "zoo.models.hf.families.deberta_v2_layers.RelativeBlock",
+    "RelativeBlock": "zoo.models.encoders.relative.RelativeBlock",
     "TwoMixerBlock": "zoo.models.hf.families.rwkv_layers.TwoMixerBlock",
     "Loop": "zoo.models.loop.Loop",
     "ParameterPath": "zoo.models.parameter_paths.ParameterPath",

@@ -9,7 +9,16 @@ import jax
 from jaxtyping import Array, Key
 
 from zoo._checks import wrap_key
-from zoo.layers import AbstractFeedForward, AbstractMixer, AbstractNorm, Dropout, Embedding, Linear, PositionEmbedding
+from zoo.layers import (
+    AbstractFeedForward,
+    AbstractMixer,
+    AbstractNorm,
+    Dropout,
+    Embedding,
+    Linear,
+    PositionEmbedding,
+)
+from zoo.layers.embedding import AbstractPositionEmbedding
 from zoo.parallel import Dim, Remat
 
 from .blocks import FeedForwardBlock, MixerBlock
@@ -35,7 +44,8 @@ def build_decoder(
     norm: Callable[[], AbstractNorm],
     tied: bool,
     block: Callable[..., AbstractBlock] | Sequence[Callable[..., AbstractBlock]] = Block,
-    positions: int | None = None,
+    embedding_size: int | None = None,
+    positions: int | AbstractPositionEmbedding | None = None,
     position_offset: int = 0,
     multiplier: float | int = 1.0,
     logits_multiplier: float | int = 1.0,
@@ -59,8 +69,10 @@ def build_decoder(
     - `norm`: factory of the norms before each sublayer, and of the final norm unless `final_norm` is given.
     - `tied`: tie the head to the embedding.
     - `block`: residual wiring of a mixer and a feed-forward layer, of all layers or of each.
+    - `embedding_size`: features of the embedding and of the head. If they are not `embed`, a linear layer without a
+      bias projects embeddings to the residual stream, and the `final_norm` is to project it back.
     - `positions`: number of learned position embeddings, None without. Their table has `position_offset` unused rows
-      before them.
+      before them. Or a position embedding that is not learned.
     - `multiplier`: of embeddings; `logits_multiplier`: of logits.
     - `soft_cap`: of logits, see `Decoder`. `head_bias`: add a bias to an untied head.
     - `remat`, `loop`: see `zoo.models.Transformer`.
@@ -73,8 +85,15 @@ def build_decoder(
     embedding_key, stack_key, head_key = jax.random.split(wrap_key(key), 3)
     position_key = jax.random.fold_in(embedding_key, 1)
     deviation = embed**-0.5
-    position_options = {"offset": position_offset, "scale": deviation, "key": position_key}
     head = None
+    projection = None
+    if embedding_size is None:
+        embedding_size = embed
+    if embedding_size != embed:
+        projection = make_embedding_projection(embedding_size, embed, key=jax.random.fold_in(embedding_key, 3))
+    if isinstance(positions, int):
+        options = {"offset": position_offset, "scale": deviation, "key": position_key}
+        positions = PositionEmbedding(positions, embed, **options)
     made_inputs = None
     if layer_inputs is not None:
         made_inputs = layer_inputs(key=jax.random.fold_in(embedding_key, 2))
@@ -83,10 +102,11 @@ def build_decoder(
     if soft_cap is not None:
         soft_cap = float(soft_cap)
     if not tied:
-        head = Linear(embed, vocab, in_=Dim("embed"), out=Dim("vocab"), bias=head_bias, key=head_key)
+        head = Linear(embedding_size, vocab, in_=Dim("embed"), out=Dim("vocab"), bias=head_bias, key=head_key)
     return Decoder(
-        embedding=Embedding(vocab, embed, scale=deviation, multiplier=multiplier, key=embedding_key),
-        position_embedding=PositionEmbedding(positions, embed, **position_options) if positions else None,
+        embedding=Embedding(vocab, embedding_size, scale=deviation, multiplier=multiplier, key=embedding_key),
+        embedding_projection=projection,
+        position_embedding=positions,
         stack=build_stack(
             layers, norm, block=block, parts=parts, dropout=dropout, remat=remat, loop=loop, key=stack_key
         ),
@@ -99,6 +119,11 @@ def build_decoder(
         soft_cap=soft_cap,
         hidden_states_skip_embedding=hidden_states_skip_embedding,
     )
+
+
+def make_embedding_projection(size: int, embed: int, *, bias: bool = False, key: Key[Array, ""]) -> Linear:
+    """Make the linear layer from embeddings of `size` features to the residual stream."""
+    return Linear(size, embed, in_=Dim("latent"), out=Dim("embed"), bias=bias, key=key)
 
 
 def build_stack(

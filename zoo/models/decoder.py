@@ -24,12 +24,12 @@ from zoo.layers import (
     AbstractNorm,
     Dropout,
     ImageEmbedding,
-    PositionEmbedding,
     Routing,
     TokenInfo,
     token_positions,
 )
 from zoo.layers.abstract import check_sequence_sharding, run_feed_forward, run_mixer
+from zoo.layers.embedding import AbstractPositionEmbedding
 from zoo.layers.moe.routing import RoutingSums, sum_routing
 from zoo.layers.token_info import token_info
 from zoo.parallel import (
@@ -223,8 +223,8 @@ def set_dropout_keys(block: AbstractBlock, info: TokenInfo) -> AbstractBlock:
 class Decoder(Module):
     """A causal language model: logits = head(norm(stack(embedding(tokens)))).
 
-    Without a head, the embedding is tied: logits = W_embedding norm(...). A learned `position_embedding` is added to
-    the token embedding, and `embedding_norm` normalizes the sum.
+    Without a head, the embedding is tied: logits = W_embedding norm(...). A `position_embedding` is added to the token
+    embedding, and `embedding_norm` normalizes the sum.
 
     The batch is explicit: `model(tokens)` takes "batch seq" and returns "batch seq vocab".
     """
@@ -234,7 +234,9 @@ class Decoder(Module):
     norm: AbstractNorm
     head: AbstractLinear | None
     dropout: Dropout
-    position_embedding: PositionEmbedding | None = None
+    embedding_projection: AbstractLinear | None = None
+    """From the features of the embedding to the features of the residual stream, where these differ."""
+    position_embedding: AbstractPositionEmbedding | None = None
     embedding_norm: AbstractNorm | None = None
     layer_inputs: AbstractLayerInputs | None = None
     """Inputs of layers besides the embedding, if they have any (`zoo.models.layer_inputs`)."""
@@ -308,13 +310,15 @@ class Decoder(Module):
         return Hidden(x, merge_copies(hidden.routing)), states
 
     def embed(self, tokens: Tokens, info: TokenInfo) -> Hidden:
-        """Return the input of the first layer: token embeddings, plus learned positions if there are any."""
+        """Return the input of the first layer: token embeddings, plus positions if they are embedded."""
         x = gather(self.embedding)(tokens)
+        if self.embedding_projection is not None:
+            x = gather(self.embedding_projection)(x)
         if self.position_embedding is not None:
             if info.positions is None:
                 check_length(self, tokens.shape[1] * num_shards(x, "seq"))
             positions = shard_tokens(token_positions(tokens, info), axis=-1)
-            x = x + gather(self.position_embedding)(positions)
+            x = x + gather(self.position_embedding)(positions).astype(x.dtype)
         if self.embedding_norm is not None:
             x = gather(self.embedding_norm)(x)
         x = self.dropout(x, info, site=EMBEDDING_DROPOUT_SITE)

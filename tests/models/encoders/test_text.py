@@ -16,7 +16,11 @@ FIXTURES = Path(__file__).parents[2] / "fixtures" / "encoders"
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(3, 40, (2, 9)))
 
 
-@pytest.mark.parametrize("name", mark_slow(["bert_masked", "modernbert_masked"], but=["modernbert_masked"]))
+PACKED = ["bert_masked", "modernbert_masked", "mpnet_masked", "electra_masked", "electra_replaced"]
+PACKED += ["xlm_roberta_xl_masked"]
+
+
+@pytest.mark.parametrize("name", mark_slow(PACKED, but=["modernbert_masked", "mpnet_masked"]))
 def test_packed_texts_equal_rows_of_their_own(name):
     @eqx.filter_jit
     def run(model):
@@ -29,7 +33,8 @@ def test_packed_texts_equal_rows_of_their_own(name):
     np.testing.assert_allclose(padded[:, 3:], alone, atol=2e-5)
 
 
-TEXTS = ["bert_texts", "roberta_texts", "modernbert_texts", "eurobert_texts"]
+TEXTS = ["bert_texts", "roberta_texts", "modernbert_texts", "eurobert_texts", "mpnet_texts", "electra_texts"]
+TEXTS += ["xlm_roberta_xl_texts"]
 
 
 @pytest.mark.ci
@@ -39,6 +44,17 @@ def test_padding_of_classified_texts_changes_nothing(name):
     for widths in ((3, 0), (0, 3)):
         mask = jnp.pad(jnp.ones((2, 9), bool), [(0, 0), widths])
         np.testing.assert_allclose(model(jnp.pad(TOKENS, [(0, 0), widths]), mask=mask), model(TOKENS), atol=2e-5)
+
+
+def test_loss_of_replaced_tokens_is_the_binary_cross_entropy_of_labeled_tokens():
+    model = zoo.load(FIXTURES / "electra_replaced")
+    labels = jnp.asarray(np.random.default_rng(1).integers(-1, 2, TOKENS.shape))
+    total, count = classification_loss(model, {"tokens": TOKENS, "labels": labels})
+    logits = np.asarray(model(TOKENS), np.float64)
+    assert logits.shape == TOKENS.shape
+    chances = 1 / (1 + np.exp(np.where(labels == 1, -logits, logits)))
+    np.testing.assert_allclose(total, -np.log(chances)[labels >= 0].sum(), rtol=1e-5)
+    assert count == (labels >= 0).sum()
 
 
 def test_encoder_refuses_natural_mistakes():

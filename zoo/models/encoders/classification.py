@@ -1,4 +1,4 @@
-"""Cross-entropy over classes: of images, of texts, or of tokens."""
+"""Cross-entropy over classes: of images, of texts, or of tokens; of tokens that were replaced or not."""
 
 from collections.abc import Mapping
 
@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
 from ..loss import token_losses
-from .heads import EncoderFeatures, MaskedLMHead
+from .heads import EncoderFeatures, MaskedLMHead, ReplacedTokenHead
 from .image import ImageEncoder
 from .text import Encoder
 
@@ -20,7 +20,8 @@ def classification_loss(
     """Return the sum of log Z - logit[label], in float32, and the number of labels.
 
     - `batch`: `labels`, "batch" or, for classes of tokens, "batch seq"; a negative label is ignored. Images as
-      `images`, "batch channels height width"; texts as `tokens`, and optionally a padding `mask` and `token_types`.
+      `images`, "batch channels height width"; texts as `tokens`, and optionally a padding `mask` and `token_types`. For
+      a `ReplacedTokenHead`, labels are "batch seq": 1 for a replaced token, 0 for any other.
 
     **Raises** `TypeError` for a model that has no logits of classes, and `ValueError` for a batch without inputs or
     labels, or with a key that nothing reads.
@@ -37,5 +38,7 @@ def classification_loss(
     logits = model(batch[inputs], key=key, **{name: batch[name] for name in optional if name in batch})
     if isinstance(logits, EncoderFeatures):
         raise TypeError("the model has a FeatureHead, and a loss over classes needs a ClassificationHead")
+    if isinstance(model.head, ReplacedTokenHead):
+        logits = jnp.stack([jnp.zeros_like(logits), logits], axis=-1)  # of two classes, the first with a logit of 0
     losses = token_losses(logits, batch["labels"])
     return losses.sum(), (batch["labels"] >= 0).sum().astype(jnp.float32)

@@ -39,7 +39,7 @@ def join_class_and_mean(x: HiddenStates, mask: None = None) -> Float[Array, "bat
 
 class DenseTransform(Module):
     """norm(activation(W x + b)), of each token or of a pooled one: the dense layer of BERT's heads. The norm is
-    optional."""
+    optional, and so is another number of features than `x` has."""
 
     linear: AbstractLinear
     norm: AbstractNorm | None
@@ -50,17 +50,18 @@ class DenseTransform(Module):
         self,
         embed: int,
         *,
+        size: int | None = None,
         activation: Callable,
         norm: Callable[[], AbstractNorm] | None = None,
         bias: bool = True,
         key: Key[Array, ""],
     ):
-        """`norm`: factory of the norm."""
-        self.linear = Linear(embed, embed, in_=Dim("embed"), bias=bias, key=key)
+        """`size`: features of the result, `embed` by default. `norm`: factory of the norm."""
+        self.linear = Linear(embed, embed if size is None else size, in_=Dim("embed"), bias=bias, key=key)
         self.norm = None if norm is None else norm()
         self.activation = activation
 
-    def __call__(self, x: Float[Array, "*rows embed"]) -> Float[Array, "*rows embed"]:
+    def __call__(self, x: Float[Array, "*rows embed"]) -> Float[Array, "*rows _"]:
         x = self.activation(self.linear(x))
         if self.norm is None:
             return x
@@ -126,6 +127,17 @@ class LateClassificationHead(AbstractEncoderHead):
 
     def __call__(self, x: HiddenStates, mask: PaddingMask | None = None) -> Float[Array, "batch classes"]:
         return average_tokens(self.tokens(x), mask)
+
+
+class ReplacedTokenHead(AbstractEncoderHead):
+    """Logit of each token: was it replaced? The head of ELECTRA's discriminator (Clark et al., arXiv:2003.10555,
+    section 2)."""
+
+    tokens: TokenClassificationHead
+    """Of one class."""
+
+    def __call__(self, x: HiddenStates, mask: PaddingMask | None = None) -> Float[Array, "batch seq"]:
+        return self.tokens(x)[..., 0]
 
 
 class MaskedLMHead(Module):

@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Int, Key
 from zoo._checks import check_token_arrays, check_tokens, wrap_key
 from zoo.layers import (
     AbstractEmbedding,
+    AbstractLinear,
     AbstractNorm,
     Dropout,
     Embedding,
@@ -26,7 +27,7 @@ from zoo.parallel.activation import Edit
 from zoo.parallel.tokens import merge_copies, replicate_tokens, shard_tokens
 from zoo.shapes import HiddenStates, PaddingMask, Positions, SegmentIds, Tokens
 
-from ..build import LayerFactories, build_stack
+from ..build import LayerFactories, build_stack, make_embedding_projection
 from ..decoder import EMBEDDING_DROPOUT_SITE, AbstractBlock, AbstractStack, Hidden, check_length, find_checkable_vocab
 from ..hf.spec import Origin
 from ..loop import Loop
@@ -36,17 +37,20 @@ from .heads import (
     EncoderFeatures,
     MaskedLMHead,
     MaskedUnembedding,
+    ReplacedTokenHead,
     TokenClassificationHead,
 )
-from .relative import RelativeEmbedding, RelativeHidden
+from .relative import AbstractRelativeEmbedding, RelativeHidden
 
 
 class Encoder(Module):
     """A bidirectional language model: head(norm(stack(embedding(tokens)))) (BERT, Devlin et al., arXiv:1810.04805).
 
     The head is a `MaskedLMHead`, whose result is logits of the vocabulary, and which `cross_entropy` trains; a
-    `ClassificationHead` of texts; a `TokenClassificationHead`; or a `FeatureHead`, whose result is `EncoderFeatures`.
-    Learned positions and token types are added to the embedding, and `embedding_norm` normalizes the sum.
+    `ClassificationHead` of texts; a `TokenClassificationHead`; a `ReplacedTokenHead`; or a `FeatureHead`, whose result
+    is `EncoderFeatures`.
+    Learned positions and token types are added to the embedding, `embedding_norm` normalizes the sum, and an
+    `embedding_projection` maps it to the features of the residual stream where its features are others.
 
     A token also attends to later tokens, so there is neither a KV cache nor generation.
     """
@@ -59,7 +63,8 @@ class Encoder(Module):
     position_embedding: PositionEmbedding | None = None
     type_embedding: TokenTypeEmbedding | None = None
     embedding_norm: AbstractNorm | None = None
-    relative_embedding: RelativeEmbedding | None = None
+    embedding_projection: AbstractLinear | None = None
+    relative_embedding: AbstractRelativeEmbedding | None = None
     """Table of relative positions that all layers read (`zoo.models.encoders.relative`)."""
 
     edits: tuple[Edit, ...] = buffer(default=())
@@ -102,7 +107,7 @@ class Encoder(Module):
         check_tokens(tokens, find_checkable_vocab(self))
         if token_types is not None and self.type_embedding is None:
             raise ValueError("token_types were given, and the model embeds no types: leave them out")
-        is_pooled = not isinstance(self.head, MaskedLMHead | TokenClassificationHead)
+        is_pooled = not isinstance(self.head, MaskedLMHead | TokenClassificationHead | ReplacedTokenHead)
         if segment_ids is not None and is_pooled:
             raise ValueError(
                 f"{type(self.head).__name__} makes one vector of a row, and packed rows hold several texts: give each "
@@ -149,7 +154,7 @@ class Encoder(Module):
         return Hidden(replicate_tokens(gather(self.norm)(hidden.x)), merge_copies(hidden.routing)), None
 
     def embed(self, tokens: Tokens, info: TokenInfo) -> Hidden:
-        """Return the input of the first layer: embeddings of tokens, positions and types, normalized.
+        """Return the input of the first layer: embeddings of tokens, positions and types, normalized and projected.
 
         **Raises** `ValueError` for more tokens than there are learned positions.
         """
@@ -168,6 +173,8 @@ class Encoder(Module):
         if self.embedding_norm is not None:
             x = gather(self.embedding_norm)(x)
         x = self.dropout(x, info, site=EMBEDDING_DROPOUT_SITE)
+        if self.embedding_projection is not None:
+            x = gather(self.embedding_projection)(x)
         if self.relative_embedding is None:
             return Hidden(x)
         return RelativeHidden(x, table=gather(self.relative_embedding)())
@@ -199,10 +206,11 @@ def build_encoder(
     norm: Callable[[], AbstractNorm],
     head: Callable[..., AbstractEncoderHead | MaskedLMHead],
     block: Callable[..., AbstractBlock] | Sequence[Callable[..., AbstractBlock]],
+    embedding_size: int | None = None,
     positions: int | None = None,
     position_offset: int = 0,
     token_types: int = 0,
-    relative_embedding: Callable[..., RelativeEmbedding] | None = None,
+    relative_embedding: Callable[..., AbstractRelativeEmbedding] | None = None,
     embedding_norm: Callable[[], AbstractNorm] | None = None,
     final_norm: Callable[[], AbstractNorm],
     dropout: float = 0.0,
@@ -215,6 +223,7 @@ def build_encoder(
     - `head` is called with `key=`. `norm` makes the norms of the layers, `final_norm` that after the last:
       `IdentityNorm` for none.
     - `block`: residual wiring of all layers, or of each.
+    - `embedding_size`: features of the embeddings; if they are not `embed`, a linear layer projects their sum.
     - `positions`: number of learned positions, None without; `position_offset`: unused rows before them.
     - `token_types`: number of token types, 0 without an embedding of types.
     - `relative_embedding`: factory of the table of relative positions that all layers read, called with `key=`.
@@ -223,19 +232,24 @@ def build_encoder(
     position_key = jax.random.fold_in(embedding_key, 1)
     type_key = jax.random.fold_in(embedding_key, 2)
     scale = embed**-0.5
-    position_embedding = type_embedding = relative = None
+    position_embedding = type_embedding = projection = relative = None
+    size = embed if embedding_size is None else embedding_size
     if positions is not None:
-        position_embedding = PositionEmbedding(positions, embed, offset=position_offset, scale=scale, key=position_key)
+        position_embedding = PositionEmbedding(positions, size, offset=position_offset, scale=scale, key=position_key)
     if token_types:
-        type_embedding = TokenTypeEmbedding(token_types, embed, scale=scale, key=type_key)
+        type_embedding = TokenTypeEmbedding(token_types, size, scale=scale, key=type_key)
+    if size != embed:
+        projection_key = jax.random.fold_in(embedding_key, 4)
+        projection = make_embedding_projection(size, embed, bias=True, key=projection_key)
     if relative_embedding is not None:
         relative = relative_embedding(key=jax.random.fold_in(embedding_key, 3))
     return Encoder(
-        embedding=Embedding(vocab, embed, scale=scale, key=embedding_key),
+        embedding=Embedding(vocab, size, scale=scale, key=embedding_key),
         position_embedding=position_embedding,
         type_embedding=type_embedding,
         relative_embedding=relative,
         embedding_norm=None if embedding_norm is None else embedding_norm(),
+        embedding_projection=projection,
         stack=build_stack(layers, norm, block=block, dropout=dropout, remat=remat, loop=loop, key=stack_key),
         norm=final_norm(),
         head=head(key=head_key),

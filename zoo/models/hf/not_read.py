@@ -9,9 +9,8 @@ _MODEL_TYPES_BY_REASON: Mapping[str, tuple[str, ...]] = {
     "one block of attention whose weights several layers share, each with low-rank updates of its own": (
         *("zamba", "zamba2"),
     ),
-    "BERT's relatives with sublayers, names or positions of their own": (
-        *("albert", "electra", "mpnet", "xlm-roberta-xl", "deberta"),
-    ),
+    "a layer whose weights several layers share": ("albert",),
+    "attention with one matrix of queries, keys and values, and biases of queries and values only": ("deberta",),
     "a tower of images and one of texts, of which only siglip_vision_model is read": (
         *("clip", "siglip", "siglip2", "siglip_text_model", "clip_vision_model"),
     ),
@@ -23,14 +22,12 @@ _MODEL_TYPES_BY_REASON: Mapping[str, tuple[str, ...]] = {
         "axk1",
     ),
     "experts in parallel to attention, averaged with a shared expert": ("cohere2_moe",),
-    "sinusoidal positions, which no file holds": ("xglm",),
     "an RG-LRU with biases, and with a matrix per head for each of its gates": ("recurrent_gemma",),
     "codes of sounds beside texts": ("qwen2_audio", "qwen2_5_omni", "qwen3_omni_moe"),
     "RWKV after its fourth version has no class in transformers": ("rwkv5", "rwkv6", "rwkv7"),
 }
 _MODEL_TYPES_BY_NEAREST: Mapping[str, tuple[str, ...]] = {
-    "bert": ("albert", "electra", "mpnet"),
-    "biogpt": ("xglm",),
+    "bert": ("albert",),
     "cohere2": ("cohere2_moe",),
     "deberta-v2": ("deberta",),
     "deepseek_v3": ("axk1",),
@@ -46,12 +43,10 @@ _MODEL_TYPES_BY_NEAREST: Mapping[str, tuple[str, ...]] = {
     "rwkv": ("rwkv5", "rwkv6", "rwkv7"),
     "siglip_vision_model": ("siglip", "siglip2", "siglip_text_model"),
     "vit": ("clip", "clip_vision_model"),
-    "xlm-roberta": ("xlm-roberta-xl",),
 }
 """By a family that is read, the model types with most of its layers: names mislead, as BART and BERT."""
 REFUSED_VARIANTS: Mapping[str, str] = {
     "DeBERTa v2 xlarge and xxlarge": "`conv_kernel_size`: a convolution beside the first layer.",
-    "OPT-350m": "`do_layer_norm_before: false` and `word_embed_proj_dim`: norms after the sums, a projected embedding.",
 }
 """Checkpoints of families that are read, and the keys of their configs that are refused by name."""
 

@@ -4,8 +4,10 @@ from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
+import jax.numpy as jnp
 from jaxtyping import Array, Key
 
+from zoo.layers import DensePooler
 from zoo.layers.encoders.pooling import take_first_token
 
 from ..build import LayerFactories
@@ -18,7 +20,7 @@ from ..encoders.heads import (
     average_tokens,
 )
 from ..encoders.text import Encoder, build_encoder
-from .encoder_heads import HeadFactory, count_classes, select_head
+from .encoder_heads import HeadFactory, count_classes, make_feature_head_factory, select_head
 from .errors import ConfigError
 from .spec import Config, NameMap, prefixed
 
@@ -57,6 +59,32 @@ def make_masked_lm_head_factory(
     sizes = (config["hidden_size"], config["vocab_size"])
     tied = config.get("tie_word_embeddings", True)
     return partial(MaskedLMHead, *sizes, transform=transform, tied=tied, bias=bias)
+
+
+def make_bert_heads(
+    config: Config,
+    transform: Callable[..., DenseTransform],
+    *,
+    activation: Callable = jnp.tanh,
+    has_pooler: bool = False,
+) -> dict[str, HeadFactory]:
+    """Return factories of the heads that BERT and its kin have, by what follows the family's prefix in an architecture.
+
+    - `transform`: factory of the dense layer of the masked-LM head.
+    - `activation`: of the dense layer that classifies texts.
+    - `has_pooler`: give the encoder without a head BERT's pooler.
+    """
+    size = config["hidden_size"]
+    classify = partial(DenseTransform, size, activation=activation)
+    pooler = None
+    if has_pooler:
+        pooler = partial(DensePooler, size, size)
+    return {
+        "MaskedLM": make_masked_lm_head_factory(config, transform, bias=True),
+        "SequenceClassification": make_pooled_head_factory(config, classify),
+        "TokenClassification": make_token_head_factory(config),
+        "Model": make_feature_head_factory(pooler),
+    }
 
 
 def build_config_encoder(

@@ -105,8 +105,12 @@ class TextInputs(NamedTuple):
     token_types: Array | None
 
     def zero_padding(self, x: Any) -> Any:
-        """Set the features of padding, "batch seq features", to 0, since models do not define them."""
-        if self.mask is None or x.ndim < 3:
+        """Set the features of padding, "batch seq features" or "batch seq", to 0, since models do not define them."""
+        if self.mask is None:
+            return x
+        if x.shape == self.mask.shape:
+            return x * self.mask
+        if x.ndim < 3:
             return x
         return x * self.mask[..., None]
 

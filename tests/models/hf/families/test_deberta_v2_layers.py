@@ -15,10 +15,10 @@ from zoo.models.scoring import unstack_blocks
 FOLDER = FIXTURES / "encoders" / "deberta_masked"
 
 
-@pytest.mark.slow
-def test_packed_rows_in_a_scan_on_a_mesh_equal_rows_alone():
-    """In value, and in the gradient of every parameter, of the table, too."""
-    model, runs = zoo.configure(zoo.load(FOLDER, dtype=jnp.float32), loop="plain"), []
+def compare_scan_on_a_mesh(folder):
+    """Compare packed rows in a scan on a mesh with rows alone: in value, and in the gradient of every parameter, of the
+    table, too."""
+    model, runs = zoo.configure(zoo.load(folder, dtype=jnp.float32), loop="plain"), []
     meshes = zoo.make_mesh(data=2, fsdp=2, tensor=2), zoo.make_mesh(devices=jax.devices()[:1])
     for mesh, loop, rows in zip(meshes, ("scan", "plain"), draw_texts(40), strict=True):
         placed = zoo.place(zoo.configure(model, loop=loop), mesh)
@@ -32,6 +32,11 @@ def test_packed_rows_in_a_scan_on_a_mesh_equal_rows_alone():
     largest = max(np.abs(x).max() for x in leaves.values())
     for (name, y), x in zip(leaves.items(), jax.tree.leaves(gradients), strict=True):
         assert np.abs(x - y).max() <= 1e-4 * max(np.abs(y).max(), 0.01 * largest), name
+
+
+@pytest.mark.slow
+def test_packed_rows_in_a_scan_on_a_mesh_equal_rows_alone():
+    compare_scan_on_a_mesh(FOLDER)
 
 
 def test_relative_layers_refuse_to_run_without_a_table():

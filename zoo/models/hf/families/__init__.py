@@ -27,6 +27,7 @@ from .dinov2 import DINOV2
 from .dinov3_vit import DINOV3_VIT
 from .distilbert import DISTILBERT
 from .dots1 import DOTS1
+from .electra import ELECTRA
 from .ernie4_5 import ERNIE4_5
 from .ernie4_5_moe import ERNIE4_5_MOE
 from .eurobert import EUROBERT
@@ -88,6 +89,7 @@ from .mistral import MISTRAL
 from .mistral4 import MISTRAL4
 from .mixtral import MIXTRAL
 from .modernbert import MODERNBERT
+from .mpnet import MPNET
 from .mpt import MPT
 from .nanochat import NANOCHAT
 from .nemotron import NEMOTRON
@@ -122,6 +124,8 @@ from .stablelm import STABLELM
 from .starcoder2 import STARCODER2
 from .vaultgemma import VAULTGEMMA
 from .vit import VIT
+from .xglm import XGLM
+from .xlm_roberta_xl import XLM_ROBERTA_XL
 from .xlstm import XLSTM
 
 ALL_FAMILIES = (
@@ -146,6 +150,7 @@ ALL_FAMILIES = (
     DINOV3_VIT,
     DISTILBERT,
     DOTS1,
+    ELECTRA,
     ERNIE4_5,
     ERNIE4_5_MOE,
     EUROBERT,
@@ -207,6 +212,7 @@ ALL_FAMILIES = (
     MISTRAL4,
     MIXTRAL,
     MODERNBERT,
+    MPNET,
     MPT,
     NANOCHAT,
     NEMOTRON,
@@ -241,7 +247,9 @@ ALL_FAMILIES = (
     STARCODER2,
     VAULTGEMMA,
     VIT,
+    XGLM,
     XLM_ROBERTA,
+    XLM_ROBERTA_XL,
     XLSTM,
 )
 FAMILIES: dict[str, Family] = {family.name: family for family in ALL_FAMILIES}

@@ -1,13 +1,13 @@
 """BERT (Devlin et al., arXiv:1810.04805): attention in both directions, learned positions and token types, LayerNorms
 after the residual sums, biases everywhere."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import jax.numpy as jnp
 from jaxtyping import Array, Key
 
-from zoo.layers import DensePooler, IdentityNorm
+from zoo.layers import IdentityNorm
 from zoo.models.blocks import AddNormBlock
 from zoo.models.encoders.heads import DenseTransform
 from zoo.models.encoders.text import Encoder
@@ -27,43 +27,42 @@ def _build_bert(config: Config, *, key: Key[Array, ""]) -> Encoder:
     size = config["hidden_size"]
     norm = make_layer_norm_factory(config)
     transform = partial(DenseTransform, size, activation=find_activation(config), norm=norm)
-    classify = partial(DenseTransform, size, activation=jnp.tanh)
-    heads = {
-        "MaskedLM": text_encoders.make_masked_lm_head_factory(config, transform, bias=True),
-        "SequenceClassification": text_encoders.make_pooled_head_factory(config, classify),
-        "TokenClassification": text_encoders.make_token_head_factory(config),
-        "Model": encoder_heads.make_feature_head_factory(partial(DensePooler, size, size)),
-    }
+    heads = text_encoders.make_bert_heads(config, transform, has_pooler=True)
     return build_bert_layers(config, "Bert", heads, positions=config["max_position_embeddings"], key=key)
 
 
-def build_bert_layers(config: Config, prefix: str, heads: dict[str, Any], **options: Any) -> Encoder:
-    """Build an encoder of BERT's layers with one of these heads, by what follows `prefix` in its architecture."""
+def build_bert_layers(
+    config: Config, prefix: str, heads: dict[str, Any], *, mixer: Callable[..., Any] | None = None, **options: Any
+) -> Encoder:
+    """Build an encoder of BERT's layers with one of these heads, by what follows `prefix` in its architecture. `mixer`
+    is a factory of another attention, and `options` are those of `build_encoder` that differ."""
     norm = make_layer_norm_factory(config)
-    layer = (
-        make_bidirectional_attention_factory(config, bias=True, out_bias=True),
-        make_mlp_factory(config),
-    )
-    return text_encoders.build_config_encoder(
-        config,
-        [layer] * config["num_hidden_layers"],
-        prefix,
-        heads,
-        norm=norm,
-        embedding_norm=norm,
-        final_norm=IdentityNorm,
-        block=AddNormBlock,
-        token_types=config["type_vocab_size"],
+    if mixer is None:
+        mixer = make_bidirectional_attention_factory(config, bias=True, out_bias=True)
+    parts = {
+        "norm": norm,
+        "embedding_norm": norm,
+        "final_norm": IdentityNorm,
+        "block": AddNormBlock,
+        "token_types": config.get("type_vocab_size", 0),
         **options,
-    )
+    }
+    layers = [(mixer, make_mlp_factory(config))] * config["num_hidden_layers"]
+    return text_encoders.build_config_encoder(config, layers, prefix, heads, **parts)
 
 
-def map_bert_layers(prefix: str) -> NameMap:
-    """Map the tensors of BERT's layers, which are in the module `prefix` in transformers."""
-    attention = {**prefixed("self", "", {name: name for name in ("query", "key", "value")}), "output.dense": "out"}
+ATTENTION_NAMES: NameMap = {
+    **prefixed("self", "bidirectional_attention", {name: name for name in ("query", "key", "value")}),
+    "output.dense": "bidirectional_attention.out",
+    "output.LayerNorm": "mixer_norm",
+}
+
+
+def map_bert_layers(prefix: str, attention: NameMap = ATTENTION_NAMES) -> NameMap:
+    """Map the tensors of BERT's layers, which are in the module `prefix` in transformers. `attention` maps the module
+    `attention` of a layer."""
     block = {
-        **prefixed("attention", "bidirectional_attention", attention),
-        "attention.output.LayerNorm": "mixer_norm",
+        **prefixed("attention", "", attention),
         "intermediate.dense": "mlp.up",
         "output.dense": "mlp.down",
         "output.LayerNorm": "ffn_norm",

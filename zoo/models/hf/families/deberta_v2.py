@@ -10,7 +10,7 @@ from jaxtyping import Array, Key
 from zoo.layers import IdentityNorm
 from zoo.models.blocks import AddNormBlock
 from zoo.models.encoders.heads import DenseTransform
-from zoo.models.encoders.relative import RelativeEmbedding
+from zoo.models.encoders.relative import RelativeBlock, RelativeEmbedding
 from zoo.models.encoders.text import Encoder
 from zoo.models.hf.builders import (
     compute_out_scale,
@@ -26,7 +26,7 @@ from zoo.models.hf.values import WORD, ValueKind, integer, list_of, optional
 
 from .. import encoder_heads, text_encoders
 from .bert import DEFAULTS, map_bert_layers
-from .deberta_v2_layers import DisentangledAttention, RelativeBlock, check_distances
+from .deberta_v2_layers import DisentangledAttention, check_distances
 
 
 def _is_list_of_terms(value: Any) -> bool:
@@ -51,13 +51,8 @@ def _build_deberta(config: Config, *, key: Key[Array, ""]) -> Encoder:
         if config[name] not in (None, right):
             raise ConfigError(f"{name} = {config[name]}, and only {right} fits hidden_size = {size}")
     transform = partial(DenseTransform, size, activation=find_activation(config), norm=norm)
-    classify = partial(DenseTransform, size, activation=find_activation(config, "pooler_hidden_act"))
-    makers = {
-        "MaskedLM": text_encoders.make_masked_lm_head_factory(config, transform, bias=True),
-        "SequenceClassification": text_encoders.make_pooled_head_factory(config, classify),
-        "TokenClassification": text_encoders.make_token_head_factory(config),
-        "Model": encoder_heads.make_feature_head_factory(),
-    }
+    activation = find_activation(config, "pooler_hidden_act")
+    makers = text_encoders.make_bert_heads(config, transform, activation=activation)
     mixer, relative = _make_attention_factories(config)
     options: dict[str, Any] = {
         "norm": norm,
@@ -109,17 +104,16 @@ def _make_attention_factories(config: Config) -> tuple[Any, Any]:
 
 def _map_deberta_names(config: Config) -> NameMap:
     if config["relative_attention"]:
-        attention = "disentangled_attention"
+        mixer = "disentangled_attention"
     else:
-        attention = "bidirectional_attention"
+        mixer = "bidirectional_attention"
     projections = {
         **{f"self.{name}_proj": name for name in ("query", "key", "value")},
         **{f"self.pos_{name}_proj": f"position_{name}" for name in ("query", "key")},
         "output.dense": "out",
     }
+    attention = {**prefixed("", mixer, projections), "output.LayerNorm": "mixer_norm"}
     relative = {"rel_embeddings": "relative_embedding", "LayerNorm": "relative_embedding.norm"}
-    layers = {name: x for name, x in map_bert_layers("deberta").items() if ".attention." not in name}
-    norm = {"deberta.encoder.layer.*.attention.output.LayerNorm": "layers.*.mixer_norm"}
     masked = "cls.predictions" if config["legacy"] else "lm_predictions.lm_head"
     dense = "cls.predictions.transform" if config["legacy"] else masked
     pooler = text_encoders.map_dense_layer("pooler", "head.transform")
@@ -133,9 +127,7 @@ def _map_deberta_names(config: Config) -> NameMap:
         "Model": {},
     }
     return {
-        **layers,
-        **norm,
-        **prefixed("deberta.encoder.layer.*.attention", f"layers.*.{attention}", projections),
+        **map_bert_layers("deberta", attention),
         **prefixed("deberta.encoder", "", relative),
         **encoder_heads.select_names(config, "DebertaV2", heads),
     }

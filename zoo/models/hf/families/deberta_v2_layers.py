@@ -2,7 +2,6 @@
 
 from collections.abc import Collection
 from functools import partial
-from typing import Any
 
 import equinox as eqx
 import jax
@@ -11,31 +10,19 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, Key
 
-from zoo.layers import (
-    AbstractFeedForward,
-    AbstractLinear,
-    AbstractMixer,
-    AbstractNorm,
-    Dropout,
-    Linear,
-    TokenInfo,
-    token_positions,
-)
-from zoo.layers.abstract import run_feed_forward
+from zoo.layers import AbstractLinear, Linear, TokenInfo, token_positions
 from zoo.layers.attention.base import check_attention_sizes, make_projections
 from zoo.layers.heads import split_heads
-from zoo.models.decoder import AbstractBlock, Hidden
-from zoo.models.encoders.relative import RelativeHidden, RelativeTable
+from zoo.models.encoders.relative import AbstractRelativeMixer, RelativeTable, biased_attention
 from zoo.ops.attention import AttentionMask
-from zoo.parallel import Dim, named_by_class
-from zoo.parallel.tokens import run_on_all_tokens
+from zoo.parallel import Dim
 from zoo.shapes import HeadVectors, HiddenStates, ResidualStream
 
 TERMS = ("c2p", "p2c")
 """Terms of position in the scores: content to position, position to content."""
 
 
-class DisentangledAttention(AbstractMixer):
+class DisentangledAttention(AbstractRelativeMixer):
     """Disentangled attention, in both directions (DeBERTa; He et al., arXiv:2006.03654, equation 4):
 
         score = (q_i · k_j + q_i · k^r_d + k_j · q^r_d) / sqrt(head_dim (1 + terms))
@@ -105,12 +92,7 @@ class DisentangledAttention(AbstractMixer):
         self.max_distance = max_distance
         self.buckets = buckets
 
-    def __call__(self, x: HiddenStates, info: TokenInfo, state: None = None) -> tuple[ResidualStream, None]:
-        """**Raises** `ValueError`: the layer reads vectors of distances, too, which `mix` takes."""
-        raise ValueError("disentangled attention reads a table of distances: run it in a RelativeBlock")
-
     def mix(self, x: HiddenStates, info: TokenInfo, table: RelativeTable) -> tuple[ResidualStream, None]:
-        """Return the output for hidden states `x`, given the vectors of all distances, and None: there is no state."""
         query, key, value = (split_heads(linear(x), self.head_dim) for linear in (self.query, self.key, self.value))
         query, key, value = map(checkpoint_name, (query, key, value), ("query", "key", "value"))
         positions = token_positions(x, info)
@@ -125,72 +107,32 @@ class DisentangledAttention(AbstractMixer):
         keys = split_distances(project_key) if "c2p" in self.terms else None
         queries = split_distances(project_query) if "p2c" in self.terms else None
         mask = AttentionMask(causal=False, query_segments=info.segment_ids, key_segments=info.segment_ids)
-        mixed = disentangled_attention(query, key, value, mask, keys, queries, index.reshape(-1, *index.shape[-2:]))
+        scale = (self.head_dim * (1 + len(self.terms))) ** -0.5
+        biases = scale * compute_position_scores(query, key, keys, queries, index.reshape(-1, *index.shape[-2:]))
+        mixed = biased_attention(query, key, value, biases, mask, scale=scale)
         return self.out(checkpoint_name(mixed, "attention").reshape(*mixed.shape[:2], -1)), None
 
-    def init_state(self, batch: int, length: int, dtype: Any = jnp.float32) -> Any:
-        """**Raises** `NotImplementedError`: a token attends to later ones, so none can be decoded before them."""
-        raise NotImplementedError("attention in both directions has no KV cache: a token attends to those after it")
 
-
-class RelativeBlock(AbstractBlock):
-    """norm(x + mixer(x, table)), then norm(x + ffn(x)): `zoo.models.AddNormBlock` with attention that reads the table
-    of relative positions (DeBERTa; He et al., arXiv:2006.03654)."""
-
-    mixer_norm: AbstractNorm
-    mixer: DisentangledAttention = named_by_class()
-    ffn_norm: AbstractNorm
-    ffn: AbstractFeedForward = named_by_class()
-    dropout: Dropout
-
-    def init_state(self, batch: int, length: int, dtype: Any = jnp.float32) -> Any:
-        return self.mixer.init_state(batch, length, dtype)
-
-    def __call__(self, hidden: Hidden, info: TokenInfo, state: Any = None) -> tuple[Hidden, Any]:
-        """**Raises** `ValueError` for hidden states without a table: a layer on its own."""
-        table = hidden.table if isinstance(hidden, RelativeHidden) else None
-        if table is None:
-            raise ValueError(
-                "this layer reads a table of relative positions, and the hidden states have none: run the layers in "
-                "their zoo.models.Encoder, on a mesh with pipe=1"
-            )
-        mixed, _ = run_on_all_tokens(lambda x: self.mixer.mix(x, info, table), hidden.x)
-        mixed = checkpoint_name(mixed, "mixer_output")
-        hidden = hidden.add_residual(self.dropout(mixed, info, site=0)).normalize(self.mixer_norm)
-        fed, routing = run_feed_forward(self.ffn, hidden.x)
-        fed = checkpoint_name(fed, "ffn_output")
-        return hidden.add_residual(self.dropout(fed, info, site=1), routing).normalize(self.ffn_norm), state
-
-
-def disentangled_attention(
+def compute_position_scores(
     query: HeadVectors,
     key: HeadVectors,
-    value: HeadVectors,
-    mask: AttentionMask,
     position_keys: Float[Array, "distances heads head_dim"] | None,
     position_queries: Float[Array, "distances heads head_dim"] | None,
     index: Int[Array, "rows query_seq key_seq"],
-) -> HeadVectors:
-    """Compute disentangled attention by its definition in float32, with the row `index` of the distance of each query
-    to each key. The result has the dtype of `value`."""
+) -> Float[Array, "batch heads query_seq key_seq"]:
+    """Return the sum of the terms of position in the scores, in float32, with the row `index` of the distance of each
+    query to each key."""
     contract = partial(jnp.einsum, precision="highest", preferred_element_type=jnp.float32)
     index = index[:, None]
-    terms = 1
-    scores = contract("bqhd,bkhd->bhqk", query, key)
+    terms = []
     if position_keys is not None:
         products = contract("bqhd,rhd->bhqr", query, position_keys)
-        scores = scores + jnp.take_along_axis(products, index, axis=-1)
-        terms = terms + 1
+        terms.append(jnp.take_along_axis(products, index, axis=-1))
     if position_queries is not None:
         products = contract("bkhd,rhd->bhkr", key, position_queries)
         picked = jnp.take_along_axis(products, index.swapaxes(-1, -2), axis=-1)
-        scores = scores + picked.swapaxes(-1, -2)
-        terms = terms + 1
-    scores = scores * (query.shape[-1] * terms) ** -0.5
-    allowed = mask.materialize(query.shape[1], key.shape[1])  # a token attends to itself at least
-    if allowed is not None:
-        scores = jnp.where(allowed[:, None], scores, -jnp.inf)
-    return contract("bhqk,bkhd->bqhd", jax.nn.softmax(scores, axis=-1), value.astype(jnp.float32)).astype(value.dtype)
+        terms.append(picked.swapaxes(-1, -2))
+    return sum(terms[1:], start=terms[0])
 
 
 def check_distances(max_distance: int, buckets: int | None) -> None:

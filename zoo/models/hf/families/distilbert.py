@@ -20,13 +20,7 @@ def _build_distilbert(config: Config, *, key: Key[Array, ""]) -> Encoder:
     size = config["hidden_size"]
     norm = partial(LayerNorm, size, epsilon=1e-12)
     transform = partial(DenseTransform, size, activation=find_activation(config), norm=norm)
-    classify = partial(DenseTransform, size, activation=jax.nn.relu)
-    heads = {
-        "MaskedLM": text_encoders.make_masked_lm_head_factory(config, transform, bias=True),
-        "SequenceClassification": text_encoders.make_pooled_head_factory(config, classify),
-        "TokenClassification": text_encoders.make_token_head_factory(config),
-        "Model": encoder_heads.make_feature_head_factory(),
-    }
+    heads = text_encoders.make_bert_heads(config, transform, activation=jax.nn.relu)
     layer = (make_bidirectional_attention_factory(config, bias=True, out_bias=True), make_mlp_factory(config))
     return text_encoders.build_config_encoder(
         config,

@@ -2,7 +2,6 @@
 
 from functools import partial
 
-import jax.numpy as jnp
 from jaxtyping import Array, Key
 
 from zoo.layers import IdentityNorm
@@ -27,19 +26,12 @@ def _build_nomic_bert(config: Config, *, key: Key[Array, ""]) -> Encoder:
     size = config["hidden_size"]
     norm = make_layer_norm_factory(config)
     transform = partial(DenseTransform, size, activation=find_activation(config), norm=norm)
-    classify = partial(DenseTransform, size, activation=jnp.tanh)
-    heads = {
-        "MaskedLM": text_encoders.make_masked_lm_head_factory(config, transform, bias=True),
-        "SequenceClassification": text_encoders.make_pooled_head_factory(config, classify),
-        "TokenClassification": text_encoders.make_token_head_factory(config),
-        "Model": encoder_heads.make_feature_head_factory(),
-    }
     mixer = make_bidirectional_attention_factory(config, rotary=build_rotary(config))
     return text_encoders.build_config_encoder(
         config,
         [(mixer, make_gated_mlp_factory(config))] * config["num_hidden_layers"],
         "NomicBert",
-        heads,
+        text_encoders.make_bert_heads(config, transform),
         norm=norm,
         embedding_norm=norm,
         final_norm=IdentityNorm,

@@ -1,29 +1,48 @@
-"""OPT (Zhang et al., arXiv:2205.01068): GPT-2's layers with ReLU, and learned positions after two unused rows."""
+"""OPT (Zhang et al., arXiv:2205.01068): GPT-2's layers with ReLU, and learned positions after two unused rows. OPT-350m
+has norms after the sums, and an embedding of another size."""
 
 from functools import partial
 
+import jax
 from jaxtyping import Array, Key
 
-from zoo.layers import LayerNorm
-from zoo.models.decoder import Decoder
+from zoo.layers import IdentityNorm, LayerNorm
+from zoo.models.blocks import AddNormBlock
+from zoo.models.decoder import Block, Decoder
 from zoo.models.hf.builders import build_config_decoder, make_attention_factory, make_mlp_factory
-from zoo.models.hf.errors import ConfigError
 from zoo.models.hf.kinds import optional_count
 from zoo.models.hf.spec import Config, Family, NameMap, prefixed
+
+from .opt_layers import ProjectedNorm
 
 
 def _build_opt(config: Config, *, key: Key[Array, ""]) -> Decoder:
     embed = config["hidden_size"]
-    projected = config["word_embed_proj_dim"]
-    if projected not in (None, embed):
-        raise ConfigError(f"word_embed_proj_dim = {projected}: embeddings of another size than {embed} are not read")
     bias = config["enable_bias"]
     affine = config["layer_norm_elementwise_affine"]
     mixer = make_attention_factory(config, rotary=None, bias=bias, out_bias=bias)
     layers = [(mixer, make_mlp_factory(config, bias=bias))] * config["num_hidden_layers"]
     norm = partial(LayerNorm, embed, scaled=affine, bias=affine)
-    positions = {"positions": config["max_position_embeddings"], "position_offset": 2}
-    return build_config_decoder(config, layers, norm, key=key, **positions)
+    final_norm = norm if _has_final_norm(config) else IdentityNorm
+    if _is_projected(config):
+        sizes = (embed, config["word_embed_proj_dim"])
+        final_norm = partial(ProjectedNorm, final_norm(), *sizes, key=jax.random.fold_in(key, 1))
+    options = {
+        "block": Block if config["do_layer_norm_before"] else AddNormBlock,
+        "final_norm": final_norm,
+        "embedding_size": config["word_embed_proj_dim"],
+        "positions": config["max_position_embeddings"],
+        "position_offset": 2,
+    }
+    return build_config_decoder(config, layers, norm, key=key, **options)
+
+
+def _has_final_norm(config: Config) -> bool:
+    return config["do_layer_norm_before"] and not config["_remove_final_layer_norm"]
+
+
+def _is_projected(config: Config) -> bool:
+    return config["word_embed_proj_dim"] not in (None, config["hidden_size"])
 
 
 _ATTENTION_NAMES: NameMap = {"q_proj": "query", "k_proj": "key", "v_proj": "value", "out_proj": "out"}
@@ -34,11 +53,17 @@ BLOCK_NAMES: NameMap = {
     "fc1": "mlp.up",
     "fc2": "mlp.down",
 }
-"""A layer in the names of fairseq, from which OPT and BioGPT come."""
+"""A layer in the names of fairseq, from which OPT, BioGPT and XGLM come."""
 
 
 def _map_opt_names(config: Config) -> NameMap:
-    shell = {"embed_tokens": "embedding", "embed_positions": "position_embedding", "final_layer_norm": "norm"}
+    shell = {
+        "embed_tokens": "embedding",
+        "project_in": "embedding_projection",
+        "embed_positions": "position_embedding",
+        "final_layer_norm": "norm.norm" if _is_projected(config) else "norm",
+        "project_out": "norm.linear",
+    }
     return {
         **prefixed("model.decoder", "", {**shell, **prefixed("layers.*", "layers.*", BLOCK_NAMES)}),
         "lm_head": "head",
@@ -62,13 +87,11 @@ OPT = Family(
         "word_embed_proj_dim": optional_count(),
         "enable_bias": True,
         "layer_norm_elementwise_affine": True,
+        "do_layer_norm_before": True,
+        "_remove_final_layer_norm": False,
     },
     aliases={"ffn_dim": "intermediate_size", "activation_function": "hidden_act"},
-    required_values={
-        "do_layer_norm_before": (True,),
-        "_remove_final_layer_norm": (False,),
-        **dict.fromkeys(("hidden_act", "intermediate_size"), (None,)),  # transformers reads neither
-    },
-    ignored_keys=frozenset({"dropout", "layerdrop", "init_std"}),
+    required_values=dict.fromkeys(("hidden_act", "intermediate_size"), (None,)),  # transformers reads neither
+    ignored_keys=frozenset({"activation_dropout", "dropout", "layerdrop", "init_std"}),
     embedding="model.decoder.embed_tokens",
 )

@@ -3,11 +3,10 @@ learned positions that begin after the number of the padding token."""
 
 import dataclasses
 from functools import partial
+from typing import Any
 
-import jax.numpy as jnp
 from jaxtyping import Array, Key
 
-from zoo.layers import DensePooler
 from zoo.models.encoders.heads import DenseTransform
 from zoo.models.encoders.text import Encoder
 from zoo.models.hf.builders import find_activation, make_layer_norm_factory
@@ -19,36 +18,44 @@ from .. import encoder_heads, text_encoders
 from .bert import BERT, DEFAULTS, build_bert_layers, map_bert_layers
 
 
-def build_roberta(prefix: str, config: Config, *, key: Key[Array, ""]) -> Encoder:
-    """Build RoBERTa's encoder, with the head of the architecture that begins with `prefix`."""
-    size = config["hidden_size"]
-    offset = config["pad_token_id"] + 1
+def build_roberta(
+    prefix: str, config: Config, *, key: Key[Array, ""], offset: int | None = None, **options: Any
+) -> Encoder:
+    """Build RoBERTa's encoder, with the head of the architecture that begins with `prefix`.
+
+    - `offset`: rows of the table of positions before the first, `pad_token_id + 1` by default.
+    - `options`: of `build_bert_layers`.
+
+    **Raises** `ConfigError` for a table without further rows.
+    """
+    if offset is None:
+        offset = config["pad_token_id"] + 1
     positions = config["max_position_embeddings"] - offset
     if positions < 1:
-        raise ConfigError(f"max_position_embeddings = {positions + offset}, and pad_token_id leaves {offset} unused")
+        raise ConfigError(f"max_position_embeddings = {positions + offset}, and the first {offset} are not used")
     gelu = find_activation(Config(hidden_act="gelu"))
-    transform = partial(DenseTransform, size, activation=gelu, norm=make_layer_norm_factory(config))
-    classify = partial(DenseTransform, size, activation=jnp.tanh)
-    heads = {
-        "MaskedLM": text_encoders.make_masked_lm_head_factory(config, transform, bias=True),
-        "SequenceClassification": text_encoders.make_pooled_head_factory(config, classify),
-        "TokenClassification": text_encoders.make_token_head_factory(config),
-        "Model": encoder_heads.make_feature_head_factory(partial(DensePooler, size, size)),
-    }
-    return build_bert_layers(config, prefix, heads, positions=positions, position_offset=offset, key=key)
+    transform = partial(DenseTransform, config["hidden_size"], activation=gelu, norm=make_layer_norm_factory(config))
+    heads = text_encoders.make_bert_heads(config, transform, has_pooler=True)
+    sizes = {"positions": positions, "position_offset": offset}
+    return build_bert_layers(config, prefix, heads, key=key, **sizes, **options)
 
 
 def map_roberta_names(prefix: str, config: Config) -> NameMap:
     """Return the name map of an architecture that begins with `prefix`."""
+    return {**map_bert_layers("roberta"), **map_roberta_heads(prefix, "roberta", config)}
+
+
+def map_roberta_heads(prefix: str, base: str, config: Config) -> NameMap:
+    """Map the head of an architecture that begins with `prefix`. `base` is the module of the layers."""
     transform = text_encoders.map_dense_layer("lm_head", "head.transform", "layer_norm")
     classify = text_encoders.map_dense_layer("classifier", "head.transform")
     heads: dict[str, NameMap] = {
         "MaskedLM": {"lm_head.bias": "head.bias", **transform},
         "SequenceClassification": {**classify, "classifier.out_proj": "head.linear"},
         "TokenClassification": {"classifier": "head.linear"},
-        "Model": {"roberta.pooler.dense": "head.pooler.linear"},
+        "Model": {f"{base}.pooler.dense": "head.pooler.linear"},
     }
-    return {**map_bert_layers("roberta"), **encoder_heads.select_names(config, prefix, heads)}
+    return encoder_heads.select_names(config, prefix, heads)
 
 
 HEADS = ("lm_head.dense", "lm_head.layer_norm", "lm_head.bias", "pooler.")
