@@ -31,6 +31,7 @@ NAMES = {
         "__version__",
     ),
     *("configure", "plan", "summary"),
+    *("capture", "capture_gradients", "capture_names", "patch", "unpatch"),
 }
 MOVED = {"distributed": "zoo.parallel.initialize", "drawing": "zoo.tools.draw", "planning": "zoo.tools.plan"}
 SIGNATURES = {
@@ -48,6 +49,11 @@ SIGNATURES = {
         "model tokens max_new_tokens mask temperature top_k top_p min_p repetition_penalty stop_tokens length mesh "
         "callback key"
     ),
+    zoo.capture: "function names",
+    zoo.capture_gradients: "loss_fn names mesh",
+    zoo.capture_names: "model args kwargs",
+    zoo.patch: "model edits",
+    zoo.unpatch: "model",
     zoo.load: "directory revision mesh dtype family ignore packed",
     zoo.save: "model directory family source config shard_bytes",
     zoo.from_torch: "weights config mesh dtype family ignore",

@@ -106,7 +106,7 @@ def _run_tapped(method: Callable, modules: tuple[Any, ...], args: tuple, kwargs:
     if taps is None or hides_value or not (path := _find_path(modules, taps)):
         return method(module, *args, **kwargs)
     types = _find_types(method)
-    if args:
+    if args and not hasattr(module, "input"):  # there the name is that field's
         args = (_tap((*path, "input"), module, types[0], args[0], taps), *args[1:])
     return _tap(path, module, types[1], method(module, *args, **kwargs), taps)
 
@@ -161,7 +161,10 @@ def _list_children(module: Any) -> Iterator[tuple[str | None, Any]]:
     from .module import NAMED_BY_CLASS, STACKED, WRAPPED  # here, since it imports this file
     from .printing import to_snake_case
 
+    is_wrapper = any(WRAPPED in field.metadata for field in dataclasses.fields(module))
+    adapter = getattr(module, "adapter_name", "") if is_wrapper else ""
     for field in dataclasses.fields(module):
+        name = f"{adapter}.{field.name}" if adapter else field.name
         value = vars(module).get(field.name)
         children = value if isinstance(value, tuple) else (value,)
         for number, child in enumerate(children):
@@ -176,7 +179,7 @@ def _list_children(module: Any) -> Iterator[tuple[str | None, Any]]:
             elif NAMED_BY_CLASS in field.metadata:
                 yield to_snake_case(type(child).__name__), child
             else:
-                yield f"{field.name}.{number}" if isinstance(value, tuple) else field.name, child
+                yield f"{name}.{number}" if isinstance(value, tuple) else name, child
 
 
 def has_value(module: Any, name: str) -> bool:

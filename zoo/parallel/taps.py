@@ -386,9 +386,12 @@ def _join_layers(
     parts: Sequence[tuple[tuple[int, ...], Array, tuple[str, ...]]],
 ) -> tuple[Array, tuple[str, ...]]:
     """Return one array of the values of all layers, in order, and its dims."""
-    _, x, dims = parts[0]
-    if not parts[0][0]:
-        return x, (*["features"] * (x.ndim - len(dims)), *dims)
+    layers, x, dims = parts[0]
+    rest = x.ndim - len(dims)
+    if not layers and x.shape[:rest] == (1,) * rest:  # by itself, or one layer in a scan of one step
+        return x.reshape(x.shape[rest:]), dims
+    if not layers:
+        return x, (*["features"] * rest, *dims)
     rows = [x.reshape(-1, *x.shape[x.ndim - len(dims) :]) for _, x, _ in parts]
     numbers = np.array([number for layers, _, _ in parts for number in layers])
     stack = rows[0] if len(rows) == 1 else jnp.concatenate(rows)
