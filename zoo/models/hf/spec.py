@@ -65,7 +65,8 @@ class TensorMapping:
         """Return a writable view of the checkpoint tensor for each of our parts, with the part's values in its order.
         With several parts, views have the shape [..., groups, rows of a group, ...]."""
         # the ellipsis: a scalar is a view, too
-        leading, trailing = (0,) * self.leading_ones, (0,) * self.trailing_ones
+        leading = (0,) * self.leading_ones
+        trailing = (0,) * self.trailing_ones
         tensor = tensor[(slice(None),) * num_stacked_dims + (*leading, ..., *trailing)]
         if self.conv1d_filters and tensor.ndim == num_stacked_dims + 3:
             tensor = tensor[(slice(None),) * (num_stacked_dims + 1) + (0,)]
