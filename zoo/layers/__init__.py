@@ -26,6 +26,7 @@ from .moe.mixture import AbstractMixture, MixtureOfExperts
 from .moe.router import (
     AbstractRouter,
     BiasedRouter,
+    SigmoidRouter,
     SoftmaxRouter,
     TopSoftmaxRouter,
 )
@@ -112,6 +113,7 @@ __all__ = [
     "Retention",
     "Routing",
     "ShortConvolution",
+    "SigmoidRouter",
     "SoftmaxRouter",
     "SparseLatentAttention",
     "TokenInfo",

@@ -39,6 +39,8 @@ class TensorMapping:
     """Stored as (features, 1, width), as depthwise `torch.nn.Conv1d` does."""
     trailing_ones: int = 0
     """Number of trailing dims of size 1."""
+    per_head: bool = False
+    """Stored with a leading dim of groups: a matrix for each, transposed or not, and a row of the bias."""
     otherwise: "TensorMapping | None" = None
     """The mapping of this name in layers of another class: see `either`."""
 
@@ -53,24 +55,25 @@ class TensorMapping:
             shape = parts[0]
         else:
             shape = (*parts[0][:num_stacked_dims], rows, *parts[0][num_stacked_dims + 1 :])
-        if self.transposed:
-            unstacked = shape[num_stacked_dims:][::-1]
-        else:
-            unstacked = shape[num_stacked_dims:]
+        unstacked = shape[num_stacked_dims:]
+        if self.per_head:
+            unstacked = (self.groups, unstacked[0] // self.groups, *unstacked[1:])
+        if self._is_transposed(parts, num_stacked_dims):
+            unstacked = (*unstacked[:-2], unstacked[-1], unstacked[-2])
         if self.conv1d_filters and len(unstacked) == 2:
             unstacked = (unstacked[0], 1, unstacked[1])
         return (*shape[:num_stacked_dims], *(1,) * self.leading_ones, *unstacked, *(1,) * self.trailing_ones)
 
     def views(self, tensor: np.ndarray, parts: Sequence[Shape], num_stacked_dims: int) -> list[np.ndarray]:
         """Return a writable view of the checkpoint tensor for each of our parts, with the part's values in its order.
-        With several parts, views have the shape [..., groups, rows of a group, ...]."""
+        With several parts, and with `per_head`, views have the shape [..., groups, rows of a group, ...]."""
         # the ellipsis: a scalar is a view, too
         leading = (0,) * self.leading_ones
         trailing = (0,) * self.trailing_ones
         tensor = tensor[(slice(None),) * num_stacked_dims + (*leading, ..., *trailing)]
         if self.conv1d_filters and tensor.ndim == num_stacked_dims + 3:
             tensor = tensor[(slice(None),) * (num_stacked_dims + 1) + (0,)]
-        if self.transposed and tensor.ndim == num_stacked_dims + 2:
+        if self._is_transposed(parts, num_stacked_dims):
             tensor = tensor.swapaxes(-1, -2)
         if len(self.parts) == 1:
             return [tensor]
@@ -86,6 +89,10 @@ class TensorMapping:
         )
         cuts = np.cumsum([part[num_stacked_dims] // self.groups for part in parts])[:-1]
         return np.split(grouped, cuts, num_stacked_dims + 1)
+
+    def _is_transposed(self, parts: Sequence[Shape], num_stacked_dims: int) -> bool:
+        """Return True for matrices that are stored as (in, out)."""
+        return self.transposed and len(parts[0]) == num_stacked_dims + 2
 
 
 def replace_ending(name: str, endings: Mapping[str, str]) -> str:

@@ -18,6 +18,7 @@ from .camembert import CAMEMBERT
 from .codegen import CODEGEN
 from .cohere import COHERE
 from .cohere2 import COHERE2
+from .cohere2_moe import COHERE2_MOE
 from .cwm import CWM
 from .deberta_v2 import DEBERTA_V2
 from .deepseek_v2 import DEEPSEEK_V2
@@ -71,6 +72,7 @@ from .jetmoe import JETMOE
 from .kimi_linear import KIMI_LINEAR
 from .kolibri1 import KOLIBRI1
 from .laguna import LAGUNA
+from .lara_mini import LARA_MINI
 from .lfm2 import LFM2
 from .lfm2_moe import LFM2_MOE
 from .lfm3 import LFM3
@@ -110,6 +112,7 @@ from .qwen3_5_moe_text import QWEN3_5_MOE_TEXT
 from .qwen3_5_text import QWEN3_5_TEXT
 from .qwen3_moe import QWEN3_MOE
 from .qwen3_next import QWEN3_NEXT
+from .recurrent_gemma import RECURRENT_GEMMA
 from .roberta import ROBERTA, XLM_ROBERTA
 from .rwkv import RWKV
 from .sarvam_mla import SARVAM_MLA
@@ -139,6 +142,7 @@ ALL_FAMILIES = (
     BLOOM,
     COHERE,
     COHERE2,
+    COHERE2_MOE,
     DEEPSEEK_V2,
     DEEPSEEK_V3,
     DEEPSEEK_V32,
@@ -190,6 +194,7 @@ ALL_FAMILIES = (
     KIMI_LINEAR,
     KOLIBRI1,
     LAGUNA,
+    LARA_MINI,
     LFM2,
     LFM2_MOE,
     LFM3,
@@ -229,6 +234,7 @@ ALL_FAMILIES = (
     QWEN3_5_TEXT,
     QWEN3_MOE,
     QWEN3_NEXT,
+    RECURRENT_GEMMA,
     ROBERTA,
     RWKV,
     SARVAM_MLA,
