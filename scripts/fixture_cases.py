@@ -664,6 +664,16 @@ CASES = {
         | {"num_hidden_layers": 3, "layer_types": ["linear_attention", "sliding_attention", "full_attention"]}
         | {"sliding_window": 5, "num_experts": 4, "shared_expert_intermediate_size": 8} | TIED,
     ),
+    "diffllama": Case(
+        "diffllama", "differential attention, two maps over two heads with one key head, biases, rope, untied",
+        SIZES | {"head_dim": 6, "attention_bias": True},
+    ),
+    "axk1": Case(
+        "axk1", "latent attention, a dense layer, then experts with a norm after them, untied",
+        {key: value for key, value in LATENT.items() if key != "first_k_dense_replace"}
+        | {"q_lora_rank": 8, "mlp_layer_types": ["dense", "sparse"]},
+        hub={"scoring_func": "sigmoid", "topk_method": "noaux_tc", **PUBLISHED},
+    ),
     "recurrent_gemma": Case(
         "recurrent_gemma", "an RG-LRU wider than the model, a window of 5 half rotated, capped logits, biases, tied",
         {key: value for key, value in SIZES.items() if key != "max_position_embeddings"}

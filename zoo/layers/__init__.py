@@ -9,6 +9,7 @@ from .attention.alibi import AlibiAttention
 from .attention.attention import Attention
 from .attention.base import AbstractGroupedAttention
 from .attention.cross_layer import CrossLayerAttention
+from .attention.differential import DifferentialAttention
 from .attention.gated import GatedAttention
 from .attention.latent import LatentAttention
 from .attention.post_rotary import PostRotaryAttention
@@ -78,6 +79,7 @@ __all__ = [
     "CrossLayerAttention",
     "DeltaNet",
     "DensePooler",
+    "DifferentialAttention",
     "DoubleGatedConvolution",
     "Dropout",
     "Embedding",

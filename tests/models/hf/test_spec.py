@@ -83,6 +83,22 @@ def test_matrices_per_head_have_a_dim_of_heads(lead):
         assert np.shares_memory(view, tensor)
 
 
+@given(lead=st.sampled_from([(), (2,)]), sizes=st.tuples(SIZES, SIZES, SIZES), rest=st.sampled_from([(), (4,)]))
+def test_rows_in_runs_are_those_of_groups_in_another_order(lead, sizes, rest):
+    """(runs, groups, rows) in the file, (groups, runs, rows) here."""
+    runs, groups, rows = sizes
+    mapping = TensorMapping(("query",), groups, runs=runs)
+    (part,) = distinct_arrays([(*lead, runs * groups * rows, *rest)])
+    assert mapping.shape([part.shape], len(lead)) == part.shape
+    tensor = np.empty(part.shape, int)
+    (view,) = mapping.views(tensor, [part.shape], len(lead))
+    assert np.shares_memory(view, tensor)
+    view[...] = part.reshape(view.shape)
+    by_group = part.reshape(*lead, groups, runs, rows, *rest)
+    expected = by_group.swapaxes(len(lead), len(lead) + 1).reshape(part.shape)
+    np.testing.assert_array_equal(tensor, expected)
+
+
 @given(mappings(transposable=False))
 def test_mapping_views_of_tensors_of_more_dims(drawn):
     """Convolutions, (inner, 1, kernel), and norms, one dim, are stored unchanged."""

@@ -19,9 +19,6 @@ _MODEL_TYPES_BY_REASON: Mapping[str, tuple[str, ...]] = {
     "positions of three dims, of which texts use one": (
         *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v", "glm4v_moe"),
     ),
-    "DeepSeek-V3's layers with a norm after the experts, and published files without the bias of its routers": (
-        "axk1",
-    ),
     "sinusoidal positions, which no file holds": ("xglm",),
     "codes of sounds beside texts": ("qwen2_audio", "qwen2_5_omni", "qwen3_omni_moe"),
     "RWKV after its fourth version has no class in transformers": ("rwkv5", "rwkv6", "rwkv7"),
@@ -30,7 +27,6 @@ _MODEL_TYPES_BY_NEAREST: Mapping[str, tuple[str, ...]] = {
     "bert": ("albert", "electra", "mpnet"),
     "biogpt": ("xglm",),
     "deberta-v2": ("deberta",),
-    "deepseek_v3": ("axk1",),
     "falcon_h1": ("zamba2",),
     "gemma2": ("t5gemma", "paligemma"),
     "glm4": ("glm4v",),

@@ -39,6 +39,8 @@ class TensorMapping:
     """Stored as (features, 1, width), as depthwise `torch.nn.Conv1d` does."""
     trailing_ones: int = 0
     """Number of trailing dims of size 1."""
+    runs: int = 1
+    """Rows of one part are stored as (runs, groups, rows), where the part has them as (groups, runs, rows)."""
     per_head: bool = False
     """Stored with a leading dim of groups: a matrix for each, transposed or not, and a row of the bias."""
     otherwise: "TensorMapping | None" = None
@@ -66,7 +68,8 @@ class TensorMapping:
 
     def views(self, tensor: np.ndarray, parts: Sequence[Shape], num_stacked_dims: int) -> list[np.ndarray]:
         """Return a writable view of the checkpoint tensor for each of our parts, with the part's values in its order.
-        With several parts, and with `per_head`, views have the shape [..., groups, rows of a group, ...]."""
+        With several parts, and with `per_head`, views have the shape [..., groups, rows of a group, ...]; with `runs`
+        [..., groups, runs, rows, ...]."""
         # the ellipsis: a scalar is a view, too
         leading = (0,) * self.leading_ones
         trailing = (0,) * self.trailing_ones
@@ -75,8 +78,12 @@ class TensorMapping:
             tensor = tensor[(slice(None),) * (num_stacked_dims + 1) + (0,)]
         if self._is_transposed(parts, num_stacked_dims):
             tensor = tensor.swapaxes(-1, -2)
-        if len(self.parts) == 1:
+        if self.keeps_rows:
             return [tensor]
+        if self.runs > 1:
+            lead = tensor.shape[:num_stacked_dims]
+            by_run = tensor.reshape(*lead, self.runs, self.groups, -1, *tensor.shape[num_stacked_dims + 1 :])
+            return [by_run.swapaxes(num_stacked_dims, num_stacked_dims + 1)]  # views: one dim was divided
         size = tensor.shape[num_stacked_dims] // self.groups
         grouped = np.lib.stride_tricks.as_strided(
             tensor,
@@ -89,6 +96,11 @@ class TensorMapping:
         )
         cuts = np.cumsum([part[num_stacked_dims] // self.groups for part in parts])[:-1]
         return np.split(grouped, cuts, num_stacked_dims + 1)
+
+    @property
+    def keeps_rows(self) -> bool:
+        """True if the tensor has the rows of one part, in its order."""
+        return len(self.parts) == 1 and self.runs == 1
 
     def _is_transposed(self, parts: Sequence[Shape], num_stacked_dims: int) -> bool:
         """Return True for matrices that are stored as (in, out)."""
@@ -160,6 +172,8 @@ class Family:
     - `ignored_keys`: keys that change nothing at inference, in addition to `config.IGNORED_KEYS`; keys of RoPE, too.
     - `ignored_tensors`: regular expressions of tensors that follow from the config, such as masks. Nothing is lost
       without them.
+    - `optional_tensors`: regular expressions of tensors that a file may lack, all of them or none. Their parameters are
+      then as `build` makes them, and are not written: constants of a layer that follow from its number.
     - `other_modules`: regular expressions of tensors of modules that this model does not use, such as multi-token
       prediction. They are left aside on loading, and `zoo.save(source=)` writes them back.
     - `find_ignored_tensors(config, tensors)` returns further tensors of such modules, if they depend on the config or
@@ -185,6 +199,7 @@ class Family:
     rope_keys: tuple[str, ...] = ()
     ignored_keys: frozenset[str] = frozenset()
     ignored_tensors: tuple[str, ...] = ()
+    optional_tensors: tuple[str, ...] = ()
     other_modules: tuple[str, ...] = ()
     find_ignored_tensors: Callable[[Config, Collection[str]], Collection[str]] | None = None
     memory_modules: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -248,6 +263,8 @@ class Origin:
     """Names of the checkpoint's tensors that have one of the family's `older_endings`."""
     wrapping: Wrapping | None = None
     """The multimodal checkpoint around the language model; None without one."""
+    lacking: tuple[str, ...] = ()
+    """The family's `optional_tensors`, if the checkpoint lacks them."""
     left_aside: str = ""
     """The tensors of the checkpoint that the model does not have, in words; "" without any."""
     sentence_files: tuple[tuple[str, str], ...] = ()

@@ -9,6 +9,7 @@ from zoo.models.hf.support import FamilySupport, read_support
 from .afmoe import AFMOE
 from .apertus import APERTUS
 from .arcee import ARCEE
+from .axk1 import AXK1
 from .bailing_hybrid import BAILING_HYBRID
 from .bamba import BAMBA
 from .bert import BERT
@@ -24,6 +25,7 @@ from .deberta_v2 import DEBERTA_V2
 from .deepseek_v2 import DEEPSEEK_V2
 from .deepseek_v3 import DEEPSEEK_V3
 from .deepseek_v32 import DEEPSEEK_V32
+from .diffllama import DIFFLLAMA
 from .dinov2 import DINOV2
 from .dinov3_vit import DINOV3_VIT
 from .distilbert import DISTILBERT
@@ -143,9 +145,11 @@ ALL_FAMILIES = (
     COHERE,
     COHERE2,
     COHERE2_MOE,
+    AXK1,
     DEEPSEEK_V2,
     DEEPSEEK_V3,
     DEEPSEEK_V32,
+    DIFFLLAMA,
     DINOV2,
     DINOV3_VIT,
     DISTILBERT,
@@ -252,6 +256,7 @@ ALL_FAMILIES = (
 )
 FAMILIES: dict[str, Family] = {family.name: family for family in ALL_FAMILIES}
 ALIASES: dict[str, str] = {
+    "AXK1": "axk1",
     "gpt-sw3": "gpt2",
     "kimi_k2": "deepseek_v3",
 }
