@@ -11,10 +11,11 @@ import jax
 from zoo.cli.families import summarize_family
 from zoo.layers import (
     MLSTM,
+    RGLRU,
     RWKV4,
     AlibiAttention,
+    DifferentialAttention,
     DoubleGatedConvolution,
-    GatedAttention,
     GroupedGatedDeltaNet,
     KimiDeltaAttention,
     LatentAttention,
@@ -49,6 +50,11 @@ QUANTIZED = {
 """Formats by the family of their cases."""
 LATENT_OPTIONS = {"bailing_hybrid": " with a gate per head", "kimi_linear": " without positions"}
 """Words on the attention beside Kimi Delta Attention, by family."""
+WORDS_BESIDE_DELTA_RULES = {
+    "lara_mini": "grouped-query attention with QK norm, in a window with RoPE or full without, in other layers",
+    "olmo_hybrid": "grouped-query attention in every fourth layer",
+}
+"""Words on the attention beside the gated delta rule, by family, where it has no gate."""
 OTHER_MIXERS = {
     "lfm2": ["DoubleGatedConvolution"],
     "lfm2_moe": ["DoubleGatedConvolution"],
@@ -180,8 +186,14 @@ def describe_parts(family: Family) -> tuple[str, str, str, str]:
             f"multi-head latent attention{LATENT_OPTIONS[family.name]} in other layers",
         ]
     elif isinstance(mixer, GroupedGatedDeltaNet):
-        gated = "gated " * isinstance(last.mixer, GatedAttention)
-        words = [f"`{type(mixer).__name__}`", f"{gated}grouped-query attention in every fourth layer"]
+        gated = "gated grouped-query attention in every fourth layer"
+        words = [f"`{type(mixer).__name__}`", WORDS_BESIDE_DELTA_RULES.get(family.name, gated)]
+    elif isinstance(mixer, RGLRU):
+        words = [
+            f"`{type(mixer).__name__}`",
+            f"convolution width {mixer.convolution.width}",
+            "grouped-query attention in a window, RoPE on 50% of each head, in every third layer",
+        ]
     else:
         words = describe_attention(mixer, config, positions=describe_positions(model))
         words += [f"`{name}` in other layers" for name in OTHER_MIXERS.get(family.name, ())]
@@ -232,6 +244,8 @@ def describe_attention(mixer: Any, config: Config, *, positions: str = "learned 
     mixer, chunk = getattr(mixer, "attention", mixer), getattr(mixer, "chunk", None)
     field = lambda name: getattr(mixer, name, None)
     words = ["grouped-query attention" if "num_key_value_heads" in config else "multi-head attention"]
+    if isinstance(mixer, DifferentialAttention):
+        words = [f"`{type(mixer).__name__}`"]
     words += ["in both directions"] * isinstance(mixer, BidirectionalAttention | RelativeBiasAttention)
     if isinstance(mixer, AlibiAttention):
         words.append("ALiBi")
@@ -241,6 +255,8 @@ def describe_attention(mixer: Any, config: Config, *, positions: str = "learned 
         words.append(positions)
     else:
         fraction = mixer.rotary.dim / mixer.head_dim
+        if isinstance(mixer, DifferentialAttention):
+            fraction *= 2  # of half a head
         words.append("RoPE" if fraction == 1 else f"RoPE on {fraction:.0%} of each head")
     words += [f"QK norm{' over all heads' * bool(field('norm_over_heads'))}"] * (field("query_norm") is not None)
     words += ["biases"] * (getattr(mixer.query, "bias", None) is not None)

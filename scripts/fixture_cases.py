@@ -657,4 +657,43 @@ CASES = {
         {key: value for key, value in (MOE | MIXED).items() if key != "intermediate_size"}
         | {"num_experts": 4, "head_dim": 6, "shared_expert_intermediate_size": 8},
     ),
+    "cohere2_moe": Case(
+        "cohere2_moe", "a dense layer with a window of 5 and rope, then experts averaged with two shared ones, tied",
+        SIZES | MIXED | {"mlp_layer_types": ["dense", "sparse"], "num_experts": 4, "num_shared_experts": 2}
+        | {"prefix_dense_intermediate_size": 24, "head_dim": 6, "logit_scale": 0.4} | TIED,
+    ),
+    "cohere2_moe_sigmoid": Case(
+        "cohere2_moe", "RMSNorm, a dense layer with rope, then sigmoid scores and a shared expert, biases, untied",
+        SIZES | {"layer_types": ["full_attention"] * 2, "mlp_layer_types": ["dense", "sparse"], "num_experts": 4}
+        | {"num_shared_experts": 1, "shared_expert_combination_strategy": "sum", "expert_selection_fn": "sigmoid"}
+        | {"rms_norm_eps": 1e-5, "attention_bias": True, "head_dim": 4, "logit_scale": 0.4} | UNTIED,
+    ),
+    "lfm2_moe_unbiased": Case(
+        "lfm2_moe", "experts chosen by sigmoid scores without a bias, not renormalized, tied",
+        MOE | {"num_experts": 4, "num_dense_layers": 1, "layer_types": ["full_attention", "conv"]}
+        | {"use_expert_bias": False, "norm_topk_prob": False},
+    ),
+    "lara_mini": Case(
+        "lara_mini", "the gated delta rule, a window of 5 with rope, attention without; experts, a shared one, tied",
+        {key: value for key, value in MOE.items() if key != "intermediate_size"} | DELTA
+        | {"num_hidden_layers": 3, "layer_types": ["linear_attention", "sliding_attention", "full_attention"]}
+        | {"sliding_window": 5, "num_experts": 4, "shared_expert_intermediate_size": 8} | TIED,
+    ),
+    "diffllama": Case(
+        "diffllama", "differential attention, two maps over two heads with one key head, biases, rope, untied",
+        SIZES | {"head_dim": 6, "attention_bias": True},
+    ),
+    "axk1": Case(
+        "axk1", "latent attention, a dense layer, then experts with a norm after them, untied",
+        {key: value for key, value in LATENT.items() if key != "first_k_dense_replace"}
+        | {"q_lora_rank": 8, "mlp_layer_types": ["dense", "sparse"]},
+        hub={"scoring_func": "sigmoid", "topk_method": "noaux_tc", **PUBLISHED},
+    ),
+    "recurrent_gemma": Case(
+        "recurrent_gemma", "an RG-LRU wider than the model, a window of 5 half rotated, capped logits, biases, tied",
+        {key: value for key, value in SIZES.items() if key != "max_position_embeddings"}
+        | {"block_types": ["recurrent", "attention"], "lru_width": 24, "conv1d_width": 3, "attention_window_size": 5}
+        | {"hidden_size": 20, "intermediate_size": 40, "attention_bias": True, "logits_soft_cap": 3.0} | TIED,
+        hub={"embeddings_scale_by_sqrt_dim": True, "final_w_init_variance_scale": 1.0}, amiss=LEAKS,
+    ),
 }  # fmt: skip

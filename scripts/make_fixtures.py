@@ -56,7 +56,7 @@ MARGIN, NOISE = 0.02, 1e-4  # the margin of greedy tokens exceeds any rounding
 # Gradients to save: the first layer's queries with bias and norm, the final norm, and routers and first experts.
 FEW = re.compile(
     r"\.0\..*(q_proj|conv\.in_proj|mlstm_layer\.q\.|igate|q_a_proj|kv_b_proj|qkv_proj|query_key_value|c_attn|q_norm|sinks)"
-    r"|\.0\..*(A_log|conv1d|dt_proj|time_decay|time_mix_key)|^\w+\.(norm|ln_f|final_layer_?norm|norm_f|ln_out|embedding_norm|out_norm)\.|\.gate\.weight|\.router\.|\.experts\.0\.(down_proj|w2)\."
+    r"|\.0\..*(A_log|conv1d|rg_lru|lambda|dt_proj|time_decay|time_mix_key)|^\w+\.(norm|ln_f|final_layer_?norm|norm_f|ln_out|embedding_norm|out_norm)\.|\.gate\.weight|\.router\.|\.experts\.0\.(down_proj|w2)\."
 )
 
 
@@ -160,7 +160,7 @@ def save(case: Case, seed: int, folder: Path) -> int:
     marks = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": PAD}
     config = transformers.AutoConfig.for_model(case.family, **case.config, **marks)
     for epsilon in ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps"):
-        if hasattr(config, epsilon):
+        if getattr(config, epsilon, None) is not None:
             setattr(config, epsilon, 2e-3)  # large enough that another one is noticed
     torch.manual_seed(seed)  # sinks start at random, and are moved from there
     model = find_class(config)._from_config(config, dtype=torch.float32)

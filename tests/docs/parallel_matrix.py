@@ -35,6 +35,7 @@ from zoo.layers import (
     BidirectionalAttention,
     CrossLayerAttention,
     DeltaNet,
+    DifferentialAttention,
     DoubleGatedConvolution,
     GatedAttention,
     GatedConvolution,
@@ -71,7 +72,7 @@ SEEDS = range(3)
 SIBLINGS = {
     *(AlibiAttention, ChunkedAttention, CrossLayerAttention, GatedAttention, PostRotaryAttention, ValueScaledAttention),
     *(BidirectionalAttention, DisentangledAttention, GroupedGatedDeltaNet, MixtureOfAttention, SparseLatentAttention),
-    *(DoubleGatedConvolution, RelativeBiasAttention, SideBySide),
+    *(DifferentialAttention, DoubleGatedConvolution, RelativeBiasAttention, SideBySide),
 }
 """Mixers of checkpoint families, which compute as those of the tables do; each of their families is held on a mesh by
 `tests/weights/test_families_on_meshes.py`."""

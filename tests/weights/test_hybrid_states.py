@@ -46,6 +46,13 @@ def test_only_caches_grow_with_the_text(name):
     assert measure(states) == (counts[0], caches[0], recurrent[0]), "reading a text changes no size"
 
 
+def test_windows_and_recurrences_have_states_of_one_size():
+    """A cache of a window has no more slots than the window has tokens."""
+    model = zoo.load(FIXTURES / "recurrent_gemma", dtype=jnp.float32)
+    states = [eqx.filter_eval_shape(model.init_state, ROWS, length) for length in (8, 4096)]
+    assert measure(states[0])[0] == 1 and measure(states[0]) == measure(states[1])
+
+
 def count_token_bytes(config):
     """Bytes of one token in one cache of float32: a key and a value per KV head, and the token's position."""
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]

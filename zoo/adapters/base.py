@@ -106,8 +106,8 @@ class AbstractLinearAdapter(AbstractAdapter, AbstractLinear):
     @property
     def _per_head_error(self) -> str:
         return (
-            f"{type(self).__name__} changes a matrix as a whole, and latent attention multiplies this one head by "
-            "head while it decodes: merge the adapter, or target other modules"
+            f"{type(self).__name__} changes a matrix as a whole, and this one is multiplied head by head, in latent "
+            "attention while it decodes: merge the adapter, or target other modules"
         )
 
 

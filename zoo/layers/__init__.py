@@ -9,6 +9,7 @@ from .attention.alibi import AlibiAttention
 from .attention.attention import Attention
 from .attention.base import AbstractGroupedAttention
 from .attention.cross_layer import CrossLayerAttention
+from .attention.differential import DifferentialAttention
 from .attention.gated import GatedAttention
 from .attention.latent import LatentAttention
 from .attention.post_rotary import PostRotaryAttention
@@ -26,6 +27,7 @@ from .moe.mixture import AbstractMixture, MixtureOfExperts
 from .moe.router import (
     AbstractRouter,
     BiasedRouter,
+    SigmoidRouter,
     SoftmaxRouter,
     TopSoftmaxRouter,
 )
@@ -77,6 +79,7 @@ __all__ = [
     "CrossLayerAttention",
     "DeltaNet",
     "DensePooler",
+    "DifferentialAttention",
     "DoubleGatedConvolution",
     "Dropout",
     "Embedding",
@@ -112,6 +115,7 @@ __all__ = [
     "Retention",
     "Routing",
     "ShortConvolution",
+    "SigmoidRouter",
     "SoftmaxRouter",
     "SparseLatentAttention",
     "TokenInfo",

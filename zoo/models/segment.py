@@ -57,7 +57,8 @@ def _find_split(items: tuple[Any, ...], find_cost: Callable[[tuple[Any, ...]], t
                 if repeats == 2:
                     cost = find_cost(pattern)
                 before = best[start]
-                compiled, copied = before.compiled + cost[0], before.copied + repeats * cost[1]
+                compiled = before.compiled + cost[0]
+                copied = before.copied + repeats * cost[1]
                 options.append(_Split(compiled, copied, before.num_patterns + 1, [*before.patterns, (period, repeats)]))
                 start -= period
         best.append(min(options))

@@ -5,26 +5,27 @@ import functools
 import logging
 import math
 import operator
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+from jaxtyping import Array, Key
 
 from zoo._checks import parse_dtype
 from zoo.models.hf.spec import Family
 from zoo.models.hf.wrappers import TIE
-from zoo.models.parameter_paths import iterate_indices
+from zoo.models.parameter_paths import iterate_indices, list_parameter_paths
 from zoo.ops.quantized.mxfp4 import NAN_SCALE
 from zoo.parallel import Mesh
 from zoo.parallel import leaves as annotated_leaves
 from zoo.parallel.place import warn_replicated
-from zoo.parallel.rounds import split_rounds
+from zoo.parallel.rounds import count_rounds, split_rounds
 
 from .directory import resolve_directory
 from .packed import SCALES_SUFFIX
-from .plan import plan_tensors
+from .plan import drop_tensors, plan_tensors
 from .resolve import Checkpoint, LoadedModel, open_checkpoint
 from .safetensors import CheckpointError, LazyTensor
 
@@ -105,7 +106,7 @@ def read_parameters(checkpoint: Checkpoint, mesh: Mesh | None, dtype: Any) -> Lo
     model = checkpoint.model
     if mesh is not None and mesh.layout.rounds > 1:
         model = split_rounds(model, mesh.layout.rounds)
-        tensor_plans = plan_tensors(model, checkpoint.name_map)
+        tensor_plans = drop_tensors(plan_tensors(model, checkpoint.name_map), model.origin.lacking)
         checkpoint = dataclasses.replace(checkpoint, model=model, tensor_plans=tensor_plans)
     leaves, treedef = jax.tree.flatten(model)
     sources: list[dict[tuple[int, ...], tuple[str, int]]] = [{} for _ in leaves]
@@ -115,7 +116,9 @@ def read_parameters(checkpoint: Checkpoint, mesh: Mesh | None, dtype: Any) -> Lo
     is_trainable = [leaf.trainable for leaf in annotated_leaves(model)]
     dtypes = []
     for leaf_sources, trainable, x in zip(sources, is_trainable, leaves, strict=True):
-        if _is_floating(x.dtype):
+        if not leaf_sources:
+            dtypes.append(x.dtype)
+        elif _is_floating(x.dtype):
             dtypes.append(_resolve_dtype(leaf_sources, tensors, location, dtype, trainable))
         else:
             dtypes.append(_resolve_code_dtype(leaf_sources, tensors, location, x.dtype))
@@ -127,12 +130,33 @@ def read_parameters(checkpoint: Checkpoint, mesh: Mesh | None, dtype: Any) -> Lo
         shardings = jax.tree.leaves(mesh.shardings(abstract_model))
         warn_replicated(abstract_model, mesh)
     arrays = []
-    for leaf_sources, shape, sharding in zip(sources, shapes, shardings, strict=True):
-        read_shard = _make_shard_reader(leaf_sources, shape, checkpoint)
+    built = _build_lacking(checkpoint, [number for number, names in enumerate(sources) if not names])
+    for number, (leaf_sources, shape, sharding) in enumerate(zip(sources, shapes, shardings, strict=True)):
+        if leaf_sources:
+            read_shard = _make_shard_reader(leaf_sources, shape, checkpoint)
+        else:
+            read_shard = built[number].__getitem__
         arrays.append(jax.make_array_from_callback(shape.shape, sharding, read_shard))
         for name, _ in leaf_sources.values():
             tensors[name].release()
     return jax.tree.unflatten(treedef, arrays)
+
+
+def _build_lacking(checkpoint: Checkpoint, numbers: Sequence[int]) -> dict[int, np.ndarray]:
+    """Return the arrays that no tensor holds, by their number in the model, as the family builds them. All others are
+    dead code of the compiled program."""
+    if not numbers:
+        return {}
+    paths = list_parameter_paths(checkpoint.model)
+
+    @jax.jit
+    def build(key: Key[Array, ""]) -> list[Array]:
+        model = split_rounds(checkpoint.family.build(checkpoint.config, key=key), count_rounds(checkpoint.model))
+        names = [path[:2] for path in list_parameter_paths(model)]
+        found = dict(zip(names, jax.tree.leaves(model), strict=True))
+        return [found[paths[number][:2]] for number in numbers]
+
+    return dict(zip(numbers, map(np.asarray, build(jax.random.key(0))), strict=True))
 
 
 def _is_equal_tensor(first: LazyTensor, second: LazyTensor) -> bool:

@@ -1,7 +1,7 @@
 """Plan a load or a save: apply a family's name map to one model, tensor by tensor."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import jax
 from jaxtyping import PyTree
@@ -70,6 +70,11 @@ def plan_tensors(tree: PyTree, name_map: NameMap) -> dict[str, TensorPlan]:
         name: TensorPlan(mapping, tuple(piece for _, piece in sorted(slices.items())), num_stacked_dims)
         for name, (mapping, slices, num_stacked_dims) in found.items()
     }
+
+
+def drop_tensors(plans: Mapping[str, TensorPlan], names: Collection[str]) -> dict[str, TensorPlan]:
+    """Return the plans of all but some tensors."""
+    return {name: plan for name, plan in plans.items() if name not in names}
 
 
 def invert_name_map(name_map: NameMap) -> Mapping[str, tuple[str, TensorMapping, int]]:

@@ -24,7 +24,7 @@ from .formats.lazy import dequantize_lazily
 from .formats.pack import list_packed, pack_model
 from .left_aside import describe_left_aside, split_left_aside
 from .packed import unpack_mxfp4
-from .plan import TensorPlan, find_mapping, invert_name_map, plan_tensors, strip_base_prefix_if_absent
+from .plan import TensorPlan, drop_tensors, find_mapping, invert_name_map, plan_tensors, strip_base_prefix_if_absent
 from .safetensors import CheckpointError, LazyTensor, find_stray_index, open_tensors, read_json
 from .sentence_files import read_sentence_files
 from .tokenizer_files import has_tokenizer
@@ -171,6 +171,11 @@ def resolve_checkpoint(
     side_tensors = ""
     if quantized is not None and packed:
         model, tensors, side_tensors = pack_model(model, name_map, tensors, quantized, location)
+    _check_tensor_count(model, name_map, len(tensors), location)
+    tensor_plans = plan_tensors(model, name_map)
+    optional = {name for name in tensor_plans if any(re.search(regex, name) for regex in family.optional_tensors)}
+    lacking = () if optional & tensors.keys() else tuple(sorted(optional))
+    tensor_plans = drop_tensors(tensor_plans, lacking)
     origin = Origin(
         family,
         json.dumps(config_json),
@@ -179,11 +184,10 @@ def resolve_checkpoint(
         side_tensors=side_tensors,
         older_names=older_names,
         wrapping=wrapping,
+        lacking=lacking,
         left_aside=describe_left_aside(aside),
     )
     model = dataclasses.replace(model, origin=origin)
-    _check_tensor_count(model, name_map, len(tensors), location)
-    tensor_plans = plan_tensors(model, name_map)
     head, embedding = (rename(f"{module}.weight", wrapping) for module in (family.head, family.embedding))
     always_ties = family.required_values.get(TIE) == (True,)
     is_tied_head_stored = config.get(TIE, always_ties) and {head, embedding} <= tensors.keys()

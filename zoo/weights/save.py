@@ -285,6 +285,7 @@ def _write_checkpoint(
     """Write config, shards and index under temporary names, then rename them all."""
     _, quantized = split_quantization(json.loads(origin.config))
     specs, tensor = unpack_exported(*export_tensors(model, name_map), quantized, origin.side_tensors)
+    specs = {name: spec for name, spec in specs.items() if name not in origin.lacking}
     if origin.older_names:
         specs, tensor = _restore_older_names(specs, tensor, origin)
     if source is not None:
@@ -353,7 +354,7 @@ def export_tensors(model: PyTree, name_map: NameMap) -> tuple[_TensorSpecs, Call
         mapping = tensor_plan.mapping
         part_shapes = tensor_plan.part_shapes
         parts = [gather_to_host(leaves[piece.leaf], piece.index) for piece in tensor_plan.slices]
-        if len(parts) == 1 and not mapping.transposed:
+        if mapping.keeps_rows and not mapping.transposed:
             return parts[0].reshape(tensor_plan.shape)
         tensor = np.empty(tensor_plan.shape, parts[0].dtype)
         for view, part in zip(mapping.views(tensor, part_shapes, tensor_plan.num_stacked_dims), parts, strict=True):

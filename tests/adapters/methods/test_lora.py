@@ -1,14 +1,19 @@
 """LoRA: initialization, and ranks and scales by pattern."""
 
+from functools import partial
 from pathlib import Path
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import zoo
+from tests.adapters.perturb import perturb
 from zoo import adapters
+from zoo.layers import RGLRU, LatentAttention, TokenInfo
+from zoo.ops.rotary import Rotary
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 
@@ -29,3 +34,29 @@ def test_rank_pattern_scales_by_the_rank_of_the_module(rank_stabilized, scales):
     (lora,) = [site.module for site in adapters.find_linears(wrapped) if isinstance(site.module, adapters.LoRA)]
     np.testing.assert_array_equal(lora.rank, [3, 2])
     np.testing.assert_allclose(lora.scale, scales, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("make", "targets"),
+    [
+        (partial(RGLRU, 12, 2), ("recurrence_gate", "input_gate")),
+        (partial(LatentAttention, 12, 2, latent=6, head_dim=4, rotary=Rotary(2)), ("key_up", "value_up")),
+    ],
+    ids=["rg_lru", "latent_attention"],
+)
+def test_lora_of_a_matrix_that_is_multiplied_head_by_head_equals_the_merged_matrix(make, targets):
+    """In a text of several tokens, and in one token after them."""
+    layer = make(key=jax.random.key(0))
+    wrapped = perturb(adapters.lora(layer, targets=targets, rank=3, key=jax.random.key(1)))
+    x = jax.random.normal(jax.random.key(2), (2, 5, 12))
+
+    @eqx.filter_jit
+    def run(layer):
+        state = layer.init_state(2, 5)
+        first, state = layer(x[:, :4], TokenInfo(jnp.arange(4)[None].repeat(2, 0)), state)
+        last, _ = layer(x[:, 4:], TokenInfo(jnp.full((2, 1), 4)), state)
+        return jnp.concatenate([first, last], 1)
+
+    merged = run(adapters.merge(wrapped))
+    np.testing.assert_allclose(run(wrapped), merged, rtol=1e-5, atol=1e-5)
+    assert jnp.abs(merged - run(layer)).max() > 1e-3

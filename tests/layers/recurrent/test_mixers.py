@@ -65,6 +65,7 @@ MIXERS = {
     "rwkv6": partial(RWKV6, rank=3, decay_rank=5),
     "rwkv7": partial(RWKV7, rank=3),
     "rg_lru": partial(RGLRU, inner=16),
+    "rg_lru, biases": partial(RGLRU, bias=True, activation=jax.nn.silu),
     "mamba": without_heads(Mamba, state_dim=3, rank=2, norm=partial(RMSNorm, scaled=False), bias=True),
     "mamba2": partial(Mamba2, head_dim=8, groups=2, state_dim=3, bias=True),
     "mamba2, bounded": partial(

@@ -159,6 +159,12 @@ ANOTHER = {
     "ssm_multipliers": [0.5, 1.0, 1.0, 1.0, 2.0],
     "mlp_multipliers": [0.5, 2.0],
     "mlp_hidden_act": "silu",
+    "block_types": ["attention", "recurrent"],
+    "lru_width": 48,
+    "rms_norm_eps": 3e-3,
+    "expert_selection_fn": "sigmoid",
+    "shared_expert_combination_strategy": "sum",
+    "prefix_dense_intermediate_size": 20,
 }
 """Values other than the small model's. For keys that are not listed, one is derived from the default."""
 RELATIVE = {"relative_attention": True, "pos_att_type": ["p2c"], "position_buckets": 4}
@@ -188,6 +194,7 @@ CONTEXTS = [
     {"layer_types": ["linear_attention", "full_attention", "linear_attention"]},
     {"layer_types": ["conv", "full_attention", "conv"]},
     {"layer_types": ["conv", "sliding_attention", "full_attention"], "sliding_window": 4},
+    {"expert_selection_fn": "sigmoid", "num_shared_experts": 1, "first_k_dense_replace": 2},
 ]
 """Some keys have an effect only together with others."""
 

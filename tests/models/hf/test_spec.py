@@ -66,6 +66,39 @@ def test_mapping_views_equal_concatenated_groups(drawn):
         assert np.array_equal(view.reshape(part.shape), part)
 
 
+@pytest.mark.parametrize("lead", [(), (2,)], ids=str)
+def test_matrices_per_head_have_a_dim_of_heads(lead):
+    """A matrix (heads * out, in) is stored as (heads, in, out), and its bias as (heads, out)."""
+    heads, out, in_ = 3, 2, 5
+    mapping = TensorMapping(("gate",), heads, transposed=True, per_head=True)
+    for shape, stored in (((heads * out, in_), (heads, in_, out)), ((heads * out,), (heads, out))):
+        (part,) = distinct_arrays([(*lead, *shape)])
+        assert mapping.shape([part.shape], len(lead)) == (*lead, *stored)
+        tensor = np.empty((*lead, *stored), int)
+        (view,) = mapping.views(tensor, [part.shape], len(lead))
+        view[...] = part.reshape(view.shape)
+        by_head = part.reshape(*lead, heads, out, *shape[1:])
+        expected = by_head.swapaxes(-1, -2) if len(stored) == 3 else by_head
+        np.testing.assert_array_equal(tensor, expected)
+        assert np.shares_memory(view, tensor)
+
+
+@given(lead=st.sampled_from([(), (2,)]), sizes=st.tuples(SIZES, SIZES, SIZES), rest=st.sampled_from([(), (4,)]))
+def test_rows_in_runs_are_those_of_groups_in_another_order(lead, sizes, rest):
+    """(runs, groups, rows) in the file, (groups, runs, rows) here."""
+    runs, groups, rows = sizes
+    mapping = TensorMapping(("query",), groups, runs=runs)
+    (part,) = distinct_arrays([(*lead, runs * groups * rows, *rest)])
+    assert mapping.shape([part.shape], len(lead)) == part.shape
+    tensor = np.empty(part.shape, int)
+    (view,) = mapping.views(tensor, [part.shape], len(lead))
+    assert np.shares_memory(view, tensor)
+    view[...] = part.reshape(view.shape)
+    by_group = part.reshape(*lead, groups, runs, rows, *rest)
+    expected = by_group.swapaxes(len(lead), len(lead) + 1).reshape(part.shape)
+    np.testing.assert_array_equal(tensor, expected)
+
+
 @given(mappings(transposable=False))
 def test_mapping_views_of_tensors_of_more_dims(drawn):
     """Convolutions, (inner, 1, kernel), and norms, one dim, are stored unchanged."""

@@ -118,6 +118,17 @@ class LoRA(AbstractLowRankAdapter):
         inner = (inner * (self.scale * self.strength_per_row(x))).astype(inner.dtype)
         return self.base.transposed(x) + self.down.transposed(inner).astype(x.dtype)
 
+    def per_head(self, x: Float[Array, "*rows units in"]) -> Float[Array, "*rows units unit"]:
+        """Return W_h x_h + b_h + scale B_h A x_h for each head h: heads share A."""
+        scaled_down = self.project_down(x, self.scale * self.strength_per_row(x))
+        return self.base.per_head(x) + self.up.per_head(scaled_down).astype(x.dtype)
+
+    def per_head_transposed(self, x: Float[Array, "*rows units unit"]) -> Float[Array, "*rows units in"]:
+        """Return W_hᵀ x_h + scale Aᵀ B_hᵀ x_h for each head h."""
+        inner = self.up.per_head_transposed(x.astype(self.up.weight.dtype))
+        inner = (inner * (self.scale * self.strength_per_row(x))).astype(inner.dtype)
+        return self.base.per_head_transposed(x) + self.down.transposed(inner).astype(x.dtype)
+
     def grouped(self, x: Float[Array, "rows in"], sizes: Int[Array, "experts"]) -> Float[Array, "rows out"]:
         inner = self.down.grouped(x.astype(self.down.weight.dtype), sizes)
         inner = inner * expand_group_values((self.scale * self.strength_per_expert(self.scale))[:, None], sizes, len(x))

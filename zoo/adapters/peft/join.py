@@ -47,6 +47,8 @@ def join_parts(field: PeftTensor, parts: ModuleParts, model: Any = None) -> np.n
     arrays = {part: _get_layer_array(field, *layer) for part, layer in parts.items()}
     module, adapter, _ = next(iter(parts.values()))
     if len(module.mapping.parts) == 1:
+        if field.has_rows and not module.mapping.keeps_rows:
+            return _join_rows(module, arrays)
         return arrays[0]
     if not isinstance(adapter, LoRA | DoRA):
         _require_all_parts(module, adapter, arrays)
@@ -117,7 +119,8 @@ def _join_rows(module: PeftModule, arrays: Mapping[int, np.ndarray], fill: float
     first = next(iter(arrays.values()))
     joined = np.full((sum(module.part_sizes), *first.shape[1:]), fill, first.dtype)
     shapes = [(size, *first.shape[1:]) for size in module.part_sizes]
-    for part, view in enumerate(TensorMapping(module.mapping.parts, module.mapping.groups).views(joined, shapes, 0)):
+    mapping = TensorMapping(module.mapping.parts, module.mapping.groups, runs=module.mapping.runs)
+    for part, view in enumerate(mapping.views(joined, shapes, 0)):
         if part in arrays:
             view[...] = arrays[part].reshape(view.shape)
     return joined

@@ -422,6 +422,10 @@ def list_peft_tensors(adapter: AbstractAdapter) -> list[PeftTensor]:
 
 def refuse_fused(method: PeftMethod, module: PeftModule, path: str) -> None:
     """**Raises** `CheckpointError` for a fused projection, several matrices here, if the method is not divided."""
+    if method.undivided and module.mapping.runs > 1:
+        raise CheckpointError(
+            f"{path}: {module.peft_name} has its rows in another order here, and {method.undivided} is not put into it"
+        )
     if method.undivided and len(module.mapping.parts) > 1:
         raise CheckpointError(
             f"{path}: {module.peft_name} holds {', '.join(module.mapping.parts)}, which are separate matrices here, "

@@ -60,13 +60,13 @@ class AdapterSource:
         self.names_read.add(name)
         if module.holds_experts:
             array = self._select_expert(module, name, array, has_rows=has_rows)
-        if not has_rows or len(module.mapping.parts) == 1:
+        if not has_rows or module.mapping.keeps_rows:
             return array
         if array.ndim == 0 or len(array) != sum(module.part_sizes):
             raise CheckpointError(
                 f"{self.path}: {name} has the shape {list(array.shape)}, and its parts {sum(module.part_sizes)} rows"
             )
-        mapping = TensorMapping(module.mapping.parts, module.mapping.groups)
+        mapping = TensorMapping(module.mapping.parts, module.mapping.groups, runs=module.mapping.runs)
         shapes = [(size, *array.shape[1:]) for size in module.part_sizes]
         return mapping.views(array, shapes, 0)[module.part].reshape(shapes[module.part])
 

@@ -33,7 +33,8 @@ class MixtureOfExperts(AbstractFeedForward, AbstractMixture):
     equation 1).
 
     With a `shared` expert, which every token uses, y = S(x) + Σ_e w_e E_e(x) (DeepSeekMoE, arXiv:2401.06066, section
-    3.2); S(x) is multiplied by sigmoid(g x) with a `shared_gate` (Qwen1.5-MoE).
+    3.2); S(x) is multiplied by sigmoid(g x) with a `shared_gate` (Qwen1.5-MoE). A `multiplier` of 1 / 2 averages the
+    two (Command A+, Cohere, 2026).
 
     Dropless by default: tokens are sorted by expert, a grouped matmul applies the experts, and each token combines its
     experts in the order of its choices, so that results are deterministic bit for bit.
@@ -55,6 +56,8 @@ class MixtureOfExperts(AbstractFeedForward, AbstractMixture):
     shared_gate: AbstractLinear | None
 
     capacity_factor: float | None = eqx.field(static=True)
+    multiplier: float = eqx.field(static=True)
+    """Factor of the sum of the experts, shared and chosen."""
     implementation: str = implementation_option(GROUPED_MATMUL)
 
     def __init__(
@@ -66,6 +69,7 @@ class MixtureOfExperts(AbstractFeedForward, AbstractMixture):
         shared: Callable[..., AbstractFeedForward] | None = None,
         shared_gate: Callable[..., AbstractLinear] | None = None,
         capacity_factor: float | int | None = None,
+        multiplier: float = 1.0,
         implementation: str = "auto",
         key: Key[Array, ""],
     ):
@@ -88,6 +92,7 @@ class MixtureOfExperts(AbstractFeedForward, AbstractMixture):
             self.capacity_factor = None
         else:
             self.capacity_factor = float(capacity_factor)
+        self.multiplier = multiplier
         self.implementation = implementation
 
     def __call__(self, x: HiddenStates) -> tuple[ResidualStream, tuple[Routing, ...]]:
@@ -104,6 +109,8 @@ class MixtureOfExperts(AbstractFeedForward, AbstractMixture):
             else:
                 gate = jax.nn.sigmoid(self.shared_gate(match_tokens(x, shared)))
             y = y + gate * shared
+        if self.multiplier != 1:
+            y = self.multiplier * y
         return y, (routing,)
 
     def _mix_dropless(

@@ -94,6 +94,43 @@ class TopSoftmaxRouter(AbstractRouter):
         return top_k_softmax(logits, self.top)
 
 
+class SigmoidRouter(AbstractRouter):
+    """Top-k of sigmoid(W x), divided by their sum if `renormalize`: see `zoo.ops.moe.routing`."""
+
+    scores: AbstractLinear = full_precision()
+
+    top: int = eqx.field(static=True)
+    renormalize: bool = eqx.field(static=True)
+    scale: float = eqx.field(static=True)
+    smallest: float = eqx.field(static=True)
+
+    def __init__(
+        self,
+        embed: int,
+        experts: int,
+        top: int,
+        *,
+        renormalize: bool = True,
+        scale: float | int = 1.0,
+        smallest: float = 1e-20,
+        key: Key[Array, ""],
+    ):
+        """`smallest` is added to the sum that `renormalize` divides by.
+
+        **Raises** `ValueError` if `top` exceeds the number of experts."""
+        check_routing_sizes(experts, top, 1, 1)
+        self.scores = make_score_projection(embed, experts, False, key)
+        self.top = top
+        self.renormalize = renormalize
+        self.scale = float(scale)
+        self.smallest = smallest
+
+    def choose(self, logits: Float[Array, "batch seq choices"]) -> tuple[RoutingWeights, Int[Array, "batch seq top"]]:
+        options = {"scale": self.scale, "renormalize": self.renormalize, "smallest": self.smallest}
+        unbiased = jnp.zeros(logits.shape[-1], jnp.float32)
+        return biased_top_k(jax.nn.sigmoid(logits), unbiased, self.top, **options)
+
+
 class BiasedRouter(AbstractRouter):
     """Top-k of score + bias, weighted by the score only: see `zoo.ops.moe.routing`.
 

@@ -1,6 +1,7 @@
 """Recurrent block of Griffin: a short convolution, a real-gated linear recurrent unit (RG-LRU), and an output gate. The
 recurrence is `zoo.ops.recurrence.rg_lru`."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -9,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
+from zoo.ops.activations import gelu_tanh
 from zoo.ops.recurrence.diagonal_scan import DIAGONAL_SCAN
 from zoo.ops.recurrence.rg_lru import SHARPNESS, rg_lru
 from zoo.ops.recurrence.stabilizer import NO_HISTORY
@@ -34,7 +36,7 @@ class _RGLRUState(Module):
 
 
 class RGLRU(AbstractMixer):
-    """y = W_out [gelu(W_gate x) * rg_lru(conv(W_in x))], where the two gates of `zoo.ops.recurrence.rg_lru` are
+    """y = W_out [activation(W_gate x) * rg_lru(conv(W_in x))], where the two gates of `zoo.ops.recurrence.rg_lru` are
     block-diagonal projections, one block per head (Griffin, De et al., arXiv:2402.19427, sections 2.3 and 2.4). Heads
     are sharded over `tensor`."""
 
@@ -50,6 +52,7 @@ class RGLRU(AbstractMixer):
     out: AbstractLinear
 
     features: Dim = eqx.field(static=True)
+    activation: Callable = eqx.field(static=True)
     implementation: str = implementation_option(DIAGONAL_SCAN)
 
     def __init__(
@@ -59,11 +62,15 @@ class RGLRU(AbstractMixer):
         *,
         inner: int | None = None,
         conv_width: int = 4,
+        bias: bool = False,
+        activation: Callable = gelu_tanh,
         out_scale: float = 1.0,
         implementation: str = "auto",
         key: Key[Array, ""],
     ):
-        """`inner`: features of the recurrence, `embed` by default.
+        """- `inner`: features of the recurrence, `embed` by default.
+        - `bias`: of W_in, W_gate and W_out; the convolution and the gates of the recurrence always have one.
+        - `activation`: of the output gate.
 
         Decays with an open recurrence gate are initialized uniformly in [0.9, 0.999]. **Raises** `ValueError` if heads
         does not divide inner.
@@ -76,7 +83,7 @@ class RGLRU(AbstractMixer):
         keys = jax.random.split(key, 7)
         embed_dim = Dim("embed")
         self.features = Dim("heads", size)
-        project = partial(Linear, embed, inner, in_=embed_dim, out=self.features)
+        project = partial(Linear, embed, inner, in_=embed_dim, out=self.features, bias=bias)
         self.input = project(key=keys[0])
         self.gate = project(key=keys[1])
         self.convolution = ShortConvolution(inner, conv_width, features=self.features, bias=True, key=keys[2])
@@ -85,7 +92,8 @@ class RGLRU(AbstractMixer):
         self.input_gate = block_diagonal(key=keys[4])
         decays = jax.random.uniform(keys[5], (inner,), jnp.float32, minval=0.9, maxval=0.999)
         self.decay = inverse_softplus(-jnp.log(decays) / SHARPNESS)
-        self.out = Linear(inner, embed, in_=self.features, out=embed_dim, scale=out_scale, key=keys[6])
+        self.out = Linear(inner, embed, in_=self.features, out=embed_dim, bias=bias, scale=out_scale, key=keys[6])
+        self.activation = activation
         self.implementation = implementation
 
     def init_state(self, batch: int, length: int, dtype: Any = jnp.float32) -> _RGLRUState:
@@ -121,7 +129,7 @@ class RGLRU(AbstractMixer):
             segment_ids=context.segment_ids,
             implementation=context.implementation,
         )
-        y = self.out(jax.nn.gelu(self.gate(x)) * mixed)
+        y = self.out(self.activation(self.gate(x)) * mixed)
         if conv_state is None:
             return y, None
         return y, _RGLRUState(hidden, conv_state, self.features)

@@ -40,6 +40,7 @@ from zoo.parallel import Dim
 from ..blocks import ParallelBlock, SandwichBlock
 from ..build import LayerFactories, build_decoder
 from ..decoder import Decoder
+from ..parameter_paths import list_parameter_paths
 from .errors import ConfigError, suggest_nearest
 from .spec import Config
 
@@ -380,6 +381,16 @@ def make_one_norm_block(ffn_norm: AbstractNorm, **parts: Any) -> ParallelBlock:
     """Return a `ParallelBlock` whose sublayers read the same norm; the one made for the feed-forward layer is left
     out."""
     return ParallelBlock(ffn_norm=None, **parts)
+
+
+def set_by_layer(model: Decoder, name: str, compute: Callable[[int], Array]) -> Decoder:
+    """Set an array of each layer that has it, by the number of the layer: layers that are scanned together are made
+    alike."""
+    leaves, structure = jax.tree.flatten(model)
+    for number, path in enumerate(list_parameter_paths(model)):
+        if path.name == f"layers.*.{name}":
+            leaves[number] = jnp.stack([compute(layer) for layer in path.ranges[0]])
+    return jax.tree.unflatten(structure, leaves)
 
 
 def build_config_decoder(

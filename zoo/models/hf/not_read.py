@@ -18,21 +18,14 @@ _MODEL_TYPES_BY_REASON: Mapping[str, tuple[str, ...]] = {
     "positions of three dims, of which texts use one": (
         *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v", "glm4v_moe"),
     ),
-    "DeepSeek-V3's layers with a norm after the experts, and published files without the bias of its routers": (
-        "axk1",
-    ),
-    "experts in parallel to attention, averaged with a shared expert": ("cohere2_moe",),
-    "an RG-LRU with biases, and with a matrix per head for each of its gates": ("recurrent_gemma",),
     "codes of sounds beside texts": ("qwen2_audio", "qwen2_5_omni", "qwen3_omni_moe"),
     "RWKV after its fourth version has no class in transformers": ("rwkv5", "rwkv6", "rwkv7"),
 }
 _MODEL_TYPES_BY_NEAREST: Mapping[str, tuple[str, ...]] = {
     "bert": ("albert",),
-    "cohere2": ("cohere2_moe",),
     "deberta-v2": ("deberta",),
-    "deepseek_v3": ("axk1",),
     "falcon_h1": ("zamba2",),
-    "gemma2": ("t5gemma", "paligemma", "recurrent_gemma"),
+    "gemma2": ("t5gemma", "paligemma"),
     "glm4": ("glm4v",),
     "glm4_moe": ("glm4v_moe",),
     "jamba": ("zamba",),

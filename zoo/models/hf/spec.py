@@ -39,6 +39,10 @@ class TensorMapping:
     """Stored as (features, 1, width), as depthwise `torch.nn.Conv1d` does."""
     trailing_ones: int = 0
     """Number of trailing dims of size 1."""
+    runs: int = 1
+    """Rows of one part are stored as (runs, groups, rows), where the part has them as (groups, runs, rows)."""
+    per_head: bool = False
+    """Stored with a leading dim of groups: a matrix for each, transposed or not, and a row of the bias."""
     otherwise: "TensorMapping | None" = None
     """The mapping of this name in layers of another class: see `either`."""
 
@@ -53,26 +57,33 @@ class TensorMapping:
             shape = parts[0]
         else:
             shape = (*parts[0][:num_stacked_dims], rows, *parts[0][num_stacked_dims + 1 :])
-        if self.transposed:
-            unstacked = shape[num_stacked_dims:][::-1]
-        else:
-            unstacked = shape[num_stacked_dims:]
+        unstacked = shape[num_stacked_dims:]
+        if self.per_head:
+            unstacked = (self.groups, unstacked[0] // self.groups, *unstacked[1:])
+        if self._is_transposed(parts, num_stacked_dims):
+            unstacked = (*unstacked[:-2], unstacked[-1], unstacked[-2])
         if self.conv1d_filters and len(unstacked) == 2:
             unstacked = (unstacked[0], 1, unstacked[1])
         return (*shape[:num_stacked_dims], *(1,) * self.leading_ones, *unstacked, *(1,) * self.trailing_ones)
 
     def views(self, tensor: np.ndarray, parts: Sequence[Shape], num_stacked_dims: int) -> list[np.ndarray]:
         """Return a writable view of the checkpoint tensor for each of our parts, with the part's values in its order.
-        With several parts, views have the shape [..., groups, rows of a group, ...]."""
+        With several parts, and with `per_head`, views have the shape [..., groups, rows of a group, ...]; with `runs`
+        [..., groups, runs, rows, ...]."""
         # the ellipsis: a scalar is a view, too
-        leading, trailing = (0,) * self.leading_ones, (0,) * self.trailing_ones
+        leading = (0,) * self.leading_ones
+        trailing = (0,) * self.trailing_ones
         tensor = tensor[(slice(None),) * num_stacked_dims + (*leading, ..., *trailing)]
         if self.conv1d_filters and tensor.ndim == num_stacked_dims + 3:
             tensor = tensor[(slice(None),) * (num_stacked_dims + 1) + (0,)]
-        if self.transposed and tensor.ndim == num_stacked_dims + 2:
+        if self._is_transposed(parts, num_stacked_dims):
             tensor = tensor.swapaxes(-1, -2)
-        if len(self.parts) == 1:
+        if self.keeps_rows:
             return [tensor]
+        if self.runs > 1:
+            lead = tensor.shape[:num_stacked_dims]
+            by_run = tensor.reshape(*lead, self.runs, self.groups, -1, *tensor.shape[num_stacked_dims + 1 :])
+            return [by_run.swapaxes(num_stacked_dims, num_stacked_dims + 1)]  # views: one dim was divided
         size = tensor.shape[num_stacked_dims] // self.groups
         grouped = np.lib.stride_tricks.as_strided(
             tensor,
@@ -85,6 +96,15 @@ class TensorMapping:
         )
         cuts = np.cumsum([part[num_stacked_dims] // self.groups for part in parts])[:-1]
         return np.split(grouped, cuts, num_stacked_dims + 1)
+
+    @property
+    def keeps_rows(self) -> bool:
+        """True if the tensor has the rows of one part, in its order."""
+        return len(self.parts) == 1 and self.runs == 1
+
+    def _is_transposed(self, parts: Sequence[Shape], num_stacked_dims: int) -> bool:
+        """Return True for matrices that are stored as (in, out)."""
+        return self.transposed and len(parts[0]) == num_stacked_dims + 2
 
 
 def replace_ending(name: str, endings: Mapping[str, str]) -> str:
@@ -152,6 +172,8 @@ class Family:
     - `ignored_keys`: keys that change nothing at inference, in addition to `config.IGNORED_KEYS`; keys of RoPE, too.
     - `ignored_tensors`: regular expressions of tensors that follow from the config, such as masks. Nothing is lost
       without them.
+    - `optional_tensors`: regular expressions of tensors that a file may lack, all of them or none. Their parameters are
+      then as `build` makes them, and are not written: constants of a layer that follow from its number.
     - `other_modules`: regular expressions of tensors of modules that this model does not use, such as multi-token
       prediction. They are left aside on loading, and `zoo.save(source=)` writes them back.
     - `find_ignored_tensors(config, tensors)` returns further tensors of such modules, if they depend on the config or
@@ -177,6 +199,7 @@ class Family:
     rope_keys: tuple[str, ...] = ()
     ignored_keys: frozenset[str] = frozenset()
     ignored_tensors: tuple[str, ...] = ()
+    optional_tensors: tuple[str, ...] = ()
     other_modules: tuple[str, ...] = ()
     find_ignored_tensors: Callable[[Config, Collection[str]], Collection[str]] | None = None
     memory_modules: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -240,6 +263,8 @@ class Origin:
     """Names of the checkpoint's tensors that have one of the family's `older_endings`."""
     wrapping: Wrapping | None = None
     """The multimodal checkpoint around the language model; None without one."""
+    lacking: tuple[str, ...] = ()
+    """The family's `optional_tensors`, if the checkpoint lacks them."""
     left_aside: str = ""
     """The tensors of the checkpoint that the model does not have, in words; "" without any."""
     sentence_files: tuple[tuple[str, str], ...] = ()

@@ -23,7 +23,8 @@ from zoo.shapes import SegmentIds
 SHARPNESS = 8.0
 """The paper's constant c."""
 _MIN_SQRT_ARGUMENT = 1e-36
-"""Lower bound of 1 - a^2."""
+"""Lower bound of 1 - a^2. RecurrentGemma's code bounds the derivative of the root by 1000 instead: its gradients differ
+where 1 - a^2 < 2.5e-7."""
 
 
 def rg_lru(

@@ -9,6 +9,7 @@ from zoo.models.hf.support import FamilySupport, read_support
 from .afmoe import AFMOE
 from .apertus import APERTUS
 from .arcee import ARCEE
+from .axk1 import AXK1
 from .bailing_hybrid import BAILING_HYBRID
 from .bamba import BAMBA
 from .bert import BERT
@@ -18,11 +19,13 @@ from .camembert import CAMEMBERT
 from .codegen import CODEGEN
 from .cohere import COHERE
 from .cohere2 import COHERE2
+from .cohere2_moe import COHERE2_MOE
 from .cwm import CWM
 from .deberta_v2 import DEBERTA_V2
 from .deepseek_v2 import DEEPSEEK_V2
 from .deepseek_v3 import DEEPSEEK_V3
 from .deepseek_v32 import DEEPSEEK_V32
+from .diffllama import DIFFLLAMA
 from .dinov2 import DINOV2
 from .dinov3_vit import DINOV3_VIT
 from .distilbert import DISTILBERT
@@ -72,6 +75,7 @@ from .jetmoe import JETMOE
 from .kimi_linear import KIMI_LINEAR
 from .kolibri1 import KOLIBRI1
 from .laguna import LAGUNA
+from .lara_mini import LARA_MINI
 from .lfm2 import LFM2
 from .lfm2_moe import LFM2_MOE
 from .lfm3 import LFM3
@@ -112,6 +116,7 @@ from .qwen3_5_moe_text import QWEN3_5_MOE_TEXT
 from .qwen3_5_text import QWEN3_5_TEXT
 from .qwen3_moe import QWEN3_MOE
 from .qwen3_next import QWEN3_NEXT
+from .recurrent_gemma import RECURRENT_GEMMA
 from .roberta import ROBERTA, XLM_ROBERTA
 from .rwkv import RWKV
 from .sarvam_mla import SARVAM_MLA
@@ -143,9 +148,12 @@ ALL_FAMILIES = (
     BLOOM,
     COHERE,
     COHERE2,
+    COHERE2_MOE,
+    AXK1,
     DEEPSEEK_V2,
     DEEPSEEK_V3,
     DEEPSEEK_V32,
+    DIFFLLAMA,
     DINOV2,
     DINOV3_VIT,
     DISTILBERT,
@@ -195,6 +203,7 @@ ALL_FAMILIES = (
     KIMI_LINEAR,
     KOLIBRI1,
     LAGUNA,
+    LARA_MINI,
     LFM2,
     LFM2_MOE,
     LFM3,
@@ -235,6 +244,7 @@ ALL_FAMILIES = (
     QWEN3_5_TEXT,
     QWEN3_MOE,
     QWEN3_NEXT,
+    RECURRENT_GEMMA,
     ROBERTA,
     RWKV,
     SARVAM_MLA,
@@ -254,6 +264,7 @@ ALL_FAMILIES = (
 )
 FAMILIES: dict[str, Family] = {family.name: family for family in ALL_FAMILIES}
 ALIASES: dict[str, str] = {
+    "AXK1": "axk1",
     "gpt-sw3": "gpt2",
     "kimi_k2": "deepseek_v3",
 }

@@ -1,14 +1,13 @@
 """Bamba (IBM, Princeton, CMU and UIUC, "Bamba: Inference-Efficient Hybrid Mamba2 Model", 2024): Mamba-2 in most layers
 and attention in a few, which turns half of each head, and a gated MLP after each."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 from jaxtyping import Array, Key
 
 from zoo.layers import Mamba2
-from zoo.models.build import MixerFactory
 from zoo.models.decoder import Decoder
 from zoo.models.hf.builders import (
     build_config_decoder,
@@ -45,7 +44,8 @@ def make_mamba2_factory(config: Config, *, inner: int | None = None, **options: 
 
     **Raises** `ConfigError` unless heads share out the channels, and groups the heads.
     """
-    heads, groups = config["mamba_n_heads"], config["mamba_n_groups"]
+    heads = config["mamba_n_heads"]
+    groups = config["mamba_n_groups"]
     words = "mamba_d_ssm"
     if inner is None:
         inner = config["mamba_expand"] * config["hidden_size"]
@@ -70,22 +70,6 @@ def make_mamba2_factory(config: Config, *, inner: int | None = None, **options: 
         **options,
     }
     return partial(Mamba2, config["hidden_size"], heads, **options)
-
-
-def choose_mixers(
-    types: Sequence[str], attention: MixerFactory, recurrent: MixerFactory, key: str = "layer_types"
-) -> list[MixerFactory]:
-    """Return the mixer of each layer by its type, in the words of transformers 5 and of older files.
-
-    **Raises** `ConfigError` for other words.
-    """
-    mixers = {
-        **dict.fromkeys(("full_attention", "attention"), attention),
-        **dict.fromkeys(("linear_attention", "mamba"), recurrent),
-    }
-    if unknown := [kind for kind in types if kind not in mixers]:
-        raise ConfigError(f"{key} has {unknown[0]!r}, and layers here are {' or '.join(mixers)}")
-    return [mixers[kind] for kind in types]
 
 
 def map_bamba_layers(mixers: NameMap, feed_forward: NameMap) -> NameMap:

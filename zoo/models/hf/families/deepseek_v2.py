@@ -99,11 +99,12 @@ def map_latent_names(config: Config) -> NameMap:
     }
 
 
-def map_latent_layers(experts: NameMap, attention: NameMap) -> NameMap:
-    """Return the name map of a model, from the name maps of the experts and of the attention of a layer."""
+def map_latent_layers(experts: NameMap, attention: NameMap, norms: NameMap = llama.PRE_NORM_NAMES) -> NameMap:
+    """Return the name map of a model, from the name maps of the experts and of the attention of a layer, and of its
+    norms if they are others."""
     mixture = prefixed("mlp", "mixture_of_experts", {**dots1.MIXTURE_NAMES, **experts})
     feed_forward = {**prefixed("mlp", "gated_mlp", llama.GATED_MLP_NAMES), **mixture}
-    return llama.map_llama_layers(feed_forward, attention)
+    return llama.map_llama_layers(feed_forward, attention, norms)
 
 
 DEFAULTS = {

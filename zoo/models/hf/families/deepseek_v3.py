@@ -4,6 +4,7 @@ read."""
 
 import re
 from collections.abc import Collection
+from typing import Any
 
 from jaxtyping import Array, Key
 
@@ -16,11 +17,12 @@ from zoo.models.hf.values import POSITIVE_NUMBER
 from . import deepseek_v2, llama
 
 
-def build_deepseek_v3(config: Config, *, key: Key[Array, ""]) -> Decoder:
-    """Build the model of a DeepSeek-V3 config."""
+def build_deepseek_v3(config: Config, *, key: Key[Array, ""], **options: Any) -> Decoder:
+    """Build the model of a DeepSeek-V3 config. `options` are passed to `build_decoder`."""
     mixer = make_latent_attention_factory(config, interleaved=config["rope_interleave"])
     mixers = [mixer] * config["num_hidden_layers"]
-    return deepseek_v2.build_latent_decoder(config, make_biased_router_factory(config), mixers=mixers, key=key)
+    router = make_biased_router_factory(config)
+    return deepseek_v2.build_latent_decoder(config, router, mixers=mixers, key=key, **options)
 
 
 _LAYER_NUMBER = re.compile(r"(?:^|\.)layers\.(\d+)\.")

@@ -5,14 +5,12 @@ from typing import Any
 
 from jaxtyping import Array, Key
 
-from zoo.layers import Attention, GatedMLP, Mamba2, MixtureOfExperts, RMSNorm, TopSoftmaxRouter
-from zoo.models.build import FeedForwardFactory
+from zoo.layers import Attention, GatedMLP, Mamba2, MixtureOfExperts, RMSNorm
 from zoo.models.decoder import Block, Decoder
 from zoo.models.hf.builders import (
     build_rotary,
     find_activation_name,
-    make_gated_mlp_factory,
-    make_mixture_factory,
+    pick_mixers,
     read_layer_types,
 )
 from zoo.models.hf.errors import ConfigError
@@ -34,15 +32,11 @@ def _build_granitemoehybrid(config: Config, *, key: Key[Array, ""]) -> Decoder:
     else:
         rotary = None
     attention = granite.make_granite_attention_factory(config, rotary=rotary)
-    mixers = bamba.choose_mixers(types, attention, bamba.make_mamba2_factory(config))
-    return granite.build_granite_layers(config, _make_feed_forward_factory(config), mixers, key=key)
-
-
-def _make_feed_forward_factory(config: Config) -> FeedForwardFactory:
-    shared = config["shared_intermediate_size"]
-    if config["num_local_experts"]:
-        return make_mixture_factory(config, TopSoftmaxRouter, config["num_local_experts"], shared=shared)
-    return make_gated_mlp_factory(config, width=shared)
+    mamba = bamba.make_mamba2_factory(config)
+    # in the words of transformers 5 and of older files
+    mixers = {"full_attention": attention, "attention": attention, "linear_attention": mamba, "mamba": mamba}
+    ffn = granitemoeshared.make_shared_mixture(config)
+    return granite.build_granite_layers(config, ffn, pick_mixers(types, mixers), key=key)
 
 
 def _map_granitemoehybrid_names(config: Config) -> NameMap:

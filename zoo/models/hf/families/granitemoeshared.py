@@ -1,13 +1,12 @@
 """Granite's mixture of experts beside a shared MLP (Granite team, "Granite 4.0", 2025): GraniteMoE's layer, in which
 every token also uses an MLP of its own width."""
 
-from collections.abc import Callable
-
 from jaxtyping import Array, Key
 
-from zoo.layers import MixtureOfExperts, TopSoftmaxRouter
+from zoo.layers import TopSoftmaxRouter
+from zoo.models.build import FeedForwardFactory
 from zoo.models.decoder import Decoder
-from zoo.models.hf.builders import make_mixture_factory
+from zoo.models.hf.builders import make_gated_mlp_factory, make_mixture_factory
 from zoo.models.hf.kinds import non_negative
 from zoo.models.hf.spec import Config, Family, NameMap, fused, prefixed
 
@@ -20,9 +19,12 @@ def _build_granitemoeshared(config: Config, *, key: Key[Array, ""]) -> Decoder:
     return granite.build_granite_layers(config, make_shared_mixture(config), key=key)
 
 
-def make_shared_mixture(config: Config) -> Callable[..., MixtureOfExperts]:
-    """Return a factory of Granite's mixtures of experts, with a shared MLP unless its width is 0."""
+def make_shared_mixture(config: Config) -> FeedForwardFactory:
+    """Return a factory of Granite's mixtures of experts, with a shared MLP unless its width is 0; without experts, of
+    the shared MLP."""
     shared = config["shared_intermediate_size"] or None
+    if not config["num_local_experts"]:
+        return make_gated_mlp_factory(config, width=shared)
     return make_mixture_factory(config, TopSoftmaxRouter, config["num_local_experts"], shared=shared)
 
 

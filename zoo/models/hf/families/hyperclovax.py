@@ -8,11 +8,9 @@ from jaxtyping import Array, Key
 from zoo.models.decoder import Block, Decoder
 from zoo.models.hf.builders import (
     build_config_decoder,
-    make_attention_factory,
     make_gated_mlp_factory,
     make_rms_norm_factory,
     make_sandwich_block,
-    read_head_sizes,
 )
 from zoo.models.hf.kinds import optional_number
 from zoo.models.hf.spec import Config, Family, NameMap, prefixed
@@ -22,12 +20,9 @@ from . import granite, llama
 
 def _build_hyperclovax(config: Config, *, key: Key[Array, ""]) -> Decoder:
     norm = make_rms_norm_factory(config)
-    bias = config["attention_bias"]
-    scale = config["attention_multiplier"]
-    if scale == read_head_sizes(config)[2] ** -0.5:
-        scale = None
-    mixer = make_attention_factory(config, bias=bias, out_bias=bias, scale=scale)
-    layers = [(mixer, make_gated_mlp_factory(config, bias=config["mlp_bias"]))] * config["num_hidden_layers"]
+    mixer = granite.make_granite_attention_factory(config)
+    ffn = make_gated_mlp_factory(config, bias=config["mlp_bias"])
+    layers = [(mixer, ffn)] * config["num_hidden_layers"]
     multipliers = {"multiplier": config["embedding_multiplier"], "logits_multiplier": config["logits_scaling"]}
     wiring = make_sandwich_block(norm) if config["use_post_norm"] else Block
     block = partial(wiring, residual_multiplier=config["residual_multiplier"])

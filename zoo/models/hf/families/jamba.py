@@ -56,7 +56,8 @@ def _mark_layers(config: Config, kind: str) -> list[bool]:
 
     **Raises** `ConfigError` for an offset beyond the period.
     """
-    period, offset = config[f"{kind}_layer_period"], config[f"{kind}_layer_offset"]
+    period = config[f"{kind}_layer_period"]
+    offset = config[f"{kind}_layer_offset"]
     if offset >= period:
         raise ConfigError(f"{kind}_layer_offset = {offset} should be below {kind}_layer_period = {period}")
     return [number % period == offset for number in range(config["num_hidden_layers"])]

@@ -55,9 +55,13 @@ def _read_linear_attention(config: Config) -> Config:
     if not config["linear_attn_config"]:
         return config
     given = read_config(_LINEAR_ATTENTION, config["linear_attn_config"], ignore=None)
-    attended, recurrent = given["full_attn_layers"], given["kda_layers"]
-    names = {"head_dim": "linear_head_dim", "num_heads": "linear_num_heads"}
-    names["short_conv_kernel_size"] = "linear_conv_kernel_dim"
+    attended = given["full_attn_layers"]
+    recurrent = given["kda_layers"]
+    names = {
+        "head_dim": "linear_head_dim",
+        "num_heads": "linear_num_heads",
+        "short_conv_kernel_size": "linear_conv_kernel_dim",
+    }
     sizes = {ours: given[theirs] for theirs, ours in names.items() if given[theirs] is not None}
     config = Config({**config, **sizes})
     if config["layer_types"] is not None or attended is None or recurrent is None:

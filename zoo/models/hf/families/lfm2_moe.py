@@ -5,7 +5,7 @@ from functools import partial
 
 from jaxtyping import Array, Key
 
-from zoo.layers import BiasedRouter
+from zoo.layers import BiasedRouter, SigmoidRouter
 from zoo.models.decoder import Decoder
 from zoo.models.hf.builders import (
     build_config_decoder,
@@ -23,7 +23,8 @@ from . import lfm2, llama, mixtral
 def _build_lfm2_moe(config: Config, *, key: Key[Array, ""]) -> Decoder:
     dense = make_gated_mlp_factory(config)
     scale = config["routed_scaling_factor"]
-    router = partial(BiasedRouter, renormalize=config["norm_topk_prob"], scale=scale, smallest=1e-6)
+    router_class = BiasedRouter if config["use_expert_bias"] else SigmoidRouter
+    router = partial(router_class, renormalize=config["norm_topk_prob"], scale=scale, smallest=1e-6)
     sparse = make_mixture_factory(config, router, config["num_experts"], width=config["moe_intermediate_size"])
     mixers = lfm2.list_lfm2_mixers(config, ["full_attention"] * config["num_hidden_layers"])
     layers = [(mixer, dense if n < config["num_dense_layers"] else sparse) for n, mixer in enumerate(mixers)]
@@ -58,10 +59,10 @@ LFM2_MOE = Family(
         "num_experts": 32,
         "num_experts_per_tok": 4,
         "norm_topk_prob": True,
+        "use_expert_bias": True,
         "routed_scaling_factor": Default(1.0, POSITIVE_NUMBER),
     },
     aliases=lfm2.ALIASES,
-    required_values={"use_expert_bias": (True,)},
     ignored_tensors=llama.LLAMA.ignored_tensors,
     memory_names=_map_lfm2_moe_memory_names,
 )

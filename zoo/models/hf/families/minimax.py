@@ -4,7 +4,6 @@ tables of decays follow from them, and are left aside."""
 
 from functools import partial
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
@@ -20,10 +19,10 @@ from zoo.models.hf.builders import (
     pick_mixers,
     read_head_sizes,
     read_layer_types,
+    set_by_layer,
 )
 from zoo.models.hf.kinds import optional_words
 from zoo.models.hf.spec import Config, Family, NameMap, TensorMapping, fused, prefixed
-from zoo.models.parameter_paths import list_parameter_paths
 
 from . import llama, mixtral
 from .minimax_layers import NormedResidualBlock
@@ -56,16 +55,7 @@ def _build_minimax(config: Config, *, key: Key[Array, ""]) -> Decoder:
     layers = [(mixer, experts) for mixer in mixers]
     norm = make_rms_norm_factory(config)
     model = build_config_decoder(config, layers, norm, block=[blocks[kind] for kind in types], key=key)
-    return _set_slopes(model, heads, len(types))
-
-
-def _set_slopes(model: Decoder, heads: int, layers: int) -> Decoder:
-    """Set the slopes of each layer, which depend on its number: layers that are scanned together are made alike."""
-    leaves, structure = jax.tree.flatten(model)
-    for number, path in enumerate(list_parameter_paths(model)):
-        if path.name == "layers.*.lightning.slopes":
-            leaves[number] = jnp.stack([_compute_slopes(heads, layer, layers) for layer in path.ranges[0]])
-    return jax.tree.unflatten(structure, leaves)
+    return set_by_layer(model, "lightning.slopes", lambda layer: _compute_slopes(heads, layer, len(types)))
 
 
 def _compute_slopes(heads: int, layer: int, layers: int) -> Float[Array, "heads"]:

@@ -75,7 +75,8 @@ def _read_layer_types(config: Config) -> list[str]:
 
 def _make_mamba2_factory(config: Config, out_scale: float) -> Callable[..., Mamba2]:
     """Return a factory of `Mamba2`. **Raises** `ConfigError` if groups do not divide heads."""
-    heads, groups = config["mamba_num_heads"], config["n_groups"]
+    heads = config["mamba_num_heads"]
+    groups = config["n_groups"]
     if heads % groups:
         raise ConfigError(f"mamba_num_heads = {heads} heads do not share out over n_groups = {groups}")
     return partial(

@@ -1,11 +1,12 @@
 """Qwen1.5-MoE and Qwen2's mixture of experts (Yang et al., arXiv:2407.10671, section 2.2.2): fine-grained experts, a
 wide shared expert with a sigmoid gate, and dense layers where the config has them."""
 
+from collections.abc import Callable
 from functools import partial
 
 from jaxtyping import Array, Key
 
-from zoo.layers import SoftmaxRouter
+from zoo.layers import MixtureOfExperts, SoftmaxRouter
 from zoo.models.decoder import Decoder
 from zoo.models.hf.builders import (
     build_moe_decoder,
@@ -25,17 +26,23 @@ def _build_qwen2_moe(config: Config, *, key: Key[Array, ""]) -> Decoder:
     upper = config["max_window_layers"]
     numbers = range(config["num_hidden_layers"])
     default = list_layer_types(window is not None and n < upper and n % 2 == 0 for n in numbers)
-    experts = make_mixture_factory(
+    experts = make_qwen2_moe_mixture(config, renormalize=config["norm_topk_prob"])
+    windows = list_layer_windows(read_layer_types(config, default), window)
+    return build_moe_decoder(
+        config, mark_qwen2_moe_layers(config), experts, windows=windows, bias=config["qkv_bias"], key=key
+    )
+
+
+def make_qwen2_moe_mixture(config: Config, *, renormalize: bool) -> Callable[..., MixtureOfExperts]:
+    """Return a factory of mixtures of experts with a shared one behind a sigmoid gate. `renormalize` divides the
+    weights of the chosen experts by their sum."""
+    return make_mixture_factory(
         config,
-        partial(SoftmaxRouter, renormalize=config["norm_topk_prob"]),
+        partial(SoftmaxRouter, renormalize=renormalize),
         config["num_experts"],
         width=config["moe_intermediate_size"],
         shared=config["shared_expert_intermediate_size"],
         gate=True,
-    )
-    windows = list_layer_windows(read_layer_types(config, default), window)
-    return build_moe_decoder(
-        config, mark_qwen2_moe_layers(config), experts, windows=windows, bias=config["qkv_bias"], key=key
     )
 
 

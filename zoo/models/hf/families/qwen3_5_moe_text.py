@@ -1,13 +1,10 @@
 """Qwen3.5's mixture of experts (Qwen team, 2026), its language model: Qwen3.5's layers, with a mixture of experts and
 a gated shared expert in place of the MLP. Modules of multi-token prediction are not read."""
 
-from functools import partial
-
 from jaxtyping import Array, Key
 
-from zoo.layers import SoftmaxRouter
 from zoo.models.decoder import Decoder
-from zoo.models.hf.builders import build_config_decoder, make_mixture_factory, make_rms_norm_factory
+from zoo.models.hf.builders import build_config_decoder, make_rms_norm_factory
 from zoo.models.hf.kinds import optional_count
 from zoo.models.hf.spec import Config, Family, NameMap, prefixed
 
@@ -15,14 +12,7 @@ from . import qwen2_moe, qwen3_5_text
 
 
 def _build_qwen3_5_moe(config: Config, *, key: Key[Array, ""]) -> Decoder:
-    experts = make_mixture_factory(
-        config,
-        partial(SoftmaxRouter, renormalize=True),
-        config["num_experts"],
-        width=config["moe_intermediate_size"],
-        shared=config["shared_expert_intermediate_size"],
-        gate=True,
-    )
+    experts = qwen2_moe.make_qwen2_moe_mixture(config, renormalize=True)
     layers = [(mixer, experts) for mixer in qwen3_5_text.list_qwen3_5_mixers(config)]
     return build_config_decoder(config, layers, make_rms_norm_factory(config, offset=1.0), key=key)
 

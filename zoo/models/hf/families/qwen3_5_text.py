@@ -40,7 +40,17 @@ def list_qwen3_5_mixers(config: Config) -> list[Callable[..., Any]]:
     interval = config["full_attention_interval"]
     count = config["num_hidden_layers"]
     default = list_layer_types(((n + 1) % interval for n in range(count)), local="linear_attention")
-    delta = partial(
+    qk_norm = make_head_norm_factory(config, offset=1.0)
+    mixers = {
+        "linear_attention": make_delta_factory(config),
+        "full_attention": make_attention_factory(config, attention=GatedAttention, qk_norm=qk_norm),
+    }
+    return pick_mixers(read_layer_types(config, default), mixers)
+
+
+def make_delta_factory(config: Config) -> Callable[..., GroupedGatedDeltaNet]:
+    """Return a factory of the gated delta rule."""
+    return partial(
         GroupedGatedDeltaNet,
         config["hidden_size"],
         config["linear_num_value_heads"],
@@ -52,15 +62,16 @@ def list_qwen3_5_mixers(config: Config) -> list[Callable[..., Any]]:
         epsilon=config["rms_norm_eps"],
         out_scale=compute_out_scale(config),
     )
-    qk_norm = make_head_norm_factory(config, offset=1.0)
-    mixers = {
-        "linear_attention": delta,
-        "full_attention": make_attention_factory(config, attention=GatedAttention, qk_norm=qk_norm),
-    }
-    return pick_mixers(read_layer_types(config, default), mixers)
 
 
-_DELTA_INPUT_NAMES: NameMap = {
+DELTA_NAMES: NameMap = {
+    "conv1d": fused("query_convolution", "key_convolution", "value_convolution", conv1d_filters=True),
+    "dt_bias": "decay.bias",
+    "A_log": "decay.A_log",
+    "out_proj": "readout.out",
+}
+"""Names of the gated delta rule, without its input projections and its norm."""
+DELTA_INPUT_NAMES: NameMap = {
     "in_proj_qkv": fused("query", "key", "value"),
     "in_proj_z": "readout.gate",
     "in_proj_b": "rate",
@@ -68,18 +79,10 @@ _DELTA_INPUT_NAMES: NameMap = {
 }
 
 
-def map_qwen3_5_layers(config: Config, feed_forward: NameMap, delta_inputs: NameMap = _DELTA_INPUT_NAMES) -> NameMap:
+def map_qwen3_5_layers(config: Config, feed_forward: NameMap, delta_inputs: NameMap = DELTA_INPUT_NAMES) -> NameMap:
     """Return a LLaMA-like name map with Qwen3.5's mixers, given the names of the feed-forward layers, and of the input
     projections of the delta rule if they are others."""
-    convolutions = (f"{part}_convolution" for part in ("query", "key", "value"))
-    delta = {
-        **delta_inputs,
-        "conv1d": fused(*convolutions, conv1d_filters=True),
-        "dt_bias": "decay.bias",
-        "A_log": "decay.A_log",
-        "norm": "readout.norm",
-        "out_proj": "readout.out",
-    }
+    delta = {**delta_inputs, **DELTA_NAMES, "norm": "readout.norm"}
     attention = {
         **{name: ours for name, ours in llama.ATTENTION_NAMES.items() if name != "q_proj"},
         "q_proj": fused("query", "gate", groups=config["num_attention_heads"]),

@@ -2,16 +2,12 @@
 gated attention (arXiv:2505.06708), each before a mixture of experts with a gated shared expert; RMSNorm scales 1 + w.
 Modules of multi-token prediction are not read."""
 
-from functools import partial
-
 from jaxtyping import Array, Key
 
-from zoo.layers import SoftmaxRouter
 from zoo.models.decoder import Decoder
 from zoo.models.hf.builders import (
     build_config_decoder,
     make_gated_mlp_factory,
-    make_mixture_factory,
     make_rms_norm_factory,
 )
 from zoo.models.hf.kinds import non_negative, optional_count, optional_layer_numbers
@@ -25,14 +21,7 @@ def _build_qwen3_next(config: Config, *, key: Key[Array, ""]) -> Decoder:
     dense = make_gated_mlp_factory(config)
     ffns = [dense] * len(mixers)
     if config["num_experts"]:
-        experts = make_mixture_factory(
-            config,
-            partial(SoftmaxRouter, renormalize=config["norm_topk_prob"]),
-            config["num_experts"],
-            width=config["moe_intermediate_size"],
-            shared=config["shared_expert_intermediate_size"],
-            gate=True,
-        )
+        experts = qwen2_moe.make_qwen2_moe_mixture(config, renormalize=config["norm_topk_prob"])
         ffns = [experts if is_sparse else dense for is_sparse in qwen2_moe.mark_qwen2_moe_layers(config)]
     layers = list(zip(mixers, ffns, strict=True))
     return build_config_decoder(config, layers, make_rms_norm_factory(config, offset=1.0), key=key)
