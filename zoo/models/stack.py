@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -61,16 +61,11 @@ class Stack(AbstractStack):
         self.remat = check_remat(remat)
         self.loop = check_loop(loop)
         keys = jax.random.split(wrap_key(key), len(factories))
-        segments = []
-        start = 0
-        patterns = find_patterns(factories)
-        longest = max(range(len(patterns)), key=lambda i: math.prod(patterns[i]), default=0)
-        for number, (period, repeats) in enumerate(patterns):
-            segment_keys = keys[start : start + period * repeats].reshape(repeats, period)
-            blocks = [eqx.filter_vmap(factories[start + i])(segment_keys[:, i]) for i in range(period)]
-            segments.append(Segment(tuple(blocks), repeats, (Dim("layers" if number == longest else "ends"),)))
-            start += period * repeats
-        self.segments = tuple(segments)
+
+        def stack(layers: range) -> AbstractBlock:
+            return eqx.filter_vmap(factories[layers[0]])(keys[layers.start : layers.stop : layers.step])
+
+        self.segments = _make_segments(factories, stack)
 
     def iter_blocks(self) -> Iterator[AbstractBlock]:
         """Yield the block of each layer, indexed out of its segment. **Raises** `NotImplementedError` where the layers
@@ -267,14 +262,14 @@ class Stack(AbstractStack):
 
     def find_layers(self, name: str) -> list[int]:
         """Return the numbers of the layers that have a value of this name, such as "attention.query"."""
-        found = []
+        return sorted(number for block, layers in self.iter_stacked() if has_value(block, name) for number in layers)
+
+    def iter_stacked(self) -> Iterator[tuple[AbstractBlock, tuple[int, ...]]]:
+        """Yield each stacked block, with the numbers of the layers that it stacks."""
         first = 0
         for segment in self.segments:
-            numbers = _list_layers(segment, first, [(1, 1)] * len(segment.blocks))
-            for block, layers in zip(segment.blocks, numbers, strict=True):
-                found += layers if has_value(block, name) else ()
+            yield from zip(segment.blocks, _list_layers(segment, first, [(1, 1)] * len(segment.blocks)), strict=True)
             first += segment.num_repeats * len(segment.blocks)
-        return sorted(found)
 
     def _make_pattern(self, segment: Segment, info: TokenInfo, *, prevent_cse: bool) -> list[Callable]:
         """Return a function `(arrays, number, hidden, state) -> (hidden, state)` for each block of a pattern."""
@@ -293,6 +288,21 @@ class Stack(AbstractStack):
 
         blocks = [partial(run_block, i) for i in range(len(segment.blocks))]
         return [rematerialize(run, self.remat, prevent_cse=prevent_cse) for run in blocks]
+
+
+def _make_segments(items: Sequence[Hashable], stack: Callable[[range], AbstractBlock]) -> tuple[Segment, ...]:
+    """Split layers into segments by their items, equal for equal layers. `stack` returns the stacked block of layers
+    with these numbers. The longest pattern is dealt out to the stages of a pipeline, others are ends."""
+    patterns = find_patterns(items)
+    longest = max(range(len(patterns)), key=lambda i: math.prod(patterns[i]), default=0)
+    segments = []
+    start = 0
+    for number, (period, repeats) in enumerate(patterns):
+        end = start + period * repeats
+        blocks = tuple(stack(range(start + i, end, period)) for i in range(period))
+        segments.append(Segment(blocks, repeats, (Dim("layers" if number == longest else "ends"),)))
+        start = end
+    return tuple(segments)
 
 
 def _list_layers(
@@ -417,6 +427,29 @@ def join_end_shapes(model: _Model) -> _Model:
         return replace_option(stack, "segments", tuple(segments))
 
     return _map_stacks(join_stack, model)
+
+
+def stack_apart(model: _Model, keys: Sequence[Hashable]) -> _Model:
+    """Split the layers of a model of `jax.ShapeDtypeStruct`s anew into segments, where some of its arrays stack layers
+    with different keys. `keys` has one for each layer."""
+
+    def split(stack: Stack) -> Stack:
+        if all(len({keys[number] for number in layers}) == 1 for _, layers in stack.iter_stacked()):
+            return stack
+        blocks: dict[int, AbstractBlock] = {}
+        for block, layers in stack.iter_stacked():
+            one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), block)
+            for number in layers:
+                blocks[number] = one
+        kinds = [(jax.tree.structure(blocks[i]), *jax.tree.leaves(blocks[i]), keys[i]) for i in range(len(blocks))]
+
+        def lengthen(layers: range) -> AbstractBlock:
+            return jax.tree.map(lambda x: jax.ShapeDtypeStruct((len(layers), *x.shape), x.dtype), blocks[layers[0]])
+
+        segments = _make_segments([kinds.index(kind) for kind in kinds], lengthen)
+        return replace_option(stack, "segments", segments)
+
+    return _map_stacks(split, model)
 
 
 def _map_stacks(function: Callable[[Stack], Stack], tree: _Model) -> _Model:

@@ -156,10 +156,36 @@ def pop(*names):
     return lambda tensors, config: [tensors.pop(name) for name in names]
 
 
-def make_plain(tensors, config):
-    for suffix in ("qweight", "qzeros", "scales"):
-        del tensors[f"{QUERY}.{suffix}"]
-    tensors[f"{QUERY}.weight"] = np.zeros((32, 32), jnp.bfloat16)
+@pytest.mark.one_case
+@pytest.mark.parametrize("name", ["awq", "gptq", "fp8 rows"])
+def test_layers_of_which_some_are_packed_are_stacked_apart(name, make, tmp_path):
+    suffixes = {"awq": ("qweight", "qzeros", "scales"), "gptq": ("qweight", "qzeros", "scales", "g_idx")}
+    suffixes = suffixes.get(name, ("weight", "weight_scale"))
+    plain = np.linspace(-1, 1, 32 * 32).reshape(32, 32).astype(jnp.bfloat16)
+
+    def change(tensors, config):
+        for suffix in suffixes:
+            del tensors[f"{QUERY}.{suffix}"]
+        tensors[f"{QUERY}.weight"] = plain
+        config["quantization_config"]["modules_to_not_convert"] = ["lm_head", QUERY]
+
+    write_quantized(tmp_path / "in", make, name, change=change)
+    decoded = zoo.load(tmp_path / "in", dtype=jnp.float32)
+    model = zoo.load(tmp_path / "in", packed=True, dtype=jnp.float32)
+    assert [layers for _, layers in decoded.stack.iter_stacked()] == [(0, 1)]
+    assert [layers for _, layers in model.stack.iter_stacked()] == [(0,), (1,)]
+    first, second = (block.mixer for block, _ in model.stack.iter_stacked())
+    assert type(first.query) is Linear and isinstance(second.query, AbstractGroupLinear)
+    assert isinstance(first.key, AbstractGroupLinear)
+    tokens = jnp.arange(12).reshape(2, 6)
+    np.testing.assert_allclose(model(tokens), decoded(tokens), atol=1e-5)
+    paths = {path.name for path in zoo.models.list_parameter_paths(model)}
+    assert {"layers.*.attention.query.weight", "layers.*.attention.query.codes"} <= paths
+    zoo.save(zoo.load(tmp_path / "in", packed=True, dtype=jnp.bfloat16), tmp_path / "out")
+    ours, theirs = open_tensors(tmp_path / "out"), open_tensors(tmp_path / "in")
+    assert ours.keys() == theirs.keys()
+    for key, x in theirs.items():
+        assert ours[key].read().tobytes() == x.read().tobytes(), key
 
 
 def fill(name, value):
@@ -175,7 +201,6 @@ REFUSED = {
     ),
     "other levels": ("nf4 in rows", fill(f"{QUERY}.weight.quant_map", 1), "quant_map is not the codebook of NF4"),
     "no scales": ("fp8 blocks", pop(f"{QUERY}.weight_scale_inv"), "lacks its .*weight_scale_inv"),
-    "one plain layer": ("awq", make_plain, f"{QUERY} is plain, and stacked in one array with others"),
     "not a number": ("fp8 rows", fill(f"{QUERY}.weight", np.nan), f"{QUERY}.weight has a number that is not finite"),
     "infinite scales": ("awq", fill(f"{QUERY}.scales", np.inf), f"{QUERY}.scales has a number that is not finite"),
     "no such group": ("gptq reordered", fill(f"{QUERY}.g_idx", 2), "groups that are not among the 2"),

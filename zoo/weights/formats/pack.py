@@ -6,7 +6,7 @@ matrix, such as `NAME.group_index`. They are read lazily from the tensors of the
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import equinox as eqx
@@ -15,8 +15,9 @@ import numpy as np
 
 from zoo.layers import Linear
 from zoo.layers.quantized.groups import AbstractGroupLinear
-from zoo.models.hf.spec import NameMap
+from zoo.models.hf.spec import NameMap, TensorMapping
 from zoo.models.parameter_paths import IndexRanges, ParameterPath, format_path, iterate_indices, map_modules
+from zoo.models.stack import Stack, is_stack, stack_apart
 from zoo.models.targets import find_linears, is_linear_site
 from zoo.ops.quantized.groups import CODES_PER_BYTE
 from zoo.parallel.module import Leaf
@@ -43,24 +44,38 @@ def pack_model(
     """Return a model in shapes whose layers are packed where the file's are, the tensors that its arrays are read from,
     and the text of its side tensors.
 
-    **Raises** `CheckpointError` as `find_quantized` does; and for matrices that are stacked with plain ones, or could
-    not be written back as they are stored.
+    Layers in which different matrices are packed are stacked apart: they are other programs.
+
+    **Raises** `CheckpointError` as `find_quantized` does; and for experts that are stacked with plain ones, and
+    matrices that could not be written back as they are stored.
     """
     found = find_quantized(tensors, quantized, location)
     errors = [error for name, parts in sorted(found.items()) for error in quantized.find_packing_errors(name, parts)]
     mappings = invert_name_map(name_map)
     num_parts = {}
 
-    def pack(name: str, ranges: IndexRanges, module: Any) -> Any:
-        if type(module) is not Linear:
-            return module
+    def find_names(name: str, ranges: IndexRanges) -> tuple[list[str], list[int], TensorMapping] | None:
+        """Return the names of the matrices of a layer in the file, their layers, and how they are mapped."""
         try:
             pattern, mapping, _ = find_mapping(ParameterPath(f"{name}.codes", ranges, Leaf(name, None)), mappings)
         except KeyError:
-            return module
-        stars = pattern.count("*")
-        numbers = [theirs for _, theirs in iterate_indices(ranges[:stars])]
+            return None
+        numbers = [theirs for _, theirs in iterate_indices(ranges[: pattern.count("*")])]
         names = [format_path(pattern, indices).removesuffix(".codes") for indices in numbers]
+        return names, [indices[0] if indices else 0 for indices in numbers], mapping
+
+    def find_packed_layers(name: str, ranges: IndexRanges, module: Any) -> Iterator[int]:
+        """Yield the layers whose matrices of this name are quantized."""
+        if type(module) is Linear and (mapped := find_names(name, ranges)) is not None:
+            names, layers, _ = mapped
+            yield from (layer for stem, layer in zip(names, layers, strict=True) if stem in found)
+
+    model = _stack_apart(model, find_packed_layers)
+
+    def pack(name: str, ranges: IndexRanges, module: Any) -> Any:
+        if type(module) is not Linear or (mapped := find_names(name, ranges)) is None:
+            return module
+        names, _, mapping = mapped
         missing = [stem for stem in names if stem not in found]
         if len(missing) == len(names):
             return module
@@ -90,6 +105,22 @@ def pack_model(
     names = (f"{name}.{suffix}" for name in found for suffix in quantized.side_suffixes)
     side_tensors = encode_side_tensors({name: tensors[name] for name in names if name in tensors})
     return packed, drop_parts(tensors, found, quantized) | virtual, side_tensors
+
+
+def _stack_apart(model: _Model, find_layers: Callable[[str, IndexRanges, Any], Iterable[int]]) -> _Model:
+    """Return a model in shapes whose arrays stack layers in which the same matrices are packed. `find_layers` returns
+    the layers in which those of one module are."""
+    packed: dict[int, set[str]] = {}
+
+    def visit(name: str, ranges: IndexRanges, module: Any) -> Any:
+        for layer in find_layers(name, ranges, module) if name.startswith("layers.*") else ():
+            packed.setdefault(layer, set()).add(name)
+        return module
+
+    map_modules(visit, model, is_linear_site)
+    stacks = [x for x in jax.tree.leaves(model, is_leaf=is_stack) if isinstance(x, Stack)]
+    count = sum(len(layers) for stack in stacks for _, layers in stack.iter_stacked())
+    return stack_apart(model, [frozenset(packed.get(layer, ())) for layer in range(count)])
 
 
 def _pack_linear(linear: Linear, quantized: AbstractQuantizedFormat) -> AbstractGroupLinear:
@@ -168,7 +199,16 @@ def _is_packed_linear(node: Any) -> bool:
 
 def pack_like(built: _Model, model: Any, quantized: AbstractQuantizedFormat) -> _Model:
     """Return a model in shapes with the same layers packed as in `model`."""
-    packed = {site.identity for site in find_linears(model) if isinstance(site.module, AbstractGroupLinear)}
+    sites = [site for site in find_linears(model) if isinstance(site.module, AbstractGroupLinear)]
+    packed = {site.identity for site in sites}
+    layers: dict[str, set[int]] = {}
+    for site in sites:
+        layers.setdefault(site.name, set()).update(site.ranges[0] if site.ranges else ())
+
+    def find_layers(name: str, ranges: IndexRanges, module: Any) -> set[int]:
+        return layers.get(name, set())
+
+    built = _stack_apart(built, find_layers)
 
     def pack(name: str, ranges: IndexRanges, module: Any) -> Any:
         if (name, ranges) in packed and type(module) is Linear:
