@@ -22,6 +22,8 @@ FOR_EIGHT_DEVICES = (
     *("docs/add-a-layer.md", "docs/tutorials/devices.md"),
 )
 """Pages that ask for eight devices, or are about them."""
+RUN_BY_OTHER_TESTS = ("docs/look-inside.md",)
+"""Pages that train a checkpoint between their blocks of Python: tests/docs/test_look_inside.py."""
 HUB_NAME = "Qwen/Qwen3-0.6B"
 
 
@@ -40,6 +42,8 @@ def list_cases():
     """Each page, on one device as most readers have; where it says so on eight, and the others on eight too if slow."""
     for page in PAGES:
         name, code = str(page.relative_to(ROOT)), list_code(page.read_text(encoding="utf-8"))
+        if name in RUN_BY_OTHER_TESTS:
+            continue
         if name in FOR_EIGHT_DEVICES:
             yield pytest.param(page, 8, id=name)
             continue
