@@ -14,17 +14,22 @@ from tests.docs.test_code_blocks import ROOT, show_devices
 from tests.processes import make_environment
 
 PAGE = ROOT / "docs" / "look-inside.md"
+WORDS = {"tokens": "seq", "value_dim": "head_dim"}
+"""Dims that the page calls by simpler names."""
 COMMANDS = re.compile(r"^```bash\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 def test_names_of_the_table_have_values():
     text = PAGE.read_text(encoding="utf-8")
-    rows = re.findall(r"^\| (`(?:hook_|blocks\.|ln_final).*?) \| (.*?) \|", text, re.MULTILINE)
-    names = [name for _, cell in rows for name in re.findall(r"`([^`]+)`", cell)]
+    rows = re.findall(r"^\| `(?:hook_|blocks\.|ln_final).*?` \| `(.*?)` \| (.*?) \|", text, re.MULTILINE)
     model = zoo.models.Transformer(vocab=8, embed=8, layers=2, heads=2, mlp=8, key=jax.random.key(0))
     found = zoo.capture_names(model, jnp.zeros((1, 3), int))
-    assert len(rows) == 16
-    assert {name.replace("layers.0", "layers.*") for name in names} <= set(found)
+    assert len(rows) == 18
+    for name, dims in rows:
+        value = found[name.replace("layers.0", "layers.*")]
+        assert [WORDS.get(dim, dim) for dim in value.array_dims if dim != "layers"] == ["batch", *dims.split(", ")], (
+            name
+        )
 
 
 @pytest.mark.parametrize(
