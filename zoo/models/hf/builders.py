@@ -40,6 +40,7 @@ from zoo.parallel import Dim
 from ..blocks import ParallelBlock, SandwichBlock
 from ..build import LayerFactories, build_decoder
 from ..decoder import Decoder
+from ..stack import BlockFactory
 from .errors import ConfigError, suggest_nearest
 from .spec import Config
 
@@ -383,7 +384,12 @@ def make_one_norm_block(ffn_norm: AbstractNorm, **parts: Any) -> ParallelBlock:
 
 
 def build_config_decoder(
-    config: Config, layers: Sequence[LayerFactories], norm: Callable[[], Any], *, key: Key[Array, ""], **options: Any
+    config: Config,
+    layers: Sequence[LayerFactories | BlockFactory],
+    norm: Callable[[], Any],
+    *,
+    key: Key[Array, ""],
+    **options: Any,
 ) -> Decoder:
     """Call `build_decoder` with the sizes of the config."""
     sizes = {"vocab": config["vocab_size"], "embed": config["hidden_size"], "tied": config["tie_word_embeddings"]}

@@ -6,9 +6,6 @@ _MODEL_TYPES_BY_REASON: Mapping[str, tuple[str, ...]] = {
     "an encoder and a decoder with cross-attention, and a model here is one stack": (
         *("t5", "mt5", "umt5", "t5gemma", "bart", "mbart", "m2m_100", "marian", "pegasus", "whisper"),
     ),
-    "one block of attention whose weights several layers share, each with low-rank updates of its own": (
-        *("zamba", "zamba2"),
-    ),
     "BERT's relatives with sublayers, names or positions of their own": (
         *("albert", "electra", "mpnet", "xlm-roberta-xl", "deberta"),
     ),
@@ -34,11 +31,9 @@ _MODEL_TYPES_BY_NEAREST: Mapping[str, tuple[str, ...]] = {
     "cohere2": ("cohere2_moe",),
     "deberta-v2": ("deberta",),
     "deepseek_v3": ("axk1",),
-    "falcon_h1": ("zamba2",),
     "gemma2": ("t5gemma", "paligemma", "recurrent_gemma"),
     "glm4": ("glm4v",),
     "glm4_moe": ("glm4v_moe",),
-    "jamba": ("zamba",),
     "llama": ("mllama",),
     "qwen2": ("qwen2_vl", "qwen2_5_vl", "qwen2_audio", "qwen2_5_omni"),
     "qwen3": ("qwen3_vl",),

@@ -123,6 +123,8 @@ from .starcoder2 import STARCODER2
 from .vaultgemma import VAULTGEMMA
 from .vit import VIT
 from .xlstm import XLSTM
+from .zamba import ZAMBA
+from .zamba2 import ZAMBA2
 
 ALL_FAMILIES = (
     AFMOE,
@@ -243,6 +245,8 @@ ALL_FAMILIES = (
     VIT,
     XLM_ROBERTA,
     XLSTM,
+    ZAMBA,
+    ZAMBA2,
 )
 FAMILIES: dict[str, Family] = {family.name: family for family in ALL_FAMILIES}
 ALIASES: dict[str, str] = {

@@ -1,0 +1,113 @@
+"""Zamba 2 (Glorioso et al., arXiv:2411.15242): Mamba-2 layers, some of which first call one of a few Transformer layers
+that they share, each with low-rank updates of its own."""
+
+from functools import partial
+
+from jaxtyping import Array, Key
+
+from zoo.layers import Mamba2
+from zoo.models.decoder import Decoder
+from zoo.models.hf.builders import build_rotary
+from zoo.models.hf.errors import ConfigError
+from zoo.models.hf.kinds import Default, optional_count
+from zoo.models.hf.spec import Config, Family, NameMap, fused, prefixed
+from zoo.models.hf.values import NON_NEGATIVE_NUMBER
+
+from . import zamba
+from .mamba2 import MIXER_NAMES
+from .zamba_layers import LowRankUpdates
+
+
+def _build_zamba2(config: Config, *, key: Key[Array, ""]) -> Decoder:
+    embed = config["hidden_size"]
+    inner, heads, groups = config["mamba_expand"] * embed, config["n_mamba_heads"], config["mamba_ngroups"]
+    if inner % heads or heads % groups:
+        raise ConfigError(
+            f"mamba_expand * hidden_size = {inner} should share out over n_mamba_heads = {heads}, and these over "
+            f"mamba_ngroups = {groups}"
+        )
+    mixer = partial(
+        Mamba2,
+        embed,
+        heads,
+        head_dim=inner // heads,
+        groups=groups,
+        state_dim=config["mamba_d_state"],
+        conv_width=config["mamba_d_conv"],
+        bias=config["add_bias_linear"],
+        epsilon=1e-5,  # of the gated norm, whatever rms_norm_eps says
+        dt_limit=(config["time_step_min"], float("inf")),
+        out_scale=config["num_hidden_layers"] ** -0.5,
+    )
+    rotary = None
+    if config["use_mem_rope"]:
+        rotary = build_rotary(Config(config, head_dim=2 * embed // config["num_attention_heads"]))
+    updates = partial(LowRankUpdates, rank=config["adapter_rank"], attention=config["use_shared_attention_adapter"])
+    options = {"rotary": rotary, "mlp_bias": config["add_bias_linear"], "blocks": config["num_mem_blocks"]}
+    types = _list_layer_types(config)
+    return zamba.build_zamba_decoder(config, types, mixer, make_updates=updates, **options, key=key)
+
+
+def _list_layer_types(config: Config) -> list[str]:
+    callers = {*range(6, 43, 6), 47, 51}
+    default = ["hybrid" if number in callers else "linear_attention" for number in range(54)]
+    return zamba.read_layer_types(config, default)
+
+
+def _map_zamba2_names(config: Config) -> NameMap:
+    updates = {
+        "feed_forward.gate_up_proj_adapter_list.*.0": "down",
+        "feed_forward.gate_up_proj_adapter_list.*.1": fused("gate", "up"),
+    }
+    if config["use_shared_attention_adapter"]:
+        for ours, letter in (("query", "q"), ("key", "k"), ("value", "v")):
+            layers = {"0": f"{ours}.down", "1": f"{ours}.up"}
+            updates |= prefixed(f"self_attn.linear_{letter}_adapter_list.*", "", layers)
+    shared = {
+        **zamba.SHARED_NAMES,
+        "feed_forward.gate_up_proj": fused("gated_mlp.gate", "gated_mlp.up"),
+        "feed_forward.down_proj": "gated_mlp.down",
+        **prefixed("", "updates.*", updates),
+    }
+    mixer = prefixed("", "mamba2", MIXER_NAMES)
+    types = _list_layer_types(config)
+    return zamba.map_zamba_names(types, mixer, shared, "shared_transformer", config["num_mem_blocks"])
+
+
+ZAMBA2 = Family(
+    name="zamba2",
+    architecture="Zamba2ForCausalLM",
+    build=_build_zamba2,
+    names=_map_zamba2_names,
+    defaults={
+        **zamba.DEFAULTS,
+        "hidden_size": 2560,
+        "intermediate_size": optional_count(),
+        "num_hidden_layers": 54,
+        "num_attention_heads": 32,
+        "num_key_value_heads": optional_count(),
+        "max_position_embeddings": 4096,
+        "rope_parameters": {"rope_theta": 10000.0},
+        "use_mem_rope": False,
+        "num_mem_blocks": 1,
+        "use_shared_attention_adapter": False,
+        "adapter_rank": 128,
+        "n_mamba_heads": 8,
+        "mamba_d_state": 64,
+        "mamba_ngroups": 1,
+        "time_step_min": Default(0.001, NON_NEGATIVE_NUMBER),
+        "add_bias_linear": False,
+    },
+    required_values={
+        "use_long_context": (False,),  # another rope_theta
+        "use_conv_bias": (True,),  # the class has this bias whatever the config says
+        "use_shared_mlp_adapter": (True,),  # so with the updates of MLPs
+    },
+    ignored_keys=zamba.IGNORED_KEYS
+    | {
+        # follow from other keys
+        *("attention_head_dim", "hybrid_layer_ids", "kv_channels", "mamba_headdim", "num_query_groups"),
+        *("chunk_size", "use_mem_eff_path"),  # implementation
+    },
+    ignored_tensors=(r"\.shared_transformer\.",),  # of later callers, in files that have the shared layer for each
+)
