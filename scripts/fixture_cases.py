@@ -642,4 +642,18 @@ CASES = {
         {key: value for key, value in (MOE | MIXED).items() if key != "intermediate_size"}
         | {"num_experts": 4, "head_dim": 6, "shared_expert_intermediate_size": 8},
     ),
+    "zamba": Case(
+        "zamba", "Mamba of two heads, two layers that call one shared layer of grouped queries, tied",
+        MAMBA | {"num_hidden_layers": 5, "attn_layer_period": 2, "attn_layer_offset": 1, "intermediate_size": 20}
+        | {"num_attention_heads": 4, "num_key_value_heads": 2, "mamba_d_state": 3, "mamba_dt_rank": 2},
+        hub={"use_mamba_kernels": False, "num_logits_to_keep": 1, "hidden_mamba_act": "silu"},
+    ),
+    "zamba2": Case(
+        "zamba2", "Mamba-2 of two groups, two shared layers in turns, updates of all their matrices, rope, biases, tied",
+        MAMBA | {"layers_block_type": ["linear_attention", "hybrid", "hybrid", "linear_attention", "hybrid"]}
+        | {"num_hidden_layers": 5, "intermediate_size": 20, "num_attention_heads": 4, "num_mem_blocks": 2}
+        | {"use_shared_attention_adapter": True, "adapter_rank": 3, "use_mem_rope": True, "add_bias_linear": True}
+        | {"n_mamba_heads": 4, "mamba_d_state": 4, "mamba_ngroups": 2, "chunk_size": 4, "time_step_min": 0.3},
+        hub={"use_shared_mlp_adapter": True, "rope_theta": 1e4}, amiss=(*LEAKS, *BOUNDS),
+    ),
 }  # fmt: skip

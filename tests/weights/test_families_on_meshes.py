@@ -22,7 +22,10 @@ QUICK = ("deepseek_v3", "modernbert_texts")
 default."""
 LENGTHS = (6, 9)
 AXES = ("data", "fsdp", "tensor")
-HYBRIDS = ("bamba", "falcon_h1", "granitemoehybrid", "jamba", "nemotron_h", "nemotron_h_latent")
+HYBRIDS = (
+    *("bamba", "falcon_h1", "granitemoehybrid", "jamba", "nemotron_h", "nemotron_h_latent"),
+    *("zamba", "zamba2"),
+)
 """Cases of models with attention in some layers and a recurrence in others, some of each family."""
 
 
