@@ -644,7 +644,7 @@ CASES = {
     ),
     "zamba": Case(
         "zamba", "Mamba of two heads, two layers that call one shared layer of grouped queries, tied",
-        MAMBA | {"num_hidden_layers": 5, "attn_layer_period": 2, "attn_layer_offset": 1, "intermediate_size": 20}
+        MAMBA | {"num_hidden_layers": 4, "attn_layer_period": 2, "attn_layer_offset": 0, "intermediate_size": 20}
         | {"num_attention_heads": 4, "num_key_value_heads": 2, "mamba_d_state": 3, "mamba_dt_rank": 2},
         hub={"use_mamba_kernels": False, "num_logits_to_keep": 1, "hidden_mamba_act": "silu"},
     ),

@@ -48,5 +48,9 @@ def test_only_caches_grow_with_the_text(name):
 
 def count_token_bytes(config):
     """Bytes of one token in one cache of float32: a key and a value per KV head, and the token's position."""
-    head_dim = config.get("head_dim") or config.get("attention_head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    head_dim = (
+        config.get("head_dim")
+        or config.get("attention_head_dim")
+        or config["hidden_size"] // config["num_attention_heads"]
+    )
     return ROWS * (4 * 2 * config["num_key_value_heads"] * head_dim + 4)

@@ -119,6 +119,13 @@ def list_callers(types: Sequence[str]) -> list[int]:
     return [layer for layer, kind in enumerate(types) if kind == "hybrid"]
 
 
+def map_callers(types: Sequence[str], word: str, blocks: int = 1) -> dict[str, str]:
+    """Return the names of the shared layers in later layers that call one -> in the first. `word` is the last of the
+    name."""
+    names = [f"model.layers.{layer}.{word}" for layer in list_callers(types)]
+    return {name: names[call % blocks] for call, name in enumerate(names) if call >= blocks}
+
+
 def map_zamba_names(types: Sequence[str], mixer: NameMap, shared: NameMap, word: str, blocks: int = 1) -> NameMap:
     """Return a name map, given the names of a mixer's and of a shared layer's parameters. Files have a shared layer
     once, as `word` of the first layer that calls it."""
@@ -147,6 +154,10 @@ def _map_zamba_names(config: Config) -> NameMap:
     }
     shared = {**SHARED_NAMES, **prefixed("feed_forward", "gated_mlp", llama.GATED_MLP_NAMES)}
     return map_zamba_names(_list_layer_types(config), prefixed("", "multi_head_mamba", mixer), shared, "shared_transf")
+
+
+def _map_zamba_callers(config: Config) -> Mapping[str, str]:
+    return map_callers(_list_layer_types(config), "shared_transf")
 
 
 SHARED_NAMES: NameMap = {
@@ -201,5 +212,5 @@ ZAMBA = Family(
         "time_step_min",  # initialization
         "use_associative_scan",  # implementation
     },
-    ignored_tensors=(r"\.shared_transf\.",),  # of later callers, in files that have the shared layer for each
+    callers=_map_zamba_callers,
 )

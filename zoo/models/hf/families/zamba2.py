@@ -1,21 +1,25 @@
 """Zamba 2 (Glorioso et al., arXiv:2411.15242): Mamba-2 layers, some of which first call one of a few Transformer layers
 that they share, each with low-rank updates of its own."""
 
+from collections.abc import Mapping
 from functools import partial
+from typing import Any
 
 from jaxtyping import Array, Key
 
 from zoo.layers import Mamba2
+from zoo.models.blocks import MixerBlock
 from zoo.models.decoder import Decoder
-from zoo.models.hf.builders import build_rotary
+from zoo.models.hf.builders import build_rotary, find_activation_name
 from zoo.models.hf.errors import ConfigError
 from zoo.models.hf.kinds import Default, optional_count
 from zoo.models.hf.spec import Config, Family, NameMap, fused, prefixed
 from zoo.models.hf.values import NON_NEGATIVE_NUMBER
 
+from ..describe import check_type, describe_rope_parameters, eval_shape_blocks, has_bias
 from . import zamba
 from .mamba2 import MIXER_NAMES
-from .zamba_layers import LowRankUpdates
+from .zamba_layers import LowRankUpdates, SharedTransformer, SharingBlock
 
 
 def _build_zamba2(config: Config, *, key: Key[Array, ""]) -> Decoder:
@@ -74,6 +78,57 @@ def _map_zamba2_names(config: Config) -> NameMap:
     return zamba.map_zamba_names(types, mixer, shared, "shared_transformer", config["num_mem_blocks"])
 
 
+def _map_zamba2_callers(config: Config) -> Mapping[str, str]:
+    return zamba.map_callers(_list_layer_types(config), "shared_transformer", config["num_mem_blocks"])
+
+
+def _describe_zamba2(model: Any) -> dict[str, Any]:
+    """Return the config of a Zamba 2, read off the first layer that calls a shared one.
+
+    **Raises** `ConfigError` for a model without such a layer, and for other classes of layers.
+    """
+    model, blocks = eval_shape_blocks(model)
+    for block in blocks:
+        check_type("block", block, SharingBlock if isinstance(block, SharingBlock) else MixerBlock)
+    types = ["hybrid" if isinstance(block, SharingBlock) else "linear_attention" for block in blocks]
+    if "hybrid" not in types:
+        raise ConfigError("none of its layers calls a shared one")
+    first = blocks[types.index("hybrid")]
+    shared = first.shared
+    check_type("shared layer", shared, SharedTransformer)
+    check_type("updates", first.updates, LowRankUpdates)
+    check_type("mixer", first.layer.mixer, Mamba2)
+    mixer, attention = first.layer.mixer, shared.mixer
+    vocab, embed = model.embedding.table_shape
+    heads = mixer.dt.out_size
+    config = {
+        "vocab_size": vocab,
+        "hidden_size": embed,
+        "intermediate_size": shared.ffn.gate.out_size,
+        "hidden_act": find_activation_name(shared.ffn.activation),
+        "num_hidden_layers": len(blocks),
+        "layers_block_type": types,
+        "num_mem_blocks": len(model.stack.shared),
+        "num_attention_heads": attention.query.out_size // attention.head_dim,
+        "num_key_value_heads": attention.key.out_size // attention.head_dim,
+        "use_mem_rope": attention.rotary is not None,
+        "use_shared_attention_adapter": first.updates.query is not None,
+        "adapter_rank": first.updates.down.out_size,
+        "n_mamba_heads": heads,
+        "mamba_ngroups": mixer.B.out_size // mixer.state_dim,
+        "mamba_d_state": mixer.state_dim,
+        "mamba_d_conv": mixer.x_convolution.width,
+        "mamba_expand": heads * mixer.head_dim // embed,
+        "time_step_min": mixer.dt_limit[0],
+        "add_bias_linear": has_bias(mixer.out),
+        "rms_norm_eps": first.layer.mixer_norm.epsilon,
+        "tie_word_embeddings": model.head is None,
+    }
+    if attention.rotary is None:
+        return config
+    return {**config, "rope_parameters": describe_rope_parameters(attention.rotary, attention.head_dim)}
+
+
 ZAMBA2 = Family(
     name="zamba2",
     architecture="Zamba2ForCausalLM",
@@ -109,5 +164,6 @@ ZAMBA2 = Family(
         *("attention_head_dim", "hybrid_layer_ids", "kv_channels", "mamba_headdim", "num_query_groups"),
         *("chunk_size", "use_mem_eff_path"),  # implementation
     },
-    ignored_tensors=(r"\.shared_transformer\.",),  # of later callers, in files that have the shared layer for each
+    callers=_map_zamba2_callers,
+    describe=_describe_zamba2,
 )
