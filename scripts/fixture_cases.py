@@ -649,7 +649,7 @@ CASES = {
         hub={"use_mamba_kernels": False, "num_logits_to_keep": 1, "hidden_mamba_act": "silu"},
     ),
     "zamba2": Case(
-        "zamba2", "Mamba-2 of two groups, two shared layers in turns, updates of all their matrices, rope, biases, tied",
+        "zamba2", "Mamba-2 of two groups, two shared layers in turns, updates of their matrices, rope, biases, tied",
         MAMBA | {"layers_block_type": ["linear_attention", "hybrid", "hybrid", "linear_attention", "hybrid"]}
         | {"num_hidden_layers": 5, "intermediate_size": 20, "num_attention_heads": 4, "num_mem_blocks": 2}
         | {"use_shared_attention_adapter": True, "adapter_rank": 3, "use_mem_rope": True, "add_bias_linear": True}

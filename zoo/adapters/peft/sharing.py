@@ -28,7 +28,7 @@ def join_calls(tensors: Mapping[str, LazyTensor], callers: Mapping[str, str], pa
         for suffix in sorted(found[0] | found[1]):
             names = [prefix + suffix for prefix in prefixes]
             arrays = [read_floats(tensors[name], name, path) for name in names if name in tensors]
-            if len(arrays) < 2 or not np.array_equal(*arrays):
+            if len(arrays) < 2 or not np.array_equal(arrays[0], arrays[1]):
                 raise CheckpointError(
                     f"{path}: {first} and {other} are one module, and {suffix} is not the same in both. PEFT trains an "
                     "adapter for each layer that calls the module, and here the module has one"

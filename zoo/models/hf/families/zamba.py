@@ -106,9 +106,11 @@ def build_zamba_decoder(
             layer=MixerBlock(norm(), mixer(key=mixer_key), Dropout(0.0)),
         )
 
+    callers = list_callers(types)
+    blocks = min(blocks, len(callers))
     turns = [partial(make_block, number) for number in range(blocks)]
     layers: list[Any] = [(mixer, None)] * len(types)
-    for call, layer in enumerate(list_callers(types)):
+    for call, layer in enumerate(callers):
         layers[layer] = turns[call % blocks]
     options = {"layer_inputs": lambda key: EmbeddingInputs(), "shared": [make_shared] * blocks}
     return build_config_decoder(config, layers, norm, key=key, **options)
@@ -195,7 +197,7 @@ ZAMBA = Family(
         "intermediate_size": 14848,
         "num_hidden_layers": 76,
         "num_attention_heads": 16,
-        "num_key_value_heads": 16,
+        "num_key_value_heads": optional_count(16),
         "attention_head_dim": optional_count(),
         "attn_layer_period": 6,
         "attn_layer_offset": non_negative(4),

@@ -54,6 +54,8 @@ def _build_zamba2(config: Config, *, key: Key[Array, ""]) -> Decoder:
 
 def _list_layer_types(config: Config) -> list[str]:
     callers = {*range(6, 43, 6), 47, 51}
+    if config["layers_block_type"] is None and config["num_hidden_layers"] != 54:  # the class would make 54
+        raise ConfigError("layers_block_type has to be given: the family has no usual value for it")
     default = ["hybrid" if number in callers else "linear_attention" for number in range(54)]
     return zamba.read_layer_types(config, default)
 
