@@ -22,6 +22,7 @@ from zoo.models.hf.families import FAMILIES
 from zoo.models.hf.families.zamba_layers import SharingBlock
 from zoo.models.layer_inputs import EmbeddedHidden
 from zoo.parallel import SEQUENCE, leaves
+from zoo.weights.safetensors import open_tensors
 
 KEY = jax.random.key(0)
 FIXTURE = Path(__file__).parents[1] / "fixtures" / "models" / "zamba2"
@@ -102,7 +103,9 @@ def test_sequence_parallelism_equals_one_device():
 def test_a_pipeline_is_refused_by_name():
     model = eqx.filter_eval_shape(make("mh" * 4), key=KEY)
     mesh = make_any_mesh(pipe=2)
-    with pytest.raises(NotImplementedError, match="layers share SharedTransformer, and a pipeline .*: use a mesh with p"):
+    with pytest.raises(
+        NotImplementedError, match="layers share SharedTransformer, and a pipeline .*: use a mesh with p"
+    ):
         eqx.filter_eval_shape(zoo.value_and_grad(zoo.cross_entropy, mesh), model, BATCH)
 
 
@@ -202,3 +205,16 @@ def test_from_scratch_it_is_saved_and_read(tmp_path):
     assert files[0] == files[1]
     with pytest.raises(zoo.CheckpointError, match="none of its layers calls a shared one"):
         zoo.save(zoo.models.Mamba2(vocab=11, embed=16, layers=2, head_dim=8, key=KEY), tmp_path / "other", "zamba2")
+
+
+def test_a_file_may_repeat_a_shared_module(tmp_path):
+    """Under each layer that calls it, as a state dict of PyTorch does. Other tensors there are refused."""
+    model = zoo.load(FIXTURE)
+    config = json.loads((FIXTURE / "config.json").read_text())
+    tensors = {name: tensor.read() for name, tensor in open_tensors(FIXTURE).items()}
+    again = {name.replace("layers.1.", "layers.4."): x for name, x in tensors.items() if "layers.1.shared" in name}
+    loaded = zoo.from_torch({**tensors, **again}, config=config)
+    assert len(again) > 10 and eqx.tree_equal(jax.tree.leaves(model), jax.tree.leaves(loaded))
+    stray = {"model.layers.4.shared_transformer.self_attn.linear_q_adapter_list.9.0.weight": np.zeros((3, 32))}
+    with pytest.raises(zoo.CheckpointError, match=r"linear_q_adapter_list\.9\.0\.weight .* has no place in the model"):
+        zoo.from_torch({**tensors, **stray}, config=config)

@@ -56,7 +56,9 @@ def test_it_is_written_under_each_caller_and_read_once(base, saved):
 def test_adapters_that_differ_between_calls_are_refused_by_the_names_of_the_layers(base, saved):
     _, directory = saved
     name = "base_model.model.model.layers.4.shared_transformer.self_attn.q_proj.lora_B.weight"
-    message = r"layers\.1\.shared_transformer and model\.layers\.4\.shared_transformer are one module, and self_attn\.q_"
+    message = (
+        r"layers\.1\.shared_transformer and model\.layers\.4\.shared_transformer are one module, and self_attn\.q_"
+    )
 
     def change(tensors):
         tensors[name] = tensors[name] + 1
