@@ -22,6 +22,7 @@ from zoo.models.hf.families import FAMILIES
 from zoo.models.hf.families.zamba_layers import SharingBlock
 from zoo.models.layer_inputs import EmbeddedHidden
 from zoo.parallel import SEQUENCE, leaves
+from zoo.tools.plan.work import count_work
 from zoo.weights.safetensors import open_tensors
 
 KEY = jax.random.key(0)
@@ -218,3 +219,15 @@ def test_a_file_may_repeat_a_shared_module(tmp_path):
     stray = {"model.layers.4.shared_transformer.self_attn.linear_q_adapter_list.9.0.weight": np.zeros((3, 32))}
     with pytest.raises(zoo.CheckpointError, match=r"linear_q_adapter_list\.9\.0\.weight .* has no place in the model"):
         zoo.from_torch({**tensors, **stray}, config=config)
+
+
+def test_work_is_counted_per_call():
+    """As the work of copies; memory and parameters are those of one."""
+    model = zoo.load(FIXTURE, dtype=jnp.float32)
+    copies = swap_stack(model, lambda layers: unshare(layers.unstack()))
+    counted = [
+        count_work(jax.make_jaxpr(lambda model: model(TOKENS))(model).jaxpr, {}).total_flops
+        for model in (zoo.configure(model, loop="scan"), copies)
+    ]
+    assert counted[0] == counted[1] > 0
+    assert zoo.count(copies) > zoo.count(model)
