@@ -98,7 +98,7 @@ class Stack(AbstractStack):
     def iter_blocks(self) -> Iterator[AbstractBlock]:
         """Yield the block of each layer, indexed out of its segment, with the modules that it shares. **Raises**
         `NotImplementedError` where the layers are stages of a pipeline, on other devices."""
-        return self.unstack().iter_blocks()
+        return (insert_shared(block, self.shared) for block in self._index_blocks())
 
     def _index_blocks(self) -> Iterator[AbstractBlock]:
         for segment in self.segments:
