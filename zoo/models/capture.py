@@ -23,7 +23,7 @@ from jaxtyping import Array, PyTree, Shaped
 from zoo.parallel import Mesh, current_mesh, spmd, vary, varying
 from zoo.parallel.activation import Activation, Edit
 from zoo.parallel.scope import calling_modules
-from zoo.parallel.taps import Taps, active_taps, current_taps
+from zoo.parallel.taps import Taps, active_taps, current_taps, number_layers
 
 from .decoder import Decoder
 from .encoders.image import ImageEncoder
@@ -98,10 +98,17 @@ def capture_names(model: Callable, *args: Any, **kwargs: Any) -> dict[str, Activ
         taps = Taps((), lists_all=True)
         with active_taps(taps):
             model(*args, **kwargs)
-        taps = Taps(tuple(taps.log.found))
+        names = [number_layers(name, layers) for name, layers in taps.log.found.items()]
+        taps = Taps(tuple(name for own in names for name in own))
         with active_taps(taps):
             model(*args, **kwargs)
-        return {name: Activation(x, dims) for name, (x, dims) in taps.collect().items()}
+        values = {name: Activation(x, dims) for name, (x, dims) in taps.collect().items()}
+        listed: dict[str, Activation] = {}
+        for stacked, *numbered in names:
+            # layers by their numbers only where no array stacks them, since their values differ in shape
+            own = [stacked] if stacked in values else numbered
+            listed |= {name: values[name] for name in own if name in values}
+        return listed
 
     return eqx.filter_eval_shape(list_values, *args)
 
