@@ -118,8 +118,8 @@ def test_linear_layers_of_families_have_names(name):
     model = zoo.load(Path(__file__).parents[1] / "fixtures" / "models" / name)
     names = set(zoo.capture_names(model, jnp.arange(8)[None]))
     for site in find_linears(model):
-        # of a shared layer the names are those of its callers
-        if site.name != "head" and not site.name.startswith("shared"):
+        # experts compute rows of all tokens, sorted; of a shared layer the names are those of its callers
+        if site.name != "head" and not site.name.startswith("shared") and ".experts." not in site.name:
             assert site.name in names or names.issuperset(site.list_names().values()), site.name
 
 
