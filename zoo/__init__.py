@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import layers, models, ops, parallel, precision
 from ._workarounds import disable_cpu_reduce_fusion
-from .generate import generate
+from .generate import generate, generate_stream, prefill
 from .models.configure import configure, set_implementations
 from .models.loss import cross_entropy
 from .models.scoring import hidden_states, score
@@ -43,6 +43,7 @@ __all__ = [
     "families",
     "from_torch",
     "generate",
+    "generate_stream",
     "hidden_states",
     "init",
     "inspect",
@@ -56,6 +57,7 @@ __all__ = [
     "place_batch",
     "plan",
     "precision",
+    "prefill",
     "save",
     "score",
     "set_implementations",

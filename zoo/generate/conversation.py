@@ -14,8 +14,8 @@ from zoo.parallel.spmd import run_jitted
 
 from . import request
 from .buckets import choose_cache_length, choose_rows, pad_prompt
-from .decode import DecodeState, decode_until, find_rope_switches, prefill, read_on, unstack_layers
-from .run import on_mesh
+from .decode import DecodeState, begin, decode_until, read_on, unstack_layers
+from .prefill import drop_sequence_parallelism, find_rope_switches, on_mesh
 
 _Number = float | int
 
@@ -48,7 +48,7 @@ class Conversation:
         request.check_sampling_options(1, temperature, top_k, top_p, min_p, repetition_penalty, key is not None)
         request.check_mesh(mesh)
         self._vocab, _ = model.embedding.table_shape
-        self._mesh = None if mesh is None else mesh.without_sequence_parallelism
+        self._mesh = drop_sequence_parallelism(mesh)
         options = request.SamplingOptions.from_arguments(
             temperature, top_k, top_p, min_p, repetition_penalty, list(stop_tokens), self._vocab
         )
@@ -92,7 +92,7 @@ class Conversation:
         self._state = None  # donated
         self._held = []
         if state is None:
-            state = run_jitted(on_mesh(prefill, self._mesh), (fixed,), (prompt, self._length))
+            state = run_jitted(on_mesh(begin, self._mesh), (fixed,), (prompt, self._length))
         else:
             state = run_jitted(on_mesh(read_on, self._mesh), (fixed,), (state, prompt, self._length), donate=True)
         decode = on_mesh(decode_until, self._mesh)
