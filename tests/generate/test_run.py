@@ -168,7 +168,7 @@ def test_generate_ends_when_every_row_has():
 @pytest.mark.slow  # test_mesh.py::test_mesh_shards_caches_and_updates_them_in_place holds it by default
 def test_decode_step_updates_caches_in_place():
     """Donated caches are aliased to the outputs, and temporaries are smaller than they are."""
-    from zoo.generate.decode import decode_until, prefill, unstack_layers
+    from zoo.generate.decode import begin, decode_until, unstack_layers
     from zoo.generate.request import SamplingOptions
     from zoo.parallel.spmd import _JITTED, run_jitted
 
@@ -177,7 +177,7 @@ def test_decode_step_updates_caches_in_place():
         SamplingOptions.from_arguments(0, None, None, None, None, (), SIZES["vocab"]),
     )
     prompt = pad_prompt(jnp.zeros((4, 16), jnp.int32), None, 4, 2048)
-    state = run_jitted(prefill, ((model, options, KEY),), (prompt, 2048))
+    state = run_jitted(begin, ((model, options, KEY),), (prompt, 2048))
     state_size = sum(x.nbytes for x in jax.tree.leaves(state))
     fixed = unstack_layers(model, None), options
     program = _JITTED[True].lower((decode_until, (fixed,)), (state, jnp.int32(9)), None).compile()

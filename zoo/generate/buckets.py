@@ -99,7 +99,7 @@ class Prompt(Module):
 
 
 def pad_prompt(
-    tokens: Int[Array, "batch seq"],
+    tokens: Int[Array, "batch seq"] | Int[np.ndarray, "batch seq"],
     mask: Bool[Array, "batch seq"] | None,
     rows: int,
     length: int,

@@ -67,7 +67,7 @@ class DecodeState(Module):
     """True until every row on every device has ended; with `progress`, until the next row has."""
 
     # Only for options that need them:
-    text: Int[Array, "batch length"] | None = None
+    text: Int[Array, "batch text"] | None = None
     """Tokens of the prompt and new ones, by position; -1 after the latest."""
     counts: Int[Array, "batch classes"] | None = None
     """Number of times that each token id is among the new tokens, for the presence and frequency penalties."""
@@ -177,7 +177,7 @@ def start(
     key: Key[Array, ""],
     prompt: Prompt,
     length: int,
-    before: Int[Array, "batch length"] | None = None,
+    before: Int[Array, "batch text"] | None = None,
 ) -> DecodeState:
     """Return the state before decoding, without states of layers. `before` is the text of a prefix."""
     empty = jnp.broadcast_to(jnp.full_like(prompt.last, -1)[:, None], (len(prompt.last), length))
@@ -285,10 +285,10 @@ def _find_running(before: Bool[Array, "batch"], done: Bool[Array, "batch"], *, i
 
 
 def _ends_with(
-    text: Int[Array, "batch length"],
+    text: Int[Array, "batch text"],
     last: Int[Array, "batch"],
     new: Int[Array, ""] | Int[Array, "batch"],
-    sequences: Int[Array, "sequences width"],
+    sequences: Int[Array, "stops text"],
 ) -> Bool[Array, "batch"]:
     """Return True for rows with a sequence at the end of their `new` latest tokens, at positions up to `last`.
     Sequences are padded with -1 on the left."""
@@ -323,6 +323,8 @@ def adjust_logits(
     """Apply the penalties, then the function of one's own."""
     logits = penalize_repetition(logits, state.seen, options.penalty)
     if state.counts is not None:
+        assert options.presence is not None
+        assert options.frequency is not None
         logits = penalize_presence(logits, state.counts, options.presence)
         logits = penalize_frequency(logits, state.counts, options.frequency)
     if options.adjust is None:

@@ -36,7 +36,7 @@ class Prefix(Module):
 
     states: LayerStates
     """One state per layer: KV caches or recurrent states."""
-    text: Int[Array, "batch length"]
+    text: Int[Array, "batch text"]
     """Token ids of each row, in the order of their positions; -1 after the last."""
 
     rows: int = eqx.field(static=True)
@@ -86,7 +86,7 @@ def prefill(
 
 def _read_prefix(
     model: Decoder, prompt: Prompt, length: int, prefix: Prefix | None
-) -> tuple[LayerStates, Int[Array, "batch length"]]:
+) -> tuple[LayerStates, Int[Array, "batch text"]]:
     prompt, states, before = follow_prefix(prompt, prefix)
     count = reduce(prompt.last_position.max() + 1, over="batch", by=lax.pmax)
     rope_length = jnp.where(prompt.rope_length > 0, prompt.rope_length, count)
@@ -146,7 +146,7 @@ def pad_after(
 
 def follow_prefix(
     prompt: Prompt, prefix: Prefix | None
-) -> tuple[Prompt, LayerStates | None, Int[Array, "batch length"] | None]:
+) -> tuple[Prompt, LayerStates | None, Int[Array, "batch text"] | None]:
     """Put the last token of a prefix before the prompt, and count positions on from there; return the prompt, the
     states of the prefix and its text. A row of the prefix is repeated for as many rows as the prompt has."""
     if prefix is None:
@@ -188,9 +188,7 @@ def repeat_prompt(prompt: Prompt, times: int) -> Prompt:
     return dataclasses.replace(repeated, rows=jnp.where(repeated.rows < 0, -1, repeated.rows * times + number))
 
 
-def write_text(
-    prompt: Prompt, length: int, before: Int[Array, "batch length"] | None = None
-) -> Int[Array, "batch length"]:
+def write_text(prompt: Prompt, length: int, before: Int[Array, "batch text"] | None = None) -> Int[Array, "batch text"]:
     """Return the tokens of each row by position, -1 after the last: of a prompt, after the text `before` it."""
     if before is None:
         before = jnp.broadcast_to(jnp.full_like(prompt.last, -1)[:, None], (len(prompt.last), length))
@@ -200,7 +198,7 @@ def write_text(
     return text.at[rows, prompt.last_position].set(prompt.last)
 
 
-def count_tokens(text: Int[Array, "batch length"]) -> Int[Array, "batch"]:
+def count_tokens(text: Int[Array, "batch text"]) -> Int[Array, "batch"]:
     """Return the number of tokens of each row of a text that ends with -1."""
     return (text >= 0).sum(axis=1, dtype=jnp.int32)
 
@@ -228,8 +226,7 @@ def read_prompt(
 
 def find_rope_switches(model: Decoder) -> tuple[int, ...]:
     """Return the lengths beyond which RoPE of some layer has other frequencies for all tokens."""
-    switches = {mixer.rope_switch_length for mixer in list_mixers(model)}
-    return tuple(sorted(switches - {None}))  # pyright: ignore[reportReturnType]
+    return tuple(sorted({x.rope_switch_length for x in list_mixers(model) if x.rope_switch_length is not None}))
 
 
 def list_mixers(model: Decoder) -> list[AbstractMixer]:

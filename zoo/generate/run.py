@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, Literal, NamedTuple, Required, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -51,15 +51,40 @@ class Generated(NamedTuple):
     """Number of calls of the model after the prompt: of the longest row, and less than its tokens with a draft."""
 
 
+class _Options(TypedDict, total=False):
+    """Options of `generate` besides `details`, for type checkers."""
+
+    max_new_tokens: Required[int]
+    mask: Bool[Array, "batch seq"] | None
+    temperature: _Number
+    top_k: int | None
+    top_p: _Number | None
+    min_p: _Number | None
+    repetition_penalty: _Number | None
+    presence_penalty: _Number | None
+    frequency_penalty: _Number | None
+    logits: request.LogitsFunction | None
+    stop_tokens: Sequence[int]
+    stop_sequences: Sequence[Sequence[int]]
+    length: int | None
+    prefix: Prefix | None
+    samples: int
+    draft: Draft | None
+    draft_tokens: int
+    mesh: Mesh | None
+    callback: Callable[[Int[np.ndarray, "batch"]], object] | None
+    key: Key[Array, ""] | None
+
+
 @overload
 def generate(
-    model: Decoder, tokens: Int[Array, "batch seq"], *, details: Literal[True], **options: Any
+    model: Decoder, tokens: Int[Array, "batch seq"], *, details: Literal[True], **options: Unpack[_Options]
 ) -> Generated: ...
 
 
 @overload
 def generate(
-    model: Decoder, tokens: Int[Array, "batch seq"], *, details: Literal[False] = False, **options: Any
+    model: Decoder, tokens: Int[Array, "batch seq"], *, details: Literal[False] = False, **options: Unpack[_Options]
 ) -> Int[Array, "batch new"]: ...
 
 
@@ -99,9 +124,10 @@ def generate(
     - `repetition_penalty`: applies to tokens of the prompt and new tokens; see `zoo.ops.sampling.penalize_repetition`.
     - `presence_penalty`, `frequency_penalty`: subtracted from the logits of new tokens, once, and once for each time
       that the token is among them. Tokens of the prompt do not count, nor those of earlier calls.
-    - `logits`: a function `(logits, text) -> logits` of the float32 logits "batch vocab", after the penalties and before
+    - `logits`: a function `(logits, text) -> logits` of float32 logits "batch vocab", after the penalties and before
       the temperature, and of the text so far, a `zoo.generate.DecodedText`. It is traced into the program, once for
-      each function: define it once, not in every call. On a mesh it gets the rows of one device, all of the vocabulary.
+      each function: define it once, not in every call. On a mesh it gets the rows of one device, with the full
+      vocabulary.
     - `stop_tokens`: a row ends with the first of these, which is included. The rest of the row is -1.
     - `stop_sequences`: a row also ends with the last token of any of these sequences, if all of them are new tokens.
     - `length`: capacity of the KV caches, prompt and new tokens. By default their sum, rounded up to a bucket as far as
@@ -132,12 +158,13 @@ def generate(
     `generate` may be called under `jit`. Elsewhere it returns when the tokens are computed, and blocks once per token
     with a callback.
 
-    A call compiles one program per number of rows and cache length, with a callback two, whatever the numbers of the
-    options, the prompt's length and `max_new_tokens`; others with presence or frequency penalties, `logits`,
-    `stop_sequences`, `prefix`, `samples`, `draft` and `details`. Both numbers are rounded up to buckets: rows per shard of the batch to 1, 4,
-    8, 12, 16, 24, 32, ..., cache lengths to 128, 192, 256, 384, 512, ... So at most twice as many rows are computed, a
-    cache of over 128 slots has at most half more than needed, and the prompt is padded to whole pieces. Layers are
-    unstacked at every call, a copy: for many short calls pass `swap_stack(model, Stack.unstack)`.
+    A call compiles one program per number of rows and cache length, with a callback two, whatever the numbers that are
+    passed as options, the prompt's length and `max_new_tokens`. Presence or frequency penalties, `logits`,
+    `stop_sequences`, `prefix`, `samples`, `draft` and `details` make other programs. Both numbers are rounded up to
+    buckets: rows per shard of the batch to 1, 4, 8, 12, 16, 24, 32, ... (with `samples` not at all), cache lengths to
+    128, 192, 256, 384, 512, ... So at most twice as many rows are computed, a cache of over 128 slots has at most half
+    more than needed, and the prompt is padded to whole pieces. Layers are unstacked at every call, a copy: for many
+    short calls pass `swap_stack(model, Stack.unstack)`.
 
     **Raises** `ValueError` for a prompt that is not "batch seq" or is empty, padding on the right, a row without a real
     token, a prompt id or stop token outside the vocabulary, an option out of its range, a temperature above 0 without a
@@ -186,6 +213,7 @@ def generate(
     unstacked = unstack_layers(model, mesh)
     rereads = bool(find_rope_switches(model)) and not rope_length
     ended = None
+    result: Any  # the state with details or a callback, and else the new tokens
     if draft is not None:
         drafts = None if isinstance(draft, str) else (draft, unstack_layers(draft, mesh))
         fixed = model, unstacked, drafts, options, key
@@ -209,19 +237,13 @@ def generate(
         loop = _CallbackLoop(callback, mesh, (unstacked, options), count, dict.fromkeys(switches, read_again))
         result = loop.run(result, max_new_tokens)
         ended = loop.ended
-    state = result if isinstance(result, DecodeState) else None
     cut = functools.partial(_cut, rows=len(tokens) * samples, count=max_new_tokens)
-    new = cut(result if state is None else state.tokens)
+    new = cut(result.tokens if isinstance(result, DecodeState) else result)
     _check_finite(new, stop_tokens, stop_sequences, ended)
     if not details:
         return new
-    assert state is not None
-    assert state.log_probabilities is not None
-    assert state.sampling_log_probabilities is not None
-    assert state.text is not None
-    after = None if rereads else Prefix(state.states, state.text, len(new), slots, rope_length)
-    scores = cut(state.log_probabilities), cut(state.sampling_log_probabilities)
-    return Generated(new, *scores, after, state.step)
+    after = None if rereads else Prefix(result.states, result.text, len(new), slots, rope_length)
+    return Generated(new, cut(result.log_probabilities), cut(result.sampling_log_probabilities), after, result.step)
 
 
 def _check_callback(callback: Callable | None, draft: Draft | None, arguments: tuple) -> None:

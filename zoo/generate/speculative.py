@@ -219,10 +219,11 @@ def _verify(
     """Accept proposals of each row up to the first rejection, and append them and one more token."""
     width = logits.shape[1]
     none = jnp.full_like(proposals.tokens[:, :1], -1)
-    columns = [logits, jnp.concatenate([proposals.tokens, none], axis=1), None]
-    if proposals.log_probabilities is not None:
-        columns[2] = jnp.concatenate([proposals.log_probabilities, proposals.log_probabilities[:, :1]], axis=1)
-    columns = jax.tree.map(lambda x: x.swapaxes(0, 1), tuple(columns))
+    log_q = proposals.log_probabilities
+    if log_q is not None:
+        log_q = jnp.concatenate([log_q, log_q[:, :1]], axis=1)  # of no proposal: never read
+    columns = logits, jnp.concatenate([proposals.tokens, none], axis=1), log_q
+    columns = jax.tree.map(lambda x: x.swapaxes(0, 1), columns)
     empty = jnp.broadcast_to(none, (len(none), width))
     scores = None if state.log_probabilities is None else jnp.zeros_like(empty, jnp.float32)
     block = dataclasses.replace(
@@ -231,7 +232,8 @@ def _verify(
 
     def step(carry, column):
         block, is_paused = carry
-        choice, is_accepted = _accept_or_draw(block, *column, options)
+        logits, proposal, log_q = column
+        choice, is_accepted = _accept_or_draw(block, logits, proposal, log_q, options)
         is_active = ~block.done & ~is_paused
         after = append(dataclasses.replace(block, done=~is_active), choice, options)
         done = jnp.where(is_active, after.done, block.done)

@@ -123,9 +123,7 @@ class _Row:
 class _Pool:
     """Rows of a batch, and the requests that they hold."""
 
-    def __init__(
-        self, model: Decoder, options: request.SamplingOptions, rows: int, length: int, mesh: Mesh | None
-    ):
+    def __init__(self, model: Decoder, options: request.SamplingOptions, rows: int, length: int, mesh: Mesh | None):
         self._mesh = mesh
         self._length = length
         shards = 1 if mesh is None else mesh.count_shards("batch")
@@ -175,8 +173,8 @@ class _Pool:
         """Decode until a row ends, and yield the new tokens of each."""
         until = jax.device_put(np.int32(_MOST_STEPS))
         fixed = self._unstacked, self._options
-        self._state = run_jitted(on_mesh(_decode_on, self._mesh), (fixed,), (self._state, until), donate=True)
-        state = self._state
+        state = run_jitted(on_mesh(_decode_on, self._mesh), (fixed,), (self._state, until), donate=True)
+        self._state = state
         scores = state.log_probabilities, state.sampling_log_probabilities
         step, tokens, done, *scores = jax.device_get((state.step, state.tokens, state.done, *scores))
         for number, row in enumerate(self._rows):
