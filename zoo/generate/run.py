@@ -238,12 +238,12 @@ def generate(
         result = loop.run(result, max_new_tokens)
         ended = loop.ended
     cut = functools.partial(_cut, rows=len(tokens) * samples, count=max_new_tokens)
-    new = cut(result.tokens if isinstance(result, DecodeState) else result)
+    new = cut(result.tokens if details or callback is not None else result)
     _check_finite(new, stop_tokens, stop_sequences, ended)
     if not details:
         return new
-    after = None if rereads else Prefix(result.states, result.text, len(new), slots, rope_length)
-    return Generated(new, cut(result.log_probabilities), cut(result.sampling_log_probabilities), after, result.step)
+    prefix = None if rereads else Prefix(result.states, result.text, len(new), slots, rope_length)
+    return Generated(new, cut(result.log_probabilities), cut(result.sampling_log_probabilities), prefix, result.step)
 
 
 def _check_callback(callback: Callable | None, draft: Draft | None, arguments: tuple) -> None:
