@@ -19,7 +19,7 @@ from zoo._terminal import show
 from zoo.generate import Conversation
 from zoo.parallel.devices import make_device_mesh
 from zoo.text.chat import ChatError, ChatTemplate, NoChatTemplateError, encode_rendered, protect
-from zoo.text.tokenizers import StoppingDecoder, Tokenizer, find_tokenizer
+from zoo.text.tokenizers import StoppingDecoder, Tokenizer, cut_at_stop, find_tokenizer
 from zoo.weights.directory import resolve_directory
 
 from .generate import read_generation_defaults, read_stop_tokens
@@ -179,13 +179,16 @@ class _Session:
     def _record(self, asked: list[dict[str, str]], text: str, tokens: list[int], new: list[int]) -> None:
         """Add a turn to the messages, and its text and tokens to what the next turn goes on from."""
         has_ended = bool(new) and new[-1] in self._stops
-        words = self._tokenizer.decode(new[:-1] if has_ended else new)
+        decoded = self._tokenizer.decode(new[:-1] if has_ended else new)
+        words = cut_at_stop(decoded, self._stop_strings)
         self.messages = [*asked, {"role": "assistant", "content": words}]
         self._tokens = [*tokens, *new]
         (written,) = protect([{"content": words}], self._tokenizer.special_tokens)
         self._text = text + written["content"]
         if has_ended:
             self._text += self._spell(new[-1])
+        if words != decoded:  # the tokens go beyond the message: the next turn encodes it anew
+            self._text = ""
 
     def _encode(self, messages: Sequence[dict[str, str]]) -> tuple[str, list[int]]:
         """Return text and tokens of messages up to the next answer. Tokens so far stay if the text so far does."""

@@ -84,7 +84,7 @@ class DecodeState(Module):
         return self.step if self.progress is None else self.progress.new
 
 
-class Choice(Module):
+class NextTokens(Module):
     """A token for each row, -1 for logits that are not finite, with its log-probabilities if they are asked for."""
 
     tokens: Int[Array, "batch"]
@@ -233,7 +233,7 @@ def decode_until(fixed: tuple[Decoder, SamplingOptions], state: DecodeState, unt
     return lax.while_loop(lambda state: (state.step < until) & state.running, step, state)
 
 
-def append(state: DecodeState, choice: Choice, options: SamplingOptions) -> DecodeState:
+def append(state: DecodeState, choice: NextTokens, options: SamplingOptions) -> DecodeState:
     """Append a token per row to the state. A row without one, since its logits are not finite, ends."""
     newest = jnp.where(state.done, -1, choice.tokens)
     done = (newest < 0) | options.is_stop[newest]
@@ -298,7 +298,7 @@ def _ends_with(
     return ((tail[:, None] == sequences) | (sequences < 0)).all(axis=2).any(axis=1)
 
 
-def choose(state: DecodeState, logits: Float[Array, "batch vocab"], options: SamplingOptions) -> Choice:
+def choose(state: DecodeState, logits: Float[Array, "batch vocab"], options: SamplingOptions) -> NextTokens:
     """Return a token per row, -1 for logits that are NaN or without a finite maximum. `logits` may be sharded over the
     vocabulary."""
     logits = all_gather(logits, "vocab", axis=1)
@@ -313,8 +313,8 @@ def choose(state: DecodeState, logits: Float[Array, "batch vocab"], options: Sam
     tokens, scores = lax.cond(is_sampled, _draw_token, _choose_likeliest, adjusted, keys, temperature, options)
     tokens = jnp.where(is_finite, tokens, -1)
     if not options.details:
-        return Choice(tokens, None, None)
-    return Choice(tokens, pick(jax.nn.log_softmax(logits), tokens), scores)
+        return NextTokens(tokens, None, None)
+    return NextTokens(tokens, pick(jax.nn.log_softmax(logits), tokens), scores)
 
 
 def adjust_logits(

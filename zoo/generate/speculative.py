@@ -32,7 +32,17 @@ from zoo.parallel import Module, all_gather, reduce, scan
 from zoo.parallel.collectives import while_loop
 
 from .buckets import Prompt
-from .decode import Choice, DecodeState, RowProgress, adjust_logits, append, find_rope_length, pick, start, step_keys
+from .decode import (
+    DecodeState,
+    NextTokens,
+    RowProgress,
+    adjust_logits,
+    append,
+    find_rope_length,
+    pick,
+    start,
+    step_keys,
+)
 from .prefill import Prefix, follow_prefix, list_mixers, read_prompt, repeat_prompt, repeat_rows
 from .request import SamplingOptions
 
@@ -249,7 +259,7 @@ def _accept_or_draw(
     proposal: Int[Array, "batch"],
     log_q: Float[Array, "batch vocab"] | None,
     options: SamplingOptions,
-) -> tuple[Choice, Bool[Array, "batch"]]:
+) -> tuple[NextTokens, Bool[Array, "batch"]]:
     """Return the proposal where it is accepted, and else a draw from the rest of the distribution."""
     log_p = _log_distribution(adjust_logits(state, logits, options), options)
     p = jnp.exp(log_p)
@@ -265,8 +275,8 @@ def _accept_or_draw(
     tokens = jnp.where(is_accepted, proposal, drawn)
     tokens = jnp.where(jnp.isfinite(logits.max(axis=1)), tokens, -1)
     if not options.details:
-        return Choice(tokens, None, None), is_accepted
-    return Choice(tokens, pick(jax.nn.log_softmax(logits), tokens), pick(log_p, tokens)), is_accepted
+        return NextTokens(tokens, None, None), is_accepted
+    return NextTokens(tokens, pick(jax.nn.log_softmax(logits), tokens), pick(log_p, tokens)), is_accepted
 
 
 def _log_distribution(logits: Float[Array, "batch vocab"], options: SamplingOptions) -> Float[Array, "batch vocab"]:
