@@ -1,7 +1,8 @@
 """Entrants of decoding for rollouts: many rows after one prompt, and drafts, ours and transformers'.
 
 Both libraries have the same weights: ours are saved as a Llama, which transformers opens. So greedy texts are the same,
-and a draft has as many of its tokens accepted.
+and a draft has as many of its tokens accepted. A random model soon repeats itself, which is the best case for prompt
+lookup: the names say how many calls of the model the tokens took.
 """
 
 import dataclasses
@@ -40,7 +41,7 @@ class Rollout:
 def rollouts(vs: str) -> Entrants:
     """Return the entrants, and the tokens of each."""
     sizes = Sizes()
-    stacked = [make_model(dataclasses.replace(sizes, layers=layers)) for layers in (sizes.layers, 1)]
+    stacked = [dataclasses.replace(sizes, layers=layers).make(jax.random.key(0)) for layers in (sizes.layers, 1)]
     model, draft = (zoo.models.swap_stack(each, zoo.models.Stack.unstack) for each in stacked)  # once, for many calls
     shared = jax.random.randint(jax.random.key(1), (1, PROMPT), 0, sizes.vocab)
     questions = jax.random.randint(jax.random.key(2), (ROWS, 8), 0, sizes.vocab)
@@ -61,27 +62,23 @@ def rollouts(vs: str) -> Entrants:
         steps = int(decode(model, repeated, details=True, **options).steps)
         entrants[f"zoo, {name}, {steps} steps"] = Rollout(functools.partial(decode, model, repeated, **options))
     if vs == "torch":
-        entrants |= _make_rivals(*stacked, shared, questions, repeated)
+        entrants |= _make_rivals(stacked, shared, questions, repeated)
     facts: dict[str, Row] = {name: {"tokens": NEW * (ROWS if str(ROWS) in name.split() else 1)} for name in entrants}
     for kind in ("8 texts", "8 samples", "one text", "prompt lookup", "a draft model"):
         name_rivals(facts, f"zoo, {kind}", f"transformers, {kind}")
     return entrants, facts
 
 
-def make_model(sizes: Sizes) -> zoo.models.Decoder:
-    """Build a model with larger weights, whose greedy text is not one token over and over."""
-    return jax.tree.map(lambda x: 2 * x if x.ndim > 1 else x, sizes.make(jax.random.key(0)))
-
-
-def _make_rivals(model: Any, draft: Any, shared: Any, questions: Any, repeated: Any) -> dict[str, Callable]:
+def _make_rivals(models: list[zoo.models.Decoder], shared: Any, questions: Any, repeated: Any) -> dict[str, Callable]:
     from . import pytorch
 
     with tempfile.TemporaryDirectory() as folder:
         opened = []
-        for name, each in (("model", model), ("draft", draft)):
-            zoo.save(each, Path(folder) / name, family="llama")
-            opened.append(pytorch.open_checkpoint(Path(folder) / name))
-    arrays = [np.asarray(x) for x in (shared, questions, repeated)]
+        for number, model in enumerate(models):
+            directory = Path(folder) / str(number)
+            zoo.save(model, directory, family="llama")
+            opened.append(pytorch.open_checkpoint(directory))
+    arrays = [np.array(x) for x in (shared, questions, repeated)]
     rivals = pytorch.Rollouts(*opened, *arrays, new=NEW, drafted=DRAFTED)
     return {
         f"transformers, {ROWS} texts after a prefix": rivals.follow_prefix,

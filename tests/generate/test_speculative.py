@@ -131,7 +131,7 @@ def test_samples_follow_the_distribution_of_the_model(draft):
     assert measure_fit(0.5 * expected + 0.5 * rows * find_probabilities(other)) < 1e-9
 
 
-def test_samples_depend_on_neither_other_rows_nor_the_number_of_rows():
+def test_samples_do_not_depend_on_other_rows():
     model = make_model()
     tokens, _ = draw_prompt()
     draw = lambda tokens: zoo.generate(
