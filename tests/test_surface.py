@@ -48,7 +48,7 @@ SIGNATURES = {
     zoo.generate: (
         "model tokens max_new_tokens mask temperature top_k top_p min_p repetition_penalty presence_penalty "
         "frequency_penalty logits stop_tokens stop_sequences length prefix samples draft draft_tokens mesh callback "
-        "details key"
+        "details capture key"
     ),
     zoo.capture: "function names",
     zoo.capture_gradients: "loss_fn names mesh",

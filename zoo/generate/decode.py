@@ -12,7 +12,8 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from zoo.layers import TokenInfo
 from zoo.layers.kv_cache import set_rope_length
 from zoo.models import Decoder, Stack, swap_stack
-from zoo.models.decoder import AbstractStack, LayerStates
+from zoo.models.capture import Capture, make_zeros
+from zoo.models.decoder import AbstractStack, Hidden, LayerStates
 from zoo.ops.sampling import (
     apply_temperature,
     filter_logits,
@@ -21,7 +22,7 @@ from zoo.ops.sampling import (
     penalize_repetition,
     sample_tokens,
 )
-from zoo.parallel import Mesh, Module, all_gather, current_mesh, place, reduce
+from zoo.parallel import Activation, Mesh, Module, all_gather, current_mesh, place, reduce
 from zoo.parallel.collectives import while_loop
 
 from .buckets import Prompt, choose_piece
@@ -77,6 +78,8 @@ class DecodeState(Module):
     """Log-probability of each new token under the distribution that it was drawn from."""
     progress: RowProgress | None = None
     """For rows that do not keep step."""
+    values: dict[str, Activation] | None = None
+    """Captured values, by name: those of the call that each new token was drawn from."""
 
     @property
     def new_counts(self) -> Int[Array, ""] | Int[Array, "batch"]:
@@ -142,7 +145,16 @@ def begin(
     before = repeat_rows(before, samples)
     state = start(options, key, repeated, length, before)
     states = read_prompt(model, prompt, length, find_rope_length(state), states)
-    return dataclasses.replace(state, states=repeat_rows(states, samples))
+    state = dataclasses.replace(state, states=repeat_rows(states, samples))
+    if not options.capture:
+        return state
+
+    def lengthen(value: Activation) -> tuple[int, ...]:
+        axis = find_new_axis(value)
+        return (*value.shape[:axis], length, *value.shape[axis + 1 :])
+
+    values = make_zeros(lambda state: run_model(model, state, options)[2], (state,), lengthen)
+    return dataclasses.replace(state, values=values)
 
 
 def read_on(
@@ -222,15 +234,43 @@ def decode_until(fixed: tuple[Decoder, SamplingOptions], state: DecodeState, unt
     model, options = fixed
 
     def step(state: DecodeState) -> DecodeState:
-        positions = jnp.where(state.done, -1, state.positions)
-        tokens = jnp.maximum(state.newest, 0)
-        states = set_rope_length(state.states, find_rope_length(state))
-        hidden, states = model.hidden(tokens[:, None], TokenInfo(positions[:, None]), states)
+        hidden, states, values = run_model(model, state, options)
+        if state.values is not None:
+            kept = {name: _write_value(state.values[name], value, state.step) for name, value in values.items()}
+            state = dataclasses.replace(state, values=kept)
         state = dataclasses.replace(state, states=states or ())
         logits = model.logits(hidden.x[:, 0])
         return append(state, choose(state, logits.astype(jnp.float32), options), options)
 
     return lax.while_loop(lambda state: (state.step < until) & state.running, step, state)
+
+
+def run_model(
+    model: Decoder, state: DecodeState, options: SamplingOptions
+) -> tuple[Hidden, LayerStates | None, dict[str, Activation]]:
+    """Run the latest token of each row through the layers; return also the values that are captured."""
+    positions = jnp.where(state.done, -1, state.positions)
+    tokens = jnp.maximum(state.newest, 0)
+    states = set_rope_length(state.states, find_rope_length(state))
+    args = tokens[:, None], TokenInfo(positions[:, None]), states
+    if not options.capture:
+        return *model.hidden(*args), {}
+    (hidden, states), values = Capture(model.hidden, options.capture).run(*args)
+    return hidden, states, values
+
+
+def find_new_axis(value: Activation) -> int:
+    """Return the dim of new tokens of a captured value. **Raises** `ValueError` for a value without tokens."""
+    axes = [axis for axis, dim in enumerate(value.array_dims) if dim in ("seq", "tokens")]
+    if not axes:
+        raise ValueError(f"a value with the dims {' '.join(value.array_dims)} has no tokens to generate it for")
+    return axes[0]
+
+
+def _write_value(column: Activation, value: Activation, step: Int[Array, ""]) -> Activation:
+    axis = find_new_axis(column)
+    array = lax.dynamic_update_slice_in_dim(column.array, value.array, step, axis)
+    return Activation(array, column.array_dims)
 
 
 def append(state: DecodeState, choice: NextTokens, options: SamplingOptions) -> DecodeState:
@@ -273,6 +313,7 @@ def append(state: DecodeState, choice: NextTokens, options: SamplingOptions) -> 
         log_probabilities=score(state.log_probabilities, choice.log_probabilities),
         sampling_log_probabilities=score(state.sampling_log_probabilities, choice.sampling_log_probabilities),
         progress=progress,
+        values=state.values,
     )
 
 

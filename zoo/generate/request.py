@@ -62,6 +62,8 @@ class SamplingOptions(Module):
     """True to record log-probabilities and the text."""
     keeps_text: bool = eqx.field(static=True, default=False)
     """True to record the text for a draft."""
+    capture: tuple[str, ...] = eqx.field(static=True, default=())
+    """Names of values to record (`zoo.capture`)."""
 
     @property
     def counts_tokens(self) -> bool:
@@ -90,6 +92,7 @@ class SamplingOptions(Module):
         logits: LogitsFunction | None = None,
         details: bool = False,
         keeps_text: bool = False,
+        capture: Sequence[str] = (),
     ) -> "SamplingOptions":
         """Convert options of `generate` to arrays. **Raises** `ValueError` for a stop token outside the vocabulary."""
         stop = [int(token) for token in stop_tokens]
@@ -118,7 +121,8 @@ class SamplingOptions(Module):
             width = max(map(len, stop_sequences))
             padded = [[-1] * (width - len(row)) + list(row) for row in stop_sequences]
             arrays["stop_sequences"] = np.asarray(padded, np.int32)
-        return cls(**jax.device_put(arrays), adjust=logits, details=details, keeps_text=keeps_text)
+        options = {"adjust": logits, "details": details, "keeps_text": keeps_text, "capture": tuple(capture)}
+        return cls(**jax.device_put(arrays), **options)
 
 
 def check_sampling_options(

@@ -14,12 +14,12 @@ from jaxtyping import Array, Bool, Float, Int, Key, Shaped
 
 from zoo._checks import is_host_readable, wrap_key
 from zoo.models import Decoder
-from zoo.parallel import Mesh, place, reduce
+from zoo.parallel import Activation, Mesh, place, reduce
 from zoo.parallel.spmd import run_jitted
 
 from . import request
 from .buckets import choose_rows
-from .decode import DecodeState, begin, complete, decode_until, refill, unstack_layers
+from .decode import DecodeState, begin, complete, decode_until, find_new_axis, refill, unstack_layers
 from .prefill import (
     Prefix,
     choose_capacity,
@@ -49,6 +49,9 @@ class Generated(NamedTuple):
     """The text up to the last new token of each row, for the next call. None where LongRoPE reads all tokens again."""
     steps: Int[Array, ""]
     """Number of calls of the model after the prompt: of the longest row, and less than its tokens with a draft."""
+    values: Mapping[str, Array | Activation]
+    """Captured values by name, of the call that each new token was drawn from; along the dim of tokens the new ones.
+    After a row's end they are those of padding."""
 
 
 class _Options(TypedDict, total=False):
@@ -73,6 +76,7 @@ class _Options(TypedDict, total=False):
     draft_tokens: int
     mesh: Mesh | None
     callback: Callable[[Int[np.ndarray, "batch"]], object] | None
+    capture: Sequence[str]
     key: Key[Array, ""] | None
 
 
@@ -112,6 +116,7 @@ def generate(
     mesh: Mesh | None = None,
     callback: Callable[[Int[np.ndarray, "batch"]], object] | None = None,
     details: bool = False,
+    capture: Sequence[str] = (),
     key: Key[Array, ""] | None = None,
 ) -> Int[Array, "batch new"] | Generated:
     """Generate `max_new_tokens` tokens per row after a prompt; return the new tokens only.
@@ -141,6 +146,7 @@ def generate(
       reads in one call, or "prompt" to look them up in the text (`zoo.generate.speculative`). Greedy tokens are those
       without a draft, and sampled ones have the same distribution, though they are others.
     - `details`: return a `zoo.generate.Generated`, with log-probabilities and the prefix for a next call.
+    - `capture`: names of values to return in its `values`, as `zoo.capture` knows them; with `details`.
     - `mesh`: the mesh of the model. Rows are sharded over its batch axes, heads and vocabulary over `tensor`. With
       `context` each device holds a share of the slots of every KV cache, reads a share of each piece of the prompt,
       and attends to its slots for all (`zoo.layers.attention.cached`); recurrent states are replicated.
@@ -160,11 +166,11 @@ def generate(
 
     A call compiles one program per number of rows and cache length, with a callback two, whatever the numbers that are
     passed as options, the prompt's length and `max_new_tokens`. Presence or frequency penalties, `logits`,
-    `stop_sequences`, `prefix`, `samples`, `draft` and `details` make other programs. Both numbers are rounded up to
-    buckets: rows per shard of the batch to 1, 4, 8, 12, 16, 24, 32, ... (with `samples` not at all), cache lengths to
-    128, 192, 256, 384, 512, ... So at most twice as many rows are computed, a cache of over 128 slots has at most half
-    more than needed, and the prompt is padded to whole pieces. Layers are unstacked at every call, a copy: for many
-    short calls pass `swap_stack(model, Stack.unstack)`.
+    `stop_sequences`, `prefix`, `samples`, `draft`, `details` and `capture` make other programs. Both numbers are
+    rounded up to buckets: rows per shard of the batch to 1, 4, 8, 12, 16, 24, 32, ... (with `samples` not at all),
+    cache lengths to 128, 192, 256, 384, 512, ... So at most twice as many rows are computed, a cache of over 128 slots
+    has at most half more than needed, and the prompt is padded to whole pieces. Layers are unstacked at every call, a
+    copy: for many short calls pass `swap_stack(model, Stack.unstack)`.
 
     **Raises** `ValueError` for a prompt that is not "batch seq" or is empty, padding on the right, a row without a real
     token, a prompt id or stop token outside the vocabulary, an option out of its range, a temperature above 0 without a
@@ -184,6 +190,7 @@ def generate(
     request.check_sampling_options(max_new_tokens, *sampling, key is not None, **counting)
     request.check_count("samples", samples)
     request.check_count("draft_tokens", draft_tokens)
+    names = _check_capture(capture, details=details)
     request.check_prompt(tokens, mask, vocab)
     request.check_mesh(mesh)
     mesh = drop_sequence_parallelism(mesh)
@@ -199,6 +206,7 @@ def generate(
         stop_sequences=stop_sequences,
         details=details,
         keeps_text=draft is not None,
+        capture=names,
         **counting,
     )
     if mesh is not None:
@@ -212,6 +220,9 @@ def generate(
 
     unstacked = unstack_layers(model, mesh)
     rereads = bool(find_rope_switches(model)) and not rope_length
+    if names and (rereads or draft is not None):
+        reason = "a draft is read several tokens at a time" if draft is not None else "LongRoPE reads the text again"
+        raise NotImplementedError(f"capture={list(names)}: {reason}, so that values are not those of one token each")
     ended = None
     result: Any  # the state with details or a callback, and else the new tokens
     if draft is not None:
@@ -243,7 +254,20 @@ def generate(
     if not details:
         return new
     prefix = None if rereads else Prefix(result.states, result.text, len(new), slots, rope_length)
-    return Generated(new, cut(result.log_probabilities), cut(result.sampling_log_probabilities), prefix, result.step)
+    rows = len(tokens) * samples
+    values = {name: _cut_value(value, rows, max_new_tokens, mesh) for name, value in (result.values or {}).items()}
+    scores = cut(result.log_probabilities), cut(result.sampling_log_probabilities)
+    return Generated(new, *scores, prefix, result.step, values)
+
+
+def _check_capture(capture: Sequence[str], *, details: bool) -> tuple[str, ...]:
+    """Return names of values. **Raises** `TypeError` for anything but a sequence of names, and `ValueError` for names
+    without `details`, which returns the values."""
+    if isinstance(capture, str) or not all(isinstance(name, str) for name in capture):
+        raise TypeError(f"capture is a sequence of names, such as ('layers.2',), not {capture!r}")
+    if capture and not details:
+        raise ValueError(f"capture={list(capture)}: values are returned with details=True")
+    return tuple(dict.fromkeys(capture))
 
 
 def _check_callback(callback: Callable | None, draft: Draft | None, arguments: tuple) -> None:
@@ -284,6 +308,17 @@ def _cut(new: Shaped[Array, "rows seq"], rows: int, count: int) -> Shaped[Array,
     if not is_host_readable(new):
         return new[:rows, :count]
     return jax.device_put(np.asarray(jax.device_get(new))[:rows, :count])
+
+
+def _cut_value(value: Activation, rows: int, count: int, mesh: Mesh | None) -> Array | Activation:
+    """Cut the padding off the rows and the new tokens of a captured value."""
+    array = value.array
+    if "batch" in value.array_dims:
+        array = lax.slice_in_dim(array, 0, rows, axis=value.array_dims.index("batch"))
+    array = lax.slice_in_dim(array, 0, count, axis=find_new_axis(value))
+    if mesh is None:
+        return array
+    return Activation(array, value.array_dims)
 
 
 @dataclasses.dataclass

@@ -193,7 +193,7 @@ class _Gradients:
 
     def __call__(self, *args: Any, **kwargs: Any) -> tuple[Array, dict[str, Value], dict[str, Value]]:
         run = Capture(self.loss_fn, self.names).run
-        zeros = _make_zeros(lambda *args: run(*args, **kwargs)[1], args)
+        zeros = make_zeros(lambda *args: run(*args, **kwargs)[1], args)
 
         def loss(zeros: dict[str, Activation]) -> tuple[Array, Any]:
             edits = tuple(Edit(name, jnp.add, (zero,)) for name, zero in zeros.items())
@@ -212,8 +212,11 @@ class _Gradients:
         return total / count, _strip(values), _strip(gradients)
 
 
-def _make_zeros(function: Callable, args: tuple) -> dict[str, Activation]:
-    """Return zeros like the values that `function` returns, varying over the same mesh axes."""
+def make_zeros(
+    function: Callable, args: tuple, resize: Callable[[Activation], tuple[int, ...]] = lambda value: value.shape
+) -> dict[str, Activation]:
+    """Return zeros like the values that `function` returns, of the shape that `resize` gives them, varying over the
+    same mesh axes."""
     axes: list[PyTree] = []
 
     def read(*args: Any) -> Any:
@@ -221,8 +224,11 @@ def _make_zeros(function: Callable, args: tuple) -> dict[str, Activation]:
         axes.append(jax.tree.map(varying, values))
         return values
 
-    shapes = eqx.filter_eval_shape(read, *args)
-    return jax.tree.map(lambda x, names: vary(jnp.zeros(x.shape, x.dtype), names), shapes, axes[0])
+    zeros: dict[str, Activation] = {}
+    for name, value in eqx.filter_eval_shape(read, *args).items():
+        array = vary(jnp.zeros(resize(value), value.dtype), axes[0][name].array)
+        zeros[name] = Activation(array, value.array_dims)
+    return zeros
 
 
 def _sum(x: Shaped[Array, ""], axes: tuple[str, ...]) -> Shaped[Array, ""]:
