@@ -30,7 +30,19 @@ from typing import Any, Literal
 import jax
 import tyro
 
-from scripts.benchmarks import adapted, data, entrants, large, long_context, measure, ours, recurrences, starts, table
+from scripts.benchmarks import (
+    adapted,
+    data,
+    entrants,
+    large,
+    long_context,
+    measure,
+    ours,
+    recurrences,
+    rollouts,
+    starts,
+    table,
+)
 from scripts.benchmarks.entrants import Row
 from scripts.benchmarks.measure import Timing
 
@@ -47,6 +59,7 @@ Part = Literal[
     "grouped",
     "recurrences",
     "continued",
+    "rollouts",
     "adapters",
     "data",
     "large",
@@ -84,10 +97,11 @@ def main(
             command to its first step or token; `decode`; `mixture`, a step of a mixture of experts and of the dense
             model with as many active parameters; `recurrent`, steps of recurrent models; `attention`, `prefill` and
             `long`, a training step, at long contexts; `grouped`, the grouped matrix product; `recurrences`, single
-            recurrent operations; `continued`, decoding after short and long prompts; `adapters`, steps that train a
-            LoRA, a DoRA or a QLoRA, all parameters, and PEFT's; `data`, tokens of records, batches and plans of packed
-            rows; `large`, a model of a billion parameters. By default `step`, `first` and `decode`, against a rival all
-            up to `long`, and on an accelerator `large` too.
+            recurrent operations; `continued`, decoding after short and long prompts; `rollouts`, decoding after a
+            shared prefix, of several samples, and with drafts; `adapters`, steps that train a LoRA, a DoRA or a QLoRA,
+            all parameters, and PEFT's; `data`, tokens of records, batches and plans of packed rows; `large`, a model of
+            a billion parameters. By default `step`, `first` and `decode`, against a rival all up to `long`, and on an
+            accelerator `large` too.
         rounds: Runs per entrant; a tenth of it, at least two, for new processes and for files of records.
         remat: Rematerialization policies of our step, one entrant each: none, elementwise, dots, full, or names of
             activations to save, joined by a plus.
@@ -120,6 +134,7 @@ def main(
         "grouped": ("grouped product", entrants.grouped_products, 3 * rounds),
         "recurrences": ("recurrences", lambda: recurrences.single_operations(operations, lengths), rounds),
         "continued": ("tokens after a prompt", recurrences.decoding_steps, rounds),
+        "rollouts": ("rollouts", lambda: rollouts.rollouts(vs), rounds),
         "adapters": ("adapters", lambda: adapted.steps(vs, remat, dtypes), rounds),
     }
     by_length: dict[str, tuple[str, Callable[[int], entrants.Entrants]]] = {

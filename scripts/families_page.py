@@ -34,6 +34,7 @@ from zoo.models.hf.families.gpt_oss_layers import ClampedGatedMLP
 from zoo.models.hf.families.jetmoe_layers import MixtureOfAttention, OutputBias
 from zoo.models.hf.families.mimo_v2_flash_layers import ValueScaledAttention
 from zoo.models.hf.families.mpnet_layers import RelativeBiasAttention
+from zoo.models.hf.families.zamba_layers import MultiHeadMamba
 from zoo.models.hf.not_read import REFUSED_VARIANTS, list_reasons
 from zoo.models.hf.spec import Config, Family
 from zoo.models.hf.support import FamilySupport
@@ -149,7 +150,8 @@ def describe_parts(family: Family) -> tuple[str, str, str, str]:
     absent = [key for key, value in read_config(family, {}).items() if value is None]
     config = read_config(family, {key: published[key] for key in absent if key in published})
     # enough for a mixture of experts after the dense layers, and too few to share keys among the last ones
-    small = Config({**config, "num_hidden_layers": 4, "num_kv_shared_layers": 0})
+    depth = config["num_hidden_layers"] if "num_mem_blocks" in config else 4  # Zamba 2 has a default for one depth
+    small = Config({**config, "num_hidden_layers": depth, "num_kv_shared_layers": 0})
 
     def build(key):
         model = family.build(small, key=key)
@@ -158,7 +160,10 @@ def describe_parts(family: Family) -> tuple[str, str, str, str]:
     model, blocks = eqx.filter_eval_shape(build, jax.random.key(0))
     block, last = blocks[0], blocks[-1]
     mixer = block.mixer
-    if isinstance(mixer, SparseLatentAttention):
+    shared = model.stack.shared
+    if shared:
+        words = [*describe_recurrence(mixer), "before it, in some layers, a Transformer layer that they share"]
+    elif isinstance(mixer, SparseLatentAttention):
         words = [*describe_latents(mixer.attention), "the top keys of an indexer"]
     elif isinstance(mixer, LatentAttention):
         words = describe_latents(mixer)
@@ -199,6 +204,8 @@ def describe_parts(family: Family) -> tuple[str, str, str, str]:
         words += [f"`{name}` in other layers" for name in OTHER_MIXERS.get(family.name, ())]
     norm, ffn = type(block.mixer_norm).__name__, getattr(last, "ffn", None)
     wiring = ", parallel to the mixer" if isinstance(block, ParallelBlock) else ""
+    if shared:
+        ffn, wiring = shared[0].ffn, ", in the shared layer"
     activation = f", {config['hidden_act']}" if "hidden_act" in config else ""
     feed_forward = "none" if ffn is None else f"`{type(ffn).__name__}`{activation}{wiring}"
     if isinstance(ffn, MixtureOfExperts):
@@ -267,7 +274,11 @@ def describe_attention(mixer: Any, config: Config, *, positions: str = "learned 
     return words + ["sliding window"] * ("sliding_window" in config)
 
 
-def describe_recurrence(mixer: Mamba | Mamba2 | RWKV4) -> list[str]:
+def describe_recurrence(mixer: Mamba | Mamba2 | MultiHeadMamba | RWKV4) -> list[str]:
+    if isinstance(mixer, MultiHeadMamba):
+        heads, _, state = mixer.heads.A_log.shape
+        words = [f"{heads} heads", f"state of {state} per channel", f"convolution width {mixer.convolution.width}"]
+        return [f"`{type(mixer).__name__}`", *words]
     if isinstance(mixer, RWKV4):
         return [f"`{type(mixer).__name__}`", "decaying average"]
     if isinstance(mixer, Mamba2):

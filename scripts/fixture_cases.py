@@ -696,4 +696,18 @@ CASES = {
         | {"hidden_size": 20, "intermediate_size": 40, "attention_bias": True, "logits_soft_cap": 3.0} | TIED,
         hub={"embeddings_scale_by_sqrt_dim": True, "final_w_init_variance_scale": 1.0}, amiss=LEAKS,
     ),
+    "zamba": Case(
+        "zamba", "Mamba of two heads, two layers that call one shared layer of grouped queries, tied",
+        MAMBA | {"num_hidden_layers": 4, "attn_layer_period": 2, "attn_layer_offset": 0, "intermediate_size": 20}
+        | {"num_attention_heads": 4, "num_key_value_heads": 2, "mamba_d_state": 3, "mamba_dt_rank": 2},
+        hub={"use_mamba_kernels": False, "num_logits_to_keep": 1, "hidden_mamba_act": "silu"},
+    ),
+    "zamba2": Case(
+        "zamba2", "Mamba-2 of two groups, two shared layers in turns, updates of their matrices, rope, biases, tied",
+        MAMBA | {"layers_block_type": ["linear_attention", "hybrid", "hybrid", "linear_attention", "hybrid"]}
+        | {"num_hidden_layers": 5, "intermediate_size": 20, "num_attention_heads": 4, "num_mem_blocks": 2}
+        | {"use_shared_attention_adapter": True, "adapter_rank": 3, "use_mem_rope": True, "add_bias_linear": True}
+        | {"n_mamba_heads": 4, "mamba_d_state": 4, "mamba_ngroups": 2, "chunk_size": 4, "time_step_min": 0.3},
+        hub={"use_shared_mlp_adapter": True, "rope_theta": 1e4}, amiss=(*LEAKS, *BOUNDS),
+    ),
 }  # fmt: skip

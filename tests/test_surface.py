@@ -13,7 +13,7 @@ from zoo.tools import draw, parity, plan, report
 
 NAMES = {
     *("init", "make_mesh", "place", "place_batch", "Layout"),
-    *("value_and_grad", "value", "spmd", "cross_entropy", "generate"),
+    *("value_and_grad", "value", "spmd", "cross_entropy", "generate", "generate_stream", "prefill"),
     *("trainable", "cast", "count"),
     *("load", "save", "from_torch", "families", "hidden_states", "score", "embed", "CheckpointError", "weights"),
     "set_implementations",
@@ -46,14 +46,20 @@ SIGNATURES = {
     zoo.spmd: "fn mesh out",
     zoo.cross_entropy: "model batch key z_loss balance router_z over chunk implementation",
     zoo.generate: (
-        "model tokens max_new_tokens mask temperature top_k top_p min_p repetition_penalty stop_tokens length mesh "
-        "callback key"
+        "model tokens max_new_tokens mask temperature top_k top_p min_p repetition_penalty presence_penalty "
+        "frequency_penalty logits stop_tokens stop_sequences length prefix samples draft draft_tokens mesh callback "
+        "details capture key"
     ),
     zoo.capture: "function names",
     zoo.capture_gradients: "loss_fn names mesh",
     zoo.capture_names: "model args kwargs",
     zoo.patch: "model edits",
     zoo.unpatch: "model",
+    zoo.generate_stream: (
+        "model requests rows length top_k top_p min_p repetition_penalty presence_penalty frequency_penalty logits "
+        "stop_tokens stop_sequences details mesh"
+    ),
+    zoo.prefill: "model tokens length mask prefix mesh",
     zoo.load: "directory revision mesh dtype family ignore packed",
     zoo.save: "model directory family source config shard_bytes",
     zoo.from_torch: "weights config mesh dtype family ignore",

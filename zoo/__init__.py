@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import layers, models, ops, parallel, precision
 from ._workarounds import disable_cpu_reduce_fusion
-from .generate import generate
+from .generate import generate, generate_stream, prefill
 from .models.capture import capture, capture_gradients, capture_names, patch, unpatch
 from .models.configure import configure, set_implementations
 from .models.loss import cross_entropy
@@ -47,6 +47,7 @@ __all__ = [
     "families",
     "from_torch",
     "generate",
+    "generate_stream",
     "hidden_states",
     "init",
     "inspect",
@@ -61,6 +62,7 @@ __all__ = [
     "place_batch",
     "plan",
     "precision",
+    "prefill",
     "save",
     "score",
     "set_implementations",

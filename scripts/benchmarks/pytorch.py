@@ -9,12 +9,15 @@ stack of our own, since a whole Qwen3-Next has a mixture of experts after each. 
 operations, as transformers does where its kernels are not installed. Needs torch and transformers.
 """
 
+import copy
 import time
 import types
+from pathlib import Path
 from typing import Any
 
 import torch  # pyright: ignore[reportMissingImports]
 from transformers import (  # pyright: ignore[reportMissingImports]
+    DynamicCache,
     LlamaConfig,
     LlamaForCausalLM,
     Mamba2Config,
@@ -169,6 +172,63 @@ class Decoding:
             self.tokens, attention_mask=mask, max_new_tokens=self.new, min_new_tokens=self.new, do_sample=False
         )
         assert generated.shape[1] == self.tokens.shape[1] + self.new
+
+
+def open_checkpoint(directory: Path) -> Any:
+    """Open a checkpoint in transformers."""
+    return LlamaForCausalLM.from_pretrained(directory).to(device()).eval()
+
+
+class Rollouts:
+    """Generation from one prompt in many rows, and with drafts, as transformers' users would write it."""
+
+    def __init__(self, model: Any, draft: Any, shared: Any, questions: Any, repeated: Any, *, new: int, drafted: int):
+        move = lambda x: torch.from_numpy(x).long().to(device())
+        self.model, self.draft = model, draft
+        self.shared, self.questions, self.repeated = move(shared), move(questions), move(repeated)
+        self.texts = torch.cat([self.shared.repeat(len(self.questions), 1), self.questions], dim=1)
+        self.new, self.drafted = new, drafted
+        for each in (model, draft):
+            each.generation_config.eos_token_id = None
+        config = self.draft.generation_config
+        config.num_assistant_tokens, config.num_assistant_tokens_schedule = drafted, "constant"
+        config.assistant_confidence_threshold = 0.0
+        self.cache = DynamicCache(config=self.model.config)
+        with torch.inference_mode():
+            self.model(self.shared, past_key_values=self.cache)
+
+    @torch.inference_mode()
+    def generate(self, tokens: Any, **options: Any) -> None:
+        """Generate from tokens; block until the result is there."""
+        options = {"do_sample": False, "max_new_tokens": self.new, "pad_token_id": 0} | options
+        text = self.model.generate(tokens, attention_mask=torch.ones_like(tokens), **options)
+        assert text.shape[1] == tokens.shape[1] + self.new
+
+    def follow_prefix(self) -> None:
+        """Copy the cache of the prompt for each row, as transformers' documentation of prefilled caches does."""
+        cache = copy.deepcopy(self.cache)
+        cache.batch_repeat_interleave(len(self.questions))
+        self.generate(self.texts, past_key_values=cache)
+
+    def read_each(self) -> None:
+        """Read the prompt in each row."""
+        self.generate(self.texts)
+
+    def sample(self) -> None:
+        """Sample several texts of one prompt."""
+        self.generate(self.shared, do_sample=True, top_k=0, num_return_sequences=len(self.questions))
+
+    def decode(self) -> None:
+        """Generate one text without a draft."""
+        self.generate(self.repeated)
+
+    def look_up(self) -> None:
+        """Look tokens up in the prompt."""
+        self.generate(self.repeated, prompt_lookup_num_tokens=self.drafted)
+
+    def speculate(self) -> None:
+        """Let a draft model propose tokens."""
+        self.generate(self.repeated, assistant_model=self.draft)
 
 
 class Prefill(Decoding):

@@ -84,6 +84,22 @@ def test_two_turns_read_each_token_once(talk, chat_model, tmp_path, monkeypatch)
     assert out.endswith(f"wrote {saved}\n")
 
 
+def test_an_answer_ends_before_a_stop_string(talk, chat_model, tmp_path):
+    saved = tmp_path / "chat.json"
+    talk(["Hi", f"/save {saved}"], chat_model, "--max-new-tokens", 6)
+    text = json.loads(saved.read_text())[1]["content"]
+    stop = text[2:4]
+    lines = ["Hi", "More", f"/save {saved}"]
+    out, _ = talk(lines, chat_model, "--max-new-tokens", 6, "--stop", stop, "--stop", "never said")
+    messages = json.loads(saved.read_text())
+    assert messages[1]["content"] == text[: text.index(stop)]
+    assert out.startswith(messages[1]["content"] + "\n")
+    tokenizer = FileTokenizer(chat_model / "tokenizer.json", 256)
+    tokens = ChatTemplate.read(chat_model).encode(messages[:3], tokenizer, add_generation_prompt=True).tolist()
+    expected = answer(chat_model, tokens, 6)[1]
+    assert messages[3]["content"] == expected.partition(stop)[0]
+
+
 def test_commands_of_a_chat(talk, chat_model, tmp_path):
     saved = tmp_path / "chat.json"
     lines = ["Hi", "/system Be rude.", "/save", "/nonsense", "/help", f"/save {saved}", "/exit", "never said"]

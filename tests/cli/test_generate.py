@@ -9,7 +9,14 @@ import pytest
 import zoo
 from tests.command_line import BOS, EOS
 from zoo.cli.generate import pad_left, read_stop_tokens
-from zoo.text.tokenizers import ByteTokenizer, FileTokenizer, StreamDecoder, count_bytes, find_tokenizer
+from zoo.text.tokenizers import (
+    ByteTokenizer,
+    FileTokenizer,
+    StoppingDecoder,
+    StreamDecoder,
+    count_bytes,
+    find_tokenizer,
+)
 
 
 @pytest.mark.slow
@@ -51,6 +58,27 @@ def test_generate_from_token_ids(run, gpt2):
     assert run("generate", gpt2, *numbers)[0].split() == list(map(str, expected))
     out, error = run("generate", gpt2, *numbers, "--stop-token", expected[0])
     assert out.split() == [str(expected[0])] and error.startswith("1 token;")
+
+
+def test_generate_prints_samples_and_ends_at_stop_strings(run, refused, text_model, gpt2):
+    words = ["generate", text_model, "--prompt", "Où?", "--max-new-tokens", 8]
+    (text,) = run(*words)[0].splitlines()
+    assert run(*words, "--no-stream")[0] == text + "\n"
+    stop = text[3:5]
+    for more in ((), ("--no-stream",), ("--draft", "prompt"), ("--draft", text_model, "--draft-tokens", 2)):
+        out, error = run(*words, "--stop", stop, *more)
+        assert out == text[: text.index(stop)] + "\n"
+        assert ("all after" in error) == ("--draft" in more)
+    sampled = [*words, "--prompt", "a", "--temperature", 1, "--samples", 2, "--presence-penalty", 1]
+    out, _ = run(*sampled, "--frequency-penalty", 0.5)
+    assert [line for line in out.splitlines() if line.startswith("--- ")] == [
+        "--- 1.1",
+        "--- 1.2",
+        "--- 2.1",
+        "--- 2.2",
+    ]
+    assert "--stop is text, and" in refused("generate", gpt2, "--tokens", 3, "--stop", "a")
+    assert "samples of at least 1, not 0" in refused(*words, "--samples", 0)
 
 
 def test_generate_samples_depend_on_the_seed(run, bytes_model):
@@ -113,6 +141,25 @@ def test_stream_decoder_flushes_incomplete_bytes():
     stream = StreamDecoder(ByteTokenizer().decode)
     assert [stream.push(token) for token in (65, 0xE2, 0x82)] == ["A", "", ""]
     assert stream.flush() == "\ufffd"
+
+
+@pytest.mark.parametrize(
+    ("stop", "pieces"),
+    [
+        ((), ["a", "b", "c", "a", "b", "d", "e"]),
+        (("abd",), ["", "", "abc", "", "", "", ""]),  # held back until it cannot begin a stop string
+        (("x", "ca"), ["a", "b", "", "", "", "", ""]),
+        (("d", "abd"), ["", "", "abc", "", "", "", ""]),
+        (("eff",), ["a", "b", "c", "a", "b", "d", ""]),
+    ],
+)
+def test_stopping_decoder_ends_before_a_stop_string(stop, pieces):
+    stream = StoppingDecoder(ByteTokenizer().decode, stop=stop)
+    assert [stream.push(token) for token in b"abcabde"] == pieces
+    assert stream.ended == (len(stop) > 0 and stop != ("eff",))
+    assert stream.flush() == ("e" if stop == ("eff",) else "")
+    with pytest.raises(ValueError, match="stop: an empty string"):
+        StoppingDecoder(ByteTokenizer().decode, stop=("",))
 
 
 @pytest.mark.parametrize("text", TEXTS)

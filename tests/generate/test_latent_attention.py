@@ -10,7 +10,7 @@ import pytest
 
 import zoo
 from zoo.generate.buckets import pad_prompt
-from zoo.generate.decode import decode_until, prefill, unstack_layers
+from zoo.generate.decode import begin, decode_until, unstack_layers
 from zoo.generate.request import SamplingOptions
 from zoo.layers import Attention, BiasedRouter, LatentAttention
 from zoo.ops.rotary import Rotary
@@ -51,7 +51,7 @@ def test_latent_attention_decodes_as_uncached_and_on_a_mesh():
 def test_latent_decode_step_updates_caches_in_place():
     model, options = make_model(Rotary(4)), SamplingOptions.from_arguments(0, None, None, None, None, (), VOCAB)
     prompt = pad_prompt(jnp.zeros((4, 16), jnp.int32), None, 4, 4096)
-    state = run_jitted(prefill, ((model, options, jax.random.key(0)),), (prompt, 4096))
+    state = run_jitted(begin, ((model, options, jax.random.key(0)),), (prompt, 4096))
     state_size = sum(x.nbytes for x in jax.tree.leaves(state))
     assert sum(x.nbytes for x in jax.tree.leaves(state.states)) < 2 * 4 * 4096 * (8 + 4 + 1) * 4 + 100
     fixed = unstack_layers(model, None), options

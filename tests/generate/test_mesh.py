@@ -10,7 +10,7 @@ import pytest
 
 import zoo
 from zoo.generate.buckets import pad_prompt
-from zoo.generate.decode import DecodeState, decode_until, prefill, unstack_layers
+from zoo.generate.decode import DecodeState, begin, decode_until, unstack_layers
 from zoo.generate.request import SamplingOptions
 from zoo.parallel import Mesh, make_mesh, place
 from zoo.parallel.spmd import _JITTED, OutputDims, SpmdProgram, run_jitted
@@ -72,7 +72,7 @@ def test_mesh_shards_caches_and_updates_them_in_place():
     )
     prompt = pad_prompt(jnp.zeros((4, 16), jnp.int32), None, 4, 2048)
     on_mesh = lambda program: SpmdProgram(program, mesh, 1, OutputDims.from_tree(""))
-    state = run_jitted(on_mesh(prefill), ((model, options, DRAW_KEY),), (prompt, 2048))
+    state = run_jitted(on_mesh(begin), ((model, options, DRAW_KEY),), (prompt, 2048))
     assert isinstance(state, DecodeState)
     cache = state.states[1].key
     assert cache.shape == (4, 4, 2048, 32) and cache.addressable_shards[0].data.shape == (1, 2, 2048, 32)

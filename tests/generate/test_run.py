@@ -165,10 +165,115 @@ def test_generate_ends_when_every_row_has():
     assert len(received) == 1 and (got[:, 1:] == -1).all() and (got[:, 0] >= 0).all()
 
 
+def ban_repeats(logits, text):
+    """No token follows itself, and 3 is never written."""
+    last = jnp.take_along_axis(text.tokens, text.lengths[:, None] - 1, axis=1)
+    return jnp.where(jnp.arange(logits.shape[1]) == last, -jnp.inf, logits).at[:, 3].set(-jnp.inf)
+
+
+class Unhashable(partial):
+    __hash__ = None
+
+
+def choose_by_hand(model, row, count, options, vocab):
+    """Greedy tokens of one row by their definition, from full forward passes."""
+    text, new = list(row), []
+    for _ in range(count):
+        padded = np.zeros((1, LENGTH), np.int32)
+        padded[0, : len(text)] = text
+        logits = np.asarray(forward_logits(model, padded))[0, len(text) - 1].copy()
+        counts = np.bincount(new, minlength=vocab)
+        logits -= options.get("presence_penalty", 0) * (counts > 0) + options.get("frequency_penalty", 0) * counts
+        if "logits" in options:
+            logits[[text[-1], 3]] = -np.inf
+        new.append(int(logits.argmax()))
+        text.append(new[-1])
+        if any(new[-len(stop) :] == list(stop) for stop in options.get("stop_sequences", ())):
+            break
+    return new + [-1] * (count - len(new))
+
+
+@eqx.filter_jit
+def forward_logits(model, tokens):
+    return model(tokens)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"presence_penalty": 2.0, "frequency_penalty": 0.7},
+        {"frequency_penalty": -1.0, "logits": ban_repeats},
+        {"stop_sequences": True, "callback": True},
+    ],
+    ids=lambda options: ", ".join(options),
+)
+def test_rules_of_the_text_so_far_follow_their_definition(options):
+    """Prompts of different lengths: tokens of the prompt are not counted, and end no row."""
+    model, tokens, new = jax.tree.map(lambda x: 3 * x, make_model()), random_tokens((2, 6)), 14
+    rows = [tokens[0].tolist(), tokens[1, 3:].tolist()]
+    if "stop_sequences" in options:
+        plain = [choose_by_hand(model, row, new, {}, SIZES["vocab"]) for row in rows]
+        options = {"stop_sequences": (plain[0][4:7], rows[1][-1:] + plain[1][:1], (plain[1][9],))}
+        options |= {"callback": lambda newest: None}
+    expected = [choose_by_hand(model, row, new, options, SIZES["vocab"]) for row in rows]
+    got = zoo.generate(model, tokens, mask=left_padding_mask((2, 6), (0, 3)), max_new_tokens=new, **options)
+    np.testing.assert_array_equal(got, expected)
+
+
+def test_details_are_the_probabilities_of_the_new_tokens():
+    """Under softmax(logits), and under the distribution after temperature and top-k; 0 after a row's end."""
+    model, tokens = jax.tree.map(lambda x: 3 * x, make_model()), random_tokens((3, 6))
+    options = {"temperature": 0.7, "top_k": 5, "key": KEY, "max_new_tokens": 16, "stop_tokens": range(8)}
+    found = zoo.generate(model, tokens, **options, details=True)
+    np.testing.assert_array_equal(found.tokens, zoo.generate(model, tokens, **options))
+    is_new = np.asarray(found.tokens) >= 0
+    assert not is_new.all() and is_new[:, 0].all()
+    text = jnp.concatenate([tokens, jnp.maximum(found.tokens, 0)], axis=1)
+    np.testing.assert_allclose(found.log_probabilities, np.where(is_new, zoo.score(model, text)[:, 5:], 0), atol=1e-5)
+    logits = model(text)[:, 5:-1] / 0.7
+    cut = jnp.where(logits >= jax.lax.top_k(logits, 5)[0][..., -1:], logits, -jnp.inf)
+    scores = jnp.take_along_axis(jax.nn.log_softmax(cut), jnp.maximum(found.tokens, 0)[..., None], axis=-1)[..., 0]
+    np.testing.assert_allclose(found.sampling_log_probabilities, np.where(is_new, scores, 0), atol=1e-5)
+    assert found.steps == is_new.sum(1).max()
+    streamed = zoo.generate(model, tokens, **options, details=True, callback=lambda newest: None)
+    for x, y in zip(streamed[:3], found[:3], strict=True):
+        np.testing.assert_allclose(x, y, atol=1e-5)
+
+
+@pytest.mark.parametrize("callback", [None, lambda newest: None], ids=["one program", "callback"])
+def test_samples_are_those_of_repeated_prompts(callback):
+    model, tokens, mask = make_model(), random_tokens((3, 6)), left_padding_mask((3, 6), (0, 4, 2))
+    draw = partial(zoo.generate, model, max_new_tokens=9, temperature=1.5, key=KEY, callback=callback)
+    got = draw(tokens, mask=mask, samples=4)
+    np.testing.assert_array_equal(got, draw(jnp.repeat(tokens, 4, 0), mask=jnp.repeat(mask, 4, 0)))
+    assert len({tuple(row) for row in got.tolist()}) == 12
+    switching = make_length_dependent_model(LONGROPE)
+    greedy = partial(zoo.generate, switching, tokens, max_new_tokens=9, callback=callback)
+    np.testing.assert_array_equal(greedy(samples=2), jnp.repeat(greedy(), 2, axis=0))
+
+
+def test_a_callback_may_end_rows():
+    model, tokens = make_model(), random_tokens((3, 6))
+    expected = np.asarray(zoo.generate(model, tokens, max_new_tokens=9)).copy()
+    received = []
+
+    def end(newest):
+        received.append(newest)
+        return np.array([len(received) >= 3, len(received) == 5, False])
+
+    expected[0, 3:] = expected[1, 5:] = -1
+    np.testing.assert_array_equal(zoo.generate(model, tokens, max_new_tokens=9, callback=end), expected)
+    received.clear()
+    every = lambda newest: received.append(newest) or np.ones(3, bool)
+    assert (zoo.generate(model, tokens, max_new_tokens=9, callback=every)[:, 1:] == -1).all() and len(received) == 1
+    with pytest.raises(TypeError, match="booleans for its 3 rows, not bool"):
+        zoo.generate(model, tokens, max_new_tokens=9, callback=lambda newest: np.array(True))
+
+
 @pytest.mark.slow  # test_mesh.py::test_mesh_shards_caches_and_updates_them_in_place holds it by default
 def test_decode_step_updates_caches_in_place():
     """Donated caches are aliased to the outputs, and temporaries are smaller than they are."""
-    from zoo.generate.decode import decode_until, prefill, unstack_layers
+    from zoo.generate.decode import begin, decode_until, unstack_layers
     from zoo.generate.request import SamplingOptions
     from zoo.parallel.spmd import _JITTED, run_jitted
 
@@ -177,7 +282,7 @@ def test_decode_step_updates_caches_in_place():
         SamplingOptions.from_arguments(0, None, None, None, None, (), SIZES["vocab"]),
     )
     prompt = pad_prompt(jnp.zeros((4, 16), jnp.int32), None, 4, 2048)
-    state = run_jitted(prefill, ((model, options, KEY),), (prompt, 2048))
+    state = run_jitted(begin, ((model, options, KEY),), (prompt, 2048))
     state_size = sum(x.nbytes for x in jax.tree.leaves(state))
     fixed = unstack_layers(model, None), options
     program = _JITTED[True].lower((decode_until, (fixed,)), (state, jnp.int32(9)), None).compile()
@@ -327,6 +432,11 @@ NO_TOKEN = jnp.zeros((2, 6), bool)
         ({"temperature": 1, "key": KEY, "min_p": 1.5}, "min_p is at least 0 and at most 1, not 1.5"),
         ({"repetition_penalty": 0}, "repetition_penalty is above 0.*not 0"),
         ({"stop_tokens": (3, 32)}, "stop_tokens: 32 is outside the vocabulary of 32 tokens"),
+        ({"presence_penalty": float("inf")}, "presence_penalty is a finite number, 0 changing nothing, not inf"),
+        ({"frequency_penalty": float("nan")}, "frequency_penalty is a finite number"),
+        ({"stop_sequences": ((3, 32),)}, "stop_sequences: 32 is outside the vocabulary of 32 tokens"),
+        ({"stop_sequences": ((3,), ())}, "stop_sequences holds an empty sequence"),
+        ({"samples": 0}, "samples of at least 1, not 0"),
         ({"length": 8}, "length=8 does not hold 6 tokens of the prompt and 3 new ones: 9"),
     ],
     ids=str,
@@ -337,7 +447,9 @@ def test_generate_raises_on_bad_arguments(options, message):
         zoo.generate(make_model(), tokens, **{"max_new_tokens": 3} | options)
 
 
-@pytest.mark.parametrize("options", [{"max_new_tokens": 2.5}, {"max_new_tokens": True}, {"top_k": 2.0}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"max_new_tokens": 2.5}, {"max_new_tokens": True}, {"top_k": 2.0}, {"samples": 2.0}], ids=str
+)
 def test_generate_raises_on_numbers_that_are_no_integers(no_type_checks, options):
     ((name, value),) = options.items()
     with pytest.raises(TypeError, match=f"{name} is an integer, not {value}$"):
@@ -348,6 +460,23 @@ def test_generate_raises_on_numbers_that_are_no_integers(no_type_checks, options
 def test_generate_raises_on_stop_tokens_that_are_no_integers(no_type_checks, stop_tokens):
     with pytest.raises(TypeError, match=r"stop_tokens is a sequence of token ids, such as \(7,\), not "):
         zoo.generate(make_model(), random_tokens((2, 6)), max_new_tokens=3, stop_tokens=stop_tokens)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"stop_sequences": (3, 4)},
+            r"stop_sequences is a sequence of sequences of token ids, such as \(\(13, 13\),\)",
+        ),
+        ({"logits": 3}, "logits is a function of logits and the text so far, not 3"),
+        ({"logits": Unhashable(ban_repeats)}, "logits: Unhashable cannot be hashed"),
+    ],
+    ids=str,
+)
+def test_generate_raises_on_rules_of_other_types(no_type_checks, options, message):
+    with pytest.raises(TypeError, match=message):
+        zoo.generate(make_model(), random_tokens((2, 6)), max_new_tokens=3, **options)
 
 
 def test_padding_tokens_may_be_any_id():

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 from functools import partial
+from pathlib import Path
 
 import equinox as eqx
 import jax
@@ -13,6 +14,7 @@ import pytest
 import zoo
 from zoo.layers import TokenInfo
 from zoo.models import Hidden
+from zoo.models.targets import find_linears
 from zoo.parallel import SEQUENCE, Activation
 
 KEY = jax.random.key(0)
@@ -106,6 +108,29 @@ def test_names_are_all_captured(model):
     assert names[f"{attention}.probabilities"].shape == (4, 8, 4, 8, 8)
     paths = {path.name.rpartition(".")[0] for path in zoo.models.list_parameter_paths(model)}
     assert paths <= set(names)
+
+
+FAMILIES = ("gptj", "gemma2", "zamba2", "gemma4_text", "rwkv", "mimo_v2_flash")
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_linear_layers_of_families_have_names(name):
+    model = zoo.load(Path(__file__).parents[1] / "fixtures" / "models" / name)
+    names = set(zoo.capture_names(model, jnp.arange(8)[None]))
+    for site in find_linears(model):
+        # experts compute rows of all tokens, sorted; of a shared layer the names are those of its callers
+        if site.name != "head" and not site.name.startswith("shared") and ".experts." not in site.name:
+            assert site.name in names or names.issuperset(site.list_names().values()), site.name
+
+
+def test_layers_of_several_shapes_are_asked_for_by_number():
+    model = zoo.load(Path(__file__).parents[1] / "fixtures" / "models" / "mimo_v2_flash")
+    name = "layers.*.value_scaled_attention.key"
+    tokens = jnp.arange(8)[None]
+    with pytest.raises(ValueError, match="no array stacks them: ask for layers by their numbers"):
+        zoo.capture(model, name)(tokens)
+    first = name.replace("*", "0")
+    assert zoo.capture(model, first)(tokens)[1][first].shape == zoo.capture_names(model, tokens)[first].shape
 
 
 def test_a_star_stacks_the_layers_that_have_the_value():

@@ -1,4 +1,6 @@
-"""Sampling filters against their papers' rules in Python, and invariants."""
+"""Sampling filters against their papers' rules in Python and against transformers' processors, and invariants."""
+
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -6,9 +8,17 @@ import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from safetensors.numpy import load_file
 from scipy import stats
 
-from zoo.ops.sampling import apply_temperature, filter_logits, penalize_repetition, sample_tokens
+from zoo.ops.sampling import (
+    apply_temperature,
+    filter_logits,
+    penalize_frequency,
+    penalize_presence,
+    penalize_repetition,
+    sample_tokens,
+)
 
 VOCAB = 9
 ROWS = st.lists(
@@ -137,3 +147,37 @@ def test_sample_tokens_follows_the_softmax_row_by_row():
     assert counts[1] == 0
     assert stats.chisquare(np.delete(counts, 1), np.delete(expected, 1)).pvalue > 1e-3
     assert jnp.array_equal(sample_tokens(logits[7:9], keys[7:9]), tokens[7:9])
+
+
+FIXTURE = Path(__file__).parents[1] / "fixtures" / "sampling" / "processors.safetensors"
+OPTIONS = {"temperature": 0.7, "top_k": 9, "top_p": 0.8, "min_p": 0.1}
+OPTIONS |= {"repetition": 1.3, "presence": 0.6, "frequency": -0.4}
+SETTINGS = {
+    **{name: (name,) for name in OPTIONS},
+    "truncated": ("temperature", "top_k", "top_p", "min_p"),
+    "penalized": ("repetition", "presence", "frequency"),
+    "all": tuple(OPTIONS),
+}
+NEUTRAL = {"temperature": 1.0, "top_k": 23, "top_p": 1.0, "min_p": 0.0}
+NEUTRAL |= {"repetition": 1.0, "presence": 0.0, "frequency": 0.0}
+
+
+def process(logits, seen, counts, *, temperature, repetition, presence, frequency, **filters):
+    """Probabilities after all rules, in the order of `zoo.generate`."""
+    logits = penalize_repetition(logits, seen, repetition)
+    logits = penalize_frequency(penalize_presence(logits, counts, presence), counts, frequency)
+    return jax.nn.softmax(filter_logits(apply_temperature(logits, temperature), **filters))
+
+
+@pytest.mark.one_case
+@pytest.mark.parametrize("name", SETTINGS)
+def test_rules_equal_the_processors_of_transformers(name):
+    """One by one and together; `scripts/make_sampling_fixtures.py` has the reference."""
+    case = load_file(FIXTURE)
+    tokens = case["tokens"]
+    count = lambda tokens: np.stack([np.bincount(row, minlength=case["logits"].shape[1]) for row in tokens])
+    options = NEUTRAL | {option: OPTIONS[option] for option in SETTINGS[name]}
+    counts = jnp.asarray(count(tokens[:, -int(case["new"]) :]))
+    found = jax.jit(process)(jnp.asarray(case["logits"]), jnp.asarray(count(tokens) > 0), counts, **options)
+    np.testing.assert_allclose(found, case[name], atol=1e-6)
+    assert ((np.asarray(found) > 0) == (case[name] > 0)).all()

@@ -24,7 +24,7 @@ LENGTHS = (6, 9)
 AXES = ("data", "fsdp", "tensor")
 HYBRIDS = (
     *("bamba", "falcon_h1", "granitemoehybrid", "jamba", "nemotron_h", "nemotron_h_latent"),
-    *("lara_mini", "recurrent_gemma"),
+    *("lara_mini", "recurrent_gemma", "zamba", "zamba2"),
 )
 """Cases of models with attention in some layers and a recurrence in others, some of each family."""
 

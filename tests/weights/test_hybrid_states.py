@@ -13,7 +13,7 @@ from zoo.layers import KeyValueCache, TokenInfo
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "models"
 CASES = ("bamba", "granitemoehybrid", "granitemoehybrid_dense", "jamba", "nemotron_h", "nemotron_h_moe")
-ATTENTION_LAYERS = {**dict.fromkeys(CASES, 1), "falcon_h1": 2}
+ATTENTION_LAYERS = {**dict.fromkeys(CASES, 1), "falcon_h1": 2, "zamba": 2, "zamba2": 3}
 """Layers of each case that have a cache. All of them have a recurrence, too."""
 ROWS = 2
 
@@ -55,5 +55,9 @@ def test_windows_and_recurrences_have_states_of_one_size():
 
 def count_token_bytes(config):
     """Bytes of one token in one cache of float32: a key and a value per KV head, and the token's position."""
-    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    head_dim = (
+        config.get("head_dim")
+        or config.get("attention_head_dim")
+        or config["hidden_size"] // config["num_attention_heads"]
+    )
     return ROWS * (4 * 2 * config["num_key_value_heads"] * head_dim + 4)

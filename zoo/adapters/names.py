@@ -18,7 +18,7 @@ from zoo.models.targets import ALL_LINEAR, LinearSite, Targets, find_linears, ma
 from zoo.parallel.trainable_copy import is_trainable_copy
 from zoo.weights import CheckpointError
 from zoo.weights.plan import invert_name_map
-from zoo.weights.save import read_name_map, resolve_origin
+from zoo.weights.save import read_callers, read_name_map, resolve_origin
 
 from .base import get_base_layer, is_adapter
 from .dequantize import dequantize
@@ -104,6 +104,11 @@ def get_name_table(model: Any, *, in_memory: bool = False) -> NameMap:
         family = dataclasses.replace(origin.family, names=origin.family.memory_names)
         origin = dataclasses.replace(origin, family=family)
     return read_name_map(origin)
+
+
+def get_callers(model: Any) -> Mapping[str, str]:
+    """Return the names of modules that layers share, in each later layer that calls one -> in the first."""
+    return read_callers(_resolve_module_origin(model))
 
 
 def get_embedding_and_head_names(model: Any) -> tuple[str, str]:

@@ -19,7 +19,7 @@ from zoo._terminal import show
 from zoo.generate import Conversation
 from zoo.parallel.devices import make_device_mesh
 from zoo.text.chat import ChatError, ChatTemplate, NoChatTemplateError, encode_rendered, protect
-from zoo.text.tokenizers import StreamDecoder, Tokenizer, find_tokenizer
+from zoo.text.tokenizers import StoppingDecoder, Tokenizer, cut_at_stop, find_tokenizer
 from zoo.weights.directory import resolve_directory
 
 from .generate import read_generation_defaults, read_stop_tokens
@@ -42,6 +42,9 @@ def chat(
     top_p: float | None = None,
     min_p: float | None = None,
     repetition_penalty: float | None = None,
+    presence_penalty: float | None = None,
+    frequency_penalty: float | None = None,
+    stop: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="TEXT")] = (),
     seed: int = 0,
     variable: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME=VALUE")] = (),
     dtype: Literal["float32", "bfloat16", "float16"] | None = None,
@@ -69,6 +72,9 @@ def chat(
         top_p: Nucleus sampling: sample from the most likely tokens whose total probability reaches p, 0 < p <= 1.
         min_p: Sample from tokens at least min_p times as likely as the most likely one, 0 to 1.
         repetition_penalty: Above 1, makes tokens that have occurred less likely.
+        presence_penalty: Above 0, makes tokens less likely that are in the answer already.
+        frequency_penalty: Above 0, makes tokens less likely, once for each time that they are in the answer.
+        stop: Text that ends an answer, and is not shown. Repeat for several.
         seed: Random seed of the samples.
         variable: Variables of the chat template, in JSON: enable_thinking=false.
         dtype: Dtype of the parameters and the computation. Default: as stored.
@@ -91,11 +97,12 @@ def chat(
     if tokenizer is None:
         raise ValueError(f"{path} has no tokenizer.json, and a chat needs one")
     given = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
-    given["repetition_penalty"] = repetition_penalty
+    given |= {"repetition_penalty": repetition_penalty, "presence_penalty": presence_penalty}
+    given["frequency_penalty"] = frequency_penalty
     sampling: dict[str, Any] = {"temperature": 0.7} | read_generation_defaults(path)
     sampling |= {name: value for name, value in given.items() if value is not None}
     if not sampling["temperature"]:
-        sampling = {name: x for name, x in sampling.items() if name in ("temperature", "repetition_penalty")}
+        sampling = {name: x for name, x in sampling.items() if name not in ("top_k", "top_p", "min_p")}
     template = _read_template(path)
     stops = [token for token in read_stop_tokens(path) if token < vocab]
     if template is not None:
@@ -104,7 +111,7 @@ def chat(
             stops.append(end)
     key = jax.random.key(seed)
     conversation = Conversation(model, stop_tokens=stops, mesh=mesh, key=key, **sampling)
-    session = _Session(conversation, tokenizer, template, variables, stops, max_new_tokens)
+    session = _Session(conversation, tokenizer, template, variables, stops, max_new_tokens, stop)
     session.begin(system)
     _run(session)
 
@@ -120,6 +127,7 @@ class _Session:
         variables: dict[str, Any],
         stops: Sequence[int],
         max_new_tokens: int,
+        stop: Sequence[str] = (),
     ):
         self._conversation = conversation
         self._tokenizer = tokenizer
@@ -127,6 +135,7 @@ class _Session:
         self._variables = variables
         self._stops = stops
         self._max_new_tokens = max_new_tokens
+        self._stop_strings = stop
         self.system: str | None = None
         self.messages: list[dict[str, str]] = []
         self._text = ""
@@ -149,7 +158,7 @@ class _Session:
         """
         asked = [*self.messages, {"role": "user", "content": question}]
         text, tokens = self._encode(asked)
-        decoder = StreamDecoder(self._tokenizer.decode, tokens)
+        decoder = StoppingDecoder(self._tokenizer.decode, tokens, self._stop_strings)
         new: list[int] = []
         stream = self._conversation.stream(tokens, max_new_tokens=self._max_new_tokens)
         try:
@@ -157,6 +166,9 @@ class _Session:
                 new.append(token)
                 if token not in self._stops:
                     yield decoder.push(token)
+                if decoder.ended:
+                    stream.close()
+                    break
             yield decoder.flush()
         except GeneratorExit:
             stream.close()
@@ -167,13 +179,16 @@ class _Session:
     def _record(self, asked: list[dict[str, str]], text: str, tokens: list[int], new: list[int]) -> None:
         """Add a turn to the messages, and its text and tokens to what the next turn goes on from."""
         has_ended = bool(new) and new[-1] in self._stops
-        words = self._tokenizer.decode(new[:-1] if has_ended else new)
+        decoded = self._tokenizer.decode(new[:-1] if has_ended else new)
+        words = cut_at_stop(decoded, self._stop_strings)
         self.messages = [*asked, {"role": "assistant", "content": words}]
         self._tokens = [*tokens, *new]
         (written,) = protect([{"content": words}], self._tokenizer.special_tokens)
         self._text = text + written["content"]
         if has_ended:
             self._text += self._spell(new[-1])
+        if words != decoded:  # the tokens go beyond the message: the next turn encodes it anew
+            self._text = ""
 
     def _encode(self, messages: Sequence[dict[str, str]]) -> tuple[str, list[int]]:
         """Return text and tokens of messages up to the next answer. Tokens so far stay if the text so far does."""

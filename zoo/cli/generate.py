@@ -18,7 +18,7 @@ from zoo.models.hf.values import integer, list_of
 from zoo.models.hf.wrappers import read_text_config
 from zoo.parallel.devices import make_device_mesh
 from zoo.text.tokenizer_file import TOKENIZER_FILE
-from zoo.text.tokenizers import StreamDecoder, Tokenizer, find_tokenizer
+from zoo.text.tokenizers import StoppingDecoder, Tokenizer, find_tokenizer
 from zoo.weights.directory import CONFIG_NAME, resolve_directory
 from zoo.weights.safetensors import CheckpointError, read_json
 
@@ -37,8 +37,15 @@ def generate(
     top_p: float | None = None,
     min_p: float | None = None,
     repetition_penalty: float | None = None,
+    presence_penalty: float | None = None,
+    frequency_penalty: float | None = None,
+    samples: int = 1,
     seed: int = 0,
     stop_token: Annotated[tuple[int, ...] | None, tyro.conf.arg(metavar="ID ...")] = None,
+    stop: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="TEXT")] = (),
+    draft: Annotated[str | None, tyro.conf.arg(metavar="DIRECTORY|prompt")] = None,
+    draft_tokens: int = 4,
+    no_stream: bool = False,
     dtype: Literal["float32", "bfloat16", "float16"] | None = None,
     data: int = 1,
     fsdp: int = 1,
@@ -50,7 +57,7 @@ def generate(
 ) -> None:
     """Generate text from prompts: zoo generate DIRECTORY "Once upon a time".
 
-    Prints the new tokens to standard output: streamed for one prompt, in order for several, which form one batch.
+    Prints the new tokens to standard output: streamed for one prompt, in order for several texts, which form one batch.
     Prompts are used verbatim, without a chat template. Without tokenizer.json, a vocabulary of 256 means bytes; with
     any other vocabulary, tokens are passed and printed as ids.
 
@@ -66,9 +73,17 @@ def generate(
         top_p: Nucleus sampling: sample from the most likely tokens whose total probability reaches p, 0 < p <= 1.
         min_p: Sample from tokens at least min_p times as likely as the most likely one, 0 to 1.
         repetition_penalty: Above 1, makes tokens that have occurred less likely.
+        presence_penalty: Above 0, makes new tokens less likely that are among the new tokens already.
+        frequency_penalty: Above 0, makes new tokens less likely, once for each time that they are among the new tokens.
+        samples: Number of texts per prompt, which is read once.
         seed: Random seed of the samples.
         stop_token: Token ids that end a text. Default: eos_token_id of generation_config.json or config.json. Pass the
             flag without ids for none.
+        stop: Text that ends a text, and is left out. Repeat for several.
+        draft: Checkpoint directory or name of a smaller model of the same vocabulary, which proposes tokens, or
+            "prompt" to look them up in the text so far. Not streamed.
+        draft_tokens: Number of tokens that a draft proposes at a time.
+        no_stream: Print at the end, and generate in one program, which is faster.
         dtype: Dtype of the parameters and the computation. Default: as stored.
         data: Data parallelism: number of devices that shard the prompts. -1 for all remaining devices.
         fsdp: Fully sharded data parallelism: number of devices that shard the parameters and the prompts.
@@ -104,8 +119,15 @@ def generate(
     if stop_token is None:
         stops = [token for token in stops if token < vocab]
     key = jax.random.key(seed) if temperature else None
-    printer = _TokenPrinter(text, prompts)
-    zoo.generate(
+    if stop and text is None:
+        raise ValueError(f"--stop is text, and {directory} has no {TOKENIZER_FILE}: pass token ids, --stop-token 3")
+    printer = _TokenPrinter(text, prompts, samples, stop)
+    is_streamed = draft is None and (bool(stop) or not no_stream)
+    drafting = {}
+    if draft is not None:
+        drafting["draft"] = draft if draft == "prompt" else zoo.load(resolve_directory(draft), mesh=mesh, dtype=dtype)
+        drafting["draft_tokens"] = draft_tokens
+    new = zoo.generate(
         model,
         jnp.asarray(batch),
         mask=padding_mask,
@@ -115,11 +137,17 @@ def generate(
         top_p=top_p,
         min_p=min_p,
         repetition_penalty=repetition_penalty,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        samples=samples,
         stop_tokens=stops,
         mesh=mesh,
-        callback=printer.push,
+        callback=printer.push if is_streamed else None,
         key=key,
+        **drafting,
     )
+    if not is_streamed:
+        printer.push_all(np.asarray(new))
     printer.close()
 
 
@@ -189,36 +217,57 @@ def pad_left(prompts: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
 class _TokenPrinter:
     """Prints tokens as they are generated, and at the end tokens per second, without the first two, which compile."""
 
-    def __init__(self, text: Tokenizer | None, prompts: Sequence[Sequence[int]]):
+    def __init__(self, text: Tokenizer | None, prompts: Sequence[Sequence[int]], samples: int, stop: Sequence[str]):
         decode = text.decode if text else _format_token_ids
-        self._streams = [StreamDecoder(decode, prompt) for prompt in prompts]
-        self._pieces: list[list[str]] = [[] for _ in prompts]
+        self._streams = [StoppingDecoder(decode, prompt, stop) for prompt in prompts for _ in range(samples)]
+        self._samples = samples
+        self._pieces: list[list[str]] = [[] for _ in self._streams]
         self._start = time.perf_counter()
         self._steps: list[tuple[float, int]] = []
 
-    def push(self, newest: np.ndarray) -> None:
-        """Print the latest token of each row, -1 for none."""
+    def push(self, newest: np.ndarray) -> np.ndarray:
+        """Print the latest token of each row, -1 for none; return the rows that end with a stop string."""
         self._steps.append((time.perf_counter(), int((newest >= 0).sum())))
-        for stream, pieces, token in zip(self._streams, self._pieces, newest.tolist(), strict=True):
-            if token >= 0:
-                pieces.append(stream.push(token))
+        self._add(newest)
         if len(self._streams) == 1:
             show("".join(self._pieces[0]), end="")
             self._pieces[0].clear()
+        return np.array([stream.ended for stream in self._streams])
+
+    def push_all(self, new: np.ndarray) -> None:
+        """Add all new tokens at once, -1 for none."""
+        self._steps.append((time.perf_counter(), int((new >= 0).sum())))
+        for newest in new.T:
+            self._add(newest)
+
+    def _add(self, newest: np.ndarray) -> None:
+        for stream, pieces, token in zip(self._streams, self._pieces, newest.tolist(), strict=True):
+            if token >= 0:
+                pieces.append(stream.push(token))
 
     def close(self) -> None:
         """Print the rest of the text, and the timings."""
-        for number, (stream, pieces) in enumerate(zip(self._streams, self._pieces, strict=True), start=1):
+        for number, (stream, pieces) in enumerate(zip(self._streams, self._pieces, strict=True)):
             if len(self._streams) > 1:
-                show(f"--- {number}")
+                show(f"--- {self._name(number)}")
             show("".join(pieces) + stream.flush())
         seconds = [when - self._start for when, _ in self._steps]
         counts = [count for _, count in self._steps]
         noun = "tokens" if sum(counts) > 1 else "token"
-        summary = f"{sum(counts)} {noun}; the first after {seconds[0]:.2f} s"
+        what = "all" if len(seconds) == 1 and sum(counts) > 1 else "the first"
+        summary = f"{sum(counts)} {noun}; {what} after {seconds[0]:.2f} s"
         if len(seconds) > 2:
             summary += f", then {sum(counts[2:]) / (seconds[-1] - seconds[1]):.1f} tokens/s"
         show(summary, file=sys.stderr)
+
+    def _name(self, number: int) -> str:
+        """Return the number of a text: of its prompt, or of its sample, or both as 2.1."""
+        prompt, sample = divmod(number, self._samples)
+        if len(self._streams) == self._samples:
+            return str(sample + 1)
+        if self._samples == 1:
+            return str(prompt + 1)
+        return f"{prompt + 1}.{sample + 1}"
 
 
 def _format_token_ids(tokens: Sequence[int]) -> str:

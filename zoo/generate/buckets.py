@@ -51,16 +51,17 @@ def choose_piece(length: int, mesh: Mesh | None = None) -> int:
     return -(-min(-(-length // 4), _MAX_PIECE) // shards) * shards
 
 
-def choose_rows(model: Decoder, rows: int, mesh: Mesh | None) -> int:
-    """Return the number of rows to compute: per shard of the batch 1, 4, 8, 12, 16, 24, 32, 48, ... Not rounded for a
-    model with arrays of its own per row, as `zoo.adapters.select_per_row` makes it."""
+def choose_rows(model: Decoder, rows: int, mesh: Mesh | None, samples: int = 1) -> int:
+    """Return the number of rows to read: per shard of the batch 1, 4, 8, 12, 16, 24, 32, 48, ... Not rounded for a
+    model with arrays of its own per row, as `zoo.adapters.select_per_row` makes it, nor for several samples of each
+    row, where padding would be decoded as often."""
     shards = 1 if mesh is None else mesh.count_shards("batch")
     local = -(-rows // shards)
     if local > 8:
         rounded = _round_up(local)
     else:
         rounded = min(size for size in (1, 4, 8) if size >= local)
-    if rounded > local and _has_arrays_per_row(model):
+    if samples > 1 or (rounded > local and _has_arrays_per_row(model)):
         rounded = local
     return shards * rounded
 
@@ -98,16 +99,18 @@ class Prompt(Module):
 
 
 def pad_prompt(
-    tokens: Int[Array, "batch seq"],
+    tokens: Int[Array, "batch seq"] | Int[np.ndarray, "batch seq"],
     mask: Bool[Array, "batch seq"] | None,
     rows: int,
     length: int,
     mesh: Mesh | None = None,
     rope_length: int = 0,
     first_position: int = 0,
+    spare: int = 0,
 ) -> Prompt:
     """Pad a prompt to `rows` rows, and to a cache of `length` on `mesh`. `rope_length` is for RoPE that depends on the
-    sequence length; 0 is the number of tokens so far. `first_position` is the number of tokens that were read before.
+    sequence length; 0 is the number of tokens so far. `first_position` is the number of tokens that were read before,
+    and `spare` the number of columns to keep free in the pieces, on the left of the tokens.
 
     Tokens are padded on the left to the whole pieces that fill the cache, with position -1: padding takes no slot of a
     KV cache. Rows are padded with copies of the last one, which end at once.
@@ -130,6 +133,6 @@ def pad_prompt(
     pad = (0, 0), (-(-length // piece) * piece - seq + 1, 0)
     tokens = xp.pad(ids[:, :-1], pad)
     before = xp.pad(positions[:, :-1], pad, constant_values=-1)
-    pieces = np.asarray(-(-(seq - 1) // piece))
+    pieces = np.asarray(-(-(seq - 1 + spare) // piece))
     arrays = tokens, before, ids[:, -1], positions[:, -1], number, pieces, np.asarray(rope_length)
     return Prompt(*jax.device_put([x.astype(np.int32) for x in arrays]))

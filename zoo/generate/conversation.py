@@ -14,8 +14,8 @@ from zoo.parallel.spmd import run_jitted
 
 from . import request
 from .buckets import choose_cache_length, choose_rows, pad_prompt
-from .decode import DecodeState, decode_until, find_rope_switches, prefill, read_on, unstack_layers
-from .run import on_mesh
+from .decode import DecodeState, begin, decode_until, read_on, unstack_layers
+from .prefill import drop_sequence_parallelism, find_rope_switches, on_mesh
 
 _Number = float | int
 
@@ -27,7 +27,8 @@ class Conversation:
         for token in conversation.stream(tokens, max_new_tokens=100):
             ...
 
-    Options are those of `zoo.generate`. A turn draws with a key of its own, folded from `key` by its number.
+    Options are those of `zoo.generate`; tokens that presence and frequency penalties count are those of a turn. A turn
+    draws with a key of its own, folded from `key` by its number.
 
     **Raises** as `zoo.generate` does.
     """
@@ -41,16 +42,26 @@ class Conversation:
         top_p: _Number | None = None,
         min_p: _Number | None = None,
         repetition_penalty: _Number | None = None,
+        presence_penalty: _Number | None = None,
+        frequency_penalty: _Number | None = None,
+        logits: request.LogitsFunction | None = None,
         stop_tokens: Sequence[int] = (),
+        stop_sequences: Sequence[Sequence[int]] = (),
         mesh: Mesh | None = None,
         key: Key[Array, ""] | None = None,
     ):
-        request.check_sampling_options(1, temperature, top_k, top_p, min_p, repetition_penalty, key is not None)
+        counting = {"presence": presence_penalty, "frequency": frequency_penalty, "logits": logits}
+        sampling = temperature, top_k, top_p, min_p, repetition_penalty
+        request.check_sampling_options(1, *sampling, key is not None, **counting)
         request.check_mesh(mesh)
         self._vocab, _ = model.embedding.table_shape
-        self._mesh = None if mesh is None else mesh.without_sequence_parallelism
+        self._mesh = drop_sequence_parallelism(mesh)
         options = request.SamplingOptions.from_arguments(
-            temperature, top_k, top_p, min_p, repetition_penalty, list(stop_tokens), self._vocab
+            *sampling,
+            request.read_stop_tokens(stop_tokens),
+            self._vocab,
+            stop_sequences=request.read_stop_sequences(stop_sequences),
+            **counting,
         )
         self._options = options if self._mesh is None else place(options, self._mesh)
         self._key = jax.random.key(0) if key is None else wrap_key(key)
@@ -92,7 +103,7 @@ class Conversation:
         self._state = None  # donated
         self._held = []
         if state is None:
-            state = run_jitted(on_mesh(prefill, self._mesh), (fixed,), (prompt, self._length))
+            state = run_jitted(on_mesh(begin, self._mesh), (fixed,), (prompt, self._length))
         else:
             state = run_jitted(on_mesh(read_on, self._mesh), (fixed,), (state, prompt, self._length), donate=True)
         decode = on_mesh(decode_until, self._mesh)

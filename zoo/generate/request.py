@@ -1,17 +1,37 @@
 """Check the arguments of `generate`, and convert its sampling options to arrays."""
 
 import math
-from collections.abc import Sequence
+import operator
+from collections.abc import Callable, Sequence
 from numbers import Integral
+from typing import Any
 
+import equinox as eqx
 import jax
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from zoo._checks import check_mask, check_tokens, is_host_readable
+from zoo.models import Decoder
 from zoo.parallel import Mesh, Module
 
 _Number = float | int
+
+
+class DecodedText(Module):
+    """The text so far, for a function of logits (`logits=` of `zoo.generate`)."""
+
+    tokens: Int[Array, "batch text"]
+    """Token ids of each row by position, of prefix, prompt and new tokens; -1 after the latest. There are as many
+    columns as the KV caches have slots."""
+    lengths: Int[Array, "batch"]
+    """Number of tokens of each row."""
+    prompt_lengths: Int[Array, "batch"]
+    """Number of tokens of each row before the first new one."""
+
+
+LogitsFunction = Callable[[Float[Array, "batch vocab"], DecodedText], Float[Array, "batch vocab"]]
+"""A function of logits and the text before them that returns other logits."""
 
 
 class SamplingOptions(Module):
@@ -31,6 +51,30 @@ class SamplingOptions(Module):
     is_stop: Bool[Array, "classes"]
     """True for token ids that end a row."""
 
+    presence: Float[Array, ""] | None = None
+    """None, and then nothing is counted, if neither this nor `frequency` is set."""
+    frequency: Float[Array, ""] | None = None
+    stop_sequences: Int[Array, "stops text"] | None = None
+    """Token sequences that end a row, padded with -1 on the left."""
+    adjust: LogitsFunction | None = eqx.field(static=True, default=None)
+    """A function of logits, traced into the program."""
+    details: bool = eqx.field(static=True, default=False)
+    """True to record log-probabilities and the text."""
+    keeps_text: bool = eqx.field(static=True, default=False)
+    """True to record the text for a draft."""
+    capture: tuple[str, ...] = eqx.field(static=True, default=())
+    """Names of values to record (`zoo.capture`)."""
+
+    @property
+    def counts_tokens(self) -> bool:
+        """True for options that need the counts of new tokens."""
+        return self.presence is not None
+
+    @property
+    def needs_text(self) -> bool:
+        """True for options that need the text so far."""
+        return self.details or self.keeps_text or self.adjust is not None or self.stop_sequences is not None
+
     @classmethod
     def from_arguments(
         cls,
@@ -41,11 +85,20 @@ class SamplingOptions(Module):
         penalty: _Number | None,
         stop_tokens: Sequence[int],
         vocab: int,
+        *,
+        presence: _Number | None = None,
+        frequency: _Number | None = None,
+        stop_sequences: Sequence[Sequence[int]] = (),
+        logits: LogitsFunction | None = None,
+        details: bool = False,
+        keeps_text: bool = False,
+        capture: Sequence[str] = (),
     ) -> "SamplingOptions":
         """Convert options of `generate` to arrays. **Raises** `ValueError` for a stop token outside the vocabulary."""
         stop = [int(token) for token in stop_tokens]
-        if outside := [token for token in stop if not 0 <= token < vocab]:
-            raise ValueError(f"stop_tokens: {outside[0]} is outside the vocabulary of {vocab} tokens")
+        for name, tokens in (("stop_tokens", stop), *(("stop_sequences", tokens) for tokens in stop_sequences)):
+            if outside := [token for token in tokens if not 0 <= token < vocab]:
+                raise ValueError(f"{name}: {outside[0]} is outside the vocabulary of {vocab} tokens")
         is_stop = np.zeros(vocab, bool)
         is_stop[stop] = True
         kept = vocab if top_k is None else min(top_k, vocab)
@@ -53,10 +106,23 @@ class SamplingOptions(Module):
             top_p = 1
         if penalty is None:
             penalty = 1
-        floats = [np.float32(x) for x in (temperature, top_p, min_p or 0, penalty)]
         # From NumPy: `jnp.asarray` would compile a program for each dtype and shape.
-        arrays = jax.device_put((floats[0], np.int32(kept), *floats[1:], is_stop))
-        return cls(*arrays)
+        arrays: dict[str, Any] = {
+            "temperature": np.float32(temperature),
+            "top_k": np.int32(kept),
+            "top_p": np.float32(top_p),
+            "min_p": np.float32(min_p or 0),
+            "penalty": np.float32(penalty),
+            "is_stop": is_stop,
+        }
+        if presence is not None or frequency is not None:
+            arrays |= {"presence": np.float32(presence or 0), "frequency": np.float32(frequency or 0)}
+        if stop_sequences:
+            width = max(map(len, stop_sequences))
+            padded = [[-1] * (width - len(row)) + list(row) for row in stop_sequences]
+            arrays["stop_sequences"] = np.asarray(padded, np.int32)
+        options = {"adjust": logits, "details": details, "keeps_text": keeps_text, "capture": tuple(capture)}
+        return cls(**jax.device_put(arrays), **options)
 
 
 def check_sampling_options(
@@ -67,14 +133,16 @@ def check_sampling_options(
     min_p: _Number | None,
     penalty: _Number | None,
     has_key: bool,
+    *,
+    presence: _Number | None = None,
+    frequency: _Number | None = None,
+    logits: LogitsFunction | None = None,
 ) -> None:
-    """**Raises** `TypeError` for a `max_new_tokens` or `top_k` that is not an integer, and `ValueError` for the first
-    option that is out of its range, by name."""
-    for name, x in (("max_new_tokens", max_new_tokens), ("top_k", top_k)):
-        if x is not None and (isinstance(x, bool) or not isinstance(x, Integral)):
-            raise TypeError(f"{name} is an integer, not {x!r}")
-    if max_new_tokens < 1:
-        raise ValueError(f"generate needs max_new_tokens of at least 1, not {max_new_tokens}")
+    """**Raises** `TypeError` for a `max_new_tokens` or `top_k` that is not an integer and for a function of logits that
+    is not callable or not hashable, and `ValueError` for the first option that is out of its range, by name."""
+    check_count("max_new_tokens", max_new_tokens)
+    if top_k is not None:
+        _check_integer("top_k", top_k)
     if not 0 <= temperature < math.inf or (temperature > 0 and not has_key):
         raise ValueError(f"temperature={temperature} needs to be 0, or above 0 with a key to sample with")
     truncation = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
@@ -88,9 +156,69 @@ def check_sampling_options(
         raise ValueError(f"min_p is at least 0 and at most 1, not {min_p}")
     if penalty is not None and not 0 < penalty < math.inf:
         raise ValueError(f"repetition_penalty is above 0, 1 changing nothing, not {penalty}")
+    for name, x in (("presence_penalty", presence), ("frequency_penalty", frequency)):
+        if x is not None and not math.isfinite(x):
+            raise ValueError(f"{name} is a finite number, 0 changing nothing, not {x}")
+    _check_function(logits)
 
 
-def check_prompt(tokens: Int[Array, "batch seq"], mask: Bool[Array, "batch seq"] | None, vocab: int) -> None:
+def check_count(name: str, count: Any) -> None:
+    """**Raises** `TypeError` for a count that is not an integer, and `ValueError` for one below 1."""
+    _check_integer(name, count)
+    if count < 1:
+        raise ValueError(f"generate needs {name} of at least 1, not {count}")
+
+
+def _check_integer(name: str, x: Any) -> None:
+    if isinstance(x, bool) or not isinstance(x, Integral):
+        raise TypeError(f"{name} is an integer, not {x!r}")
+
+
+def _check_function(logits: Any) -> None:
+    if logits is None:
+        return
+    if not callable(logits):
+        raise TypeError(f"logits is a function of logits and the text so far, not {logits!r}")
+    try:
+        hash(logits)
+    except TypeError:
+        raise TypeError(
+            f"logits: {type(logits).__name__} cannot be hashed, and the function is part of the compiled program's "
+            "key. Pass a function of a module, or functools.partial of hashable values"
+        ) from None
+
+
+def read_stop_tokens(stop_tokens: Sequence[int]) -> list[int]:
+    """Return stop tokens as a list. **Raises** `TypeError` for anything but a sequence of integers."""
+    try:
+        return [operator.index(token) for token in stop_tokens]
+    except TypeError:
+        raise TypeError(f"stop_tokens is a sequence of token ids, such as (7,), not {stop_tokens!r}") from None
+
+
+def read_stop_sequences(stop_sequences: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Return stop sequences as lists. **Raises** `TypeError` for anything but a sequence of sequences of integers, and
+    `ValueError` for an empty one."""
+    try:
+        sequences = [[operator.index(token) for token in tokens] for tokens in stop_sequences]
+    except TypeError:
+        raise TypeError(
+            f"stop_sequences is a sequence of sequences of token ids, such as ((13, 13),), not {stop_sequences!r}"
+        ) from None
+    if not all(sequences):
+        raise ValueError("stop_sequences holds an empty sequence, which every text ends with")
+    return sequences
+
+
+def check_decoder(model: Any, name: str = "text is generated by a Decoder, not by") -> None:
+    """**Raises** `TypeError` for a model that is not a decoder."""
+    if not isinstance(model, Decoder):
+        raise TypeError(f"{name} {type(model).__name__}")
+
+
+def check_prompt(
+    tokens: Int[Array, "batch seq"] | Int[np.ndarray, "batch seq"], mask: Bool[Array, "batch seq"] | None, vocab: int
+) -> None:
     """Check the shape of a prompt, and its values unless they are traced or on other processes.
 
     **Raises** `TypeError` for a prompt that is not of integers, and `ValueError` for one that is not "batch seq" or is

@@ -1,24 +1,95 @@
 """Autoregressive generation: `zoo.generate`."""
 
 import dataclasses
-import operator
+import functools
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, Required, TypedDict, Unpack, overload
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.core import Tracer
-from jaxtyping import Array, Bool, Int, Key
+from jaxtyping import Array, Bool, Float, Int, Key, Shaped
 
 from zoo._checks import is_host_readable, wrap_key
 from zoo.models import Decoder
-from zoo.parallel import Mesh, place
-from zoo.parallel.spmd import OutputDims, SpmdProgram, run_jitted
+from zoo.parallel import Activation, Mesh, place, reduce
+from zoo.parallel.spmd import run_jitted
 
 from . import request
-from .buckets import choose_cache_length, choose_rows, pad_prompt
-from .decode import DecodeState, complete, decode_until, find_rope_switches, prefill, refill, unstack_layers
+from .buckets import choose_rows
+from .decode import DecodeState, begin, complete, decode_until, find_new_axis, refill, unstack_layers
+from .prefill import (
+    Prefix,
+    choose_capacity,
+    drop_sequence_parallelism,
+    find_rope_switches,
+    on_mesh,
+    pad_after,
+    repeat_prompt,
+)
+from .speculative import Draft, check_draft, speculate
 
 _Number = float | int
+
+
+class Generated(NamedTuple):
+    """New tokens, with what `zoo.generate(..., details=True)` returns besides."""
+
+    tokens: Int[Array, "batch new"]
+    """New tokens; -1 after a row's end."""
+    log_probabilities: Float[Array, "batch new"]
+    """Log-probability of each new token under the model, softmax(logits): before penalties, temperature and truncation.
+    0 for -1."""
+    sampling_log_probabilities: Float[Array, "batch new"]
+    """Log-probability of each new token under the distribution that it was drawn from: after them. 0 for -1, and for
+    greedy decoding."""
+    prefix: Prefix | None
+    """The text up to the last new token of each row, for the next call. None where LongRoPE reads all tokens again."""
+    steps: Int[Array, ""]
+    """Number of calls of the model after the prompt: of the longest row, and less than its tokens with a draft."""
+    values: Mapping[str, Array | Activation]
+    """Captured values by name, of the call that each new token was drawn from; along the dim of tokens the new ones.
+    After a row's end they are those of padding."""
+
+
+class _Options(TypedDict, total=False):
+    """Options of `generate` besides `details`, for type checkers."""
+
+    max_new_tokens: Required[int]
+    mask: Bool[Array, "batch seq"] | None
+    temperature: _Number
+    top_k: int | None
+    top_p: _Number | None
+    min_p: _Number | None
+    repetition_penalty: _Number | None
+    presence_penalty: _Number | None
+    frequency_penalty: _Number | None
+    logits: request.LogitsFunction | None
+    stop_tokens: Sequence[int]
+    stop_sequences: Sequence[Sequence[int]]
+    length: int | None
+    prefix: Prefix | None
+    samples: int
+    draft: Draft | None
+    draft_tokens: int
+    mesh: Mesh | None
+    callback: Callable[[Int[np.ndarray, "batch"]], object] | None
+    capture: Sequence[str]
+    key: Key[Array, ""] | None
+
+
+@overload
+def generate(
+    model: Decoder, tokens: Int[Array, "batch seq"], *, details: Literal[True], **options: Unpack[_Options]
+) -> Generated: ...
+
+
+@overload
+def generate(
+    model: Decoder, tokens: Int[Array, "batch seq"], *, details: Literal[False] = False, **options: Unpack[_Options]
+) -> Int[Array, "batch new"]: ...
 
 
 def generate(
@@ -32,12 +103,22 @@ def generate(
     top_p: _Number | None = None,
     min_p: _Number | None = None,
     repetition_penalty: _Number | None = None,
+    presence_penalty: _Number | None = None,
+    frequency_penalty: _Number | None = None,
+    logits: request.LogitsFunction | None = None,
     stop_tokens: Sequence[int] = (),
+    stop_sequences: Sequence[Sequence[int]] = (),
     length: int | None = None,
+    prefix: Prefix | None = None,
+    samples: int = 1,
+    draft: Draft | None = None,
+    draft_tokens: int = 4,
     mesh: Mesh | None = None,
     callback: Callable[[Int[np.ndarray, "batch"]], object] | None = None,
+    details: bool = False,
+    capture: Sequence[str] = (),
     key: Key[Array, ""] | None = None,
-) -> Int[Array, "batch new"]:
+) -> Int[Array, "batch new"] | Generated:
     """Generate `max_new_tokens` tokens per row after a prompt; return the new tokens only.
 
     - `mask`: padding mask, True or 1 for real tokens. Prompts of different lengths are padded on the left.
@@ -46,14 +127,31 @@ def generate(
     - `top_k`, `top_p`, `min_p`: truncation of the sampled distribution, in this order; see
       `zoo.ops.sampling.filter_logits`.
     - `repetition_penalty`: applies to tokens of the prompt and new tokens; see `zoo.ops.sampling.penalize_repetition`.
+    - `presence_penalty`, `frequency_penalty`: subtracted from the logits of new tokens, once, and once for each time
+      that the token is among them. Tokens of the prompt do not count, nor those of earlier calls.
+    - `logits`: a function `(logits, text) -> logits` of float32 logits "batch vocab", after the penalties and before
+      the temperature, and of the text so far, a `zoo.generate.DecodedText`. It is traced into the program, once for
+      each function: define it once, not in every call. On a mesh it gets the rows of one device, with the full
+      vocabulary.
     - `stop_tokens`: a row ends with the first of these, which is included. The rest of the row is -1.
+    - `stop_sequences`: a row also ends with the last token of any of these sequences, if all of them are new tokens.
     - `length`: capacity of the KV caches, prompt and new tokens. By default their sum, rounded up to a bucket as far as
       the model supports that length. If given, it is also the length for RoPE scaling that depends on the sequence
       length (`DynamicScaling`, `LongRopeScaling`), from the first token on.
+    - `prefix`: a text that has been read, by `zoo.prefill` or an earlier call with `details`, which the prompt follows:
+      of as many rows as the prompt, or of one row for all of them. It has the caches' length.
+    - `samples`: continuations per prompt, which is read once. The result has `samples` rows for each: those of prompt i
+      begin with row i * samples. They are the rows that repeated prompts would give.
+    - `draft`: a smaller model of the same vocabulary that proposes `draft_tokens` tokens at a time, which this one then
+      reads in one call, or "prompt" to look them up in the text (`zoo.generate.speculative`). Greedy tokens are those
+      without a draft, and sampled ones have the same distribution, though they are others.
+    - `details`: return a `zoo.generate.Generated`, with log-probabilities and the prefix for a next call.
+    - `capture`: names of values to return in its `values`, as `zoo.capture` knows them; with `details`.
     - `mesh`: the mesh of the model. Rows are sharded over its batch axes, heads and vocabulary over `tensor`. With
       `context` each device holds a share of the slots of every KV cache, reads a share of each piece of the prompt,
       and attends to its slots for all (`zoo.layers.attention.cached`); recurrent states are replicated.
-    - `callback`: called with the latest token of each row as soon as it is computed, -1 for rows that have ended.
+    - `callback`: called with the latest token of each row as soon as it is computed, -1 for rows that have ended. If it
+      returns a boolean array of the rows, those that are True end there.
 
     Prefill runs the prompt through the scanned layers in at most four pieces, or in pieces of 256 tokens. Decoding runs
     unstacked layers, each with its own KV cache or recurrent state, in one `while_loop` that ends when every row has.
@@ -66,122 +164,208 @@ def generate(
     `generate` may be called under `jit`. Elsewhere it returns when the tokens are computed, and blocks once per token
     with a callback.
 
-    A call compiles one program per number of rows and cache length, with a callback two, whatever the options, the
-    prompt's length and `max_new_tokens`. Both numbers are rounded up to buckets: rows per shard of the batch to 1, 4,
-    8, 12, 16, 24, 32, ..., cache lengths to 128, 192, 256, 384, 512, ... So at most twice as many rows are computed, a
-    cache of over 128 slots has at most half more than needed, and the prompt is padded to whole pieces. Layers are
-    unstacked at every call, a copy: for many short calls pass `swap_stack(model, Stack.unstack)`.
+    A call compiles one program per number of rows and cache length, with a callback two, whatever the numbers that are
+    passed as options, the prompt's length and `max_new_tokens`. Presence or frequency penalties, `logits`,
+    `stop_sequences`, `prefix`, `samples`, `draft`, `details` and `capture` make other programs. Both numbers are
+    rounded up to buckets: rows per shard of the batch to 1, 4, 8, 12, 16, 24, 32, ... (with `samples` not at all),
+    cache lengths to 128, 192, 256, 384, 512, ... So at most twice as many rows are computed, a cache of over 128 slots
+    has at most half more than needed, and the prompt is padded to whole pieces. Layers are unstacked at every call, a
+    copy: for many short calls pass `swap_stack(model, Stack.unstack)`.
 
     **Raises** `ValueError` for a prompt that is not "batch seq" or is empty, padding on the right, a row without a real
     token, a prompt id or stop token outside the vocabulary, an option out of its range, a temperature above 0 without a
-    key, truncation options with temperature 0, a `length` below prompt and new tokens, more tokens than learned
-    positions, and a callback under `jit`; after decoding, for a row of logits that are not finite. Under `jit`, and
-    where other processes hold rows, the rest of such a row is -1 instead. **Raises** `TypeError` for a model that is
-    not a decoder, for a prompt, `max_new_tokens` or `top_k` that does not consist of integers, and for stop tokens that
-    are not a sequence of integers; `NotImplementedError` for a mesh that shards layers.
+    key, truncation options with temperature 0, a `length` below prompt and new tokens or besides a prefix, a prefix of
+    other rows or without room, a draft of another vocabulary, more tokens than learned positions, and a callback under
+    `jit` or with a draft; after decoding, for a row of logits that are not finite. Under `jit`, and where other
+    processes hold rows, the rest of such a row is -1 instead. **Raises** `TypeError` for a model that is not a decoder,
+    for a prompt, `max_new_tokens`, `top_k`, `samples` or `draft_tokens` that does not consist of integers, for stop
+    tokens or sequences that do not, and for a function of logits that cannot be hashed; `NotImplementedError` for a
+    mesh that shards layers, for a draft with recurrent states or RoPE that depends on the length (see
+    `zoo.generate.speculative`), and after a prefix for LongRoPE without a length.
     """
-    if not isinstance(model, Decoder):
-        raise TypeError(f"text is generated by a Decoder, not by {type(model).__name__}")
+    request.check_decoder(model)
     vocab, _ = model.embedding.table_shape
-    request.check_sampling_options(
-        max_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty, key is not None
-    )
+    counting = {"presence": presence_penalty, "frequency": frequency_penalty, "logits": logits}
+    sampling = temperature, top_k, top_p, min_p, repetition_penalty
+    request.check_sampling_options(max_new_tokens, *sampling, key is not None, **counting)
+    request.check_count("samples", samples)
+    request.check_count("draft_tokens", draft_tokens)
+    names = _check_capture(capture, details=details)
     request.check_prompt(tokens, mask, vocab)
     request.check_mesh(mesh)
-    if mesh is not None:
-        mesh = mesh.without_sequence_parallelism
-    if callback is not None and any(isinstance(x, Tracer) for x in jax.tree.leaves((model, tokens, mask, key))):
-        raise ValueError("a callback needs tokens as they come, and under jit there are none yet: call generate bare")
-    stop_tokens = _read_stop_tokens(stop_tokens)
+    mesh = drop_sequence_parallelism(mesh)
+    _check_callback(callback, draft, (model, tokens, mask, prefix, key))
+    if draft is not None:
+        check_draft(model, draft, prefix, length)
+    stop_tokens = request.read_stop_tokens(stop_tokens)
+    stop_sequences = request.read_stop_sequences(stop_sequences)
     options = request.SamplingOptions.from_arguments(
-        temperature, top_k, top_p, min_p, repetition_penalty, stop_tokens, vocab
+        *sampling,
+        stop_tokens,
+        vocab,
+        stop_sequences=stop_sequences,
+        details=details,
+        keeps_text=draft is not None,
+        capture=names,
+        **counting,
     )
     if mesh is not None:
         options = place(options, mesh)  # once, not at every step
-    slots = choose_cache_length(model, tokens.shape[1], max_new_tokens, length)
-    prompt = pad_prompt(tokens, mask, choose_rows(model, len(tokens), mesh), slots, mesh, length or 0)
+    slots, rope_length = choose_capacity(model, tokens, max_new_tokens, length, prefix)
+    rows = choose_rows(model, len(tokens), mesh, samples)
+    prompt = pad_after(prefix, tokens, mask, rows, slots, mesh, rope_length)
     until = jax.device_put(np.int32(max_new_tokens))
     is_sampled = temperature and key is not None
     key = wrap_key(key) if is_sampled else jax.random.key(0)  # a greedy call has the same program
 
     unstacked = unstack_layers(model, mesh)
-    if callback is None:
+    rereads = bool(find_rope_switches(model)) and not rope_length
+    if names and (rereads or draft is not None):
+        reason = "a draft is read several tokens at a time" if draft is not None else "LongRoPE reads the text again"
+        raise NotImplementedError(f"capture={list(names)}: {reason}, so that values are not those of one token each")
+    ended = None
+    result: Any  # the state with details or a callback, and else the new tokens
+    if draft is not None:
+        drafts = None if isinstance(draft, str) else (draft, unstack_layers(draft, mesh))
+        fixed = model, unstacked, drafts, options, key
+        args = prompt, until, slots, draft_tokens, prefix, samples
+        result = run_jitted(on_mesh(speculate, mesh), (fixed,), args)
+    elif callback is None:
         fixed = model, unstacked, options, key
-        new = run_jitted(on_mesh(complete, mesh), (fixed,), (prompt, until, slots))
+        args = prompt, until, slots, prefix, samples, rereads
+        result = run_jitted(on_mesh(complete, mesh), (fixed,), args)
     else:
-        state = run_jitted(on_mesh(prefill, mesh), ((model, options, key),), (prompt, slots))
+        result = run_jitted(on_mesh(begin, mesh), ((model, options, key),), (prompt, slots, prefix, samples))
+        repeated = run_jitted(on_mesh(repeat_prompt, mesh), (), (prompt, samples)) if rereads else prompt
 
         def read_again(state: DecodeState) -> DecodeState:
             text = dataclasses.replace(state, states=())  # the caches are freed before there are new ones
-            return run_jitted(on_mesh(refill, mesh), (model,), (prompt, text, slots))
+            return run_jitted(on_mesh(refill, mesh), (model,), (repeated, text, slots))
 
-        switches = find_rope_switches(model) if length is None else ()
-        switches = [switch + 1 - int(state.longest) for switch in switches]
-        fixed = unstacked, options
-        state = _decode_with_callback(
-            callback, mesh, fixed, state, len(tokens), max_new_tokens, dict.fromkeys(switches, read_again)
-        )
-        new = state.tokens
-    new = _cut(new, len(tokens), max_new_tokens)
-    _check_finite(new, stop_tokens)
-    return new
-
-
-def _read_stop_tokens(stop_tokens: Sequence[int]) -> list[int]:
-    """Return stop tokens as a list. **Raises** `TypeError` for anything but a sequence of integers."""
-    try:
-        return [operator.index(token) for token in stop_tokens]
-    except TypeError:
-        raise TypeError(f"stop_tokens is a sequence of token ids, such as (7,), not {stop_tokens!r}") from None
+        switches = find_rope_switches(model) if rereads else ()
+        switches = [switch + 1 - int(result.longest) for switch in switches]
+        count = len(tokens) * samples
+        loop = _CallbackLoop(callback, mesh, (unstacked, options), count, dict.fromkeys(switches, read_again))
+        result = loop.run(result, max_new_tokens)
+        ended = loop.ended
+    cut = functools.partial(_cut, rows=len(tokens) * samples, count=max_new_tokens)
+    new = cut(result.tokens if details or callback is not None else result)
+    _check_finite(new, stop_tokens, stop_sequences, ended)
+    if not details:
+        return new
+    prefix = None if rereads else Prefix(result.states, result.text, len(new), slots, rope_length)
+    rows = len(tokens) * samples
+    values = {name: _cut_value(value, rows, max_new_tokens, mesh) for name, value in (result.values or {}).items()}
+    scores = cut(result.log_probabilities), cut(result.sampling_log_probabilities)
+    return Generated(new, *scores, prefix, result.step, values)
 
 
-def _check_finite(new: Int[Array, "batch new"], stop_tokens: Sequence[int]) -> None:
-    """**Raises** `ValueError` for a row that has ended without a stop token, if the tokens can be read: its logits were
-    not finite."""
+def _check_capture(capture: Sequence[str], *, details: bool) -> tuple[str, ...]:
+    """Return names of values. **Raises** `TypeError` for anything but a sequence of names, and `ValueError` for names
+    without `details`, which returns the values."""
+    if isinstance(capture, str) or not all(isinstance(name, str) for name in capture):
+        raise TypeError(f"capture is a sequence of names, such as ('layers.2',), not {capture!r}")
+    if capture and not details:
+        raise ValueError(f"capture={list(capture)}: values are returned with details=True")
+    return tuple(dict.fromkeys(capture))
+
+
+def _check_callback(callback: Callable | None, draft: Draft | None, arguments: tuple) -> None:
+    """**Raises** `ValueError` for a callback under `jit`, and for one with a draft."""
+    if callback is None:
+        return
+    if any(isinstance(x, Tracer) for x in jax.tree.leaves(arguments)):
+        raise ValueError("a callback needs tokens as they come, and under jit there are none yet: call generate bare")
+    if draft is not None:
+        raise ValueError("a callback gets one token of each row at a time, and with a draft they come several at once")
+
+
+def _check_finite(
+    new: Int[Array, "batch new"],
+    stop_tokens: Sequence[int],
+    stop_sequences: Sequence[Sequence[int]],
+    ended: Bool[np.ndarray, "batch"] | None,
+) -> None:
+    """**Raises** `ValueError` for a row that has ended without a stop, if the tokens can be read: its logits were not
+    finite. `ended` are the rows that a callback has ended."""
     if not is_host_readable(new):
         return
     tokens = np.asarray(jax.device_get(new))
-    counts = (tokens >= 0).sum(axis=1)
-    for row, count in enumerate(counts.tolist()):
-        if count < tokens.shape[1] and (count == 0 or tokens[row, count - 1] not in stop_tokens):
+    stops = [*([token] for token in stop_tokens), *stop_sequences]
+    for row, count in enumerate((tokens >= 0).sum(axis=1).tolist()):
+        text = tokens[row, :count].tolist()
+        if count == tokens.shape[1] or any(text[-len(stop) :] == stop for stop in stops):
+            continue
+        if ended is None or not ended[row]:
             raise ValueError(
                 f"logits of row {row} are not finite after {count} new tokens: look for NaN in the model's parameters "
                 "(zoo.inspect), or compute in another dtype"
             )
 
 
-def on_mesh(program: Callable, mesh: Mesh | None) -> Callable:
-    """Return a program of tokens for the devices of a mesh; without one, the program itself."""
-    if mesh is None:
-        return program
-    return SpmdProgram(program, mesh, 1, OutputDims.from_tree("batch seq"))
-
-
-def _cut(new: Int[Array, "rows seq"], rows: int, count: int) -> Int[Array, "batch new"]:
+def _cut(new: Shaped[Array, "rows seq"], rows: int, count: int) -> Shaped[Array, "batch new"]:
     """Cut off the padding: on the host if possible, since a slice is another program for each shape."""
     if not is_host_readable(new):
         return new[:rows, :count]
     return jax.device_put(np.asarray(jax.device_get(new))[:rows, :count])
 
 
-def _decode_with_callback(
-    callback: Callable,
-    mesh: Mesh | None,
-    fixed: tuple[Decoder, request.SamplingOptions],
-    state: DecodeState,
-    rows: int,
-    max_new_tokens: int,
-    before: Mapping[int, Callable[[DecodeState], DecodeState]],
-) -> DecodeState:
-    """Run the decode program for one token at a time and pass each to `callback`. `before` maps a number of new tokens
-    to a function of the state that is called before the next one."""
-    for count in range(1, max_new_tokens + 1):
-        if count > 1 and count - 1 in before:
-            state = before[count - 1](state)
-        args = state, jax.device_put(np.int32(count))
-        state = run_jitted(on_mesh(decode_until, mesh), (fixed,), args, donate=True)
-        newest, running = jax.device_get((state.newest, state.running))
-        callback(np.array(newest[:rows]))
-        if not running:
-            break
-    return state
+def _cut_value(value: Activation, rows: int, count: int, mesh: Mesh | None) -> Array | Activation:
+    """Cut the padding off the rows and the new tokens of a captured value."""
+    array = value.array
+    if "batch" in value.array_dims:
+        array = lax.slice_in_dim(array, 0, rows, axis=value.array_dims.index("batch"))
+    array = lax.slice_in_dim(array, 0, count, axis=find_new_axis(value))
+    if mesh is None:
+        return array
+    return Activation(array, value.array_dims)
+
+
+@dataclasses.dataclass
+class _CallbackLoop:
+    """Runs the decode program for one token at a time, and passes each to a callback."""
+
+    callback: Callable
+    mesh: Mesh | None
+    fixed: tuple[Decoder, request.SamplingOptions]
+    rows: int
+    before: Mapping[int, Callable[[DecodeState], DecodeState]]
+    """A function of the state that is called before the token after a number of new ones."""
+
+    def __post_init__(self):
+        self.ended = np.zeros(self.rows, bool)
+        """Rows that the callback has ended."""
+
+    def run(self, state: DecodeState, max_new_tokens: int) -> DecodeState:
+        """Decode until there are `max_new_tokens` new tokens or every row has ended."""
+        for count in range(1, max_new_tokens + 1):
+            if count > 1 and count - 1 in self.before:
+                state = self.before[count - 1](state)
+            args = state, jax.device_put(np.int32(count))
+            state = run_jitted(on_mesh(decode_until, self.mesh), (self.fixed,), args, donate=True)
+            newest, running = jax.device_get((state.newest, state.running))
+            ended = self.callback(np.array(newest[: self.rows]))
+            if ended is not None:
+                state = self._end_rows(state, ended)
+            if not running or self.ended.all():
+                break
+        return state
+
+    def _end_rows(self, state: DecodeState, ended: Any) -> DecodeState:
+        """End rows. **Raises** `TypeError` for anything but a boolean array of the rows."""
+        ended = np.asarray(ended)
+        if ended.shape != (self.rows,) or ended.dtype != bool:
+            raise TypeError(
+                f"a callback returns None, or booleans for its {self.rows} rows, not {ended.dtype}{list(ended.shape)}"
+            )
+        if not (ended & ~self.ended).any():
+            return state
+        self.ended |= ended
+        padding = np.ones(len(state.done) - self.rows, bool)
+        return run_jitted(on_mesh(_end, self.mesh), (), (state, np.concatenate([self.ended, padding])), donate=True)
+
+
+def _end(state: DecodeState, ended: Bool[Array, "batch"]) -> DecodeState:
+    done = state.done | ended
+    running = reduce((~done).any().astype(jnp.int32), over="batch", by=lax.pmax) > 0
+    return dataclasses.replace(state, done=done, running=running)

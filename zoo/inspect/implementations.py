@@ -212,10 +212,8 @@ class _DistinctLayers(AbstractStack):
 
 def _list_blocks(stack: AbstractStack) -> list[AbstractBlock]:
     """Return the block of each layer. **Raises** `TypeError` for a stack that does not list them."""
-    if isinstance(stack, Stack):
+    if isinstance(stack, Stack | UnrolledStack):
         return list(stack.iter_blocks())
-    if isinstance(stack, UnrolledStack):
-        return list(stack.blocks)
     raise TypeError(f"implementations are listed of a Stack or an UnrolledStack, not of a {type(stack).__name__}")
 
 

@@ -17,7 +17,7 @@ from zoo.models import Decoder, Stack, count_active_parameters, list_parameter_p
 from zoo.models.hf.config import read_config
 from zoo.models.parameter_paths import ParameterPath
 from zoo.models.stack import is_stack
-from zoo.parallel import Mesh
+from zoo.parallel import Mesh, replace_option
 from zoo.parallel.mesh import is_array_or_shape
 from zoo.parallel.module import is_parameter, is_trainable
 from zoo.parallel.rounds import merge_rounds
@@ -35,6 +35,7 @@ class ParameterSummary:
     part: str
     """Part of the model: `attention`, `norms`, `head`."""
     layers: tuple[int, ...]
+    """Numbers of the layers, or of the calls of a module that layers share."""
     dims: str
     shape: tuple[int, ...]
     dtypes: tuple[str, ...]
@@ -212,15 +213,14 @@ def _summarize_parameters(
     groups = {}
     trained = set()
     for (path, x), array_dtypes in zip(leaves, dtypes, strict=True):
-        has_layers = path.name.startswith("layers.*.")
-        key = path.name, tuple(x.shape[has_layers:])
+        key = path.name, tuple(x.shape[_is_stacked(path) :])
         groups.setdefault(key, []).append((path, x.shape, array_dtypes))
         if is_trainable(path.leaf, x):
             trained.add(path.name)
     rows = []
     for (name, shape), arrays in groups.items():
         path, _, _ = arrays[0]
-        if name.startswith("layers.*."):
+        if _is_stacked(path):
             layers = [number for path, _, _ in arrays for number in path.ranges[0]]
         else:
             layers = []
@@ -253,6 +253,11 @@ def _summarize_parameters(
     places.update(dict.fromkeys((part for part in parts if "embedding" in part), -1))
     places.update(norms=len(parts), head=len(parts) + 1)
     return sorted(rows, key=lambda row: places[row.part])
+
+
+def _is_stacked(path: ParameterPath) -> bool:
+    """Return True for an array over layers, or over the calls of a module that layers share."""
+    return path.leaf.num_stacked > 0 and path.dims[0].name in ("layers", "ends")
 
 
 def _count_shards(spec: PartitionSpec | None, mesh: Mesh | None) -> int:
@@ -289,9 +294,8 @@ def _measure_cache(model: Any, max_length: int | None) -> dict[str, Any] | None:
         return None
     repeats = [segment.local_repeats for segment in model.stack.segments for _ in segment.blocks]
     # all repeats of a pattern have states of the same shape: one suffices
-    first = swap_stack(
-        model, lambda stack: jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype), stack)
-    )
+    shorten = lambda x: jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype)
+    first = swap_stack(model, lambda stack: replace_option(stack, "segments", jax.tree.map(shorten, stack.segments)))
 
     def measure(length: int) -> tuple[int, str]:
         states = eqx.filter_eval_shape(first.init_state, 1, length)

@@ -167,11 +167,54 @@ def set_rope_length(states: _States, length: int | Int[Array, ""]) -> _States:
     in the caches stay as they are."""
 
     def set_length(x: Any) -> Any:
-        if not _is_cache(x):
+        if not is_cache(x):
             return x
         return dataclasses.replace(x, rope_length=jnp.asarray(length, jnp.int32))
 
-    return jax.tree.map(set_length, states, is_leaf=_is_cache)
+    return jax.tree.map(set_length, states, is_leaf=is_cache)
+
+
+def forget(states: _States, positions: Int[Array, "batch"]) -> _States:
+    """Return `states` without the tokens at `positions` and after them: the next tokens take their slots.
+
+    A ring that has dropped old tokens for those that it forgets does not get them back: see `add_slots`.
+    """
+
+    def cut(x: Any) -> Any:
+        if not is_cache(x):
+            return x
+        kept = jnp.where(x.positions >= positions[:, None], -1, x.positions)
+        return dataclasses.replace(x, positions=kept, written=jnp.minimum(x.written, positions))
+
+    return jax.tree.map(cut, states, is_leaf=is_cache)
+
+
+def add_slots(states: _States, slots: int) -> _States:
+    """Return empty caches with `slots` slots more in each ring, so that as many of the latest tokens can be forgotten
+    without a gap in its window."""
+
+    def widen(x: Any) -> Any:
+        if not is_cache(x) or not x.drops_oldest:
+            return x
+        more = -(-slots // num_shards(x.positions, "slots"))
+        return _pad_slots(x, more)
+
+    return jax.tree.map(widen, states, is_leaf=is_cache)
+
+
+def drops_oldest(states: Any) -> bool:
+    """Return True if some cache in `states` is that of a window, whose new tokens may overwrite the oldest."""
+    return any(is_cache(x) and x.drops_oldest for x in jax.tree.leaves(states, is_leaf=is_cache))
+
+
+def _pad_slots(cache: KeyValueCache, slots: int) -> KeyValueCache:
+    def pad(x: Array, axis: int, fill: int) -> Array:
+        widths = [(0, slots if i == axis else 0) for i in range(x.ndim)]
+        return jnp.pad(x, widths, constant_values=fill)
+
+    return dataclasses.replace(
+        cache, key=pad(cache.key, 2, 0), value=pad(cache.value, 2, 0), positions=pad(cache.positions, 1, -1)
+    )
 
 
 def check_room(states: Any, positions: Positions | None) -> None:
@@ -182,8 +225,8 @@ def check_room(states: Any, positions: Positions | None) -> None:
     if positions is None or not is_host_readable(positions):
         return
     new = (np.asarray(jax.device_get(positions)) >= 0).sum(1)
-    for cache in jax.tree.leaves(states, is_leaf=_is_cache):
-        if not _is_cache(cache) or cache.drops_oldest:
+    for cache in jax.tree.leaves(states, is_leaf=is_cache):
+        if not is_cache(cache) or cache.drops_oldest:
             continue
         if is_host_readable(cache.written):
             before = np.asarray(jax.device_get(cache.written))
@@ -207,7 +250,8 @@ def mark_overfull(
     return jnp.where((cache.written > cache.length)[:, None, None, None], jnp.nan, mixed)
 
 
-def _is_cache(x: Any) -> bool:
+def is_cache(x: Any) -> bool:
+    """Return True for a KV cache or a cache of latents."""
     return isinstance(x, KeyValueCache | LatentCache)
 
 

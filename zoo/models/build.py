@@ -25,7 +25,7 @@ from .blocks import FeedForwardBlock, MixerBlock
 from .decoder import AbstractBlock, AbstractLayerInputs, Block, Decoder
 from .factories import check_factory
 from .loop import Loop
-from .stack import Stack
+from .stack import BlockFactory, SharedFactory, Stack
 
 MixerFactory = Callable[..., AbstractMixer]
 """A function `key= -> mixer`."""
@@ -40,7 +40,7 @@ def build_decoder(
     *,
     vocab: int,
     embed: int,
-    layers: Sequence[LayerFactories],
+    layers: Sequence[LayerFactories | BlockFactory],
     norm: Callable[[], AbstractNorm],
     tied: bool,
     block: Callable[..., AbstractBlock] | Sequence[Callable[..., AbstractBlock]] = Block,
@@ -59,13 +59,14 @@ def build_decoder(
     hidden_states_skip_embedding: bool = False,
     parts: Mapping[str, Callable[..., Any]] = MappingProxyType({}),
     layer_inputs: Callable[..., AbstractLayerInputs] | None = None,
+    shared: Sequence[SharedFactory] = (),
     key: Key[Array, ""],
 ) -> Decoder:
     """Build a decoder.
 
     - `layers`: a mixer factory and a feed-forward factory per layer; `MixerBlock` is used if the second is None, and
       `FeedForwardBlock` if the first is. Layers with the same two factory objects share a compiled block: repeat the
-      objects, not equal copies.
+      objects, not equal copies. A layer that is neither has a factory of its block, called with a PRNG key.
     - `norm`: factory of the norms before each sublayer, and of the final norm unless `final_norm` is given.
     - `tied`: tie the head to the embedding.
     - `block`: residual wiring of a mixer and a feed-forward layer, of all layers or of each.
@@ -80,6 +81,7 @@ def build_decoder(
     - `hidden_states_skip_embedding`: see `Decoder`.
     - `parts`: factories of further parts of a `block`, called with `key=`, by their names.
     - `layer_inputs`: factory of what layers read besides the embedding, called with `key=`.
+    - `shared`: factories of modules that several layers call, see `Stack`.
     """
 
     embedding_key, stack_key, head_key = jax.random.split(wrap_key(key), 3)
@@ -108,7 +110,15 @@ def build_decoder(
         embedding_projection=projection,
         position_embedding=positions,
         stack=build_stack(
-            layers, norm, block=block, parts=parts, dropout=dropout, remat=remat, loop=loop, key=stack_key
+            layers,
+            norm,
+            block=block,
+            parts=parts,
+            dropout=dropout,
+            remat=remat,
+            loop=loop,
+            shared=shared,
+            key=stack_key,
         ),
         embedding_norm=None if embedding_norm is None else embedding_norm(),
         layer_inputs=made_inputs,
@@ -127,7 +137,7 @@ def make_embedding_projection(size: int, embed: int, *, bias: bool = False, key:
 
 
 def build_stack(
-    layers: Sequence[LayerFactories],
+    layers: Sequence[LayerFactories | BlockFactory],
     norm: Callable[[], AbstractNorm],
     *,
     block: Callable[..., AbstractBlock] | Sequence[Callable[..., AbstractBlock]],
@@ -135,6 +145,7 @@ def build_stack(
     remat: Remat,
     loop: Loop,
     parts: Mapping[str, Callable[..., Any]] = MappingProxyType({}),
+    shared: Sequence[SharedFactory] = (),
     key: Key[Array, ""],
 ) -> Stack:
     """Build the layers of a model. Arguments are as in `build_decoder`; layers may differ in their `block`, too."""
@@ -158,13 +169,18 @@ def build_stack(
             made[name] = make(key=jax.random.fold_in(ffn_key, i))
         return block(ffn=ffn(key=ffn_key), ffn_norm=norm(), **made)
 
-    for mixer, ffn in layers:
+    for layer in layers:
+        if callable(layer):
+            continue
+        mixer, ffn = layer
         if mixer is None and ffn is None:
             raise ValueError("a layer has a mixer, a feed-forward layer or both, and one was given neither")
         if mixer is not None:
             check_factory("mixer", mixer)
         if ffn is not None:
             check_factory("feed-forward layer", ffn)
-    makers = [(*pair, block) for pair, block in zip(layers, blocks, strict=True)]
-    factories = {maker: partial(make_block, *maker) for maker in dict.fromkeys(makers)}  # equal layers share one object
-    return Stack([factories[maker] for maker in makers], remat=remat, loop=loop, key=key)
+    makers = [layer if callable(layer) else (*layer, block) for layer, block in zip(layers, blocks, strict=True)]
+    factories = {  # equal layers share one object
+        maker: maker if callable(maker) else partial(make_block, *maker) for maker in dict.fromkeys(makers)
+    }
+    return Stack([factories[maker] for maker in makers], shared=shared, remat=remat, loop=loop, key=key)

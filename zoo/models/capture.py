@@ -23,7 +23,7 @@ from jaxtyping import Array, PyTree, Shaped
 from zoo.parallel import Mesh, current_mesh, spmd, vary, varying
 from zoo.parallel.activation import Activation, Edit
 from zoo.parallel.scope import calling_modules
-from zoo.parallel.taps import Taps, active_taps, current_taps
+from zoo.parallel.taps import Taps, active_taps, current_taps, number_layers
 
 from .decoder import Decoder
 from .encoders.image import ImageEncoder
@@ -98,10 +98,17 @@ def capture_names(model: Callable, *args: Any, **kwargs: Any) -> dict[str, Activ
         taps = Taps((), lists_all=True)
         with active_taps(taps):
             model(*args, **kwargs)
-        taps = Taps(tuple(taps.log.found))
+        names = [number_layers(name, layers) for name, layers in taps.log.found.items()]
+        taps = Taps(tuple(name for own in names for name in own))
         with active_taps(taps):
             model(*args, **kwargs)
-        return {name: Activation(x, dims) for name, (x, dims) in taps.collect().items()}
+        values = {name: Activation(x, dims) for name, (x, dims) in taps.collect().items()}
+        listed: dict[str, Activation] = {}
+        for stacked, *numbered in names:
+            # layers by their numbers only where no array stacks them, since their values differ in shape
+            own = [stacked] if stacked in values else numbered
+            listed |= {name: values[name] for name in own if name in values}
+        return listed
 
     return eqx.filter_eval_shape(list_values, *args)
 
@@ -186,7 +193,7 @@ class _Gradients:
 
     def __call__(self, *args: Any, **kwargs: Any) -> tuple[Array, dict[str, Value], dict[str, Value]]:
         run = Capture(self.loss_fn, self.names).run
-        zeros = _make_zeros(lambda *args: run(*args, **kwargs)[1], args)
+        zeros = make_zeros(lambda *args: run(*args, **kwargs)[1], args)
 
         def loss(zeros: dict[str, Activation]) -> tuple[Array, Any]:
             edits = tuple(Edit(name, jnp.add, (zero,)) for name, zero in zeros.items())
@@ -205,8 +212,11 @@ class _Gradients:
         return total / count, _strip(values), _strip(gradients)
 
 
-def _make_zeros(function: Callable, args: tuple) -> dict[str, Activation]:
-    """Return zeros like the values that `function` returns, varying over the same mesh axes."""
+def make_zeros(
+    function: Callable, args: tuple, resize: Callable[[Activation], tuple[int, ...]] = lambda value: value.shape
+) -> dict[str, Activation]:
+    """Return zeros like the values that `function` returns, of the shape that `resize` gives them, varying over the
+    same mesh axes."""
     axes: list[PyTree] = []
 
     def read(*args: Any) -> Any:
@@ -214,8 +224,11 @@ def _make_zeros(function: Callable, args: tuple) -> dict[str, Activation]:
         axes.append(jax.tree.map(varying, values))
         return values
 
-    shapes = eqx.filter_eval_shape(read, *args)
-    return jax.tree.map(lambda x, names: vary(jnp.zeros(x.shape, x.dtype), names), shapes, axes[0])
+    zeros: dict[str, Activation] = {}
+    for name, value in eqx.filter_eval_shape(read, *args).items():
+        array = vary(jnp.zeros(resize(value), value.dtype), axes[0][name].array)
+        zeros[name] = Activation(array, value.array_dims)
+    return zeros
 
 
 def _sum(x: Shaped[Array, ""], axes: tuple[str, ...]) -> Shaped[Array, ""]:

@@ -7,6 +7,7 @@ wirings. Nothing here imports either.
 import abc
 import dataclasses
 import itertools
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import equinox as eqx
@@ -66,6 +67,10 @@ _FIRST_LINEAR_SITE = 2**16
 class Hidden(Module):
     """Hidden states between two layers, row first: the residual stream, and sums of the routers' decisions so far."""
 
+    constant_fields: ClassVar[tuple[str, ...]] = ()
+    """Names of the fields of a subclass that layers read and do not change. A scan keeps them out of its carry, which
+    rematerialization saves once per layer."""
+
     x: ResidualStream
     """Inside a stack, only this device's tokens if the layout shards them over `tensor` (`zoo.parallel.SEQUENCE`)."""
     routing: tuple[RoutingSums, ...] = ()
@@ -117,6 +122,27 @@ class AbstractBlock(Module):
     @abc.abstractmethod
     def init_state(self, batch: int, length: int, dtype: Any = jnp.float32) -> Any:
         """Return the empty state of the layer for decoding up to `length` tokens."""
+
+
+class SharedModule(Module):
+    """Stands in a block for module `number` of the modules that layers share, `Stack.shared`. The stack puts the module
+    in its place where the block runs."""
+
+    number: int = eqx.field(static=True)
+
+
+def find_shared_modules(tree: Any) -> list[SharedModule]:
+    """Return the shared modules that a block calls."""
+    return [x for x in jax.tree.leaves(tree, is_leaf=_is_shared) if _is_shared(x)]
+
+
+def insert_shared(block: AbstractBlock, shared: tuple[Module, ...]) -> AbstractBlock:
+    """Return the block with the modules that it shares with other layers in place of each `SharedModule`."""
+    return jax.tree.map(lambda x: shared[x.number] if _is_shared(x) else x, block, is_leaf=_is_shared)
+
+
+def _is_shared(x: Any) -> bool:
+    return isinstance(x, SharedModule)
 
 
 class Block(AbstractBlock):
@@ -179,18 +205,24 @@ class UnrolledStack(AbstractStack):
     """
 
     blocks: tuple[AbstractBlock, ...]
+    shared: tuple[Module, ...] = ()
+    """Modules that several layers call."""
 
     routing: RoutingDetail = implementation_option(default="rows")
 
+    def iter_blocks(self) -> Iterator[AbstractBlock]:
+        """Yield the block of each layer, with the modules that it shares."""
+        return (insert_shared(block, self.shared) for block in self.blocks)
+
     def init_state(self, batch: int, length: int, dtype: Any = jnp.float32) -> LayerStates:
         # Of gathered parameters: a state has all of embed (token shift), which parameters shard at rest (ZeRO-3).
-        return tuple(gather(block).init_state(batch, length, dtype) for block in self.blocks)
+        return tuple(gather(block).init_state(batch, length, dtype) for block in self.iter_blocks())
 
     def __call__(
         self, hidden: Hidden, info: TokenInfo, states: LayerStates | None = None
     ) -> tuple[Hidden, LayerStates | None]:
         new_states = []
-        for number, block in enumerate(self.blocks):
+        for number, block in enumerate(self.iter_blocks()):
             layer_info = info.fold_keys(number)
             state = None if states is None else states[number]
             edits = jax.tree.map(lambda x: x[0], slice_edits((number,), self._find_layers))
@@ -203,7 +235,9 @@ class UnrolledStack(AbstractStack):
         return hidden, tuple(new_states)
 
     def _find_layers(self, name: str) -> list[int]:
-        return [number for number, block in enumerate(self.blocks) if has_value(block, name)]
+        return [
+            number for number, block in enumerate(self.blocks) if has_value(insert_shared(block, self.shared), name)
+        ]
 
 
 def set_dropout_keys(block: AbstractBlock, info: TokenInfo) -> AbstractBlock:

@@ -32,8 +32,25 @@ from zoo.shapes import ResidualStream, Tokens
 from .decoder import AbstractBlock, AbstractLayerInputs, Hidden
 
 
+class EmbeddedHidden(Hidden):
+    """Hidden states with the embedding of the tokens, for layers that read it again."""
+
+    constant_fields = ("embedded",)
+
+    embedded: ResidualStream | None = None
+
+
+class EmbeddingInputs(AbstractLayerInputs):
+    """Hand the embedding on to every layer."""
+
+    def __call__(self, tokens: Tokens, x: ResidualStream) -> EmbeddedHidden:
+        return EmbeddedHidden(x, embedded=x)
+
+
 class LayerHidden(Hidden):
     """Hidden states with the additional inputs of `LayerInputBlock`s."""
+
+    constant_fields = ("inputs",)
 
     inputs: Float[Array, "batch tokens features"] | None = None
     """Inputs of each layer, one after the other; None if layers have none."""

@@ -15,12 +15,21 @@ import numpy as np
 from jaxtyping import PyTree
 
 from zoo.parallel import Dim, Module, leaves
-from zoo.parallel.module import IMPLEMENTATION_OPTION, NAMED_BY_CLASS, STACKED, TRAINABLE, WRAPPED, Leaf, array_fields
+from zoo.parallel.module import (
+    IMPLEMENTATION_OPTION,
+    NAMED_BY_CLASS,
+    PER_USE,
+    STACKED,
+    TRAINABLE,
+    WRAPPED,
+    Leaf,
+    array_fields,
+)
 from zoo.parallel.printing import to_snake_case
 from zoo.parallel.rounds import has_rounds, merge_rounds
 from zoo.parallel.trainable_copy import TrainableCopy
 
-from .decoder import UnrolledStack
+from .decoder import UnrolledStack, find_shared_modules
 from .stack import Stack, join_end_shapes
 
 IndexRanges = tuple[range, ...]
@@ -68,32 +77,48 @@ def walk_parameters(
     is_leaf: Callable[[Any], bool] = lambda _: False,
     *,
     extra_dims: int = 0,
+    call: tuple[str, range] | None = None,
 ) -> Iterator[tuple[str, IndexRanges]]:
     """Yield name and index ranges of every array, and of every node for which `is_leaf` is True, in the order of
     `jax.tree.leaves(node, is_leaf)`. `extra_dims` are the leading dims of the arrays of `node` that no range has: 1 in
-    layers in rounds."""
-    walk = partial(walk_parameters, is_leaf=is_leaf, extra_dims=extra_dims)
+    layers in rounds. `call` is the path of the shared module that a block calls, and the numbers of its calls."""
+    walk = partial(walk_parameters, is_leaf=is_leaf, extra_dims=extra_dims, call=call)
     if is_leaf(node):
         yield name, ranges
     elif isinstance(node, UnrolledStack):
         raise TypeError("the layers of this model are unrolled, for decoding: pass the model it was made from")
     elif isinstance(node, Stack):
         start = 0
+        calls = 0
+        shared = _join_path(name.rpartition(".")[0], "shared")
         for segment in node.segments:
             period = len(segment.blocks)
             repeats = segment.num_repeats
+            called = [next(iter(find_shared_modules(block)), None) for block in segment.blocks]
+            callers = [i for i in range(period) if called[i] is not None]
             for i, block in enumerate(segment.blocks):
                 layer_numbers = range(start + i, start + period * repeats, period)
+                call = None
+                if (module := called[i]) is not None:
+                    numbers = range(calls + callers.index(i), calls + len(callers) * repeats, len(callers))
+                    call = f"{shared}.{module.number}", numbers
                 extra_dims = len(segment.layers) - 1
                 path = _join_path(name, "*"), (*ranges, layer_numbers)
-                yield from walk_parameters(block, *path, is_leaf, extra_dims=extra_dims)
+                yield from walk_parameters(block, *path, is_leaf, extra_dims=extra_dims, call=call)
             start += period * repeats
+            calls += len(callers) * repeats
+        for number, module in enumerate(node.shared):
+            yield from walk_parameters(module, f"{shared}.{number}", ranges, is_leaf)
     elif isinstance(node, Module):
         is_wrapper = any(WRAPPED in field.metadata for field in array_fields(node))
         for field in array_fields(node):
             child = getattr(node, field.name)
             if WRAPPED in field.metadata:
                 yield from walk(child, name, ranges)
+                continue
+            if PER_USE in field.metadata and call is not None:
+                path, numbers = call
+                yield from walk(child, _join_path(path, field.name, "*"), (*ranges[:-1], numbers))
                 continue
             word = "layers" if isinstance(child, Stack) else field.name
             if NAMED_BY_CLASS in field.metadata:

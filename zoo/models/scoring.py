@@ -57,10 +57,9 @@ def _compute_hidden_states(
 
 def unstack_blocks(model: Decoder | Encoder | ImageEncoder) -> tuple[AbstractBlock, ...]:
     """Return the block of each layer. **Raises** `TypeError` for a stack that is not a `Stack` or `UnrolledStack`."""
-    layers = model.stack.unstack() if isinstance(model.stack, Stack) else model.stack
-    if not isinstance(layers, UnrolledStack):
-        raise TypeError(f"layers are needed one by one, and {type(layers).__name__} cannot be taken apart")
-    return layers.blocks
+    if not isinstance(model.stack, Stack | UnrolledStack):
+        raise TypeError(f"layers are needed one by one, and {type(model.stack).__name__} cannot be taken apart")
+    return tuple(model.stack.iter_blocks())
 
 
 def score(

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import equinox as eqx
 import jax
@@ -16,6 +16,8 @@ from zoo.parallel.rounds import AbstractLayers, reshape_layers
 from zoo.parallel.tokens import find_token_axes
 
 from .decoder import AbstractBlock
+
+_Modules = TypeVar("_Modules")
 
 
 def find_patterns(items: Sequence[Any]) -> list[tuple[int, int]]:
@@ -188,14 +190,15 @@ class Segment(AbstractLayers):
         take = lambda x: x[0] if len(x) == 1 else lax.dynamic_index_in_dim(x, number, keepdims=False)
         return type(self)(eqx.combine(jax.tree.map(take, arrays), static), self.num_repeats, self.layers[1:])
 
-    def vary_arrays(self) -> tuple[AbstractBlock, ...]:
-        """Return the arrays of the blocks. With sequence parallelism the gradients of arrays that `tensor` replicates,
-        such as norms, are parts of a sum: cast here, they are all-reduced once, after the loop over layers."""
-        return vary(eqx.filter(self.blocks, eqx.is_array), find_token_axes())
-
     def _reshape(self, new_shape: Callable[[tuple[int, ...]], tuple[int, ...]], layers: tuple[Dim, ...]) -> "Segment":
         reshape = lambda x: reshape_layers(x, new_shape(x.shape)) if hasattr(x, "shape") else x
         return type(self)(jax.tree.map(reshape, self.blocks), self.num_repeats, layers)
+
+
+def vary_arrays(modules: _Modules) -> _Modules:
+    """Return the arrays of modules that a loop over layers runs. With sequence parallelism the gradients of arrays that
+    `tensor` replicates, such as norms, are parts of a sum: cast here, they are all-reduced once, after the loop."""
+    return vary(eqx.filter(modules, eqx.is_array), find_token_axes())
 
 
 def index_tree(tree: Any, i: int | tuple[slice | int, ...]) -> Any:

@@ -16,7 +16,7 @@ from zoo._checks import wrap_key
 from zoo.layers import TokenInfo
 from zoo.layers.kv_cache import check_room
 from zoo.layers.moe.routing import RoutingSums
-from zoo.parallel import Dim, Remat, current_mesh, gather, implementation_option, replace_option, scan
+from zoo.parallel import Dim, Module, Remat, current_mesh, gather, implementation_option, replace_option, scan
 from zoo.parallel.pipeline import run_stages
 from zoo.parallel.remat import check_remat, rematerialize
 from zoo.parallel.scope import has_value
@@ -29,14 +29,19 @@ from .decoder import (
     LayerStates,
     RoutingDetail,
     UnrolledStack,
+    find_shared_modules,
+    insert_shared,
     set_dropout_keys,
 )
 from .loop import MIN_PLAIN_SIZE, Loop, check_loop, find_drawback, nests_patterns, select_loop
-from .segment import Segment, find_inner_patterns, find_patterns, index_tree, stack_trees, unstack_tree
+from .segment import Segment, find_inner_patterns, find_patterns, index_tree, stack_trees, unstack_tree, vary_arrays
 
 _Model = TypeVar("_Model")
 BlockFactory = Callable[[Key[Array, ""]], AbstractBlock]
 """A function `key -> block`. Layers of one factory object are equal in structure, and share a compiled block."""
+
+SharedFactory = Callable[[Key[Array, ""]], Module]
+"""A function `key -> module` of a module that several layers call."""
 
 
 class Stack(AbstractStack):
@@ -45,31 +50,54 @@ class Stack(AbstractStack):
 
     A layer's number is derived from its place, never stored: a checkpoint loads under any split into segments. A
     block's parameters are all-gathered inside the loop, and rematerialized in the backward pass as `remat` says.
+
+    Several layers may call one module: it is in `shared`, once, and their blocks name it by `SharedModule(number)`. It
+    is all-gathered with each block that calls it, and its gradient is the sum over the calls.
     """
 
     segments: tuple[Segment, ...]
+    shared: tuple[Module, ...]
+    """Modules that several layers call."""
 
     remat: Remat = implementation_option()
     loop: Loop = implementation_option()
     routing: RoutingDetail = implementation_option(default="rows")
 
     def __init__(
-        self, factories: Sequence[BlockFactory], *, remat: Remat = "none", loop: Loop = "auto", key: Key[Array, ""]
+        self,
+        factories: Sequence[BlockFactory],
+        *,
+        shared: Sequence[SharedFactory] = (),
+        remat: Remat = "none",
+        loop: Loop = "auto",
+        key: Key[Array, ""],
     ):
-        """Build one layer per factory. Every layer has its own PRNG key, so that parameters do not depend on the split
-        into segments. **Raises** `ValueError` for an unknown `remat` or `loop`."""
+        """Build one layer per factory, and one of the modules that layers share per factory of `shared`. Every layer
+        has its own PRNG key, so that parameters do not depend on the split into segments.
+
+        **Raises** `ValueError` for an unknown `remat` or `loop`, and for a block that calls a shared module that is not
+        there.
+        """
         self.remat = check_remat(remat)
         self.loop = check_loop(loop)
-        keys = jax.random.split(wrap_key(key), len(factories))
+        key = wrap_key(key)
+        keys = jax.random.split(key, len(factories))
 
         def stack(layers: range) -> AbstractBlock:
             return eqx.filter_vmap(factories[layers[0]])(keys[layers.start : layers.stop : layers.step])
 
         self.segments = _make_segments(factories, stack)
+        # fold_in(key, i) is the key of layer i
+        self.shared = tuple(make(jax.random.fold_in(key, len(factories) + i)) for i, make in enumerate(shared))
+        if missing := [x.number for x in find_shared_modules(self.segments) if x.number >= len(shared)]:
+            raise ValueError(f"a layer calls the shared module {missing[0]}, and there are {len(shared)}")
 
     def iter_blocks(self) -> Iterator[AbstractBlock]:
-        """Yield the block of each layer, indexed out of its segment. **Raises** `NotImplementedError` where the layers
-        are stages of a pipeline, on other devices."""
+        """Yield the block of each layer, indexed out of its segment, with the modules that it shares. **Raises**
+        `NotImplementedError` where the layers are stages of a pipeline, on other devices."""
+        return (insert_shared(block, self.shared) for block in self._index_blocks())
+
+    def _index_blocks(self) -> Iterator[AbstractBlock]:
         for segment in self.segments:
             if segment.is_pipelined:
                 raise NotImplementedError(
@@ -86,7 +114,7 @@ class Stack(AbstractStack):
 
     def unstack(self) -> UnrolledStack:
         """Return the same layers as a plain loop, for decoding."""
-        return UnrolledStack(tuple(self.iter_blocks()), self.routing)
+        return UnrolledStack(tuple(self._index_blocks()), self.shared, self.routing)
 
     def count_layers(self) -> int:
         """Return the number of layers on this device."""
@@ -95,6 +123,7 @@ class Stack(AbstractStack):
     def __call__(
         self, hidden: Hidden, info: TokenInfo, states: LayerStates | None = None
     ) -> tuple[Hidden, LayerStates | None]:
+        self._check_shared()
         check_room(states, info.positions)  # a scan traces the layers, and they cannot read the number of tokens
         first = 0
         new_states = ()
@@ -115,6 +144,16 @@ class Stack(AbstractStack):
             new_states += () if segment_states is None else segment_states
             first += layers
         return hidden, None if states is None else new_states
+
+    def _check_shared(self) -> None:
+        """**Raises** `NotImplementedError` for shared modules on a mesh with a pipeline: their gradient would be a sum
+        over the stages."""
+        mesh = current_mesh()
+        if self.shared and mesh is not None and mesh.shape["pipe"] > 1:
+            names = ", ".join(dict.fromkeys(type(module).__name__ for module in self.shared))
+            raise NotImplementedError(
+                f"several layers share {names}, and a pipeline has them on different devices: use a mesh with pipe=1"
+            )
 
     def _check_pipelined(self, segment: Segment, states: LayerStates | None) -> None:
         """**Raises** `NotImplementedError` for features that a pipeline does not support, `ValueError` for layers that
@@ -248,7 +287,7 @@ class Stack(AbstractStack):
         carry = hidden.drop_routing()
         if any(block.extends_hidden for block in segment.blocks):
             carry = _complete_carry(step, carry, inputs)
-        output, (new_states, routing) = scan(step, carry, inputs, unroll=unroll)
+        output, (new_states, routing) = _scan_layers(step, carry, inputs, unroll=unroll)
         order = [(i % period, i // period) for i in range(period * repeats)]
         routing = [decision for i, repeat in order for decision in index_tree(routing[i], repeat)]
         hidden = dataclasses.replace(output, routing=(*hidden.routing, *routing))
@@ -258,11 +297,16 @@ class Stack(AbstractStack):
         """Return the arrays of each block of a pattern, and its rows of the arrays of edits (`zoo.parallel.taps`)."""
         numbers = _list_layers(segment, first, [(1, 1)] * len(segment.blocks))
         edits = [slice_edits(layers, self.find_layers) for layers in numbers]
-        return tuple(zip(segment.vary_arrays(), edits, strict=True))
+        return tuple(zip(vary_arrays(segment.blocks), edits, strict=True))
 
     def find_layers(self, name: str) -> list[int]:
         """Return the numbers of the layers that have a value of this name, such as "attention.query"."""
-        return sorted(number for block, layers in self.iter_stacked() if has_value(block, name) for number in layers)
+        return sorted(
+            number
+            for block, layers in self.iter_stacked()
+            if has_value(insert_shared(block, self.shared), name)
+            for number in layers
+        )
 
     def iter_stacked(self) -> Iterator[tuple[AbstractBlock, tuple[int, ...]]]:
         """Yield each stacked block, with the numbers of the layers that it stacks."""
@@ -274,10 +318,12 @@ class Stack(AbstractStack):
     def _make_pattern(self, segment: Segment, info: TokenInfo, *, prevent_cse: bool) -> list[Callable]:
         """Return a function `(arrays, number, hidden, state) -> (hidden, state)` for each block of a pattern."""
         static = eqx.filter(segment.blocks, eqx.is_array, inverse=True)
+        shared = eqx.combine(vary_arrays(self.shared), self.shared)
 
         def run_block(i: int, arrays: Any, number: int | Int[Array, ""], hidden: Hidden, state: Any):
             layer_info = info.fold_keys(number)
-            block = set_dropout_keys(gather(eqx.combine(arrays, static[i])), layer_info)
+            block = insert_shared(eqx.combine(arrays, static[i]), shared)
+            block = set_dropout_keys(gather(block), layer_info)
             output, state = block(hidden, layer_info, state)
             if type(output) is not type(hidden) and not block.extends_hidden:
                 raise TypeError(
@@ -363,8 +409,22 @@ def _run_inner_pattern(
         return step(hidden, (arrays, first, states))
     numbers = first + jnp.arange(0, len(arrays), period)
     stacked = [[stack_trees(trees[i::period]) for i in range(period)] for trees in (arrays, states)]
-    hidden, outputs = scan(step, hidden, (stacked[0], numbers, stacked[1]))
+    hidden, outputs = _scan_layers(step, hidden, (stacked[0], numbers, stacked[1]))
     return hidden, [index_tree(outputs[i % period], i // period) for i in range(len(arrays))]
+
+
+def _scan_layers(step: Callable, hidden: Hidden, xs: Any, *, unroll: int = 1) -> tuple[Hidden, Any]:
+    """Scan over layers. The carry is the hidden states without what layers do not change, which they read from outside
+    of the loop: carried along, it would be saved once per layer."""
+    constants = {name: getattr(hidden, name) for name in hidden.constant_fields}
+    nothing = dict.fromkeys(constants)
+
+    def step_carry(carry: Hidden, xs: Any) -> tuple[Hidden, Any]:
+        hidden, outputs = step(dataclasses.replace(carry, **constants), xs)
+        return dataclasses.replace(hidden, **nothing), outputs
+
+    carry, outputs = scan(step_carry, dataclasses.replace(hidden, **nothing), xs, unroll=unroll)
+    return dataclasses.replace(carry, **constants), outputs
 
 
 def _complete_carry(step: Callable, hidden: Hidden, xs: Any) -> Hidden:

@@ -1,4 +1,4 @@
-"""Sampling the next token from logits: repetition penalty, temperature, top-k, top-p, min-p, and the draw.
+"""Sampling the next token from logits: penalties, temperature, top-k, top-p, min-p, and the draw.
 
 Pure functions of a batch of logits. In the order of this file they match the logits processors of transformers, except
 for ties, where the lower token id comes first here. Options may be traced, so neither setting nor changing one
@@ -22,6 +22,22 @@ def penalize_repetition(
     section 4.1, which divides; negative logits are multiplied, because dividing would make them likelier.
     """
     return jnp.where(seen, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
+
+
+def penalize_presence(
+    logits: Float[Array, "batch vocab"], counts: Int[Array, "batch vocab"], penalty: _Number
+) -> Float[Array, "batch vocab"]:
+    """Subtract the presence penalty from the logit of each token that has a count. 0 changes nothing; below 0 such
+    tokens get likelier. Source: OpenAI, API reference, "Frequency and presence penalties"."""
+    return logits - penalty * (counts > 0)
+
+
+def penalize_frequency(
+    logits: Float[Array, "batch vocab"], counts: Int[Array, "batch vocab"], penalty: _Number
+) -> Float[Array, "batch vocab"]:
+    """Subtract the frequency penalty from the logit of each token as many times as it is counted. 0 changes nothing.
+    Source: as `penalize_presence`."""
+    return logits - penalty * counts
 
 
 def apply_temperature(logits: Float[Array, "batch vocab"], temperature: _Number) -> Float[Array, "batch vocab"]:

@@ -22,8 +22,11 @@ _COMPUTE: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("heads", "kv_heads", "groups", "mlp", "inner"), ("tensor",)),
     **dict.fromkeys(("embed", "head_dim", "state", "latent", "conv", "positions", "classes", "chunk", "rank"), ()),
     **dict.fromkeys(("registers", "token_types", "distances", "channels", "patch_height", "patch_width"), ()),
-    **dict.fromkeys(("in", "out", "features", "prompt", "new", "choices", "top", "key_dim", "value_dim"), ()),
+    **dict.fromkeys(
+        ("in", "out", "features", "prompt", "new", "text", "stops", "choices", "top", "key_dim", "value_dim"), ()
+    ),
     **dict.fromkeys(("left_out", "left_in", "right_out", "right_in", "pairs", "ends", "rounds", "history"), ()),
+    **dict.fromkeys(("text", "stops"), ()),
 }
 _PARAMETERS: dict[str, tuple[str, ...]] = {"embed": ("fsdp",)}
 

@@ -26,6 +26,7 @@ TRAINABLE = "zoo.trainable"
 NAMED_BY_CLASS = "zoo.named_by_class"
 IMPLEMENTATION_OPTION = "zoo.implementation_option"
 WRAPPED = "zoo.wrapped"
+PER_USE = "zoo.per_use"
 ADAPTER_PARAMETER = "zoo.adapter_parameter"
 _OBSERVED = "zoo.observed"
 _FULL_PRECISION = "zoo.full_precision"
@@ -104,6 +105,13 @@ def wrapped() -> Any:
     return eqx.field(metadata={WRAPPED: True})
 
 
+def per_use() -> Any:
+    """Declare a field of a block with parameters of one call of a shared module (`zoo.models.Stack`). They are named
+    after the module and the call, `shared.0.updates.*.down.weight` with the number of the call for the star, and not
+    after the layer."""
+    return eqx.field(metadata={PER_USE: True})
+
+
 def adapter_parameter(*, full_precision: bool = False, no_weight_decay: bool = False) -> Any:
     """Declare a field of adapter parameters. If a tree has any, all its other parameters are frozen: `trainable` omits
     them. `full_precision` keeps the dtype under `cast`, and `no_weight_decay` is the declaration of that name."""
@@ -114,7 +122,7 @@ def adapter_parameter(*, full_precision: bool = False, no_weight_decay: bool = F
 @dataclass_transform(
     field_specifiers=(
         *(dataclasses.field, eqx.field, stacked, buffer, observed, full_precision, no_weight_decay),
-        *(named_by_class, implementation_option, wrapped, adapter_parameter),
+        *(named_by_class, implementation_option, wrapped, per_use, adapter_parameter),
     )
 )
 class Module(eqx.Module):

@@ -122,7 +122,10 @@ def _describe_module(module: Module, name: str, num_stacked: int) -> _Part:
             parts = [*base.parts, *parts]
         elif _is_stack(child):
             settings = [*settings, *_list_settings(child)]
-            parts += _describe_layers(_get_layers(child), num_stacked)
+            layers, *others = array_fields(child)
+            parts += _describe_layers(getattr(child, layers.name), num_stacked)
+            for other in others:
+                parts += _describe_field(child, other, getattr(child, other.name), num_stacked)
         elif _are_layers(child):
             parts += _describe_layers(child, num_stacked)
         else:
@@ -238,15 +241,11 @@ def _are_layers(value: Any) -> TypeGuard[tuple[AbstractLayers, ...]]:
 
 
 def _is_stack(value: Any) -> TypeGuard[Module]:
-    """Return True for a module of layers and nothing else, whose parameters are named `layers.*`."""
+    """Return True for a module that begins with layers, whose parameters are named `layers.*`."""
     if not isinstance(value, Module):
         return False
     fields = array_fields(value)
-    return len(fields) == 1 and _are_layers(getattr(value, fields[0].name, None))
-
-
-def _get_layers(stack: Module) -> tuple[AbstractLayers, ...]:
-    return getattr(stack, array_fields(stack)[0].name)
+    return bool(fields) and _are_layers(getattr(value, fields[0].name, None))
 
 
 def _format_array(module: Module, field: dataclasses.Field, array: Any, num_stacked: int) -> str:

@@ -147,12 +147,29 @@ def _find_path(modules: Sequence[Any], taps: Taps) -> tuple[str, ...] | None:
 
 
 def _find_word(parent: Any, module: Any, taps: Taps) -> str | None:
-    """Return the name of a module in the module that calls it: "" if it is wrapped, None if it has none."""
+    """Return the name of a module below the module that calls it: "" if it is wrapped, None if it has none. A copy,
+    with other arrays, has the name of the only field that holds its class."""
     if getattr(parent, "holds_layers", False):
         return "*"
     same = [module, *(original for made, original in taps.log.aliases if made is module)]
-    words = (word for word, child in _list_children(parent) if any(child is x for x in same))
-    return next(words, None)
+    below = list(_list_descendants(parent))
+    if found := [path for path, child in below if any(child is x for x in same)]:
+        return found[0]
+    copies = [path for path, child in _list_children(parent) if type(child) is type(module)]
+    return copies[0] if len(copies) == 1 else None
+
+
+def _list_descendants(module: Any) -> Iterator[tuple[str | None, Any]]:
+    """Yield the modules below a module, nearest first, each after its path: None for those in stacked modules."""
+    level: list[tuple[str | None, Any]] = [("", module)]
+    while level:
+        children = [
+            (None if word is None or path is None else ".".join(filter(None, (path, word))), child)
+            for path, parent in level
+            for word, child in _list_children(parent)
+        ]
+        yield from children
+        level = children
 
 
 def _list_children(module: Any) -> Iterator[tuple[str | None, Any]]:

@@ -48,6 +48,8 @@ class _Log:
     """Names of all values, with the numbers of their layers."""
     kept: dict[str, set[_Key]] = dataclasses.field(default_factory=dict)
     """By a name that is read, the values that it means."""
+    repeated: set[str] = dataclasses.field(default_factory=set)
+    """Names of values whose module runs several times."""
     edited: set[str] = dataclasses.field(default_factory=set)
     """Names of edits that were made."""
     aliases: list[tuple[Any, Any]] = dataclasses.field(default_factory=list)
@@ -176,27 +178,42 @@ class Taps:
         frame = self.log.frames[-1]
         if not frame.is_running():
             return
-        values = frame.values
-        if key in values and _get_array(values[key]) is not x:
-            raise ValueError(
-                f"{key[0]} has several values, since its module runs several times: capture a function that runs it "
-                "once"
-            )
-        values[key] = value
+        before = frame.values.get(key)
+        if before is not None and _get_array(before) is not x:
+            self.log.repeated.add(key[0])
+        frame.values[key] = value
 
     def collect(self) -> dict[str, tuple[Array, tuple[str, ...]]]:
-        """Return array and dims of each value that was read: with a star for all layers that have it, in order."""
+        """Return array and dims of each value that was read: with a star for all layers that have it, in order. Values
+        that differ in shape, and those of modules that run several times, are not among them."""
         parts: dict[str, list[tuple[tuple[int, ...], Array, tuple[str, ...]]]] = {}
         for (name, layers), value in self.log.frames[0].values.items():
             dims = self.log.dims[name, layers]
             parts.setdefault(name, []).append((layers, _get_array(value), dims))
-        return {name: _join_layers(rows) for name, rows in parts.items()}
+        return {
+            name: _join_layers(rows)
+            for name, rows in parts.items()
+            if name not in self.log.repeated and len(_find_shapes(rows)) == 1
+        }
 
     def check_reads(self) -> None:
-        """**Raises** `ValueError` for a name that is read and has no value."""
+        """**Raises** `ValueError` for a name that is read and has no value, or several that are not one array."""
+        values = self.log.frames[0].values
         for pattern in self.reads:
-            if not self.log.kept.get(pattern, set()).intersection(self.log.frames[0].values):
+            kept = self.log.kept.get(pattern, set()).intersection(values)
+            if not kept:
                 raise ValueError(self._explain_missing(pattern))
+            for name in {name for name, _ in kept}:
+                if name in self.log.repeated:
+                    raise ValueError(
+                        f"{name} has several values, since its module runs several times: capture a function that runs "
+                        "it once"
+                    )
+                parts = [(key[1], _get_array(values[key]), self.log.dims[key]) for key in kept if key[0] == name]
+                shapes = _find_shapes(parts)
+                if len(shapes) > 1:
+                    listed = "; ".join(f"{list(shape)} in {_format_numbers(own)}" for shape, own in shapes.items())
+                    raise ValueError(f"{name} is {listed}, and no array stacks them: ask for layers by their numbers")
 
     def check_edits(self, depth: int) -> None:
         """**Raises** `ValueError` for an edit of a value that no module took or returned, of those that name modules
@@ -258,6 +275,11 @@ def get_number(name: str) -> int:
     word = find_layer_word(name)
     assert word is not None
     return int(word)
+
+
+def number_layers(name: str, layers: set[int]) -> list[str]:
+    """Return a name, and behind it the names of the same value in each layer."""
+    return [name, *(name.replace("*", str(layer), 1) for layer in sorted(layers))]
 
 
 def lifted(function: Callable) -> Callable:
@@ -380,6 +402,16 @@ def _join(words: Sequence[str], depth: int) -> str:
 
 def _get_array(value: Any) -> Array:
     return value.value if isinstance(value, _Picked) else value
+
+
+def _find_shapes(
+    parts: Sequence[tuple[tuple[int, ...], Array, tuple[str, ...]]],
+) -> dict[tuple[int, ...], list[int]]:
+    """Return the layers by the shape of their values."""
+    shapes: dict[tuple[int, ...], list[int]] = {}
+    for layers, x, dims in parts:
+        shapes.setdefault(x.shape[x.ndim - len(dims) :], []).extend(layers)
+    return shapes
 
 
 def _join_layers(

@@ -406,6 +406,55 @@ class StreamDecoder:
         return self._decode(self._tokens[self._start :])[len(known) :]
 
 
+class StoppingDecoder:
+    """Incremental detokenizer that ends before a stop string: a string may begin in one token and end in another.
+
+    Text that may be the beginning of a stop string is held back. `decode` and `prompt` are those of `StreamDecoder`.
+
+    **Raises** `ValueError` for an empty stop string.
+    """
+
+    def __init__(self, decode: Callable[[Sequence[int]], str], prompt: Sequence[int] = (), stop: Sequence[str] = ()):
+        if not all(stop):
+            raise ValueError("stop: an empty string was given, which every text ends with")
+        self._decoder = StreamDecoder(decode, prompt)
+        self._stop = tuple(stop)
+        self._held = ""
+        self.ended = False
+        """True after a stop string; further tokens have no text."""
+
+    def push(self, token: int) -> str:
+        """Add a token; return the text that is complete and in no stop string."""
+        if self.ended:
+            return ""
+        text = self._cut(self._held + self._decoder.push(token))
+        held = 0 if self.ended else max((_count_overlap(text, stop) for stop in self._stop), default=0)
+        self._held = text[len(text) - held :]
+        return text[: len(text) - held]
+
+    def flush(self) -> str:
+        """Return the text that was held back."""
+        if self.ended:
+            return ""
+        return self._cut(self._held + self._decoder.flush())
+
+    def _cut(self, text: str) -> str:
+        cut = cut_at_stop(text, self._stop)
+        self.ended = len(cut) < len(text)
+        return cut
+
+
+def cut_at_stop(text: str, stop: Sequence[str]) -> str:
+    """Return a text up to the first of its stop strings."""
+    return text[: min((place for each in stop if (place := text.find(each)) >= 0), default=len(text))]
+
+
+def _count_overlap(text: str, stop: str) -> int:
+    """Return the number of characters at the end of `text` that `stop` begins with, but not all of `stop`."""
+    sizes = range(min(len(text), len(stop) - 1), 0, -1)
+    return next((size for size in sizes if text.endswith(stop[:size])), 0)
+
+
 def _unicode_to_bytes() -> dict[str, int]:
     """GPT-2's map from the characters of a byte-level vocabulary to bytes: printable ones are themselves, others start
     at U+0100."""

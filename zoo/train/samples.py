@@ -1,7 +1,8 @@
 """Continuations of prompts, for reports."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +12,7 @@ from zoo.generate import generate
 from zoo.models import Decoder
 from zoo.parallel import ZERO3, Mesh, make_mesh, place
 from zoo.text.run_data import RunData
+from zoo.text.tokenizers import StoppingDecoder, cut_at_stop
 
 
 def continue_prompts(
@@ -22,9 +24,14 @@ def continue_prompts(
     key: Key[Array, ""],
     max_new_tokens: int = 200,
     temperature: float = 0.7,
+    samples: int = 1,
+    stop: Sequence[str] = (),
 ) -> list[tuple[str, str]]:
     """Sample a continuation of each prompt in one left-padded batch: (prompt, continuation) pairs. Of chats, the answer
     to each.
+
+    - `samples`: continuations per prompt, one after the other.
+    - `stop`: strings that end a continuation, and are left out. Not with several processes, which hold other rows.
 
     The stages of a pipeline cannot decode: the model is placed on a mesh of the same devices, on which they shard its
     parameters instead.
@@ -36,9 +43,27 @@ def continue_prompts(
     if mesh.shape["pipe"] > 1:
         mesh = _move_stages_to_fsdp(mesh)
         model = place(model, mesh)
-    options = {"temperature": temperature, "stop_tokens": data.stop_tokens, "mesh": mesh, "key": key}
-    new = generate(model, tokens, max_new_tokens=max_new_tokens, mask=mask, **options)
-    return [(prompt + data.prompt_end, data.decode(row)) for prompt, row in zip(prompts, new, strict=True)]
+    options: dict[str, Any] = {"temperature": temperature, "stop_tokens": data.stop_tokens, "mesh": mesh, "key": key}
+    if stop:
+        options["callback"] = _end_at_strings(data, rows, samples, stop)
+    new = generate(model, tokens, max_new_tokens=max_new_tokens, mask=mask, samples=samples, **options)
+    texts = [cut_at_stop(data.decode(row), stop) for row in new]
+    return [(prompts[i // samples] + data.prompt_end, text) for i, text in enumerate(texts)]
+
+
+def _end_at_strings(
+    data: RunData, rows: Sequence[np.ndarray], samples: int, stop: Sequence[str]
+) -> Callable[[np.ndarray], np.ndarray]:
+    """Return a callback of `generate` that ends rows with a stop string."""
+    decoders = [StoppingDecoder(data.tokenizer.decode, row.tolist(), stop) for row in rows for _ in range(samples)]
+
+    def end(newest: np.ndarray) -> np.ndarray:
+        for decoder, token in zip(decoders, newest.tolist(), strict=True):
+            if token >= 0:
+                decoder.push(token)
+        return np.array([decoder.ended for decoder in decoders])
+
+    return end
 
 
 def _move_stages_to_fsdp(mesh: Mesh) -> Mesh:

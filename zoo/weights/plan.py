@@ -1,12 +1,12 @@
 """Plan a load or a save: apply a family's name map to one model, tensor by tensor."""
 
 import dataclasses
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 import jax
 from jaxtyping import PyTree
 
-from zoo.models.hf.spec import NameMap, Shape, TensorMapping, prefixed
+from zoo.models.hf.spec import Config, Family, NameMap, Shape, TensorMapping, prefixed
 from zoo.models.parameter_paths import ParameterPath, format_path, iterate_indices, list_parameter_paths
 
 from .safetensors import CheckpointError
@@ -110,6 +110,26 @@ def strip_base_prefix_if_absent(name_map: NameMap, names: set[str]) -> NameMap |
     if not names or any(name.startswith(prefix) for name in names):
         return None
     return strip_base_prefix(name_map)
+
+
+def list_callers(family: Family, config: Config, *, lacks_base_prefix: bool = False) -> Mapping[str, str]:
+    """Return the names of modules that layers share, in each later layer that calls one -> in the first."""
+    if family.callers is None:
+        return {}
+    callers = family.callers(config)
+    if not lacks_base_prefix:
+        return callers
+    return {other.partition(".")[2]: first.partition(".")[2] for other, first in callers.items()}
+
+
+def list_copies(names: Iterable[str], callers: Mapping[str, str]) -> list[str]:
+    """Return the names under which later callers of shared modules repeat these tensors."""
+    return [
+        other + name.removeprefix(first)
+        for other, first in callers.items()
+        for name in names
+        if name.startswith(f"{first}.")
+    ]
 
 
 def strip_base_prefix(name_map: NameMap) -> NameMap:

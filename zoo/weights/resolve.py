@@ -24,7 +24,16 @@ from .formats.lazy import dequantize_lazily
 from .formats.pack import list_packed, pack_model
 from .left_aside import describe_left_aside, split_left_aside
 from .packed import unpack_mxfp4
-from .plan import TensorPlan, drop_tensors, find_mapping, invert_name_map, plan_tensors, strip_base_prefix_if_absent
+from .plan import (
+    TensorPlan,
+    drop_tensors,
+    find_mapping,
+    invert_name_map,
+    list_callers,
+    list_copies,
+    plan_tensors,
+    strip_base_prefix_if_absent,
+)
 from .safetensors import CheckpointError, LazyTensor, find_stray_index, open_tensors, read_json
 from .sentence_files import read_sentence_files
 from .tokenizer_files import has_tokenizer
@@ -191,12 +200,12 @@ def resolve_checkpoint(
     head, embedding = (rename(f"{module}.weight", wrapping) for module in (family.head, family.embedding))
     always_ties = family.required_values.get(TIE) == (True,)
     is_tied_head_stored = config.get(TIE, always_ties) and {head, embedding} <= tensors.keys()
+    callers = list_callers(family, config, lacks_base_prefix=stripped is not None)
+    allowed = list_copies(tensor_plans, callers)
+    tied = None
     if is_tied_head_stored:
         tied = head, embedding
-        allowed = (head,)
-    else:
-        tied = None
-        allowed = ()
+        allowed.append(head)
     _check_tensors(tensor_plans, tensors, family, location, allowed)
     return Checkpoint(location, family, config, model, name_map, tensor_plans, tensors, tied)
 

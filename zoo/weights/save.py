@@ -30,7 +30,7 @@ from .formats import split_quantization
 from .formats.pack import drop_quantization_if_plain, pack_like, unpack_exported
 from .left_aside import LeftAside, check_source, open_left_aside
 from .model_card import describe_model, name_base, write_model_card
-from .plan import plan_tensors, strip_base_prefix
+from .plan import list_callers, plan_tensors, strip_base_prefix
 from .safetensors import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, CheckpointError, write_tensors
 from .sentence_files import list_saved_files
 from .tokenizer_files import copy_tokenizer, has_tokenizer
@@ -244,6 +244,12 @@ def _find_config_mismatch(model: Any, family: Family, config: Mapping[str, Any])
     except ValueError as error:
         return str(error)
     return next(find_differences(model, built), None)
+
+
+def read_callers(origin: Origin) -> Mapping[str, str]:
+    """Return the names of modules that layers of a checkpoint share: see `Family`."""
+    config = read_config(origin.family, split_quantization(json.loads(origin.config))[0])
+    return list_callers(origin.family, config, lacks_base_prefix=origin.lacks_base_prefix)
 
 
 def read_name_map(origin: Origin) -> NameMap:

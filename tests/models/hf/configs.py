@@ -165,6 +165,8 @@ ANOTHER = {
     "expert_selection_fn": "sigmoid",
     "shared_expert_combination_strategy": "sum",
     "prefix_dense_intermediate_size": 20,
+    "attention_head_dim": 12,
+    "use_mem_rope": False,
 }
 """Values other than the small model's. For keys that are not listed, one is derived from the default."""
 RELATIVE = {"relative_attention": True, "pos_att_type": ["p2c"], "position_buckets": 4}
@@ -230,6 +232,10 @@ def small(family, **more):
         more = {"hidden_size": 48, "head_dim": 18, "num_attention_heads": 8} | more
     if family.name == "granitemoehybrid":  # the default has no attention
         more = {"layer_types": ["mamba", "attention", "mamba"]} | more
+    if family.name == "zamba":  # the first three layers have types of their own
+        more = {"num_hidden_layers": 6} | more
+    if family.name == "zamba2":  # the default has 54 layers
+        more = {"layers_block_type": ["mamba", "hybrid", "hybrid"], "use_mem_rope": True} | more
     if family in HAS_ROPE_BY_TYPE and "rope_parameters" in more:
         tables = {"full_attention": more["rope_parameters"], "sliding_attention": {}}
         more = more | {"rope_parameters": tables, "layer_types": ["full_attention"] * 3}

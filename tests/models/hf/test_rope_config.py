@@ -1,8 +1,10 @@
 """RoPE of every family is read in every spelling, and each of its parameters is honored."""
 
+import jax
 import pytest
 
 from tests.quick import mark_slow
+from zoo.layers import AbstractMixer
 from zoo.models.hf.config import read_config
 from zoo.models.hf.errors import ConfigError
 from zoo.models.hf.families import FAMILIES
@@ -36,7 +38,7 @@ SCALINGS = [
 
 def rotary_of(model):
     """Return the RoPE of the first layer that has one."""
-    mixers = (block.mixer for block in model.stack.iter_blocks())
+    mixers = jax.tree.leaves(tuple(model.stack.iter_blocks()), is_leaf=lambda x: isinstance(x, AbstractMixer))
     return next(mixer.rotary for mixer in mixers if hasattr(mixer, "rotary"))
 
 

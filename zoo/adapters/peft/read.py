@@ -25,10 +25,11 @@ from ..base import AbstractAdapter
 from ..merged_layers import require_unmerged
 from ..methods.low_rank import check_dropout_rate
 from ..methods.modules_to_save import make_trainable
-from ..names import PeftModule, get_name_table, list_peft_modules, nest_parameters
+from ..names import PeftModule, get_callers, get_name_table, list_peft_modules, nest_parameters
 from . import base_tensors
 from .config import CONFIG_FILE, read_config, shorten_repr
 from .methods import PeftMethod, PeftTensor, refuse_fused, select_method
+from .sharing import join_calls
 from .source import PREFIX, WEIGHTS_FILE, AdapterSource
 from .targeting import is_targeted, is_targeted_parameter
 from .tying import find_tied_modules, resolve_tying
@@ -65,6 +66,7 @@ def load(
     config = read_config(path)
     tensors = open_safetensors(path / WEIGHTS_FILE)
     table = get_name_table(model, in_memory=bool(config.get("target_parameters")))
+    tensors = join_calls(tensors, get_callers(model), str(path / WEIGHTS_FILE))
     config, tensors = resolve_tying(config, tensors, find_tied_modules(model), str(path))
     source = AdapterSource(config, tensors, str(path / WEIGHTS_FILE), adapter_name, check_dropout_rate(dropout))
     reader = _AdapterReader(source)

@@ -20,12 +20,13 @@ from zoo.weights.safetensors import write_tensors
 from ..compose import adapter_names, check_adapter_name, is_adapter
 from ..merged_layers import restore_adapters
 from ..methods.lora import LoRA
-from ..names import PeftModule, get_name_table, list_peft_modules, nest_parameters
+from ..names import PeftModule, get_callers, get_name_table, list_peft_modules, nest_parameters
 from . import base_tensors
 from .build_config import build_config
 from .config import CONFIG_FILE
 from .join import Experts, get_first_layer, join_experts, join_parts, keep_largest_shared, sum_parts
 from .methods import get_method, list_peft_tensors, refuse_fused
+from .sharing import copy_calls, copy_targets
 from .source import PREFIX, WEIGHTS_FILE
 from .tying import add_head_tensors, build_tying_config, find_tied_modules
 
@@ -53,9 +54,10 @@ def save(model: Any, directory: str | Path, *, adapter_name: str | None = None, 
     """
     adapter_name = _resolve_adapter_name(model, adapter_name)
     model = merge_rounds(restore_adapters(model))
-    tensors = collect_tensors(model, adapter_name=adapter_name)
+    callers = get_callers(model)
+    tensors = copy_calls(collect_tensors(model, adapter_name=adapter_name), callers)
     config = _build_adapter_config(model, adapter_name, _name_base(model) if base is None else os.fspath(base))
-    config = build_tying_config(config, find_tied_modules(model))
+    config = copy_targets(build_tying_config(config, find_tied_modules(model)), callers)
     path = Path(directory)
     path.mkdir(parents=True, exist_ok=True)
     shapes = {name: (array.shape, array.dtype) for name, array in tensors.items()}

@@ -74,6 +74,7 @@ class Attention(AbstractGroupedAttention):
         scale: float | None = None,
         clip: float | int | None = None,
         sinks: bool = False,
+        out_embed: int | None = None,
         implementation: str | Callable = "auto",
         out_scale: float = 1.0,
         key: Key[Array, ""],
@@ -84,6 +85,7 @@ class Attention(AbstractGroupedAttention):
           their number of features and `features=`.
         - `scale`: of the scores, head_dim ** -0.5 by default.
         - `sinks`: add attention sinks, initialized to 0.
+        - `out_embed`: channels of the output, if they are not as many as those of the input.
         - `implementation`: a name in `zoo.ops.attention.ATTENTION`, or a function with the arguments of
           `reference_attention`.
 
@@ -95,9 +97,8 @@ class Attention(AbstractGroupedAttention):
             raise ValueError(f"a clip bounds values to more than 0, not to {clip}")
         if qk_norm is not None and norm_over_heads is not None:
             raise ValueError("queries and keys have one norm: qk_norm, over head_dim, or norm_over_heads")
-        projections = make_projections(
-            embed, heads, kv_heads, head_dim, bias=bias, out_bias=out_bias, out_scale=out_scale, key=key
-        )
+        options = {"bias": bias, "out_bias": out_bias, "out_scale": out_scale, "out_embed": out_embed}
+        projections = make_projections(embed, heads, kv_heads, head_dim, **options, key=key)
         self.query, self.key, self.value, self.out = projections
         self.query_norm = None if qk_norm is None else qk_norm()
         self.key_norm = None if qk_norm is None else qk_norm()

@@ -131,9 +131,11 @@ def make_projections(
     bias: bool = False,
     out_bias: bool = False,
     out_scale: float = 1.0,
+    out_embed: int | None = None,
     key: Key[Array, ""],
 ) -> tuple[Linear, Linear, Linear, Linear]:
-    """Initialize the projections of attention: query, key, value and out. `value_dim` is `head_dim` by default."""
+    """Initialize the projections of attention: query, key, value and out. `value_dim` is `head_dim` by default, and
+    `out_embed` is `embed`."""
     query_key, key_key, value_key, out_key = jax.random.split(key, 4)
     if value_dim is None:
         value_dim = head_dim
@@ -145,7 +147,7 @@ def make_projections(
         project(kv_heads * value_dim, out=Dim("kv_heads", value_dim), key=value_key),
         Linear(
             heads * value_dim,
-            embed,
+            embed if out_embed is None else out_embed,
             in_=Dim("heads", value_dim),
             out=embed_dim,
             bias=out_bias,

@@ -41,6 +41,7 @@ from ..blocks import ParallelBlock, SandwichBlock
 from ..build import LayerFactories, build_decoder
 from ..decoder import Decoder
 from ..parameter_paths import list_parameter_paths
+from ..stack import BlockFactory
 from .errors import ConfigError, suggest_nearest
 from .spec import Config
 
@@ -394,7 +395,12 @@ def set_by_layer(model: Decoder, name: str, compute: Callable[[int], Array]) -> 
 
 
 def build_config_decoder(
-    config: Config, layers: Sequence[LayerFactories], norm: Callable[[], Any], *, key: Key[Array, ""], **options: Any
+    config: Config,
+    layers: Sequence[LayerFactories | BlockFactory],
+    norm: Callable[[], Any],
+    *,
+    key: Key[Array, ""],
+    **options: Any,
 ) -> Decoder:
     """Call `build_decoder` with the sizes of the config."""
     sizes = {"vocab": config["vocab_size"], "embed": config["hidden_size"], "tied": config["tie_word_embeddings"]}

@@ -6,9 +6,6 @@ _MODEL_TYPES_BY_REASON: Mapping[str, tuple[str, ...]] = {
     "an encoder and a decoder with cross-attention, and a model here is one stack": (
         *("t5", "mt5", "umt5", "t5gemma", "bart", "mbart", "m2m_100", "marian", "pegasus", "whisper"),
     ),
-    "one block of attention whose weights several layers share, each with low-rank updates of its own": (
-        *("zamba", "zamba2"),
-    ),
     "a layer whose weights several layers share": ("albert",),
     "attention with one matrix of queries, keys and values, and biases of queries and values only": ("deberta",),
     "a tower of images and one of texts, of which only siglip_vision_model is read": (
@@ -24,11 +21,9 @@ _MODEL_TYPES_BY_REASON: Mapping[str, tuple[str, ...]] = {
 _MODEL_TYPES_BY_NEAREST: Mapping[str, tuple[str, ...]] = {
     "bert": ("albert",),
     "deberta-v2": ("deberta",),
-    "falcon_h1": ("zamba2",),
     "gemma2": ("t5gemma", "paligemma"),
     "glm4": ("glm4v",),
     "glm4_moe": ("glm4v_moe",),
-    "jamba": ("zamba",),
     "llama": ("mllama",),
     "qwen2": ("qwen2_vl", "qwen2_5_vl", "qwen2_audio", "qwen2_5_omni"),
     "qwen3": ("qwen3_vl",),

@@ -182,6 +182,8 @@ class Family:
     - `memory_names(config)` returns the name map in memory, if transformers lays out tensors differently than in files,
       such as all experts in one tensor.
     - `older_endings`: endings of tensor names in older files -> endings in `names`.
+    - `callers(config)` returns the names of modules that layers share: in a later layer that calls it -> in the first,
+      where files have it. Files may repeat it under the later ones.
     - `head`, `embedding`: the modules that `tie_word_embeddings` ties.
     - `describe(model)` returns the config of a model built from scratch; None if unsupported. Its result is verified:
       the model that `build` makes of it is compared with the given one.
@@ -205,6 +207,7 @@ class Family:
     memory_modules: Mapping[str, str] = dataclasses.field(default_factory=dict)
     memory_names: Callable[[Config], NameMap] | None = None
     older_endings: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    callers: Callable[[Config], Mapping[str, str]] | None = None
     head: str = "lm_head"
     embedding: str = "model.embed_tokens"
     describe: Callable[[Any], Mapping[str, Any]] | None = None

@@ -132,6 +132,8 @@ from .vit import VIT
 from .xglm import XGLM
 from .xlm_roberta_xl import XLM_ROBERTA_XL
 from .xlstm import XLSTM
+from .zamba import ZAMBA
+from .zamba2 import ZAMBA2
 
 ALL_FAMILIES = (
     AFMOE,
@@ -261,6 +263,8 @@ ALL_FAMILIES = (
     XLM_ROBERTA,
     XLM_ROBERTA_XL,
     XLSTM,
+    ZAMBA,
+    ZAMBA2,
 )
 FAMILIES: dict[str, Family] = {family.name: family for family in ALL_FAMILIES}
 ALIASES: dict[str, str] = {
