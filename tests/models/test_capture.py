@@ -318,8 +318,10 @@ def test_what_cannot_be_captured_is_an_error(model):
         zoo.capture(jax.vmap(lambda row: model(row[None])), "layers.2")(TOKENS)
     with pytest.raises(ValueError, match="norm is computed inside a transformation of its own"):
         zoo.capture(eqx.filter_jit(model), "norm")(TOKENS)
-    with pytest.raises(ValueError, match="norm has several values, since its module runs several times"):
-        zoo.capture(lambda tokens: model(tokens) + model(tokens), "norm")(TOKENS)
+    for loop, name in itertools.product(("scan", "plain"), ("norm", "layers.*", "layers.2")):
+        twice = zoo.configure(model, loop=loop)
+        with pytest.raises(ValueError, match="has several values, since its module runs several times"):
+            zoo.capture(lambda tokens, model=twice: model(tokens) + model(tokens + 1), name)(TOKENS % 8)
     with pytest.raises(ValueError, match="captures another"):
         zoo.capture(zoo.capture(model, "norm"), "layers.2")(TOKENS)
     with pytest.raises(TypeError, match="the name of a value is a string"):

@@ -88,7 +88,7 @@ def capture(function: Callable, *names: str) -> Capture:
 
 def capture_names(model: Callable, *args: Any, **kwargs: Any) -> dict[str, Activation]:
     """Return every name of `capture` for `model(*args, **kwargs)`, with the shape and the dims of its value. The model
-    is traced, not run.
+    is traced, not run. Names begin below the first module that runs.
 
         for name, value in zoo.capture_names(model, tokens).items():
             print(name, value.array_dims, value.shape)

@@ -55,6 +55,17 @@ class _Log:
     aliases: list[tuple[Any, Any]] = dataclasses.field(default_factory=list)
     """Modules that `gather` has made, with those they were made from."""
 
+    def write(self, values: Mapping[_Key, Any]) -> None:
+        """Keep values in the innermost frame, unless a transformation runs in it from which none can be returned."""
+        frame = self.frames[-1]
+        if not frame.is_running():
+            return
+        for key, value in values.items():
+            before = frame.values.get(key)
+            if before is not None and _get_array(before) is not _get_array(value):
+                self.repeated.add(key[0])
+            frame.values[key] = value
+
 
 class _Frame:
     """Values that are read in the body of one transformation."""
@@ -175,13 +186,7 @@ class Taps:
                 value = _Picked(is_layer, x)
         self.log.kept.setdefault(pattern, set()).add(key)
         self.log.dims[key] = dims
-        frame = self.log.frames[-1]
-        if not frame.is_running():
-            return
-        before = frame.values.get(key)
-        if before is not None and _get_array(before) is not x:
-            self.log.repeated.add(key[0])
-        frame.values[key] = value
+        self.log.write({key: value})
 
     def collect(self) -> dict[str, tuple[Array, tuple[str, ...]]]:
         """Return array and dims of each value that was read: with a star for all layers that have it, in order. Values
@@ -303,8 +308,8 @@ def lifted(function: Callable) -> Callable:
 def lift(values: Mapping[_Key, Any]) -> None:
     """Keep values that were read inside a transformation."""
     taps = current_taps()
-    if taps is not None and taps.log.frames[-1].is_running():
-        taps.log.frames[-1].values.update(values)
+    if taps is not None:
+        taps.log.write(values)
 
 
 def scan_lifted(body: Callable, carry: Any, xs: Any, length: int | None, unroll: int) -> tuple[Any, Any]:
