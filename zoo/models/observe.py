@@ -62,7 +62,8 @@ def observe(model: _Model) -> _Model:
         raise ValueError("the model is observed already")
 
     def observe_segment(segment: Segment) -> Segment:
-        shape = jax.tree.leaves(eqx.filter(segment.blocks, _is_array))[0].shape[: len(segment.layers)]
+        arrays = jax.tree.leaves(eqx.filter(segment.blocks, _is_array))
+        shape = arrays[0].shape[: len(segment.layers)] if arrays else (segment.num_repeats,)
         blocks = tuple(_wrap(block, shape) for block in segment.blocks)
         return type(segment)(blocks, segment.num_repeats, segment.layers)
 
