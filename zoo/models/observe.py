@@ -186,8 +186,8 @@ def _share(values: Float[Array, "values"], field: Float[Array, "values"]) -> Flo
 def _wrap(block: AbstractBlock, shape: tuple[int, ...]) -> ObservedBlock:
     """Wrap a block whose arrays are stacked with this leading `shape`."""
     make = lambda block: ObservedBlock(block, jnp.zeros(2, jnp.float32))
-    for _ in shape:
-        make = eqx.filter_vmap(make)
+    for size in reversed(shape):
+        make = eqx.filter_vmap(make, axis_size=size)
     return make(block)
 
 

@@ -254,7 +254,9 @@ def build_encoder(
         relative_embedding=relative,
         embedding_norm=None if embedding_norm is None else embedding_norm(),
         embedding_projection=projection,
-        stack=build_stack(layers, norm, block=block, dropout=dropout, remat=remat, loop=loop, shared=shared, key=stack_key),
+        stack=build_stack(
+            layers, norm, block=block, dropout=dropout, remat=remat, loop=loop, shared=shared, key=stack_key
+        ),
         norm=final_norm(),
         head=head(key=head_key),
         dropout=Dropout(dropout),

@@ -18,6 +18,7 @@ from zoo.models.hf.builders import (
     make_layer_norm_factory,
     make_mlp_factory,
 )
+from zoo.models.hf.errors import ConfigError
 from zoo.models.hf.spec import Config, Family, NameMap, prefixed
 
 from .. import encoder_heads, text_encoders
@@ -63,9 +64,14 @@ def _build_albert(config: Config, *, key: Key[Array, ""]) -> Encoder:
 
 
 def _list_groups(config: Config) -> list[int]:
-    """Return the group that each run of `inner_group_num` layers belongs to, rounded as the class in transformers does."""
-    runs = config["num_hidden_layers"]
-    return [int(i / (runs / config["num_hidden_groups"])) for i in range(runs)]
+    """Return the group that each run of `inner_group_num` layers belongs to, rounded as the class in transformers does.
+
+    **Raises** `ConfigError` for a group without a run.
+    """
+    runs, groups = config["num_hidden_layers"], config["num_hidden_groups"]
+    if groups > runs:
+        raise ConfigError(f"num_hidden_groups = {groups}, and num_hidden_layers = {runs} are too few to run them all")
+    return [int(i / (runs / groups)) for i in range(runs)]
 
 
 def _map_albert_names(config: Config) -> NameMap:
