@@ -34,7 +34,7 @@ from zoo.models.hf.families.gpt_oss_layers import ClampedGatedMLP
 from zoo.models.hf.families.jetmoe_layers import MixtureOfAttention, OutputBias
 from zoo.models.hf.families.mimo_v2_flash_layers import ValueScaledAttention
 from zoo.models.hf.families.mpnet_layers import RelativeBiasAttention
-from zoo.models.hf.families.zamba_layers import MultiHeadMamba
+from zoo.models.hf.families.zamba_layers import MultiHeadMamba, SharingBlock
 from zoo.models.hf.not_read import REFUSED_VARIANTS, list_reasons
 from zoo.models.hf.spec import Config, Family
 from zoo.models.hf.support import FamilySupport
@@ -161,7 +161,8 @@ def describe_parts(family: Family) -> tuple[str, str, str, str]:
     block, last = blocks[0], blocks[-1]
     mixer = block.mixer
     shared = model.stack.shared
-    if shared:
+    calls_shared = any(isinstance(x, SharingBlock) for x in blocks)
+    if calls_shared:
         words = [*describe_recurrence(mixer), "before it, in some layers, a Transformer layer that they share"]
     elif isinstance(mixer, SparseLatentAttention):
         words = [*describe_latents(mixer.attention), "the top keys of an indexer"]
@@ -202,9 +203,10 @@ def describe_parts(family: Family) -> tuple[str, str, str, str]:
     else:
         words = describe_attention(mixer, config, positions=describe_positions(model))
         words += [f"`{name}` in other layers" for name in OTHER_MIXERS.get(family.name, ())]
+        words += ["all layers with the same parameters"] * (len(shared) == 1)
     norm, ffn = type(block.mixer_norm).__name__, getattr(last, "ffn", None)
     wiring = ", parallel to the mixer" if isinstance(block, ParallelBlock) else ""
-    if shared:
+    if calls_shared:
         ffn, wiring = shared[0].ffn, ", in the shared layer"
     activation = f", {config['hidden_act']}" if "hidden_act" in config else ""
     feed_forward = "none" if ffn is None else f"`{type(ffn).__name__}`{activation}{wiring}"

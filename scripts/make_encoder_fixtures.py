@@ -54,6 +54,7 @@ DISTILLED = {"vocab_size": 40, "dim": 16, "hidden_dim": 20, "n_layers": 2, "n_he
 RELATIVE = TEXT | {"relative_attention": True, "pos_att_type": ["p2c", "c2p"], "position_biased_input": False}
 RELATIVE |= {"position_buckets": 4, "max_relative_positions": 7}
 EMBEDDED = TEXT | {"embedding_size": 12}
+SHARED = EMBEDDED | {"num_hidden_layers": 4}
 THREE = {"num_labels": 3}
 ONE_AS_PADDING = ("Roberta", "Camembert", "MPNet")
 CASES = {
@@ -90,6 +91,11 @@ CASES = {
     "nomic_bert_masked": Case("NomicBertForMaskedLM", TEXT),
     "nomic_bert_texts": Case("NomicBertForSequenceClassification", TEXT | THREE | {"head_dim": 6}),
     "nomic_bert_features": Case("NomicBertModel", TEXT),
+    "albert_masked": Case("AlbertForMaskedLM", SHARED | {"hidden_act": "relu"}),
+    "albert_groups": Case("AlbertForMaskedLM", SHARED | {"num_hidden_groups": 2, "inner_group_num": 2}),
+    "albert_texts": Case("AlbertForSequenceClassification", SHARED | THREE | {"num_hidden_groups": 2}),
+    "albert_tokens": Case("AlbertForTokenClassification", SHARED | THREE | {"embedding_size": 16}),
+    "albert_features": Case("AlbertModel", SHARED),
     "electra_masked": Case("ElectraForMaskedLM", EMBEDDED),
     "electra_replaced": Case("ElectraForPreTraining", EMBEDDED | {"hidden_act": "relu"}),
     "electra_texts": Case("ElectraForSequenceClassification", EMBEDDED | THREE | {"embedding_size": 16}),
@@ -186,13 +192,13 @@ def find_padding(case: Case) -> int:
 
 
 def draw_texts(case: Case, random: np.random.Generator) -> dict[str, Any]:
-    """Return a row without padding and one with padding on the right; of BERT, ELECTRA and Nomic Embed, the
-    second half is of type 1."""
+    """Return a row without padding and one with padding on the right; of ALBERT, BERT, ELECTRA and Nomic
+    Embed, the second half is of type 1."""
     mask = torch.ones(2, 9, dtype=torch.long)
     mask[1, 6:] = 0
     ids = torch.from_numpy(random.integers(3, case.config["vocab_size"], (2, 9)))
     ids = ids.masked_fill(mask == 0, find_padding(case))
-    typed = case.architecture.startswith(("Bert", "NomicBert", "Electra"))
+    typed = case.architecture.startswith(("Albert", "Bert", "NomicBert", "Electra"))
     types = {"token_type_ids": (torch.arange(9) > 3).long().expand(2, 9)} if typed else {}
     return {"input_ids": ids, "attention_mask": mask, **types}
 

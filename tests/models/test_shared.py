@@ -14,9 +14,10 @@ import pytest
 import zoo
 from tests.jaxprs import equations
 from tests.parallel.any_mesh import make_any_mesh
-from zoo.layers import TokenInfo
+from zoo.layers import Attention, Dropout, GatedMLP, RMSNorm, TokenInfo
 from zoo.models import Stack, list_parameter_paths, stack, swap_stack
-from zoo.models.decoder import SharedModule, UnrolledStack, insert_shared
+from zoo.models.build import build_decoder
+from zoo.models.decoder import Block, SharedBlock, SharedModule, UnrolledStack, insert_shared
 from zoo.models.hf.config import read_config
 from zoo.models.hf.families import FAMILIES
 from zoo.models.hf.families.zamba_layers import SharingBlock
@@ -231,3 +232,67 @@ def test_work_is_counted_per_call():
     ]
     assert counted[0] == counted[1] > 0
     assert zoo.count(copies) > zoo.count(model)
+
+
+def make_repeating(numbers):
+    """Build a decoder whose layers are these blocks of two."""
+    norm = partial(RMSNorm, 16)
+
+    def make_block(key):
+        keys = jax.random.split(key)
+        mixer, ffn = Attention(16, 4, key=keys[0]), GatedMLP(16, 20, key=keys[1])
+        return Block(mixer_norm=norm(), mixer=mixer, ffn_norm=norm(), ffn=ffn, dropout=Dropout(0.0))
+
+    stand_ins = [lambda key: SharedBlock(0), lambda key: SharedBlock(1)]
+    layers = [stand_ins[number] for number in numbers]
+    options = {"norm": norm, "tied": True, "shared": [make_block] * 2}
+    return partial(build_decoder, vocab=SIZES["vocab_size"], embed=16, layers=layers, **options)
+
+
+def test_layers_that_are_one_block_equal_copies():
+    model = eqx.filter_jit(make_repeating([0, 1] * 3 + [1]))(key=KEY)
+    copies = swap_stack(model, lambda layers: UnrolledStack(tuple(layers.iter_blocks())))
+    wanted, separate = differentiate(copies)
+    sums = [jax.tree.map(lambda *x: sum(x), *(separate.stack.blocks[i] for i in layers)) for layers in CALLS]
+    for changed in (zoo.configure(model, loop="scan"), zoo.configure(model, loop="plain", remat="full")):
+        loss, gradient = differentiate(changed)
+        np.testing.assert_allclose(loss, wanted, rtol=1e-6)
+        assert_close(gradient.stack.shared, tuple(sums))
+    many = differentiate(zoo.configure(model, loop="scan"), make_any_mesh(SEQUENCE, fsdp=2, tensor=2))
+    np.testing.assert_allclose(many[0], wanted, rtol=1e-6)
+    assert_close(many[1].stack.shared, tuple(sums), 5e-5)
+
+
+CALLS = [(0, 2, 4), (1, 3, 5, 6)]
+
+
+def test_layers_that_are_one_block_are_observed_and_decoded():
+    model = zoo.configure(eqx.filter_jit(make_repeating([0, 0, 1, 1]))(key=KEY), loop="scan")
+    mesh = zoo.make_mesh(devices=jax.devices()[:1])
+    step = eqx.filter_jit(zoo.value_and_grad(zoo.cross_entropy, mesh, observe=True))
+    table = zoo.models.tabulate_observations(step(zoo.models.observe(model), BATCH)[2])
+    outputs = zoo.hidden_states(swap_stack(model, Stack.unstack), TOKENS)
+    largest = [float(jnp.abs(x).max()) for x in outputs[1:-1]]
+    assert [*table] == ["layers.0", "layers.1", "layers.2", "layers.3", "logits"]
+    np.testing.assert_allclose([table[f"layers.{i}"][0] for i in range(len(largest))], largest, rtol=1e-5)
+
+    new = zoo.generate(model, TOKENS, max_new_tokens=3)
+    longer = jnp.concatenate([TOKENS, new], axis=1)
+    np.testing.assert_array_equal(jnp.argmax(model(longer), -1)[:, TOKENS.shape[1] - 1 : -1], new)
+    cache = zoo.summary(model).cache
+    assert cache is not None and cache["bytes_per_token"] == 4 * (2 * 16 + 1) * 4, "of four layers: keys, values, place"
+
+
+def test_a_repeated_block_is_compiled_once(monkeypatch):
+    traced = []
+    monkeypatch.setattr(stack, "insert_shared", lambda *args: traced.append(args) or insert_shared(*args))
+    model = zoo.configure(eqx.filter_eval_shape(make_repeating([0] * 24), key=KEY), loop="scan")
+    eqx.filter_eval_shape(lambda model: model(TOKENS), model)
+    assert len(traced) == 1
+
+
+def test_a_stand_in_does_not_run_outside_of_its_stack():
+    with pytest.raises(TypeError, match=r"the block that this layer shares is in Stack\.shared"):
+        SharedBlock(0)(zoo.models.Hidden(jnp.zeros((1, 2, 16))), TokenInfo())
+    with pytest.raises(TypeError, match=r"in Stack\.shared"):
+        SharedBlock(0).init_state(1, 8)

@@ -1,5 +1,6 @@
 """Compare encoders with PyTorch on reference cases: activations with padding, outputs, gradients, saving."""
 
+import json
 from pathlib import Path
 
 import jax
@@ -87,6 +88,33 @@ def test_published_bert_names_are_read_and_written(tmp_path: Path):
     saved = load_file(tmp_path / "again" / "model.safetensors")
     assert saved.keys() == published.keys()
     assert all(saved[name].tobytes() == published[name].tobytes() for name in saved)
+
+
+def test_published_albert_is_read_and_written(tmp_path: Path):
+    """Files have the pooler and the head of sentence orders, too, and configs keys of the paper's code."""
+    folder = FIXTURES / "albert_masked"
+    rows = {"albert.pooler": 16, "sop_classifier.classifier": 2}
+    published = load_file(folder / "model.safetensors")
+    for name, size in rows.items():
+        published |= {f"{name}.weight": np.ones((size, 16), np.float32), f"{name}.bias": np.ones(size, np.float32)}
+    published["predictions.decoder.bias"] = published["predictions.bias"]
+    save_file(published, tmp_path / "model.safetensors")
+    config = read(folder / "config.json")
+    older = {"down_scale_factor": 1, "gap_size": 0, "net_structure_type": 0, "num_memory_blocks": 0}
+    (tmp_path / "config.json").write_text(json.dumps(config | older))
+    model = zoo.load(tmp_path)
+    for x, y in zip(jax.tree.leaves(model), jax.tree.leaves(zoo.load(folder)), strict=True):
+        np.testing.assert_array_equal(x, y)
+    zoo.save(model, tmp_path / "again", source=tmp_path)
+    saved = load_file(tmp_path / "again" / "model.safetensors")
+    assert saved.keys() == published.keys() - {"predictions.decoder.bias"}
+    assert all(saved[name].tobytes() == published[name].tobytes() for name in saved)
+
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 64}))
+    assert len(model.stack.segments) == 1 and zoo.load(tmp_path).stack.count_layers() == 64 > len(published)
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_groups": 5}))
+    with pytest.raises(zoo.CheckpointError, match=r"num_hidden_groups = 5, and num_hidden_layers = 4 are too few"):
+        zoo.load(tmp_path)
 
 
 def test_copies_of_the_tied_head_are_read_and_checked(tmp_path: Path):

@@ -295,7 +295,12 @@ def _measure_cache(model: Any, max_length: int | None) -> dict[str, Any] | None:
     repeats = [segment.local_repeats for segment in model.stack.segments for _ in segment.blocks]
     # all repeats of a pattern have states of the same shape: one suffices
     shorten = lambda x: jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype)
-    first = swap_stack(model, lambda stack: replace_option(stack, "segments", jax.tree.map(shorten, stack.segments)))
+
+    def take_one_repeat(stack: Stack) -> Stack:
+        segments = [type(x)(jax.tree.map(shorten, x.blocks), 1, x.layers) for x in stack.segments]
+        return replace_option(stack, "segments", tuple(segments))
+
+    first = swap_stack(model, take_one_repeat)
 
     def measure(length: int) -> tuple[int, str]:
         states = eqx.filter_eval_shape(first.init_state, 1, length)

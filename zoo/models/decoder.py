@@ -131,6 +131,20 @@ class SharedModule(Module):
     number: int = eqx.field(static=True)
 
 
+class SharedBlock(SharedModule, AbstractBlock):
+    """Stands in a stack for a whole layer: block `number` of `Stack.shared`, which several layers are. It has no
+    parameters of its own."""
+
+    def init_state(self, batch: int, length: int, dtype: Any = jnp.float32) -> Any:
+        raise TypeError(_NOT_IN_STACK)
+
+    def __call__(self, hidden: Hidden, info: TokenInfo, state: Any = None) -> tuple[Hidden, Any]:
+        raise TypeError(_NOT_IN_STACK)
+
+
+_NOT_IN_STACK = "the block that this layer shares is in Stack.shared: run the layer in its stack"
+
+
 def find_shared_modules(tree: Any) -> list[SharedModule]:
     """Return the shared modules that a block calls."""
     return [x for x in jax.tree.leaves(tree, is_leaf=_is_shared) if _is_shared(x)]

@@ -62,7 +62,8 @@ def observe(model: _Model) -> _Model:
         raise ValueError("the model is observed already")
 
     def observe_segment(segment: Segment) -> Segment:
-        shape = jax.tree.leaves(eqx.filter(segment.blocks, _is_array))[0].shape[: len(segment.layers)]
+        arrays = jax.tree.leaves(eqx.filter(segment.blocks, _is_array))
+        shape = arrays[0].shape[: len(segment.layers)] if arrays else (segment.num_repeats,)
         blocks = tuple(_wrap(block, shape) for block in segment.blocks)
         return type(segment)(blocks, segment.num_repeats, segment.layers)
 
@@ -185,8 +186,8 @@ def _share(values: Float[Array, "values"], field: Float[Array, "values"]) -> Flo
 def _wrap(block: AbstractBlock, shape: tuple[int, ...]) -> ObservedBlock:
     """Wrap a block whose arrays are stacked with this leading `shape`."""
     make = lambda block: ObservedBlock(block, jnp.zeros(2, jnp.float32))
-    for _ in shape:
-        make = eqx.filter_vmap(make)
+    for size in reversed(shape):
+        make = eqx.filter_vmap(make, axis_size=size)
     return make(block)
 
 

@@ -122,7 +122,10 @@ class Segment(AbstractLayers):
     @property
     def local_repeats(self) -> int:
         """Repeats of the pattern on this device, in one round."""
-        return jax.tree.leaves(self.blocks)[0].shape[len(self.layers) - 1]
+        arrays = jax.tree.leaves(self.blocks)
+        if not arrays:  # every block is shared, and no pipeline deals these out
+            return self.num_repeats
+        return arrays[0].shape[len(self.layers) - 1]
 
     @property
     def first_repeat(self) -> int | Int[Array, ""]:
@@ -211,8 +214,9 @@ def stack_trees(trees: Sequence[Any], axis: int = 0) -> Any:
     return jax.tree.map(lambda *x: jnp.stack(x, axis), *trees)
 
 
-def unstack_tree(tree: Any) -> list[Any]:
-    """Unstack every array along its leading dim. The gradient stacks once, where the gradient of indexing would pad and
-    add once per element."""
+def unstack_tree(tree: Any, size: int) -> list[Any]:
+    """Unstack every array along its leading dim, of this size. The gradient stacks once, where the gradient of indexing
+    would pad and add once per element."""
     arrays, treedef = jax.tree.flatten(tree)
-    return [jax.tree.unflatten(treedef, elements) for elements in zip(*map(jax.lax.unstack, arrays), strict=True)]
+    unstacked = [jax.lax.unstack(x) for x in arrays]
+    return [jax.tree.unflatten(treedef, [elements[i] for elements in unstacked]) for i in range(size)]

@@ -52,7 +52,8 @@ class Stack(AbstractStack):
     block's parameters are all-gathered inside the loop, and rematerialized in the backward pass as `remat` says.
 
     Several layers may call one module: it is in `shared`, once, and their blocks name it by `SharedModule(number)`. It
-    is all-gathered with each block that calls it, and its gradient is the sum over the calls.
+    is all-gathered with each block that calls it, and its gradient is the sum over the calls. Layers that are one block
+    are `SharedBlock(number)`.
     """
 
     segments: tuple[Segment, ...]
@@ -233,7 +234,7 @@ class Stack(AbstractStack):
         """Run the repeats of a pattern, whose first layer is number `first`, one after the other."""
         pattern = self._make_pattern(segment, info, prevent_cse=True)
         new_states = []
-        for blocks in unstack_tree(self._add_edits(segment, first)):
+        for blocks in unstack_tree(self._add_edits(segment, first), segment.local_repeats):
             for block, run in zip(blocks, pattern, strict=True):
                 layer = len(new_states)
                 state = None if states is None else states[layer]

@@ -41,6 +41,8 @@ from .tokenizer_files import has_tokenizer
 _logger = logging.getLogger("zoo")
 _MAX_LISTED = 20
 _MAX_MISSING = 10_000
+_MOST_SHARED_LAYERS = 128
+"""Most layers of a checkpoint with fewer tensors than layers, which share them."""
 
 
 LoadedModel = Any
@@ -158,7 +160,8 @@ def resolve_checkpoint(
             config = read_config(family, config_json)
             decode = True
         layers = config.get("num_hidden_layers", 0)  # a family of one's own may have another key
-        if layers > len(tensors):  # refused here: building 10^9 layers, if only in shapes, would never end
+        # refused here: building 10^9 layers, if only in shapes, would never end
+        if layers > max(len(tensors), _MOST_SHARED_LAYERS):
             raise ConfigError(f"num_hidden_layers = {layers}, and the checkpoint has {len(tensors)} tensors in all")
         model = build_shapes(family, config)
         name_map = rename_all(family.names(config), wrapping)

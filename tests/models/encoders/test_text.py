@@ -17,7 +17,7 @@ TOKENS = jnp.asarray(np.random.default_rng(0).integers(3, 40, (2, 9)))
 
 
 PACKED = ["bert_masked", "modernbert_masked", "mpnet_masked", "electra_masked", "electra_replaced"]
-PACKED += ["xlm_roberta_xl_masked"]
+PACKED += ["xlm_roberta_xl_masked", "albert_groups"]
 
 
 @pytest.mark.parametrize("name", mark_slow(PACKED, but=["modernbert_masked", "mpnet_masked"]))
@@ -34,7 +34,7 @@ def test_packed_texts_equal_rows_of_their_own(name):
 
 
 TEXTS = ["bert_texts", "roberta_texts", "modernbert_texts", "eurobert_texts", "mpnet_texts", "electra_texts"]
-TEXTS += ["xlm_roberta_xl_texts"]
+TEXTS += ["xlm_roberta_xl_texts", "albert_texts"]
 
 
 @pytest.mark.ci

@@ -15,7 +15,7 @@ def test_reasons_are_given_for_families_that_are_not_read():
     assert len(listed) == len(set(listed)) >= 30
     for model_type in listed:
         assert get_family(model_type) is None and model_type not in WRAPPERS, f"{model_type} is read now"
-    assert {"t5", "albert", "rwkv7"} <= {*listed}
+    assert {"t5", "deberta", "rwkv7"} <= {*listed}
     assert find_reason("llama") is None and find_reason(None) is None and find_reason([]) is None
 
 
@@ -23,7 +23,7 @@ def test_nearest_families_are_read():
     listed = [model_type for model_types, _ in list_reasons() for model_type in model_types]
     nearest = {model_type: find_nearest(model_type) for model_type in listed}
     assert all(name is None or get_family(name) is not None for name in nearest.values())
-    assert nearest["albert"] == "bert" and nearest["qwen3_vl"] == "qwen3"
+    assert nearest["deberta"] == "deberta-v2" and nearest["qwen3_vl"] == "qwen3"
     assert nearest["bart"] is None and find_nearest("llama") is None and find_nearest([]) is None
 
 
@@ -39,7 +39,7 @@ def test_load_gives_the_reason(tmp_path, config):
 @pytest.mark.parametrize(
     "model_type, words",
     [
-        ("albert", r"The nearest family that is read is 'bert'\."),
+        ("deberta", r"The nearest family that is read is 'deberta-v2'\."),
         ("qwen3_vl_moe", r"The nearest family that is read is 'qwen3_moe'\."),
         ("t5", "an encoder and a decoder with cross-attention"),
         ("llamma", "did you mean 'llama'"),

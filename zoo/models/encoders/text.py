@@ -31,6 +31,7 @@ from ..build import LayerFactories, build_stack, make_embedding_projection
 from ..decoder import EMBEDDING_DROPOUT_SITE, AbstractBlock, AbstractStack, Hidden, check_length, find_checkable_vocab
 from ..hf.spec import Origin
 from ..loop import Loop
+from ..stack import BlockFactory, SharedFactory
 from ..torch_habits import explain_torch_habit, hash_for_jit
 from .heads import (
     AbstractEncoderHead,
@@ -202,7 +203,7 @@ def build_encoder(
     *,
     vocab: int,
     embed: int,
-    layers: Sequence[LayerFactories],
+    layers: Sequence[LayerFactories | BlockFactory],
     norm: Callable[[], AbstractNorm],
     head: Callable[..., AbstractEncoderHead | MaskedLMHead],
     block: Callable[..., AbstractBlock] | Sequence[Callable[..., AbstractBlock]],
@@ -216,6 +217,7 @@ def build_encoder(
     dropout: float = 0.0,
     remat: Remat = "none",
     loop: Loop = "auto",
+    shared: Sequence[SharedFactory] = (),
     key: Key[Array, ""],
 ) -> Encoder:
     """Build an encoder of texts from factories of its parts, as `zoo.models.build_decoder` builds a decoder.
@@ -223,10 +225,12 @@ def build_encoder(
     - `head` is called with `key=`. `norm` makes the norms of the layers, `final_norm` that after the last:
       `IdentityNorm` for none.
     - `block`: residual wiring of all layers, or of each.
-    - `embedding_size`: features of the embeddings; if they are not `embed`, a linear layer projects their sum.
+    - `embedding_size`: features of the embeddings, whose sum a linear layer projects; None for `embed` features without
+      a projection.
     - `positions`: number of learned positions, None without; `position_offset`: unused rows before them.
     - `token_types`: number of token types, 0 without an embedding of types.
     - `relative_embedding`: factory of the table of relative positions that all layers read, called with `key=`.
+    - `shared`: factories of modules that several layers call, see `zoo.models.Stack`.
     """
     embedding_key, stack_key, head_key = jax.random.split(wrap_key(key), 3)
     position_key = jax.random.fold_in(embedding_key, 1)
@@ -238,7 +242,7 @@ def build_encoder(
         position_embedding = PositionEmbedding(positions, size, offset=position_offset, scale=scale, key=position_key)
     if token_types:
         type_embedding = TokenTypeEmbedding(token_types, size, scale=scale, key=type_key)
-    if size != embed:
+    if embedding_size is not None:
         projection_key = jax.random.fold_in(embedding_key, 4)
         projection = make_embedding_projection(size, embed, bias=True, key=projection_key)
     if relative_embedding is not None:
@@ -250,7 +254,9 @@ def build_encoder(
         relative_embedding=relative,
         embedding_norm=None if embedding_norm is None else embedding_norm(),
         embedding_projection=projection,
-        stack=build_stack(layers, norm, block=block, dropout=dropout, remat=remat, loop=loop, key=stack_key),
+        stack=build_stack(
+            layers, norm, block=block, dropout=dropout, remat=remat, loop=loop, shared=shared, key=stack_key
+        ),
         norm=final_norm(),
         head=head(key=head_key),
         dropout=Dropout(dropout),

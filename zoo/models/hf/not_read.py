@@ -6,7 +6,6 @@ _MODEL_TYPES_BY_REASON: Mapping[str, tuple[str, ...]] = {
     "an encoder and a decoder with cross-attention, and a model here is one stack": (
         *("t5", "mt5", "umt5", "t5gemma", "bart", "mbart", "m2m_100", "marian", "pegasus", "whisper"),
     ),
-    "a layer whose weights several layers share": ("albert",),
     "attention with one matrix of queries, keys and values, and biases of queries and values only": ("deberta",),
     "a tower of images and one of texts, of which only siglip_vision_model is read": (
         *("clip", "siglip", "siglip2", "siglip_text_model", "clip_vision_model"),
@@ -19,7 +18,6 @@ _MODEL_TYPES_BY_REASON: Mapping[str, tuple[str, ...]] = {
     "RWKV after its fourth version has no class in transformers": ("rwkv5", "rwkv6", "rwkv7"),
 }
 _MODEL_TYPES_BY_NEAREST: Mapping[str, tuple[str, ...]] = {
-    "bert": ("albert",),
     "deberta-v2": ("deberta",),
     "gemma2": ("t5gemma", "paligemma"),
     "glm4": ("glm4v",),

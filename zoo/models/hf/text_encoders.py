@@ -20,6 +20,7 @@ from ..encoders.heads import (
     average_tokens,
 )
 from ..encoders.text import Encoder, build_encoder
+from ..stack import BlockFactory
 from .encoder_heads import HeadFactory, count_classes, make_feature_head_factory, select_head
 from .errors import ConfigError
 from .spec import Config, NameMap, prefixed
@@ -89,7 +90,7 @@ def make_bert_heads(
 
 def build_config_encoder(
     config: Config,
-    layers: Sequence[LayerFactories],
+    layers: Sequence[LayerFactories | BlockFactory],
     prefix: str,
     heads: dict[str, HeadFactory],
     *,

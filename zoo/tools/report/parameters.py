@@ -9,6 +9,7 @@ import jax
 from jaxtyping import PyTree
 
 from zoo.models import Stack, list_parameter_paths
+from zoo.models.decoder import insert_shared
 from zoo.models.parameter_paths import ParameterPath
 from zoo.models.stack import is_stack
 from zoo.parallel import Mesh, count
@@ -27,8 +28,11 @@ def describe_model(model: Any) -> str:
     Layers of a repeating pattern are listed in order, with a count for equal neighbors.
     """
     stacks = [x for x in jax.tree.leaves(model, is_leaf=is_stack) if isinstance(x, Stack)]
-    segments = [segment for stack in stacks for segment in stack.segments]
-    kinds = [kind for segment in segments for kind in [*map(_describe_block, segment.blocks)] * segment.num_repeats]
+    kinds = []
+    for stack in stacks:
+        for segment in stack.segments:
+            blocks = [insert_shared(block, stack.shared) for block in segment.blocks]
+            kinds += [*map(_describe_block, blocks)] * segment.num_repeats
     groups = [(kind, len(list(same))) for kind, same in itertools.groupby(kinds)]
     size = f"{count(model):,} parameters"
     if not kinds:

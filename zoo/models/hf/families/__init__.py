@@ -7,6 +7,7 @@ from zoo.models.hf.spec import Family
 from zoo.models.hf.support import FamilySupport, read_support
 
 from .afmoe import AFMOE
+from .albert import ALBERT
 from .apertus import APERTUS
 from .arcee import ARCEE
 from .axk1 import AXK1
@@ -137,6 +138,7 @@ from .zamba2 import ZAMBA2
 
 ALL_FAMILIES = (
     AFMOE,
+    ALBERT,
     APERTUS,
     ARCEE,
     BAILING_HYBRID,

@@ -67,14 +67,18 @@ def map_bert_layers(prefix: str, attention: NameMap = ATTENTION_NAMES) -> NameMa
         "output.dense": "mlp.down",
         "output.LayerNorm": "ffn_norm",
     }
+    return {**map_embeddings(prefix), **prefixed(f"{prefix}.encoder.layer.*", "layers.*", block)}
+
+
+def map_embeddings(prefix: str) -> NameMap:
+    """Map the tensors of BERT's embeddings, which are in the module `prefix` in transformers."""
     embeddings = {
         "word_embeddings": "embedding",
         "position_embeddings": "position_embedding",
         "token_type_embeddings": "type_embedding",
         "LayerNorm": "embedding_norm",
     }
-    layers = {**prefixed("embeddings", "", embeddings), **prefixed("encoder.layer.*", "layers.*", block)}
-    return prefixed(prefix, "", layers)
+    return prefixed(f"{prefix}.embeddings", "", embeddings)
 
 
 def _map_bert_names(config: Config) -> NameMap:

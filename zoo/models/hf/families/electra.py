@@ -27,7 +27,7 @@ def _build_electra(config: Config, *, key: Key[Array, ""]) -> Encoder:
         **text_encoders.make_bert_heads(config, transform, activation=gelu),
         "PreTraining": _make_replaced_token_head_factory(config),
     }
-    options = {"embedding_size": embedding_size, "embedding_norm": norm}
+    options = {"embedding_size": None if embedding_size == size else embedding_size, "embedding_norm": norm}
     return bert.build_bert_layers(
         config, "Electra", heads, positions=config["max_position_embeddings"], key=key, **options
     )
