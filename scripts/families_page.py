@@ -39,6 +39,8 @@ from zoo.models.hf.not_read import REFUSED_VARIANTS, list_reasons
 from zoo.models.hf.spec import Config, Family
 from zoo.models.hf.support import FamilySupport
 from zoo.models.presets.published import PRESETS, Preset
+from zoo.models.segment import find_inner_patterns
+from zoo.models.stack import Stack
 
 TESTS = Path(__file__).parents[1] / "tests"
 QUANTIZED = {
@@ -63,6 +65,18 @@ OTHER_MIXERS = {
 }
 """Mixers of layers beside attention, by family: checkpoints name the layers, and the default config has attention
 first."""
+
+
+LETTERS = {"mamba": "M", "linear_attention": "L", "full_attention": "A", "attention": "A", "hybrid": "H"}
+PERIODS: dict[str, tuple[str, Any, dict[str, Any], float]] = {
+    "granitemoehybrid": ("layer_types", [*["mamba"] * 5, "attention", *["mamba"] * 4], {}, 1.8),
+    "qwen3_next": ("layer_types", [*["linear_attention"] * 3, "full_attention"], {}, 1.7),
+    "nemotron_h": ("hybrid_override_pattern", "M-M-M-M-M*-", {}, 1.8),
+    "zamba2": ("layers_block_type", [*["mamba"] * 5, "hybrid"] * 2, {"num_mem_blocks": 2}, 1.8),
+}
+"""By family: the key of its layers, their period, further keys, and the CPU time of the first step of the deep model
+over that of one period."""
+MEASURED_ON = "two cores of an AMD EPYC"
 
 
 def build_families_page(note: str) -> str:
@@ -95,6 +109,14 @@ def build_families_page(note: str) -> str:
                 f"| `{name}` | `{FAMILIES[name].architecture}` | {format_support(support)} |"
                 for name, support in families().items()
             ),
+            "\n## Compile time of hybrids\n",
+            f"{len(FAMILIES)} families are read. A stack compiles the blocks of a repeating pattern once, and equal "
+            "neighbors in it once: a deep model compiles as many blocks as one period of its layers. First step: CPU "
+            "time to compile and run loss and gradient, of the deep model over that of one period, at small sizes; "
+            f"median of three, on {MEASURED_ON}.\n",
+            "| family | period | compiled blocks | layers | compiled blocks | first step |",
+            "|---|---|--:|--:|--:|--:|",
+            *(describe_depth(name, pattern) for name, pattern in PERIODS.items()),
             "\n## What each is\n",
             *summaries,
             "\n## Not read yet\n",
@@ -112,6 +134,26 @@ def build_families_page(note: str) -> str:
             "",
         ]
     )
+
+
+def describe_depth(name: str, pattern: tuple[str, Any, dict[str, Any], float]) -> str:
+    """Describe the compiled blocks of one period of a hybrid, and of as many as reach 48 layers."""
+    key, period, options, ratio = pattern
+    counts = []
+    for periods in (1, -(-48 // len(period))):
+        layers = period * periods
+        family = FAMILIES[name]
+        config = read_config(family, {**options, key: layers, "num_hidden_layers": len(layers)})
+        model = eqx.filter_eval_shape(family.build, config, key=jax.random.key(0))
+        counts.append((len(layers), count_compiled_blocks(model.stack)))
+    (_, once), (depth, compiled) = counts
+    letters = "".join(LETTERS.get(kind, kind) for kind in period)
+    return f"| `{name}` | `{letters}` | {once} | {depth} | {compiled} | {ratio} |"
+
+
+def count_compiled_blocks(stack: Stack) -> int:
+    """Count the blocks that a scan over the layers compiles."""
+    return sum(period for segment in stack.segments for period, _ in find_inner_patterns(segment.blocks))
 
 
 def format_support(support: FamilySupport) -> str:

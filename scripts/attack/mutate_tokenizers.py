@@ -124,7 +124,8 @@ def read(path: Path) -> tuple[Any, ...]:
 
 def read_for_generation(path: Path) -> tuple[Any, ...]:
     """Read a tokenizer as the command line does."""
-    from zoo.text.tokenizers import StreamDecoder, count_bytes, find_tokenizer
+    from zoo.text.stream_decoder import StreamDecoder
+    from zoo.text.tokenizers import count_bytes, find_tokenizer
 
     tokenizer = find_tokenizer(path, 256)
     assert tokenizer is not None

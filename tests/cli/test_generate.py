@@ -9,14 +9,8 @@ import pytest
 import zoo
 from tests.command_line import BOS, EOS
 from zoo.cli.generate import pad_left, read_stop_tokens
-from zoo.text.tokenizers import (
-    ByteTokenizer,
-    FileTokenizer,
-    StoppingDecoder,
-    StreamDecoder,
-    count_bytes,
-    find_tokenizer,
-)
+from zoo.text.stream_decoder import StoppingDecoder, StreamDecoder
+from zoo.text.tokenizers import ByteTokenizer, FileTokenizer, count_bytes, find_tokenizer
 
 
 @pytest.mark.slow

@@ -19,7 +19,8 @@ from zoo._terminal import show
 from zoo.generate import Conversation
 from zoo.parallel.devices import make_device_mesh
 from zoo.text.chat import ChatError, ChatTemplate, NoChatTemplateError, encode_rendered, protect
-from zoo.text.tokenizers import StoppingDecoder, Tokenizer, cut_at_stop, find_tokenizer
+from zoo.text.stream_decoder import StoppingDecoder, cut_at_stop
+from zoo.text.tokenizers import Tokenizer, find_tokenizer
 from zoo.weights.directory import resolve_directory
 
 from .generate import read_generation_defaults, read_stop_tokens

@@ -17,8 +17,9 @@ from zoo._terminal import show
 from zoo.models.hf.values import integer, list_of
 from zoo.models.hf.wrappers import read_text_config
 from zoo.parallel.devices import make_device_mesh
+from zoo.text.stream_decoder import StoppingDecoder
 from zoo.text.tokenizer_file import TOKENIZER_FILE
-from zoo.text.tokenizers import StoppingDecoder, Tokenizer, find_tokenizer
+from zoo.text.tokenizers import Tokenizer, find_tokenizer
 from zoo.weights.directory import CONFIG_NAME, resolve_directory
 from zoo.weights.safetensors import CheckpointError, read_json
 

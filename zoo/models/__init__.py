@@ -40,8 +40,9 @@ from .presets.recurrent import (
 )
 from .presets.transformer import Transformer
 from .presets.vision_transformer import VisionTransformer
+from .restack import split_ends
 from .scoring import hidden_states, score
-from .stack import Stack, describe_loop, split_ends, swap_stack
+from .stack import Stack, describe_loop, swap_stack
 from .text_embeddings import embed
 
 __all__ = [

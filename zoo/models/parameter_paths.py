@@ -30,7 +30,8 @@ from zoo.parallel.rounds import has_rounds, merge_rounds
 from zoo.parallel.trainable_copy import TrainableCopy
 
 from .decoder import UnrolledStack, find_shared_modules
-from .stack import Stack, join_end_shapes
+from .restack import join_end_shapes
+from .stack import Stack
 
 IndexRanges = tuple[range, ...]
 """Layer and expert numbers of the stacked dims of an array."""

@@ -16,7 +16,7 @@ from zoo._checks import wrap_key
 from zoo.layers import TokenInfo
 from zoo.layers.kv_cache import check_room
 from zoo.layers.moe.routing import RoutingSums
-from zoo.parallel import Dim, Module, Remat, current_mesh, gather, implementation_option, replace_option, scan
+from zoo.parallel import Dim, Module, Remat, current_mesh, gather, implementation_option, scan
 from zoo.parallel.pipeline import run_stages
 from zoo.parallel.remat import check_remat, rematerialize
 from zoo.parallel.scope import has_value
@@ -87,7 +87,7 @@ class Stack(AbstractStack):
         def stack(layers: range) -> AbstractBlock:
             return eqx.filter_vmap(factories[layers[0]])(keys[layers.start : layers.stop : layers.step])
 
-        self.segments = _make_segments(factories, stack)
+        self.segments = make_segments(factories, stack)
         # fold_in(key, i) is the key of layer i
         self.shared = tuple(make(jax.random.fold_in(key, len(factories) + i)) for i, make in enumerate(shared))
         if missing := [x.number for x in find_shared_modules(self.segments) if x.number >= len(shared)]:
@@ -337,7 +337,7 @@ class Stack(AbstractStack):
         return [rematerialize(run, self.remat, prevent_cse=prevent_cse) for run in blocks]
 
 
-def _make_segments(items: Sequence[Hashable], stack: Callable[[range], AbstractBlock]) -> tuple[Segment, ...]:
+def make_segments(items: Sequence[Hashable], stack: Callable[[range], AbstractBlock]) -> tuple[Segment, ...]:
     """Split layers into segments by their items, equal for equal layers. `stack` returns the stacked block of layers
     with these numbers. The longest pattern is dealt out to the stages of a pipeline, others are ends."""
     patterns = find_patterns(items)
@@ -441,80 +441,6 @@ def _complete_carry(step: Callable, hidden: Hidden, xs: Any) -> Hidden:
 def _stack_routing(routing: Sequence[RoutingSums], routers: int) -> tuple[RoutingSums, ...]:
     """Stack the sums of each router of a pattern over the repeats, along dim 1: rows stay the first."""
     return tuple(stack_trees(routing[i::routers], axis=1) for i in range(routers))
-
-
-def split_ends(model: _Model, stages: int) -> _Model:
-    """Move as few layers as possible out of the stages of a pipeline, so that the others share out over them.
-
-        model = zoo.models.split_ends(model, stages=pipe * rounds)
-
-    The layers of the longest repeating pattern are dealt out to `stages`: the size of the mesh axis `pipe`, times the
-    `rounds` of the layout. If that does not divide its repeats, the last of them become ends: every device has them, as
-    it has the embedding, and runs them after the stages. Layers keep their numbers and parameters, and results stay the
-    same. Returns a model that divides as it is.
-
-    `model` may be any tree with stacks in it: gradients, optimizer state, `jax.ShapeDtypeStruct`s, whose shardings are
-    dropped. **Raises** `ValueError` for fewer repeats than stages.
-    """
-    if stages < 1:
-        raise ValueError(f"layers are dealt out to one stage or more, not stages={stages}")
-    split = lambda segment: segment.split_ends(stages) if segment.layers[-1].name == "layers" else (segment,)
-
-    def split_stack(stack: Stack) -> Stack:
-        return replace_option(stack, "segments", tuple(part for segment in stack.segments for part in split(segment)))
-
-    return _map_stacks(split_stack, model)
-
-
-def join_end_shapes(model: _Model) -> _Model:
-    """Undo `split_ends` in a tree of `jax.ShapeDtypeStruct`s."""
-
-    def can_join(segment: Segment, end: Segment) -> bool:
-        is_end = (segment.layers[-1].name, end.layers[-1].name) == ("layers", "ends")
-        one_repeat = [jax.tree.map(lambda x: (x.shape[1:], x.dtype), s.blocks) for s in (segment, end)]
-        return is_end and bool(eqx.tree_equal(*one_repeat))
-
-    def join(segment: Segment, end: Segment) -> Segment:
-        repeats = segment.num_repeats + end.num_repeats
-        lengthen = lambda x: jax.ShapeDtypeStruct((repeats, *x.shape[1:]), x.dtype)
-        return Segment(jax.tree.map(lengthen, segment.blocks), repeats, segment.layers)
-
-    def join_stack(stack: Stack) -> Stack:
-        segments: list[Segment] = []
-        for segment in stack.segments:
-            if segments and can_join(segments[-1], segment):
-                segment = join(segments.pop(), segment)
-            segments.append(segment)
-        return replace_option(stack, "segments", tuple(segments))
-
-    return _map_stacks(join_stack, model)
-
-
-def stack_apart(model: _Model, keys: Sequence[Hashable]) -> _Model:
-    """Split the layers of a model of `jax.ShapeDtypeStruct`s anew into segments, where some of its arrays stack layers
-    with different keys. `keys` has one for each layer."""
-
-    def split(stack: Stack) -> Stack:
-        if all(len({keys[number] for number in layers}) == 1 for _, layers in stack.iter_stacked()):
-            return stack
-        blocks: dict[int, AbstractBlock] = {}
-        for block, layers in stack.iter_stacked():
-            one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), block)
-            for number in layers:
-                blocks[number] = one
-        kinds = [(jax.tree.structure(blocks[i]), *jax.tree.leaves(blocks[i]), keys[i]) for i in range(len(blocks))]
-
-        def lengthen(layers: range) -> AbstractBlock:
-            return jax.tree.map(lambda x: jax.ShapeDtypeStruct((len(layers), *x.shape), x.dtype), blocks[layers[0]])
-
-        segments = _make_segments([kinds.index(kind) for kind in kinds], lengthen)
-        return replace_option(stack, "segments", segments)
-
-    return _map_stacks(split, model)
-
-
-def _map_stacks(function: Callable[[Stack], Stack], tree: _Model) -> _Model:
-    return jax.tree.map(lambda x: function(x) if isinstance(x, Stack) else x, tree, is_leaf=is_stack)
 
 
 def describe_loop(stack: Stack) -> str:

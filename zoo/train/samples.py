@@ -12,7 +12,7 @@ from zoo.generate import generate
 from zoo.models import Decoder
 from zoo.parallel import ZERO3, Mesh, make_mesh, place
 from zoo.text.run_data import RunData
-from zoo.text.tokenizers import StoppingDecoder, cut_at_stop
+from zoo.text.stream_decoder import StoppingDecoder, cut_at_stop
 
 
 def continue_prompts(

@@ -17,7 +17,8 @@ from zoo.layers import Linear
 from zoo.layers.quantized.groups import AbstractGroupLinear
 from zoo.models.hf.spec import NameMap, TensorMapping
 from zoo.models.parameter_paths import IndexRanges, ParameterPath, format_path, iterate_indices, map_modules
-from zoo.models.stack import Stack, is_stack, stack_apart
+from zoo.models.restack import stack_apart
+from zoo.models.stack import Stack, is_stack
 from zoo.models.targets import find_linears, is_linear_site
 from zoo.ops.quantized.groups import CODES_PER_BYTE
 from zoo.parallel.module import Leaf
