@@ -147,7 +147,7 @@ def describe_depth(name: str, pattern: tuple[str, Any, dict[str, Any], float]) -
         model = eqx.filter_eval_shape(family.build, config, key=jax.random.key(0))
         counts.append((len(layers), count_compiled_blocks(model.stack)))
     (_, once), (depth, compiled) = counts
-    letters = "".join(LETTERS.get(kind, kind) for kind in period)
+    letters = "".join(LETTERS.get(kind, str(kind)) for kind in period)
     return f"| `{name}` | `{letters}` | {once} | {depth} | {compiled} | {ratio} |"
 
 
