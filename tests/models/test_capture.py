@@ -326,6 +326,8 @@ def test_what_cannot_be_captured_is_an_error(model):
         zoo.capture(zoo.capture(model, "norm"), "layers.2")(TOKENS)
     with pytest.raises(TypeError, match="the name of a value is a string"):
         zoo.capture(model, 3)
+    with pytest.raises(TypeError, match=r"an edit is a function, .* and that of norm is \(3,\)"):
+        zoo.patch(model, {"norm": (3,)})
     with pytest.raises(TypeError, match="Linear takes no edits"):
         zoo.patch(model.stack.segments[0].blocks[0].mixer.query, {})
 

@@ -144,12 +144,13 @@ def unpatch(model: _Model) -> _Model:
 
 
 def _make_edit(name: str, edit: Any) -> Edit:
-    if isinstance(edit, tuple):
+    if isinstance(edit, tuple) and edit:
         function, *arrays = edit
     elif callable(edit) and not isinstance(edit, Activation):
-        function, arrays = edit, ()
+        return Edit(name, edit)
     else:
-        function, arrays = _replace, (edit,)
+        function = _replace
+        arrays = [edit]
     if not callable(function):
         raise TypeError(f"an edit is a function, (function, *arrays), or an array, and that of {name} is {edit!r}")
     return Edit(name, function, tuple(map(_name_dims, arrays)))

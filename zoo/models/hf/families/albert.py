@@ -68,7 +68,8 @@ def _list_groups(config: Config) -> list[int]:
 
     **Raises** `ConfigError` for a group without a run.
     """
-    runs, groups = config["num_hidden_layers"], config["num_hidden_groups"]
+    runs = config["num_hidden_layers"]
+    groups = config["num_hidden_groups"]
     if groups > runs:
         raise ConfigError(f"num_hidden_groups = {groups}, and num_hidden_layers = {runs} are too few to run them all")
     return [int(i / (runs / groups)) for i in range(runs)]

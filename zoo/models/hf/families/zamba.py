@@ -26,7 +26,8 @@ from .zamba_layers import LowRankUpdates, MultiHeadMamba, SharedTransformer, Sha
 
 
 def _build_zamba(config: Config, *, key: Key[Array, ""]) -> Decoder:
-    inner, heads = config["mamba_expand"] * config["hidden_size"], config["n_mamba_heads"]
+    inner = config["mamba_expand"] * config["hidden_size"]
+    heads = config["n_mamba_heads"]
     if inner % heads:
         raise ConfigError(f"mamba_expand * hidden_size = {inner} does not share out over n_mamba_heads = {heads}")
     rank = config["mamba_dt_rank"]
@@ -48,7 +49,8 @@ def _build_zamba(config: Config, *, key: Key[Array, ""]) -> Decoder:
 
 
 def _list_layer_types(config: Config) -> list[str]:
-    period, offset = config["attn_layer_period"], config["attn_layer_offset"]
+    period = config["attn_layer_period"]
+    offset = config["attn_layer_offset"]
     hybrid = [False, False, True, *(i % period == offset for i in range(config["num_hidden_layers"] - 3))]
     return read_layer_types(config, ["hybrid" if chosen else "linear_attention" for chosen in hybrid])
 
@@ -83,7 +85,8 @@ def build_zamba_decoder(
     `make_updates` is a factory of the updates of one call, called with the shared layer and `key=`.
     """
     embed = config["hidden_size"]
-    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"] or config["num_attention_heads"]
+    heads = config["num_attention_heads"]
+    kv_heads = config["num_key_value_heads"] or heads
     head_dim = config.get("attention_head_dim") or 2 * embed // heads
     norm = make_rms_norm_factory(config)
     attention = partial(

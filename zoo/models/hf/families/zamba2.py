@@ -24,7 +24,9 @@ from .zamba_layers import LowRankUpdates, SharedTransformer, SharingBlock
 
 def _build_zamba2(config: Config, *, key: Key[Array, ""]) -> Decoder:
     embed = config["hidden_size"]
-    inner, heads, groups = config["mamba_expand"] * embed, config["n_mamba_heads"], config["mamba_ngroups"]
+    inner = config["mamba_expand"] * embed
+    heads = config["n_mamba_heads"]
+    groups = config["mamba_ngroups"]
     if inner % heads or heads % groups:
         raise ConfigError(
             f"mamba_expand * hidden_size = {inner} should share out over n_mamba_heads = {heads}, and these over "
@@ -100,7 +102,8 @@ def _describe_zamba2(model: Any) -> dict[str, Any]:
     check_type("shared layer", shared, SharedTransformer)
     check_type("updates", first.updates, LowRankUpdates)
     check_type("mixer", first.layer.mixer, Mamba2)
-    mixer, attention = first.layer.mixer, shared.mixer
+    mixer = first.layer.mixer
+    attention = shared.mixer
     vocab, embed = model.embedding.table_shape
     heads = mixer.dt.out_size
     config = {
