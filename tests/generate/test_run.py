@@ -472,7 +472,7 @@ def test_generate_raises_on_stop_tokens_that_are_no_integers(no_type_checks, sto
         ({"logits": 3}, "logits is a function of logits and the text so far, not 3"),
         ({"logits": Unhashable(ban_repeats)}, "logits: Unhashable cannot be hashed"),
     ],
-    ids=str,
+    ids=["sequences", "number", "unhashable"],
 )
 def test_generate_raises_on_rules_of_other_types(no_type_checks, options, message):
     with pytest.raises(TypeError, match=message):
