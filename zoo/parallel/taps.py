@@ -1,6 +1,6 @@
 """Taps: values of a forward pass, read or edited where a module takes or returns them.
 
-    taps = Taps.reading("layers.*.attention.out")
+    taps = Taps(("layers.*.attention.out",))
     with active_taps(taps):
         model(tokens)
     values = taps.collect()
