@@ -21,11 +21,12 @@ MOST_MODULES = 2
 # Tests whose subject is more than one module of the package.
 SPANNING_TESTS = {
     *("adapters/test_all_methods.py", "adapters/test_properties.py", "adapters/peft/test_parity.py"),
-    *("cli/test_main.py", "generate/test_latent_attention.py", "generate/test_mesh.py"),
+    *("cli/test_main.py", "generate/test_capture.py", "generate/test_latent_attention.py", "generate/test_mesh.py"),
     *(
         "layers/recurrent/test_mixers.py",
         "models/test_parallel_equals_serial.py",
         "models/test_padding.py",
+        "models/test_shared.py",
         "models/test_x64.py",
         "ops/recurrence/test_parity.py",
     ),

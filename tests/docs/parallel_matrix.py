@@ -60,6 +60,7 @@ from zoo.models.hf.families.llama4_text_layers import ChunkedAttention
 from zoo.models.hf.families.mimo_v2_flash_layers import ValueScaledAttention
 from zoo.models.hf.families.mpnet_layers import RelativeBiasAttention
 from zoo.models.hf.families.rwkv_layers import RWKV4ChannelMixing
+from zoo.models.hf.families.zamba_layers import MultiHeadMamba
 from zoo.ops.rotary import Rotary
 
 VOCAB, EMBED, HEADS, ROWS, SEQ = 32, 16, 2, 8, 16
@@ -72,7 +73,7 @@ SEEDS = range(3)
 SIBLINGS = {
     *(AlibiAttention, ChunkedAttention, CrossLayerAttention, GatedAttention, PostRotaryAttention, ValueScaledAttention),
     *(BidirectionalAttention, DisentangledAttention, GroupedGatedDeltaNet, MixtureOfAttention, SparseLatentAttention),
-    *(DifferentialAttention, DoubleGatedConvolution, RelativeBiasAttention, SideBySide),
+    *(DifferentialAttention, DoubleGatedConvolution, MultiHeadMamba, RelativeBiasAttention, SideBySide),
 }
 """Mixers of checkpoint families, which compute as those of the tables do; each of their families is held on a mesh by
 `tests/weights/test_families_on_meshes.py`."""

@@ -29,7 +29,7 @@ def test_position_embedding_skips_the_rows_before_its_offset():
     assert (x[:3] == table.weight[jnp.array([2, 6, 2])]).all() and jnp.isnan(x[3]).all()
 
 
-def test_sinusoidal_positions_are_sines_and_cosines_of_any_position():
+def test_sinusoidal_positions_are_sines_and_cosines():
     embedding = SinusoidalPositionEmbedding(6, offset=2)
     x = np.asarray(embedding(jnp.array([[0, 1, 5000], [-4, 0, 0]])))
     for row, position in ((x[0, 0], 2), (x[0, 1], 3), (x[0, 2], 5002), (x[1, 0], 2)):

@@ -1,4 +1,4 @@
-"""What happens around the methods of modules: name scopes for profiler traces, and taps of their values.
+"""Name scopes for profiler traces, and taps of values, around the methods of modules.
 
 Scopes are the fields of modules, `Decoder/stack/Block/mixer.Attention/query`. A profiler shows each operation of a
 compiled program with the `jax.named_scope`s it was traced in. The scope of a module is the field of the calling module

@@ -44,7 +44,7 @@ def test_rank_pattern_scales_by_the_rank_of_the_module(rank_stabilized, scales):
     ],
     ids=["rg_lru", "latent_attention"],
 )
-def test_lora_of_a_matrix_that_is_multiplied_head_by_head_equals_the_merged_matrix(make, targets):
+def test_lora_head_by_head_equals_the_merged_matrix(make, targets):
     """In a text of several tokens, and in one token after them."""
     layer = make(key=jax.random.key(0))
     wrapped = perturb(adapters.lora(layer, targets=targets, rank=3, key=jax.random.key(1)))

@@ -79,7 +79,7 @@ def test_differential_attention_keeps_its_promises():
 
 
 @pytest.mark.slow
-def test_differential_attention_keeps_its_promises_on_more_meshes():
+def test_more_meshes_equal_one_device():
     check_mixer(CHECKED, meshes=[zoo.make_mesh(data=2, fsdp=2, tensor=2), zoo.make_mesh(1, context=4, tensor=2)])
 
 

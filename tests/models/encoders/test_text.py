@@ -46,7 +46,7 @@ def test_padding_of_classified_texts_changes_nothing(name):
         np.testing.assert_allclose(model(jnp.pad(TOKENS, [(0, 0), widths]), mask=mask), model(TOKENS), atol=2e-5)
 
 
-def test_loss_of_replaced_tokens_is_the_binary_cross_entropy_of_labeled_tokens():
+def test_loss_of_replaced_tokens_is_binary_cross_entropy():
     model = zoo.load(FIXTURES / "electra_replaced")
     labels = jnp.asarray(np.random.default_rng(1).integers(-1, 2, TOKENS.shape))
     total, count = classification_loss(model, {"tokens": TOKENS, "labels": labels})

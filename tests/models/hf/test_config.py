@@ -162,7 +162,11 @@ BEYOND_THE_LAST = (
 )
 """Keys of which a value larger than the number of tokens or layers is the same as another."""
 MAY_BE_EMPTY = ("rope_parameters", "mlp_only_layers", "no_rope_layers", "architectures", "id2label")
-NEEDS_ARCHITECTURE = {"vit": ["ViTModel"], "bert": ["BertForSequenceClassification"]}
+NEEDS_ARCHITECTURE = {
+    "vit": ["ViTModel"],
+    "bert": ["BertForSequenceClassification"],
+    "albert": ["AlbertForSequenceClassification"],
+}
 NEEDS_NO_ROPE_LAYERS = ("attn_temperature_tuning", "floor_scale", "attn_scale")
 BAD = (
     "1",

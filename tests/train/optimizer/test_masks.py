@@ -43,6 +43,7 @@ PRESETS = {
 """Parameters of more than one dim that are not matrices, besides the embedding."""
 NEITHER = {
     "Mamba.A_log",
+    "MambaHead.A_log",
     "RWKV6.bonus",
     "RWKV7.removal",
     "RWKV7.replacement",
@@ -57,6 +58,7 @@ DECAY = {
     "Linear.weight classes",
     "PositionEmbedding.weight",
     "TokenTypeEmbedding.weight",
+    "RelativeBias.weight",
     "RelativeEmbedding.weight",
     "PatchEmbedding.weight",
     "PatchPositions.weight",
@@ -140,7 +142,7 @@ def test_masks_of_all_families():
     matrices, decaying, neither = found
     assert matrices == {"Linear.weight"}
     assert decaying == DECAY
-    assert neither == {"Mamba.A_log", "ImageEmbedding.register_tokens"}
+    assert neither == {"Mamba.A_log", "MambaHead.A_log", "ImageEmbedding.register_tokens"}
 
 
 @pytest.mark.parametrize("preset", [models.Mamba, models.Mamba2])

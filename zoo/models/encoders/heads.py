@@ -134,7 +134,7 @@ class ReplacedTokenHead(AbstractEncoderHead):
     section 2)."""
 
     tokens: TokenClassificationHead
-    """Of one class."""
+    """Head with one class."""
 
     def __call__(self, x: HiddenStates, mask: PaddingMask | None = None) -> Float[Array, "batch seq"]:
         return self.tokens(x)[..., 0]

@@ -63,7 +63,7 @@ def draw_attention(
     has_tokens = bool(tokens) and (panel - 16) / keys >= _SMALLEST_LETTER
     edge = 16.0 if has_tokens else 0.0
     cell = (panel - edge) / keys
-    legend = _draw_legend()
+    legend = _draw_levels()
     top = 26.0
     height = top + math.ceil(count / columns) * (_TITLE + edge + cell * queries + _GAP) - _GAP + _MARGIN
     parts = [
@@ -109,7 +109,7 @@ def _draw_tokens(tokens: Sequence[str], x: float, y: float, cell: float) -> list
     return parts
 
 
-def _draw_legend() -> list[str]:
+def _draw_levels() -> list[str]:
     """Return a sample of each level behind the smallest probability that it stands for."""
     parts = []
     x = _MARGIN

@@ -40,9 +40,10 @@ def _build_albert(config: Config, *, key: Key[Array, ""]) -> Encoder:
         return SharedBlock(number)
 
     inner = config["inner_group_num"]
+    groups = _list_groups(config)
     shared = [make_block] * (config["num_hidden_groups"] * inner)
     calls = [partial(call_block, number) for number in range(len(shared))]
-    layers = [calls[group * inner + i] for group in _list_groups(config) for i in range(inner)]
+    layers = [calls[group * inner + i] for group in groups for i in range(inner)]
     transform = partial(
         DenseTransform,
         config["hidden_size"],
@@ -66,10 +67,14 @@ def _build_albert(config: Config, *, key: Key[Array, ""]) -> Encoder:
 def _list_groups(config: Config) -> list[int]:
     """Return the group that each run of `inner_group_num` layers belongs to, rounded as the class in transformers does.
 
-    **Raises** `ConfigError` for a group without a run.
+    **Raises** `ConfigError` for a group without a run, and for more layers than can be built.
     """
     runs = config["num_hidden_layers"]
     groups = config["num_hidden_groups"]
+    if runs * config["inner_group_num"] > _MOST_LAYERS:  # 10^9 layers, if only in shapes, would never end
+        raise ConfigError(
+            f"num_hidden_layers * inner_group_num are at most {_MOST_LAYERS}, not {runs} * {config['inner_group_num']}"
+        )
     if groups > runs:
         raise ConfigError(f"num_hidden_groups = {groups}, and num_hidden_layers = {runs} are too few to run them all")
     return [int(i / (runs / groups)) for i in range(runs)]
@@ -101,6 +106,7 @@ def _map_albert_names(config: Config) -> NameMap:
     return {**rows, **encoder_heads.select_names(config, "Albert", heads)}
 
 
+_MOST_LAYERS = 1024
 _HEADS = ("predictions.dense.", "predictions.LayerNorm.", "predictions.bias", "sop_classifier.", "pooler.")
 _DEFAULTS: dict[str, Any] = {
     **bert.DEFAULTS,
