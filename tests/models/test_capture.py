@@ -318,6 +318,10 @@ def test_what_cannot_be_captured_is_an_error(model):
         zoo.capture(jax.vmap(lambda row: model(row[None])), "layers.2")(TOKENS)
     with pytest.raises(ValueError, match="norm is computed inside a transformation of its own"):
         zoo.capture(eqx.filter_jit(model), "norm")(TOKENS)
+    own = jax.custom_vjp(lambda tokens: model(tokens).sum())
+    own.defvjp(lambda tokens: (own(tokens), None), lambda _, gradient: (None,))
+    with pytest.raises(ValueError, match="norm is computed inside a transformation of its own"):
+        jax.jit(zoo.capture(own, "norm"))(TOKENS)
     for loop, name in itertools.product(("scan", "plain"), ("norm", "layers.*", "layers.2")):
         twice = zoo.configure(model, loop=loop)
         with pytest.raises(ValueError, match="has several values, since its module runs several times"):
