@@ -114,7 +114,7 @@ def build_families_page(note: str) -> str:
             "neighbors in it once: a deep model compiles as many blocks as one period of its layers. First step: CPU "
             "time to compile and run loss and gradient, of the deep model over that of one period, at small sizes; "
             f"median of three, on {MEASURED_ON}.\n",
-            "| family | period | compiled blocks | layers | compiled blocks | first step |",
+            "| family | period | blocks of a period | layers | blocks of all | first step |",
             "|---|---|--:|--:|--:|--:|",
             *(describe_depth(name, pattern) for name, pattern in PERIODS.items()),
             "\n## What each is\n",
