@@ -23,6 +23,7 @@ from zoo.models.hf.families import FAMILIES
 from zoo.models.hf.families.zamba_layers import SharingBlock
 from zoo.models.layer_inputs import EmbeddedHidden
 from zoo.parallel import SEQUENCE, leaves
+from zoo.tools.plan.inlining import Scan
 from zoo.tools.plan.work import count_work
 from zoo.weights.safetensors import open_tensors
 
@@ -94,12 +95,12 @@ def test_gradient_is_the_sum_over_the_calls():
 
 def test_sequence_parallelism_equals_one_device():
     """The gradients of shared norms and of updates are parts of a sum over `tensor`."""
-    model = eqx.filter_jit(make("mhhmhh", blocks=2, use_mem_rope=True))(key=KEY)
+    model = eqx.filter_jit(make("mhmh", use_mem_rope=True))(key=KEY)
     model = zoo.configure(model, loop="scan", remat="full")
     loss, gradient = differentiate(model, make_any_mesh(SEQUENCE, fsdp=2, tensor=2))
     wanted, wanted_gradient = differentiate(model)
     np.testing.assert_allclose(loss, wanted, rtol=1e-6)
-    assert_close(gradient, wanted_gradient, 5e-5)
+    assert_close(gradient, wanted_gradient)
 
 
 def test_a_pipeline_is_refused_by_name():
@@ -152,7 +153,7 @@ def test_remat_saves_one_stream_per_layer(carried, monkeypatch):
     loss = lambda model: zoo.cross_entropy(model, BATCH)[0]
     jaxpr = jax.make_jaxpr(eqx.filter_grad(loss))(model)
     forward = next(equation for equation in equations(jaxpr) if equation.primitive.name == "scan")
-    shapes = [x.aval.shape for x in forward.outvars[forward.params["num_carry"] :]]
+    shapes = [x.aval.shape for x in forward.outvars[Scan.of(forward).carries :]]
     stream = (*TOKENS.shape, SIZES["hidden_size"])
     streams = sum(math.prod(shape[: -len(stream)]) for shape in shapes if shape[-len(stream) :] == stream)
     assert streams == (12 + 3 if carried else 12), "and the layers that read it save it"

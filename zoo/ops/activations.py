@@ -6,6 +6,8 @@ from types import MappingProxyType
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 from jaxtyping import Array, Float
 
 from .normalization import mean_last_dim
@@ -14,7 +16,20 @@ from .normalization import mean_last_dim
 def gelu(x: Float[Array, "..."]) -> Float[Array, "..."]:
     """Compute exact GELU, x Phi(x) with Phi the normal distribution function (Hendrycks and Gimpel, arXiv 1606.08415,
     section 2)."""
-    return jax.nn.gelu(x, approximate=False)
+    return 0.5 * x * _erfc(-x * np.sqrt(0.5).astype(x.dtype))
+
+
+@jax.custom_jvp
+def _erfc(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """Compute 1 - erf(x). Its derivative is that of `lax.erfc`, which JAX 0.12 cannot compute inside `shard_map`."""
+    return lax.erfc(x)
+
+
+@_erfc.defjvp
+def _erfc_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+    (x,), (tangent,) = primals, tangents
+    slope = np.asarray(-2 / np.sqrt(np.pi)).astype(x.dtype)
+    return _erfc(x), tangent * (slope * jnp.exp(-jnp.square(x)))
 
 
 def gelu_tanh(x: Float[Array, "..."]) -> Float[Array, "..."]:
