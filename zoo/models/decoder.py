@@ -199,6 +199,7 @@ class AbstractStack(Module):
     holds_layers: ClassVar[bool] = True
     """Names of values and parameters have `layers.*` for this module and its layers."""
     hides_value: ClassVar[bool] = True
+    """`zoo.capture` has no value of this module: its input and result are those of the first and the last layer."""
 
     @abc.abstractmethod
     def __call__(
@@ -249,9 +250,7 @@ class UnrolledStack(AbstractStack):
         return hidden, tuple(new_states)
 
     def _find_layers(self, name: str) -> list[int]:
-        return [
-            number for number, block in enumerate(self.blocks) if has_value(insert_shared(block, self.shared), name)
-        ]
+        return [number for number, block in enumerate(self.iter_blocks()) if has_value(block, name)]
 
 
 def set_dropout_keys(block: AbstractBlock, info: TokenInfo) -> AbstractBlock:

@@ -27,6 +27,8 @@ RelativeTable = Float[Array, "distances features"]
 class RelativeHidden(Hidden):
     """Hidden states with the table of relative positions, which layers read but do not change."""
 
+    constant_fields = ("table",)
+
     table: RelativeTable | None = None
 
 

@@ -49,9 +49,8 @@ class Encoder(Module):
 
     The head is a `MaskedLMHead`, whose result is logits of the vocabulary, and which `cross_entropy` trains; a
     `ClassificationHead` of texts; a `TokenClassificationHead`; a `ReplacedTokenHead`; or a `FeatureHead`, whose result
-    is `EncoderFeatures`.
-    Learned positions and token types are added to the embedding, `embedding_norm` normalizes the sum, and an
-    `embedding_projection` maps it to the features of the residual stream where its features are others.
+    is `EncoderFeatures`. Learned positions and token types are added to the embedding, `embedding_norm` normalizes the
+    sum, and an `embedding_projection` maps it to the residual stream where that has another number of features.
 
     A token also attends to later tokens, so there is neither a KV cache nor generation.
     """
