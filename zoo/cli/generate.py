@@ -4,7 +4,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -84,7 +84,7 @@ def generate(
         draft: Checkpoint directory or name of a smaller model of the same vocabulary, which proposes tokens, or
             "prompt" to look them up in the text so far. Not streamed.
         draft_tokens: Number of tokens that a draft proposes at a time.
-        no_stream: Print at the end, and generate in one program, which is faster.
+        no_stream: Print at the end, and generate in one program, which is faster. Has no effect with --stop.
         dtype: Dtype of the parameters and the computation. Default: as stored.
         data: Data parallelism: number of devices that shard the prompts. -1 for all remaining devices.
         fsdp: Fully sharded data parallelism: number of devices that shard the parameters and the prompts.
@@ -124,10 +124,11 @@ def generate(
         raise ValueError(f"--stop is text, and {directory} has no {TOKENIZER_FILE}: pass token ids, --stop-token 3")
     printer = _TokenPrinter(text, prompts, samples, stop)
     is_streamed = draft is None and (bool(stop) or not no_stream)
-    drafting = {}
+    drafting: dict[str, Any] = {}
     if draft is not None:
-        drafting["draft"] = draft if draft == "prompt" else zoo.load(resolve_directory(draft), mesh=mesh, dtype=dtype)
-        drafting["draft_tokens"] = draft_tokens
+        drafting = {"draft": draft, "draft_tokens": draft_tokens}
+        if draft != "prompt":
+            drafting["draft"] = zoo.load(resolve_directory(draft), mesh=mesh, dtype=dtype)
     new = zoo.generate(
         model,
         jnp.asarray(batch),

@@ -114,8 +114,9 @@ def _stack_apart(model: _Model, find_layers: Callable[[str, IndexRanges, Any], I
     packed: dict[int, set[str]] = {}
 
     def visit(name: str, ranges: IndexRanges, module: Any) -> Any:
-        for layer in find_layers(name, ranges, module) if name.startswith("layers.*") else ():
-            packed.setdefault(layer, set()).add(name)
+        if name.startswith("layers.*"):
+            for layer in find_layers(name, ranges, module):
+                packed.setdefault(layer, set()).add(name)
         return module
 
     map_modules(visit, model, is_linear_site)
