@@ -18,7 +18,9 @@ from typing import Any
 
 GUIDES = 3.0
 API = 0.5
-BOOSTS: dict[str, float] = dict.fromkeys(("families.md", "glossary.md", "performance.md"), 1.0)
+BOOSTS: dict[str, float] = dict.fromkeys(
+    ("families.md", "glossary.md", "performance.md", "tutorials/from-pytorch-2.md", "tutorials/from-pytorch-3.md"), 1.0
+)
 """Boosts of pages that hold a little of everything; of the others, the API has `API`, and a guide `GUIDES`."""
 FREQUENT = 500
 """Words that a build asks for, the most frequent ones of the site."""

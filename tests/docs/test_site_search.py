@@ -23,6 +23,9 @@ FIRST = {
     "pipeline": "pipelines.html",
     "fsdp": "parallelism.html",
     "resume": "resume.html",
+    "BatchNorm": "tutorials/from-pytorch-2.html",
+    "pmap": "tutorials/from-pytorch-3.html",
+    "GSPMD": "tutorials/from-pytorch-3.html",
     "size": None,
     "cuda": None,
 }
