@@ -63,7 +63,7 @@ def test_corpus_puts_every_file_in_one_split(folder, tmp_path, vocab):
 
 
 def test_corpus_split_depends_on_each_file_alone(folder, tmp_path):
-    before = read(load_text((folder,), cache=tmp_path / "cache"))
+    before = read(load_text((folder,), cache=str(tmp_path / "cache")))
     for i in range(30):
         (folder / f"new{i}.txt").write_text(f"another {i}")
     moved = folder.rename(tmp_path / "elsewhere")

@@ -111,7 +111,7 @@ def load_text(
     *,
     vocab: int = 256,
     tokenizer: Tokenizer | None = None,
-    cache: Path | None = None,
+    cache: str | Path | None = None,
 ) -> Corpus:
     """Load, split and tokenize text.
 
@@ -137,7 +137,7 @@ def load_text(
     digest = hashlib.blake2b(f"{_CACHE_VERSION} {vocab_key}".encode(), digest_size=12)
     for document in documents:
         digest.update(document.digest)
-    directory = (cache or user_cache_folder() / "text") / digest.hexdigest()
+    directory = Path(cache or user_cache_folder() / "text") / digest.hexdigest()
     about, digests = open_cache(directory, lambda part: _write_tokens(part, train, validation, vocab, tokenizer))
     if tokenizer is None:
         if vocab == 256:

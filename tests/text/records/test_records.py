@@ -28,7 +28,7 @@ def make_chats(count=100, sign="+"):
 @pytest.fixture
 def load(tmp_path):
     """Load with a cache of the test's own."""
-    return lambda source, **options: train.load_records(source, cache=tmp_path / "cache", **{**OPTIONS, **options})
+    return lambda source, **options: train.load_records(source, cache=str(tmp_path / "cache"), **{**OPTIONS, **options})
 
 
 def write_lines(path, records):

@@ -198,7 +198,7 @@ def load_records(
     chat_date: str | None = None,
     variables: Mapping[str, Any] = {},
     processes: int | None = None,
-    cache: Path | None = None,
+    cache: str | Path | None = None,
 ) -> Records:
     """Load, check, tokenize and pack records. They are tokenized once, into a cache.
 
@@ -240,7 +240,7 @@ def load_records(
         skips=bad_records == "skip",
         variables=variables,
         processes=processes or count_default_processes(),
-        cache=cache or user_cache_folder() / "records",
+        cache=Path(cache or user_cache_folder() / "records"),
     )
     weights = find_weights(source)
     if weights is None:
