@@ -3,9 +3,10 @@
 A second start reads the programs of the first. Importing the library never turns the cache on.
 """
 
+import contextlib
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -72,3 +73,19 @@ def disable_cache_for_cpu_mesh(devices: Sequence[Any]) -> None:
         )
     settings.update("jax_enable_compilation_cache", False)
     compilation_cache.reset_cache()  # JAX asks the setting once, at the first program
+
+
+@contextlib.contextmanager
+def compile_cache_disabled() -> Iterator[None]:
+    """Compile every program anew, without the persistent compilation cache."""
+    settings: Any = jax.config
+    if not settings.jax_enable_compilation_cache:
+        yield
+        return
+    settings.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()  # JAX asks the setting once
+    try:
+        yield
+    finally:
+        settings.update("jax_enable_compilation_cache", True)
+        compilation_cache.reset_cache()

@@ -12,7 +12,7 @@ import numpy as np
 from .executions import Execution
 from .hlo import HloModule, Instruction, count_shape_bytes
 
-_COLLECTIVE_OPCODES = (
+COLLECTIVE_OPCODES = (
     *("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all"),
     *("collective-permute", "collective-broadcast"),
 )
@@ -88,7 +88,7 @@ def _find_collectives(module: HloModule, executions: Iterable[Execution]) -> Ite
     seen: set[tuple] = set()
     for execution in executions:
         instruction = execution.instruction
-        if instruction.opcode.removesuffix("-start") in _COLLECTIVE_OPCODES:
+        if instruction.opcode.removesuffix("-start") in COLLECTIVE_OPCODES:
             started = instruction.opcode.endswith("-start") and not _SYNCHRONOUS.search(instruction.attributes)
             yield dataclasses.replace(execution, asynchronous=execution.asynchronous or started)
         elif instruction.opcode == "fusion":
@@ -96,7 +96,7 @@ def _find_collectives(module: HloModule, executions: Iterable[Execution]) -> Ite
                 fused = module.computations.get(name, {})
                 for inner in fused.values():
                     key = id(execution.computation), inner.opcode, *_CHANNEL.findall(inner.attributes)[:1]
-                    if inner.opcode in _COLLECTIVE_OPCODES and key not in seen:
+                    if inner.opcode in COLLECTIVE_OPCODES and key not in seen:
                         seen.add(key)
                         yield Execution(inner, fused, execution.times, instruction.name.startswith("async"))
 

@@ -21,6 +21,7 @@ unknown parts are skipped, and an opcode without a rule counts as its operands a
 """
 
 import dataclasses
+import functools
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -70,6 +71,19 @@ class HloModule:
     entry: str
     roots: Mapping[str, str]
     """Name of the result instruction of each computation."""
+
+    @functools.cached_property
+    def callers(self) -> Mapping[int, tuple[Instruction, Computation]]:
+        """The instruction that calls a computation as its body, and the computation of that instruction, by the id of
+        the called one."""
+        callers = {}
+        for computation in self.computations.values():
+            for instruction in computation.values():
+                for attribute in ("body", "calls", "to_apply", "branch_computations"):
+                    for name in instruction.called_computations(attribute):
+                        if name in self.computations:
+                            callers[id(self.computations[name])] = instruction, computation
+        return callers
 
 
 def parse_module(text: str) -> HloModule:

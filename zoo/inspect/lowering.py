@@ -77,14 +77,14 @@ class _Path(str):
     """A key of a pytree that is printed as it stands."""
 
 
-def compile_lowered(stage: Any, leaves: Sequence[Any]) -> Any:
-    """Compile a lowered step. For GPUs that this machine does not have, autotuning is off, since nothing can be
-    timed."""
+def choose_compiler_options(leaves: Sequence[Any]) -> dict[str, Any]:
+    """Return the options to compile a step with: none, but for GPUs that this machine does not have. There autotuning
+    is off, since nothing can be timed."""
     devices = _find_devices(leaves)
     cannot_time = bool(devices) and devices[0].platform == "gpu" and is_imagined(devices[0])
     if cannot_time:
-        return stage.compile(compiler_options={"xla_gpu_autotune_level": 0})
-    return stage.compile()
+        return {"xla_gpu_autotune_level": 0}
+    return {}
 
 
 def get_step_name(step: Any) -> str:

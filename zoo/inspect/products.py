@@ -3,14 +3,27 @@
 They differ from the FLOPs of the jaxpr (`zoo.inspect.count_flops`) by the products that XLA drops or recomputes.
 """
 
+import dataclasses
 import math
 import re
 from collections.abc import Iterator, Sequence
 
 from .executions import Execution
 from .hlo import Computation, HloModule, Instruction, list_dims
+from .report import Rows
+from .scopes import find_scope
 
 _LIBRARY_CALL = re.compile(r"custom_call_target=\"[^\"]*(gemm|matmul|dot|conv|fmha|tpu_custom_call|triton)")
+
+
+@dataclasses.dataclass(frozen=True)
+class RecomputedProducts:
+    """Matrix products of one module that the backward pass computes again, since rematerialization did not keep them."""
+
+    flops: int
+    """FLOPs per device, loop iterations included."""
+    scope: str
+    """`Decoder/stack/Block/ffn.GatedMLP/up`"""
 
 
 def count_compiled_flops(module: HloModule, executions: Sequence[Execution]) -> int | None:
@@ -21,15 +34,37 @@ def count_compiled_flops(module: HloModule, executions: Sequence[Execution]) -> 
     """
     total = 0
     for execution in executions:
-        for instruction, computation in _iterate_fused(module, execution.instruction, execution.computation):
+        for instruction, computation in iterate_fused(module, execution.instruction, execution.computation):
             if instruction.opcode == "dot":
                 total += execution.times * _count_dot(instruction, computation)
-            elif instruction.opcode == "convolution" or _LIBRARY_CALL.search(instruction.attributes):
+            elif is_product(instruction):
                 return None
     return total
 
 
-def _iterate_fused(
+def sum_recomputed(module: HloModule, executions: Sequence[Execution]) -> Rows[RecomputedProducts] | None:
+    """Sum the FLOPs of recomputed products by scope, largest first. None where `count_compiled_flops` is None."""
+    sums: dict[str, int] = {}
+    for execution in executions:
+        for instruction, computation in iterate_fused(module, execution.instruction, execution.computation):
+            if not is_product(instruction):
+                continue
+            if instruction.opcode != "dot":
+                return None
+            scope = find_scope(module, instruction, computation)
+            if scope.phase == "recomputed":
+                flops = execution.times * _count_dot(instruction, computation)
+                sums[scope.modules] = sums.get(scope.modules, 0) + flops
+    rows = [RecomputedProducts(flops, scope) for scope, flops in sums.items()]
+    return Rows(sorted(rows, key=lambda row: (-row.flops, row.scope)))
+
+
+def is_product(instruction: Instruction) -> bool:
+    """Return True for a matrix product, a convolution, and a call of a library that computes one."""
+    return instruction.opcode in ("dot", "convolution") or bool(_LIBRARY_CALL.search(instruction.attributes))
+
+
+def iterate_fused(
     module: HloModule, instruction: Instruction, computation: Computation
 ) -> Iterator[tuple[Instruction, Computation]]:
     """Yield an instruction; for a fusion, the instructions inside it."""
@@ -39,7 +74,7 @@ def _iterate_fused(
     for name in instruction.called_computations("calls"):
         fused = module.computations[name]
         for inner in fused.values():
-            yield from _iterate_fused(module, inner, fused)
+            yield from iterate_fused(module, inner, fused)
 
 
 def _count_dot(dot: Instruction, computation: Computation) -> int:

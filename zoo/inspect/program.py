@@ -1,12 +1,13 @@
 """Compile a step without running it, and report its FLOPs, memory, collectives, donation and compile times."""
 
 import dataclasses
+import functools
 import inspect
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -15,11 +16,13 @@ from jax.sharding import Mesh, NamedSharding
 from zoo.parallel.mesh import is_array_or_shape
 
 from . import hlo, lowering
+from .buffers import Buffer, read_buffers
 from .collectives import Collective, sum_collectives
 from .executions import count_bytes_moved, list_executions
 from .operations import Flops, count_flops
-from .products import count_compiled_flops
-from .report import format_program
+from .products import RecomputedProducts, count_compiled_flops, sum_recomputed
+from .report import Rows, format_program
+from .unfused import UnfusedTraffic, sum_unfused
 
 _CACHE_HIT_EVENT = "/jax/compilation_cache/cache_hits"
 
@@ -92,8 +95,14 @@ class CompiledProgram:
     compiled_flops: int | None
     """FLOPs of the matrix products in the optimized HLO, on one device: without products that XLA drops, and with the
     products that it recomputes. None if some are convolutions, as all are on TPUs, or library calls."""
+    recomputed: Rows[RecomputedProducts] | None
+    """Matrix products that rematerialization computes again in the backward pass, by module: part of `compiled_flops`,
+    and None where they are None."""
     bytes_moved: int
     """Main memory traffic per device, in bytes: an upper bound that assumes no cache hits."""
+    unfused: Rows[UnfusedTraffic]
+    """Part of `bytes_moved`: copies, transposes, gathers and all else that XLA fused with no other operation, except
+    for matrix products and collectives."""
     endless: tuple[str, ...]
     """Loops without a known trip count; their traffic and collectives are counted for one iteration."""
     memory: MemoryStats | None
@@ -102,6 +111,25 @@ class CompiledProgram:
     donations: tuple[Donation, ...]
     text: str = dataclasses.field(repr=False)
     """The optimized HLO."""
+    _read_stablehlo: Callable[[], str] = dataclasses.field(repr=False, compare=False)
+    _read_buffers: Callable[[], Rows[Buffer]] = dataclasses.field(repr=False, compare=False)
+
+    @functools.cached_property
+    def stablehlo(self) -> str:
+        """The StableHLO that JAX gave to XLA."""
+        return self._read_stablehlo()
+
+    @functools.cached_property
+    def buffers(self) -> Rows[Buffer]:
+        """All buffers that are in memory at the peak, largest first: arguments, results, constants, and the temporaries
+        at the time at which they sum to most. On a TPU without those on the chip.
+
+        The first access compiles the step once more, which takes as long as `seconds.compile`: XLA writes its buffer
+        assignment only while it compiles. It changes neither the compilation cache nor what a call of the step runs.
+
+        **Raises** `RuntimeError` if the backend's compiler writes no buffer assignment.
+        """
+        return self._read_buffers()
 
     @property
     def failed_donations(self) -> tuple[Donation, ...]:
@@ -126,8 +154,10 @@ class CompiledProgram:
             )
 
     def as_dict(self) -> dict[str, Any]:
-        """Convert everything but the HLO text to plain values."""
-        return {name: value for name, value in dataclasses.asdict(self).items() if name != "text"}
+        """Convert the fields except the HLO text to plain values."""
+        left_out = {"text", "_read_stablehlo", "_read_buffers"}
+        plain = dataclasses.asdict(dataclasses.replace(self, **dict.fromkeys(left_out)))
+        return {name: value for name, value in plain.items() if name not in left_out}
 
     def __str__(self) -> str:
         return format_program(self)
@@ -162,32 +192,40 @@ def compiled(step: Callable, *args: Any, **kwargs: Any) -> CompiledProgram:
     closed, call = lowering.trace(step, args, kwargs, leaves)
     traced = time.perf_counter()
     stage = lowering.lower(step, closed, call, args, kwargs, leaves)
+    stage = getattr(stage, "lowered", stage)  # Equinox wraps JAX's own
     lowered = time.perf_counter()
+    options = lowering.choose_compiler_options(leaves)
     with _CacheHitListener() as hits:
-        stage = lowering.compile_lowered(stage, leaves)
+        executable = stage.compile(compiler_options=options or None)
     jaxpr = closed.jaxpr
     seconds = CompileTimes(traced - start, lowered - traced, time.perf_counter() - lowered, bool(hits))
-    executable = getattr(stage, "compiled", stage)  # Equinox wraps JAX's own
     text = executable.as_text() or ""
     module = hlo.parse_module(text)
     executions, endless = list_executions(module)
     devices = hlo.count_devices(module)
     mesh = _find_mesh(jaxpr, (args, kwargs), devices)
     shape = {} if mesh is None else mesh.shape
+    platform = lowering.find_platform(mesh, leaves)
+    arguments = list(_list_arguments(call, name_arguments(step, jaxpr, args, kwargs), executable, module))
+    names = {argument.number: argument.name for argument in arguments if argument.used}
     return CompiledProgram(
         name=lowering.get_step_name(step),
         mesh={axis: size for axis, size in shape.items() if size > 1},
         devices=devices,
-        platform=lowering.find_platform(mesh, leaves),
+        platform=platform,
         seconds=seconds,
         flops=count_flops(jaxpr),
         compiled_flops=count_compiled_flops(module, executions),
+        recomputed=sum_recomputed(module, executions),
         bytes_moved=count_bytes_moved(module, executions),
+        unfused=sum_unfused(module, executions),
         endless=tuple(endless),
         memory=_read_memory_stats(executable),
         collectives=sum_collectives(module, executions, mesh, devices),
-        donations=tuple(_check_donations(call, name_arguments(step, jaxpr, args, kwargs), executable, module)),
+        donations=tuple(_check_donations(arguments, module)),
         text=text,
+        _read_stablehlo=stage.as_text,
+        _read_buffers=functools.partial(read_buffers, stage, options, platform, names),
     )
 
 
@@ -261,22 +299,40 @@ def _name_positional_arguments(step: Any, count: int) -> list[str]:
     return [*names[:count], *(f"{variadic}.{i}" for i in range(count - len(names)))]
 
 
-def _check_donations(
+class _Argument(NamedTuple):
+    """An array argument of a jitted call."""
+
+    name: str
+    array: Any
+    number: int
+    """Number of the program's parameter, if the argument is used."""
+    used: bool
+    donated: bool
+
+
+def _list_arguments(
     call: Any, known: dict[int, tuple[str, Any]], executable: Any, module: hlo.HloModule
-) -> Iterator[Donation]:
-    """Yield the donated arguments of a jitted call, checked against the input-output aliasing of the program.
+) -> Iterator[_Argument]:
+    """Yield the arguments of a jitted call, with names, in the order of the program's parameters.
 
     The program has no parameters for unused arguments, and such arguments have no sharding. Constants that JAX turned
     into parameters come before all others.
     """
     is_used = [layout.sharding is not None for layout in jax.tree.leaves(executable.input_formats)]
     number = hlo.count_parameters(module) - sum(is_used)
-    aliased = hlo.find_aliased_parameters(module)
-    for variable, is_donated, used in zip(call.invars, call.params["donated_invars"], is_used, strict=True):
-        if is_donated:
-            name, x = known.get(id(variable), ("an array that the step closes over", variable.aval))
-            yield Donation(name, count_device_bytes(x), used and number in aliased, used)
+    for variable, donated, used in zip(call.invars, call.params["donated_invars"], is_used, strict=True):
+        name, x = known.get(id(variable), ("an array that the step closes over", variable.aval))
+        yield _Argument(name, x, number, used, donated)
         number += used
+
+
+def _check_donations(arguments: Sequence[_Argument], module: hlo.HloModule) -> Iterator[Donation]:
+    """Yield the donated arguments, checked against the input-output aliasing of the program."""
+    aliased = hlo.find_aliased_parameters(module)
+    for argument in arguments:
+        if argument.donated:
+            reused = argument.used and argument.number in aliased
+            yield Donation(argument.name, count_device_bytes(argument.array), reused, argument.used)
 
 
 def count_device_bytes(x: Any) -> int:

@@ -1,9 +1,47 @@
-"""Format the report of a compiled step as a dozen lines of text."""
+"""Format the report of a compiled step as a dozen lines of text, and its lists as tables."""
 
+import dataclasses
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 _MAX_SHOWN = 12
+_UNITS = {"bytes": "B", "flops": "FLOP"}
+Row = TypeVar("Row")
+
+
+class Rows(tuple[Row, ...]):
+    """A tuple of dataclasses, largest first, which prints as a table of the first twelve."""
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        return format_rows(self)
+
+
+def format_rows(rows: Any) -> str:
+    """Format dataclasses as a table: a column for each field. The first field is a number, and is summed up for the
+    rows that are not shown."""
+    if not rows:
+        return "none"
+    names = [field.name for field in dataclasses.fields(rows[0])]
+    table = [names]
+    table += [[_format_cell(name, getattr(row, name)) for name in names] for row in rows[:_MAX_SHOWN]]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines = []
+    for cells in table:
+        first = f"{cells[0]:>{widths[0]}}"
+        others = [cell.ljust(width) for cell, width in zip(cells[1:], widths[1:], strict=True)]
+        lines.append("  ".join([first, *others]).rstrip())
+    if rest := rows[_MAX_SHOWN:]:
+        total = sum(getattr(row, names[0]) for row in rest)
+        lines.append(f"{_format_cell(names[0], total):>{widths[0]}}  in {len(rest)} more")
+    return "\n".join(lines)
+
+
+def _format_cell(name: str, value: Any) -> str:
+    if name in _UNITS:
+        return format_decimal_prefix(value) + _UNITS[name]
+    return f"{value:,}" if isinstance(value, int) else value
 
 
 def format_program(program: Any) -> str:
@@ -27,6 +65,9 @@ def _format_lines(program: Any) -> Iterator[tuple[str, str]]:
     yield "compute", f"{bound}{format_decimal_prefix(program.flops.total)}FLOP in matrix products{each}"
     if program.compiled_flops is not None and round(program.flops.total / program.devices) != program.compiled_flops:
         yield "", f"{format_decimal_prefix(program.compiled_flops)}FLOP per device in the compiled program"
+    if program.recomputed:
+        again = sum(row.flops for row in program.recomputed)
+        yield "", f"{format_decimal_prefix(again)}FLOP per device recomputed in the backward pass"
     yield from (("", f"not counted: {operation}") for operation in program.flops.uncounted)
     yield "traffic", f"at most {format_decimal_prefix(program.bytes_moved)}B per device, to and from memory"
     if program.endless:
