@@ -27,7 +27,7 @@ from zoo._compile_cache import compile_cache_disabled
 
 from . import hlo
 from .report import Rows
-from .scopes import find_scope, find_written_scope
+from .scopes import find_written_scope
 
 _ALLOCATION = re.compile(r"allocation \d+: size (?P<size>\d+),(?P<attributes>.*)")
 _VALUE = re.compile(

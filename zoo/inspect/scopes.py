@@ -15,7 +15,7 @@ from .hlo import Computation, HloModule, Instruction
 
 _OP_NAME = re.compile(r'\bop_name="([^"]*)"')
 _CALL = re.compile(
-    r"(jit|pjit)\(.*|while|body|cond|branch_\d+_fun|closed_call|core_call|shard_map|checkpoint|remat\d*"
+    r"(jit|pjit)\(.*|while|body|cond|branch_\d+_fun|closed_call|core_call|eval_jaxpr|shard_map|checkpoint|remat\d*"
     r"|rematted_computation|custom_(jvp|vjp)_call\w*"
 )
 """Words of a scope that are calls and loops of JAX, and not modules."""
@@ -74,9 +74,7 @@ def find_scope(module: HloModule, instruction: Instruction, computation: Computa
     return Scope("", "")
 
 
-def find_written_scope(
-    module: HloModule, instruction: Instruction, computation: Computation, index: str = ""
-) -> Scope:
+def find_written_scope(module: HloModule, instruction: Instruction, computation: Computation, index: str = "") -> Scope:
     """Return the scope of the array that an instruction writes, `index` of its results: `{1}`.
 
     A loop writes an array of each iteration into a stack, as a scan does with its residuals: the scope is where the

@@ -31,12 +31,12 @@ def sum_unfused(module: HloModule, executions: Sequence[Execution]) -> Rows[Unfu
     """Sum the traffic of instructions outside fusions by opcode and scope, largest first.
 
     A fusion around one instruction is how XLA's CPU and GPU compilers run that instruction, and counts as outside.
-    Products and collectives are left out: fused or not, they are kernels of their own.
+    Products, collectives and calls of libraries are left out: fused or not, they are kernels of their own.
     """
     sums: dict[tuple[str, str, str], list[int]] = {}
     for execution in executions:
         instruction = _find_single_instruction(module, execution)
-        if instruction is None or is_product(instruction) or _is_collective(instruction):
+        if instruction is None or _is_kernel(instruction):
             continue
         size = count_instruction_bytes(module, execution.instruction, execution.computation)
         if size == 0:
@@ -61,5 +61,6 @@ def _iterate_computing(module: HloModule, execution: Execution) -> Iterator[Inst
             yield instruction
 
 
-def _is_collective(instruction: Instruction) -> bool:
-    return instruction.opcode.removesuffix("-start") in COLLECTIVE_OPCODES
+def _is_kernel(instruction: Instruction) -> bool:
+    opcode = instruction.opcode.removesuffix("-start")
+    return is_product(instruction) or opcode == "custom-call" or opcode in COLLECTIVE_OPCODES
