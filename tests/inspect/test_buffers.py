@@ -1,11 +1,13 @@
 """What a compiled step holds at its peak, computes twice and moves outside fusions, by module."""
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 import zoo
+from tests.aot import imagine
 from zoo.inspect import compiled
 from zoo.inspect.buffers import list_buffers_at_peak, parse_assignment, read_buffers
 from zoo.inspect.hlo import parse_module
@@ -50,11 +52,23 @@ def test_buffers_sum_to_the_memory_of_the_program(kept, axes):
     program = compile_gradient("none", **axes) if axes else kept
     total = sum(buffer.bytes for buffer in program.buffers)
     memory = program.memory
-    assert 0.99 * memory.total < total <= memory.total  # one heap packs the temporaries, at aligned offsets
+    assert 0.9 * memory.total < total <= memory.total  # the heap of the temporaries has holes
     names = {buffer.scope for buffer in program.buffers if buffer.opcode == "parameter"}
     assert {"model.stack.segments.0.blocks.0.ffn.up.weight", "batch.tokens"} <= {
         name.replace("args.0", "model").replace("args.1", "batch") for name in names
     }
+
+
+@pytest.mark.aot
+def test_buffers_sum_to_the_peak_that_a_gpu_compiler_reports():
+    mesh = zoo.make_mesh(data=1, fsdp=4, tensor=2, devices=imagine("h100:8"))
+    sizes = {"vocab": VOCAB, "embed": EMBED, "layers": LAYERS, "heads": 2, "mlp": MLP}
+    make = lambda key: zoo.models.Transformer(**sizes, key=key)
+    model = zoo.place(eqx.filter_eval_shape(make, jax.random.key(0)), mesh)
+    tokens = jax.ShapeDtypeStruct((ROWS, SEQ), "int32")
+    batch = zoo.place_batch({"tokens": tokens, "targets": tokens}, mesh)
+    program = compiled(zoo.value_and_grad(zoo.cross_entropy, mesh), model, batch)
+    assert sum(buffer.bytes for buffer in program.buffers) == pytest.approx(program.memory.peak, rel=1e-3)
 
 
 def test_recomputed_flops_are_those_of_the_forward_pass(kept, recomputed):

@@ -18,7 +18,7 @@ _LIBRARY_CALL = re.compile(r"custom_call_target=\"[^\"]*(gemm|matmul|dot|conv|fm
 
 @dataclasses.dataclass(frozen=True)
 class RecomputedProducts:
-    """Matrix products of one module that the backward pass computes again, since rematerialization did not keep them."""
+    """Matrix products of one module that rematerialization computes again in the backward pass."""
 
     flops: int
     """FLOPs per device, loop iterations included."""
