@@ -68,7 +68,8 @@ def test_buffers_sum_to_the_peak_that_a_gpu_compiler_reports():
     tokens = jax.ShapeDtypeStruct((ROWS, SEQ), "int32")
     batch = zoo.place_batch({"tokens": tokens, "targets": tokens}, mesh)
     program = compiled(zoo.value_and_grad(zoo.cross_entropy, mesh), model, batch)
-    assert sum(buffer.bytes for buffer in program.buffers) == pytest.approx(program.memory.peak, rel=1e-3)
+    total = sum(buffer.bytes for buffer in program.buffers)
+    assert total == pytest.approx(program.memory.peak, abs=1024)  # tables of pointers, of which XLA counts only some
 
 
 def test_recomputed_flops_are_those_of_the_forward_pass(kept, recomputed):
@@ -188,5 +189,5 @@ def test_a_compiler_without_buffer_assignment_raises():
         def as_text(self):
             return HLO
 
-    with pytest.raises(RuntimeError, match="XLA's compiler for gpu wrote no buffer assignment"):
+    with pytest.raises(RuntimeError, match="the compiler for gpu wrote no buffer-assignment.txt"):
         read_buffers(Lowered(), {}, "gpu", {})

@@ -36,9 +36,7 @@ _VALUE = re.compile(
 )
 _LIVE_RANGE = re.compile(r"    (?P<name>[^\s{]+)(?P<index>\{[\d,]*\}):(?P<start>\d+)-(?P<end>\d+)")
 _LAYOUT = re.compile(r"\{[^}]*\}|/\*.*?\*/")
-_FORWARDING_OPCODES = (
-    *("parameter", "while", "conditional", "call", "tuple", "get-tuple-element", "bitcast", "optimization-barrier"),
-)
+_FORWARDING_OPCODES = ("parameter", "while", "conditional", "call", "tuple", "get-tuple-element", "bitcast")
 """Opcodes that write nothing: their values were written by other instructions."""
 
 
@@ -55,7 +53,7 @@ class Buffer:
     instruction: str
     """Name of this instruction in the HLO."""
     phase: str
-    """"forward", "backward" or "recomputed"; empty outside of a gradient."""
+    """Pass of a gradient: "forward", "backward" or "recomputed"; empty outside of one."""
     scope: str
     """The modules that made it, `Decoder/stack/Block/ffn.GatedMLP/up`; for an argument its name. Empty if unknown."""
 
@@ -93,23 +91,25 @@ def read_buffers(
 ) -> Rows[Buffer]:
     """Compile a lowered step once more, and list the buffers at its peak, largest first. `parameters` are the names of
     the program's parameters, by number. **Raises** `RuntimeError` if the compiler writes no buffer assignment."""
-    # A program from the compilation cache, or from JAX's own, was assigned its buffers before.
+    # A program out of the compilation cache is not compiled, and nothing is dumped.
     with tempfile.TemporaryDirectory(prefix="zoo-buffers-") as folder, compile_cache_disabled():
         dump = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
         module = hlo.parse_module(stage.compile(compiler_options={**compiler_options, **dump}).as_text())
-        texts = [_read_dumped(Path(folder), name) for name in ("buffer-assignment", "live-range")]
-    if None in texts:
-        raise RuntimeError(f"XLA's compiler for {platform} wrote no buffer assignment: its buffers are not known")
-    allocations = list(parse_assignment(*texts, main_memory_only=platform == "tpu"))
+        assignment = _read_dumped(Path(folder), "buffer-assignment", platform)
+        live_ranges = _read_dumped(Path(folder), "live-range", platform)
+    allocations = list(parse_assignment(assignment, live_ranges, main_memory_only=platform == "tpu"))
     return list_buffers_at_peak(module, allocations, parameters)
 
 
-def _read_dumped(folder: Path, name: str) -> str | None:
+def _read_dumped(folder: Path, name: str, platform: str) -> str:
     """Return the largest dumped text of this name: some compilers compile small programs of their own on the way."""
     files = sorted(folder.glob(f"*{name}.txt"), key=lambda file: file.stat().st_size)
     if not files:
-        return None
-    return files[-1].read_text()
+        raise RuntimeError(
+            f"the compiler for {platform} wrote no {name}.txt, so the buffers of the program are not known: "
+            "program.memory has their sum"
+        )
+    return files[-1].read_text(encoding="utf-8")
 
 
 def parse_assignment(assignment: str, live_ranges: str, *, main_memory_only: bool = False) -> Iterator[_Allocation]:

@@ -30,7 +30,7 @@ class Scope(NamedTuple):
     """Modules from the model down, and named scopes: `Decoder/stack/Block/mixer.Attention/query`. Empty outside of
     all."""
     phase: str
-    """"forward", "backward" or "recomputed"; empty for what is not part of a gradient, such as the optimizer."""
+    """Pass of a gradient: "forward", "backward" or "recomputed"; empty outside of one, as in the optimizer."""
 
 
 def read_scope(op_name: str) -> Scope:

@@ -22,7 +22,7 @@ class UnfusedTraffic:
     opcode: str
     """HLO opcode: copy, transpose, gather, scatter, sort, reduce, ..."""
     phase: str
-    """"forward", "backward" or "recomputed"; empty outside of a gradient."""
+    """Pass of a gradient: "forward", "backward" or "recomputed"; empty outside of one."""
     scope: str
     """`Decoder/stack/Block/mixer.Attention`; empty outside of all modules."""
 
@@ -45,7 +45,7 @@ def sum_unfused(module: HloModule, executions: Sequence[Execution]) -> Rows[Unfu
         total = sums.setdefault((instruction.opcode, scope.phase, scope.modules), [0, 0])
         total[0] += execution.times * size
         total[1] += execution.times
-    rows = [UnfusedTraffic(*total, *key) for key, total in sums.items()]
+    rows = [UnfusedTraffic(size, times, *key) for key, (size, times) in sums.items()]
     return Rows(sorted(rows, key=lambda row: (-row.bytes, row.opcode, row.phase, row.scope)))
 
 
