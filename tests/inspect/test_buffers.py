@@ -11,6 +11,7 @@ from tests.aot import imagine
 from zoo.inspect import compiled
 from zoo.inspect.buffers import list_buffers_at_peak, parse_assignment, read_buffers
 from zoo.inspect.hlo import parse_module
+from zoo.inspect.scopes import read_scope
 
 ROWS, SEQ, VOCAB, EMBED, LAYERS, MLP = 4, 16, 32, 16, 2, 512
 TOKENS = ROWS * SEQ
@@ -131,6 +132,34 @@ def test_a_call_finds_its_program_after_buffers_were_read(tmp_path):
             jax.config.update(name, value)
         compilation_cache.reset_cache()
     assert not [event for event in events if event.startswith("/jax/core/compile")]
+
+
+BLOCK = "Decoder/stack/Block"
+OP_NAMES = {
+    "jit(step)/jvp(Decoder)/stack/while/body/closed_call/Block/ffn.GatedMLP/up/dot_general": (
+        f"{BLOCK}/ffn.GatedMLP/up",
+        "forward",
+    ),
+    "jit(step)/transpose(jvp(Decoder))/stack/while/body/checkpoint/rematted_computation/Block/ffn_norm/jit(silu)/mul": (
+        f"{BLOCK}/ffn_norm",
+        "recomputed",
+    ),
+    "jit(step)/transpose(jvp(Decoder/stack))/Block/mixer.Attention/transpose": (
+        f"{BLOCK}/mixer.Attention",
+        "backward",
+    ),
+    "jit(step)/jvp(Decoder)/stack/Block/mixer.Attention/(query/psum_invariant:key/psum_invariant)": (
+        f"{BLOCK}/mixer.Attention",
+        "forward",
+    ),
+    "jit(step)/vmap(router)/sort;jit(step)/add": ("router", ""),
+    "batch": ("", ""),
+}
+
+
+@pytest.mark.parametrize("op_name", OP_NAMES)
+def test_scopes_are_modules_and_passes(op_name):
+    assert read_scope(op_name) == OP_NAMES[op_name]
 
 
 HLO = """HloModule jit_f, is_scheduled=true

@@ -158,7 +158,7 @@ def list_buffers_at_peak(
             value = values[0]  # the next is the result that reuses it
         else:
             value = _find_writer(instructions, values, alive)
-        buffers.append(_describe(module, instructions, value, size, parameters))
+        buffers.append(_describe_buffer(module, instructions, value, size, parameters))
     return Rows(sorted(buffers, key=lambda buffer: (-buffer.bytes, buffer.scope, buffer.instruction)))
 
 
@@ -223,7 +223,7 @@ def _find_writer(instructions: Mapping[str, Any], values: Sequence[_Value], aliv
     return earlier[-1] if earlier else last
 
 
-def _describe(
+def _describe_buffer(
     module: hlo.HloModule, instructions: Mapping[str, Any], value: _Value, size: int, parameters: Mapping[int, str]
 ) -> Buffer:
     if value.name not in instructions:
