@@ -89,7 +89,9 @@ def find_written_scope(module: HloModule, instruction: Instruction, computation:
         inner = inside[inner.operands[int(number[0])]]
     result = _skip_reshapes(inner, inside)
     if result.opcode != "dynamic-update-slice":
-        return find_scope(module, inner if index else instruction, inside if index else computation)
+        if index:
+            return find_scope(module, inner, inside)
+        return find_scope(module, instruction, computation)
     update = _skip_reshapes(inside[result.operands[1]], inside)
     if update.opcode == "parameter" and inside is not computation:
         update = _skip_reshapes(computation[instruction.operands[int(update.operands[0])]], computation)
