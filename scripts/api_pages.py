@@ -23,7 +23,7 @@ PACKAGES = (
 )
 """Public packages and modules of `zoo`, in the order of the pages."""
 UNLISTED = (
-    *("cli", "generate", "shapes", "text", "tools", "tools.commands", "testing"),
+    *("cli", "generate", "shapes", "text", "tools", "tools.commands", "testing", "parity"),
     *("distributed", "drawing", "planning"),  # moved
 )
 """Modules without public names of their own: `zoo.train` exports those of `text`, `zoo` that of `generate`."""

@@ -3,7 +3,7 @@
     shapes, _backend, _checks, _files, _moved, _optional, _terminal, _workarounds < _processes < _compile_cache, ops
         < parallel < layers < models < weights, text, generate < adapters, train, inspect < precision
         < tools.plan, tools.draw, tools.report, tools.parity < tools.testing, tools.commands < tools
-        < testing, cli, recipes
+        < testing, parity, cli, recipes
 
 Modules of one package may import one another; packages of one level may not. Imports inside functions and under
 `TYPE_CHECKING` count, because dependencies matter, not when they are loaded. `zoo/__init__.py` collects the public
@@ -30,7 +30,7 @@ LEVELS = (
     ("tools.plan", "tools.draw", "tools.report", "tools.parity"),
     ("tools.testing", "tools.commands"),
     ("tools",),
-    ("testing", "cli", "recipes"),
+    ("testing", "parity", "cli", "recipes"),
     ("distributed", "drawing", "planning"),
 )
 LEVEL = {package: number for number, packages in enumerate(LEVELS) for package in packages}

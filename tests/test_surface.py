@@ -24,6 +24,7 @@ NAMES = {
         "models",
         "ops",
         "parallel",
+        "parity",
         "precision",
         "testing",
         "text",

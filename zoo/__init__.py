@@ -16,6 +16,7 @@ from .parallel import Layout, cast, count, init, make_mesh, place, place_batch, 
 if TYPE_CHECKING:
     from . import adapters as adapters
     from . import inspect as inspect
+    from . import parity as parity
     from . import testing as testing
     from . import text as text
     from . import tools as tools
@@ -57,6 +58,7 @@ __all__ = [
     "models",
     "ops",
     "parallel",
+    "parity",
     "patch",
     "place",
     "place_batch",
@@ -78,7 +80,7 @@ __all__ = [
     "weights",
 ]
 
-_LAZY = ("adapters", "inspect", "testing", "text", "tools", "train", "weights")
+_LAZY = ("adapters", "inspect", "parity", "testing", "text", "tools", "train", "weights")
 """Packages imported at first use: not every program needs them, and `zoo.train` needs an extra, which it names."""
 _LAZY_NAMES = {
     **dict.fromkeys(("CheckpointError", "from_torch", "load", "save"), "weights"),

@@ -11,7 +11,7 @@ from safetensors.numpy import load_file, save_file
 
 import zoo
 from tests.quick import mark_slow
-from tests.tools.parity.test_compare import (
+from tests.tools.parity.test_checkpoint import (
     check_hub_config_loads_the_same_model,
     check_saved_files_equal_loaded_files,
     list_case_folders,
@@ -21,7 +21,7 @@ from zoo.models import Encoder
 from zoo.models.hf.families import FAMILIES
 from zoo.models.hf.spec import replace_ending
 from zoo.models.scoring import unstack_blocks
-from zoo.tools.parity.compare import compare, read_expectations
+from zoo.tools.parity.checkpoint import compare_checkpoint, read_expectations
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "encoders"
 QUICK = ("bert_texts", "deberta_masked", "dinov3_features")
@@ -38,7 +38,7 @@ CASES = mark_slow([*sorted(FIXTURES.iterdir()), *REFERENCES], but=QUICK, name=NA
 @pytest.mark.parametrize("folder", CASES, ids=NAME)
 def test_encoders_match_pytorch(folder: Path, tmp_path: Path):
     expected, norms = read_expectations(folder / "expected.safetensors"), read(folder / "meta.json")["grad_norm"]
-    report = compare(folder, expected, gradient_norms=norms)
+    report = compare_checkpoint(folder, expected, gradient_norms=norms)
     assert report.passed, report.first_failure
     results = {"logits", "last_hidden_state", "pooler_output", "loss"} & expected.keys()
     assert results and results <= {line.name for line in report.comparisons}
@@ -53,7 +53,7 @@ def test_encoders_match_pytorch(folder: Path, tmp_path: Path):
 def test_outputs_and_files_match_pytorch(name: str, tmp_path: Path):
     expected = read_expectations(FIXTURES / name / "expected.safetensors")
     kept = {key: x for key, x in expected.items() if key != "loss" and not key.startswith(("hidden_states.", "grad."))}
-    report = compare(FIXTURES / name, kept)
+    report = compare_checkpoint(FIXTURES / name, kept)
     assert report.passed, report.first_failure
     assert [line.name for line in report.comparisons] == ["logits"]
     check_saved_files_equal_loaded_files(zoo.load(FIXTURES / name), FIXTURES / name, tmp_path)

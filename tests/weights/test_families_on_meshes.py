@@ -13,7 +13,7 @@ import pytest
 import zoo
 from zoo.layers.token_info import pack_positions
 from zoo.models.parameter_paths import list_parameter_paths
-from zoo.tools.parity.compare import make_loss, read_expectations
+from zoo.tools.parity.checkpoint import make_loss, read_expectations
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 QUICK = ("deepseek_v3", "modernbert_texts")

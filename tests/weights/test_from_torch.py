@@ -12,7 +12,7 @@ import pytest
 import zoo
 from zoo.layers import BiasedRouter
 from zoo.models.parameter_paths import find_differences
-from zoo.tools.parity.compare import compare
+from zoo.tools.parity.checkpoint import compare_checkpoint
 from zoo.weights.from_torch import compute_expectations
 from zoo.weights.safetensors import read_json
 
@@ -153,7 +153,7 @@ def test_expectations_complete_a_parity_report():
     for name, gradient in (("gpt_neox", "embed_out.weight"), ("mixtral", MIXTRAL.format("experts.3.w3"))):
         folder = next(folder for folder in FIXTURES if folder.name == name)
         expected = compute_expectations(folder)
-        report = compare(folder, expected)
+        report = compare_checkpoint(folder, expected)
         assert report.passed, report.first_failure
         assert gradient in {name.removeprefix("grad.") for name in expected}
         assert all(

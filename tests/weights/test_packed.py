@@ -17,7 +17,7 @@ from tests.quick import mark_slow
 from zoo.layers import Linear, MXFP4Linear
 from zoo.models.parameter_paths import find_differences, list_parameter_paths
 from zoo.ops.quantized.mxfp4 import dequantize_mxfp4, dequantize_mxfp4_numpy
-from zoo.tools.parity.compare import compare, read_expectations
+from zoo.tools.parity.checkpoint import compare_checkpoint, read_expectations
 from zoo.weights.safetensors import open_tensors, write_safetensors
 
 FIXTURE = Path(__file__).parents[1] / "fixtures" / "models" / "gpt_oss_mxfp4"
@@ -68,7 +68,7 @@ def random_model(**sizes):
 def test_packed_model_matches_pytorch(folder):
     expected, norms = read_expectations(folder / "expected.safetensors"), read(folder / "meta.json")["grad_norm"]
     expected = {name: x for name, x in expected.items() if not name.startswith("bfloat16.")}
-    report = compare(folder, expected, gradient_norms=norms, packed=True)
+    report = compare_checkpoint(folder, expected, gradient_norms=norms, packed=True)
     assert report.passed, report.first_failure
     compared = {line.name.rpartition(" ")[2] for line in report.comparisons}
     assert norms.keys() - compared == {name for name in norms if name.endswith("_blocks")}

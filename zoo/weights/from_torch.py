@@ -156,8 +156,8 @@ def _to_file_layout(model: Any, tensors: dict[str, Any]) -> dict[str, Any]:
 def compute_expectations(
     directory: str | Path, *, batch: int = 2, seq_len: int = 33, seed: int = 0
 ) -> dict[str, np.ndarray]:
-    """Compute the expectations of `parity.compare` with transformers, on the CPU: hidden states, logits, loss and the
-    gradient of every parameter in float32; hidden states and logits in bfloat16.
+    """Compute the expectations of `zoo.parity.compare_checkpoint` with transformers, on the CPU: hidden states, logits,
+    loss and the gradient of every parameter in float32; hidden states and logits in bfloat16.
 
     **Raises** `CheckpointError` if torch or transformers is not installed.
     """

@@ -14,7 +14,7 @@ import zoo
 from tests.quick import mark_slow
 from zoo.layers import Linear
 from zoo.layers.quantized.groups import AbstractGroupLinear
-from zoo.tools.parity.compare import compare, read_expectations
+from zoo.tools.parity.checkpoint import compare_checkpoint, read_expectations
 from zoo.weights.safetensors import open_tensors
 
 from .encoders import FORMATS, SIZES, write_quantized
@@ -34,7 +34,7 @@ def test_packed_model_matches_pytorch(case):
     expected = {name: x for name, x in expected.items() if not name.startswith("bfloat16.")}
     config = json.loads((folder / "config.json").read_text())
     assert config["quantization_config"]["quant_method"] in zoo.families()[config["model_type"]].quantized
-    report = compare(folder, expected, gradient_norms=meta["grad_norm"], packed=True)
+    report = compare_checkpoint(folder, expected, gradient_norms=meta["grad_norm"], packed=True)
     assert report.passed, report.first_failure
     compared = {line.name.rpartition(" ")[2] for line in report.comparisons}
     assert {f"{name}.weight" for name in ("model.embed_tokens", "lm_head", "model.norm")} <= compared

@@ -1,4 +1,4 @@
-"""Implement `zoo parity`: compare a checkpoint with PyTorch, layer by layer."""
+"""Implement `zoo parity`: compare a checkpoint with PyTorch, layer by layer, or a training run, step by step."""
 
 import json
 import sys
@@ -8,9 +8,12 @@ from typing import Annotated
 import tyro
 
 from zoo._compile_cache import enable_compile_cache
-from zoo._terminal import align_columns, show
+from zoo._terminal import show
+from zoo.models.hf.spec import Family
 from zoo.models.hf.values import NON_NEGATIVE_NUMBER, optional, table_of
-from zoo.tools.parity.compare import TOLERANCE, Comparison, ParityReport, compare, read_expectations
+from zoo.tools.parity import compare_checkpoint, compare_training, read_expectations
+from zoo.tools.parity.report import TOLERANCE, ParityReport
+from zoo.tools.parity.training_report import ComparedStep, TrainingReport
 from zoo.weights import CheckpointError, load_family
 from zoo.weights.directory import resolve_directory
 from zoo.weights.from_torch import compute_expectations
@@ -20,11 +23,13 @@ _EXPECTED_FILE = "expected.safetensors"
 
 
 def parity(
-    directory: Annotated[Path, tyro.conf.Positional],
+    directory: Annotated[Path | None, tyro.conf.Positional] = None,
     *,
     expected: Path | None = None,
+    train: Path | None = None,
+    steps: int | None = None,
     family: Path | None = None,
-    tolerance: float = TOLERANCE,
+    tolerance: float | None = None,
     every: Annotated[bool, tyro.conf.arg(name="all")] = False,
     as_json: Annotated[bool, tyro.conf.arg(name="json")] = False,
     no_compile_cache: bool = False,
@@ -33,19 +38,55 @@ def parity(
 
     Compares with stored results, or, if there are none, runs transformers (needs torch and transformers). Errors are
     max |difference| / max |expected|; for gradients, norm of the difference / norm. The column `alone` shows the error
-    of each layer by itself, on PyTorch's own input to it. Exits with status 1 if a comparison is out of tolerance.
+    of each layer by itself, on PyTorch's own input to it.
+
+    With --train, compares training, step by step: trains on the batches of a run that scripts/train_in_torch.py stored,
+    and compares the loss and every gradient, moment and weight. Names the first step and tensor out of tolerance, and
+    whether the forward pass, the gradient or the optimizer was the first to differ.
+
+    Exits with status 1 if a comparison is out of tolerance.
 
     Args:
         directory: Checkpoint directory, or a name on the Hugging Face hub.
         expected: Safetensors file of stored results. Default: DIRECTORY/expected.safetensors, if it exists.
+        train: Folder of a stored training run, in place of DIRECTORY.
+        steps: Number of training steps to compare, from the first on. Default: all that are stored.
         family: Python file that defines a family. Default: the family that the config names.
-        tolerance: Maximum error of hidden states and logits in float32; twice that for gradients.
-        every: Show all gradients, not only the five with the largest errors.
+        tolerance: Maximum error of hidden states and logits in float32; twice that for gradients. With --train, of
+            gradients, moments and weights; a tenth of it for the loss. Default: 1e-4, and 0.25 for training in
+            bfloat16.
+        every: Show all gradients, not only the five with the largest errors; with --train, all steps.
         as_json: Print a JSON object.
         no_compile_cache: Compile anew: neither read compiled programs from the user's cache folder nor keep them there.
     """
+    if (directory is None) == (train is None):
+        raise CheckpointError("either a checkpoint directory or --train with the folder of a stored run was expected")
+    if train is not None and expected is not None:
+        raise CheckpointError("--expected has results of a checkpoint: a run has its own, so leave it out with --train")
+    if train is None and steps is not None:
+        raise CheckpointError("--steps counts steps of a stored run: it needs --train")
     if not no_compile_cache:
         enable_compile_cache()
+    loaded_family = None if family is None else load_family(family)
+    if train is not None:
+        report = compare_training(train, steps, family=loaded_family, tolerance=tolerance)
+        text = report.format(every_step=every)
+    else:
+        assert directory is not None  # one of the two is given
+        report = _compare_checkpoint(directory, expected, loaded_family, TOLERANCE if tolerance is None else tolerance)
+        text = report.format(every_gradient=every)
+    if as_json:
+        show(_format_json(report))
+    else:
+        show(text)
+    if not report.passed:
+        sys.exit(1)
+
+
+def _compare_checkpoint(
+    directory: Path, expected: Path | None, family: Family | None, tolerance: float
+) -> ParityReport:
+    """Compare with stored results, or else with transformers."""
     directory = resolve_directory(directory)
     if expected is None and (directory / _EXPECTED_FILE).exists():
         stored = directory / _EXPECTED_FILE
@@ -55,29 +96,14 @@ def parity(
         raise CheckpointError(f"there is no file {stored}")
     if stored is None:
         show("computing with transformers", file=sys.stderr)
-    if stored is None:
         results = compute_expectations(directory)
     else:
         results = read_expectations(stored)
     meta = directory / "meta.json"
+    norms = None
     if stored == directory / _EXPECTED_FILE and meta.exists():
         norms = _read_gradient_norms(meta)
-    else:
-        norms = None
-    loaded_family = None if family is None else load_family(family)
-    report = compare(
-        directory,
-        results,
-        gradient_norms=norms,
-        tolerance=tolerance,
-        family=loaded_family,
-    )
-    if as_json:
-        show(_format_json(report))
-    else:
-        show("\n".join(_format_report(report, every)))
-    if not report.passed:
-        sys.exit(1)
+    return compare_checkpoint(directory, results, gradient_norms=norms, tolerance=tolerance, family=family)
 
 
 def _read_gradient_norms(file: Path) -> dict[str, float] | None:
@@ -88,39 +114,19 @@ def _read_gradient_norms(file: Path) -> dict[str, float] | None:
     return norms
 
 
-def _format_json(report: ParityReport) -> str:
+def _format_json(report: ParityReport | TrainingReport) -> str:
+    if isinstance(report, TrainingReport):
+        first = report.first_failure
+        named = None if first is None else {**first._asdict(), "comparison": first.comparison.name}
+        steps = [{"step": step.number, "loss": step.loss, **_list_errors(step)} for step in report.steps]
+        return json.dumps({"passed": report.passed, "first": named, "steps": steps})
     lines = [{**vars(line), "passed": line.passed} for line in report.comparisons]
     return json.dumps(
         {"passed": report.passed, "first": report.first_failure and report.first_failure.name, "lines": lines}
     )
 
 
-def _format_report(report: ParityReport, every_gradient: bool) -> list[str]:
-    computed = [line for line in report.comparisons if "gradient" not in line.name]
-    gradients = sorted((line for line in report.comparisons if "gradient" in line.name), key=lambda line: -line.error)
-    shown = gradients if every_gradient else gradients[:5]
-    head = ["", "float32", "alone", "bfloat16", "PyTorch's", ""]
-    table = align_columns([head, *map(_format_line, [*computed, *shown])], right=(1, 2, 3, 4))
-    if len(shown) < len(gradients):
-        table.append(f"and {len(gradients) - len(shown)} gradients with smaller errors (--all shows them)")
-    first = report.first_failure
-    if first is None:
-        return [*table, "", f"{len(report.comparisons)} comparisons, all within tolerance"]
-    failed = sum(not line.passed for line in report.comparisons)
-    return [
-        *table,
-        "",
-        f"{failed} of {len(report.comparisons)} comparisons are out of tolerance. Look first at {first.name}",
-    ]
-
-
-def _format_line(line: Comparison) -> list[str]:
-    figures = [line.error, line.own, line.bfloat16, line.theirs]
-    mark = "" if line.passed else "<- out of tolerance"
-    return [line.name, *map(_format_error, figures), mark]
-
-
-def _format_error(error: float | None) -> str:
-    if error is None:
-        return ""
-    return f"{error:.1e}"
+def _list_errors(step: ComparedStep) -> dict[str, dict[str, float]]:
+    """Return the errors of a step by name."""
+    parts = {"forward": step.forward, "gradients": step.gradients, "moments": step.moments, "weights": step.weights}
+    return {part: {line.name: line.error for line in lines} for part, lines in parts.items()}

@@ -22,7 +22,7 @@ from zoo.weights import load, save
 from zoo.weights.directory import CONFIG_NAME
 from zoo.weights.safetensors import open_tensors, read_json
 
-from ..parity.compare import compare, read_expectations
+from ..parity.checkpoint import compare_checkpoint, read_expectations
 from .mixer import check_subject
 from .report import Check, CheckReport, Difference, join_flaws, run_checks
 from .subject import DecoderSubject
@@ -148,7 +148,7 @@ def _check_parity(directory: Path, family: Family | None) -> Iterator[Check]:
         return
     expected = {name: x for name, x in read_expectations(file).items() if not name.startswith("bfloat16.")}
     norms = read_json(meta).get("grad_norm") if meta.is_file() else None
-    report = compare(directory, expected, gradient_norms=norms, family=family)
+    report = compare_checkpoint(directory, expected, gradient_norms=norms, family=family)
     worst = report.first_failure or max(report.comparisons, key=lambda line: line.error / line.tolerance)
     error = max(worst.error, worst.own or 0.0)
     compared = f"{len(report.comparisons)} activations and gradients, and PyTorch's"

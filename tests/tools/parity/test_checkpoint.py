@@ -28,8 +28,9 @@ from zoo.models.hf.wrappers import read_text_config
 from zoo.models.parameter_paths import find_differences, list_parameter_paths
 from zoo.models.scoring import unstack_blocks
 from zoo.tools.parity.activations import join_streams, run_decoder
-from zoo.tools.parity.compare import GRADIENT_FLOOR, TOLERANCE, compare, read_expectations, relative_error
+from zoo.tools.parity.checkpoint import compare_checkpoint, read_expectations
 from zoo.tools.parity.kinds import make_next_token_batch
+from zoo.tools.parity.report import GRADIENT_FLOOR, TOLERANCE, relative_error
 from zoo.weights.safetensors import open_tensors
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "models"
@@ -129,7 +130,7 @@ def test_parity_with_pytorch(folder: Path, tmp_path: Path):
     model = zoo.load(folder, dtype=jnp.float32)
 
     in_float32 = {name: x for name, x in expected.items() if not name.startswith("bfloat16.")}
-    report = compare(folder, in_float32, gradient_norms=meta["grad_norm"])
+    report = compare_checkpoint(folder, in_float32, gradient_norms=meta["grad_norm"])
     assert report.passed, report.first_failure
     assert len(report.comparisons) >= len(model.stack.init_state(1, 1)) + 3 + len(meta["grad_norm"])
     routed = {name for name in expected if name.startswith("router_logits.")}
@@ -142,7 +143,7 @@ def test_parity_with_pytorch(folder: Path, tmp_path: Path):
     balance = config.get("router_aux_loss_coef", config.get("aux_loss_coef", 0.0))
     check_padding_changes_no_logits(model, expected, balance, switches=folder.name in SWITCHES)
     check_saved_files_equal_loaded_files(loaded, folder, tmp_path / "again")
-    if folder.parent == FIXTURES:  # once per family, since `compare` checks the gradients of every case
+    if folder.parent == FIXTURES:  # once per family, since `compare_checkpoint` checks the gradients of every case
         check_saved_gradients(model, expected, tmp_path / "gradients")
 
 
@@ -154,7 +155,7 @@ def test_logits_and_files_match_pytorch(folder: Path, tmp_path: Path):
     is_float32 = all(x.dtype == jnp.float32 for x in jax.tree.leaves(loaded))
     model = loaded if is_float32 else zoo.load(folder, dtype=jnp.float32)
     blocks = unstack_blocks(jax.tree.map(np.asarray, model))  # slices of numpy arrays compile nothing
-    # As `compare` does, but models whose embedding and head are alike share their programs.
+    # As `compare_checkpoint` does, but models whose embedding and head are alike share their programs.
     shell = dataclasses.replace(model, stack=UnrolledStack(()), origin=None)
     with jax.default_matmul_precision("highest"):
         logits = run_decoder(shell, blocks, jnp.asarray(expected["input_ids"]), {}).outputs["logits"]
@@ -185,7 +186,7 @@ def test_bfloat16_errors_are_reported(folder: Path):
     forward = {key: expected[key] for key in ("input_ids", "logits", "bfloat16.logits") if key in expected}
     if len(forward) < 3:
         pytest.skip("the case has no bfloat16 logits")
-    (logits,) = compare(folder, forward).comparisons
+    (logits,) = compare_checkpoint(folder, forward).comparisons
     assert logits.passed and 0 < logits.bfloat16 < np.inf and 0 < logits.theirs < np.inf
     if folder.name in ("mixtral", "mamba"):  # other families round in other places than transformers does
         assert logits.bfloat16 < 3 * logits.theirs
@@ -282,7 +283,7 @@ def check_saved_files_equal_loaded_files(model: Any, folder: Path, copy: Path) -
 def check_saved_gradients(model: zoo.models.Decoder, expected: dict, directory: Path) -> None:
     mesh = zoo.make_mesh(devices=jax.devices()[:1])
     batch = make_next_token_batch(expected["input_ids"])
-    with jax.default_matmul_precision("highest"):  # the program that `compare` has compiled
+    with jax.default_matmul_precision("highest"):  # the program that `compare_checkpoint` has compiled
         _, grads = zoo.value_and_grad(zoo.cross_entropy, mesh)(zoo.place(model, mesh), batch)
     zoo.save(jax.tree.map(np.asarray, grads), directory)
     saved = open_tensors(directory)

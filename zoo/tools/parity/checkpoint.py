@@ -1,4 +1,4 @@
-"""Compare a model with PyTorch, layer by layer, to find the layer that a port got wrong.
+"""Compare a checkpoint with PyTorch, layer by layer, to find the layer that a port got wrong.
 
 Each layer is compared twice: in the forward pass from the tokens, where errors accumulate, and by itself, on PyTorch's
 own input to it. The second comparison tells the wrong layer from the layers after it.
@@ -30,51 +30,10 @@ from zoo.weights.save import export_tensors, read_name_map
 
 from .activations import TextInputs, join_streams
 from .kinds import LossAndBatch, ModelKind, find_model_kind
-
-TOLERANCE = 1e-4
-"""Largest relative error of activations and logits (see `relative_error`); twice that for gradients, by norm."""
-GRADIENT_FLOOR = 1e-7
-"""Rounding error of a gradient that is zero (a router with top-1 weight 1), relative to the largest gradient norm."""
+from .report import GRADIENT_FLOOR, TOLERANCE, Comparison, ParityReport, norm_error, relative_error
 
 
-@dataclasses.dataclass(frozen=True)
-class Comparison:
-    """Errors of one activation, loss or gradient."""
-
-    name: str
-    error: float
-    """`relative_error` of activations; of gradients, norm of the difference / norm."""
-    tolerance: float
-    own: float | None = None
-    """Error of the layer by itself, on PyTorch's input to it."""
-    bfloat16: float | None = None
-    """Our error in bfloat16, against PyTorch in float32."""
-    theirs: float | None = None
-    """PyTorch's error in bfloat16, against PyTorch in float32."""
-
-    @property
-    def passed(self) -> bool:
-        return self.error <= self.tolerance and (self.own is None or self.own <= self.tolerance)
-
-
-@dataclasses.dataclass(frozen=True)
-class ParityReport:
-    """All comparisons, in the order of the forward pass."""
-
-    comparisons: tuple[Comparison, ...]
-
-    @property
-    def passed(self) -> bool:
-        return all(line.passed for line in self.comparisons)
-
-    @property
-    def first_failure(self) -> Comparison | None:
-        """The first layer that is wrong by itself, or else the first comparison out of tolerance."""
-        alone = [line for line in self.comparisons if line.own is not None and not line.own <= line.tolerance]
-        return next(iter([*alone, *(line for line in self.comparisons if not line.passed)]), None)
-
-
-def compare(
+def compare_checkpoint(
     directory: str | Path,
     expected: Mapping[str, np.ndarray],
     *,
@@ -115,7 +74,7 @@ def compare(
 
 
 def make_loss(model: LoadedModel, expected: Mapping[str, np.ndarray]) -> LossAndBatch:
-    """Return the loss whose gradients `compare` compares, and its batch."""
+    """Return the loss whose gradients `compare_checkpoint` compares, and its batch."""
     return find_model_kind(model).make_loss(expected)
 
 
@@ -210,14 +169,6 @@ def _compute_bfloat16_errors(
     return relative_error(ours, expected[name]), relative_error(theirs, expected[name])
 
 
-def relative_error(ours: Any, expected: np.ndarray) -> float:
-    """Return max |ours - expected| / max |expected|; infinite if shapes differ or `ours` is not finite."""
-    ours = np.asarray(ours, np.float32)
-    if ours.shape != expected.shape or not np.isfinite(ours).all():
-        return float("inf")
-    return float(np.abs(ours - expected).max() / np.abs(expected).max())
-
-
 def _compare_gradients(
     kind: ModelKind,
     model: LoadedModel,
@@ -241,7 +192,7 @@ def _compare_gradients(
         ours = find_gradient(name)
         error = float("inf")
         if ours is not None:
-            error = float(np.linalg.norm(ours - gradient)) / max(stored_norms[name], smallest)
+            error = norm_error(ours, gradient, smallest)
         yield Comparison(f"gradient of {name}", error, tolerance)
     for name in sorted(gradient_norms.keys() - stored.keys()):
         ours = find_gradient(name)

@@ -1,0 +1,110 @@
+"""Errors of every step of a replayed training run, and the table that shows them."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+from zoo._terminal import align_columns
+
+from .report import Comparison
+
+Phase = Literal["forward", "gradient", "optimizer"]
+_SHOWN_STEPS = 10
+_ADVICE = {
+    "forward": "The weights before this step agree: look at the forward pass (`zoo parity` compares it layer by layer)",
+    "gradient": "The loss agrees: look at the backward pass of this layer, and of the layers after it",
+    "optimizer": "The gradients agree: look at the optimizer, its schedule, clipping and weight decay",
+}
+
+
+class FirstFailure(NamedTuple):
+    """The first comparison out of tolerance, and the phase of its step."""
+
+    step: int
+    phase: Phase
+    comparison: Comparison
+
+
+@dataclasses.dataclass(frozen=True)
+class ComparedStep:
+    """Errors of one step, in the order in which it computes."""
+
+    number: int
+    loss: float
+    """The loss of PyTorch."""
+    forward: tuple[Comparison, ...]
+    gradients: tuple[Comparison, ...]
+    moments: tuple[Comparison, ...]
+    """First and second moments after the update."""
+    weights: tuple[Comparison, ...]
+    """Weights after the update."""
+
+    @property
+    def first_failure(self) -> FirstFailure | None:
+        """The first comparison out of tolerance: everything before it agrees."""
+        phases: tuple[tuple[Phase, Sequence[Comparison]], ...] = (
+            ("forward", self.forward),
+            ("gradient", self.gradients),
+            ("optimizer", (*self.moments, *self.weights)),
+        )
+        for phase, lines in phases:
+            for line in lines:
+                if not line.passed:
+                    return FirstFailure(self.number, phase, line)
+        return None
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainingReport:
+    """All steps that were compared. `print` shows a table."""
+
+    steps: tuple[ComparedStep, ...]
+    stored: int
+    """Steps of the stored run."""
+
+    @property
+    def passed(self) -> bool:
+        return self.first_failure is None
+
+    @property
+    def first_failure(self) -> FirstFailure | None:
+        """The first step and comparison out of tolerance."""
+        return next((step.first_failure for step in self.steps if step.first_failure is not None), None)
+
+    def __str__(self) -> str:
+        return self.format()
+
+    def format(self, *, every_step: bool = False) -> str:
+        """Return a table of the largest errors of each step, or of about ten steps and the first that failed."""
+        first = self.first_failure
+        stride = 1 if every_step else -(-len(self.steps) // _SHOWN_STEPS)
+        last = len(self.steps) - 1
+        shown = [step for step in self.steps if step.number % stride == 0 or step.number == last]
+        if first is not None and self.steps[first.step] not in shown:
+            shown = sorted([*shown, self.steps[first.step]], key=lambda step: step.number)
+        head = ["step", "loss", "error", "gradients", "moments", "weights", "largest error of a gradient"]
+        rows = [head, *map(_format_step, shown)]
+        return "\n".join([*align_columns(rows, right=range(6)), "", self._summarize()])
+
+    def _summarize(self) -> str:
+        first = self.first_failure
+        if first is None:
+            comparisons = sum(len(step.forward + step.gradients + step.moments + step.weights) for step in self.steps)
+            return f"{len(self.steps)} of {self.stored} steps, {comparisons} comparisons, all within tolerance"
+        line = first.comparison
+        return (
+            f"Step {first.step} is the first out of tolerance, in the {first.phase}: {line.name} is off by "
+            f"{line.error:.1e} (tolerance {line.tolerance:.0e}). {_ADVICE[first.phase]}"
+        )
+
+
+def _format_step(step: ComparedStep) -> list[str]:
+    worst = max(step.gradients, key=_order)
+    errors = [max(lines, key=_order).error for lines in (step.forward, step.gradients, step.moments, step.weights)]
+    mark = "" if step.first_failure is None else "  <- out of tolerance"
+    return [str(step.number), f"{step.loss:.5f}", *(f"{error:.1e}" for error in errors), f"{worst.name}{mark}"]
+
+
+def _order(line: Comparison) -> float:
+    """Order by error; one that is not a number is the largest."""
+    return line.error if line.error == line.error else float("inf")
