@@ -1,13 +1,13 @@
 """Train a language model of transformers in PyTorch for a few steps, and store every step for `zoo parity --train`.
 
     python -m scripts.train_in_torch --out run                          # a tiny Llama, made from --seed
-    python -m scripts.train_in_torch --model DIRECTORY --out run        # any causal language model
+    python -m scripts.train_in_torch --model DIRECTORY --out run        # a causal language model, but for mixtures
     python -m scripts.train_in_torch --dtype bfloat16 --out run         # under autocast
     zoo parity --train run --steps 20
 
 Needs `pip install torch transformers safetensors`. AdamW decays matrices, and neither norms, biases nor embeddings. The
 gradient's norm is clipped, and the learning rate rises over `--warmup` steps and then is constant. Batches are random
-tokens. The folder gets:
+tokens. Mixtures are left out since transformers names their experts in memory otherwise than in files. The folder gets:
 
     initial/                 the model before the first step, as transformers saves it
     run.json                 hyperparameters, the learning rate of every step, and names and shapes of all parameters
@@ -83,7 +83,7 @@ def main(
     (out / "run.json").write_text(json.dumps(facts, indent=1) + "\n")
     generator = torch.Generator().manual_seed(seed)
     for step, rate in enumerate(rates):
-        rows = torch.randint(0, network.config.vocab_size, (batch, seq_len + 1), generator=generator)
+        rows = draw_tokens(network.config, (batch, seq_len + 1), generator)
         for group in optimizer.param_groups:
             group["lr"] = rate
         stored = train_step(network, optimizer, rows, clip, dtype)
@@ -111,6 +111,15 @@ def load_model(directory: Path) -> Any:
     """Load a causal language model in float32."""
     options = {"dtype": torch.float32, "attn_implementation": "eager"}
     return transformers.AutoModelForCausalLM.from_pretrained(directory, **options)
+
+
+def draw_tokens(config: Any, shape: tuple[int, int], generator: Any) -> Any:
+    """Draw tokens, except padding, at which embeddings of PyTorch have no gradient."""
+    tokens = torch.randint(0, config.vocab_size, shape, generator=generator)
+    padding = config.pad_token_id
+    if padding is None:
+        return tokens
+    return torch.where(tokens == padding, (padding + 1) % config.vocab_size, tokens)
 
 
 def is_excluded(name: str, parameter: Any) -> bool:

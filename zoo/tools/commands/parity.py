@@ -53,8 +53,7 @@ def parity(
         steps: Number of training steps to compare, from the first on. Default: all that are stored.
         family: Python file that defines a family. Default: the family that the config names.
         tolerance: Maximum error of hidden states and logits in float32; twice that for gradients. With --train, of
-            gradients, moments and weights; a tenth of it for the loss. Default: 1e-4, and 0.25 for training in
-            bfloat16.
+            gradients, and a tenth of it for the loss. Default: 1e-4, and 0.2 for training in bfloat16.
         every: Show all gradients, not only the five with the largest errors; with --train, all steps.
         as_json: Print a JSON object.
         no_compile_cache: Compile anew: neither read compiled programs from the user's cache folder nor keep them there.
@@ -128,5 +127,5 @@ def _format_json(report: ParityReport | TrainingReport) -> str:
 
 def _list_errors(step: ComparedStep) -> dict[str, dict[str, float]]:
     """Return the errors of a step by name."""
-    parts = {"forward": step.forward, "gradients": step.gradients, "moments": step.moments, "weights": step.weights}
+    parts = {"forward": step.forward, "gradients": step.gradients, "moments": step.moments, "updates": step.updates}
     return {part: {line.name: line.error for line in lines} for part, lines in parts.items()}

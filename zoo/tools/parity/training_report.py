@@ -11,9 +11,9 @@ from .report import Comparison
 Phase = Literal["forward", "gradient", "optimizer"]
 _SHOWN_STEPS = 10
 _ADVICE = {
-    "forward": "The weights before this step agree: look at the forward pass (`zoo parity` compares it layer by layer)",
+    "forward": "It starts from the same weights: look at the forward pass, which zoo parity compares layer by layer",
     "gradient": "The loss agrees: look at the backward pass of this layer, and of the layers after it",
-    "optimizer": "The gradients agree: look at the optimizer, its schedule, clipping and weight decay",
+    "optimizer": "It takes the same gradients: look at the optimizer, its schedule, clipping and weight decay",
 }
 
 
@@ -36,8 +36,10 @@ class ComparedStep:
     gradients: tuple[Comparison, ...]
     moments: tuple[Comparison, ...]
     """First and second moments after the update."""
-    weights: tuple[Comparison, ...]
-    """Weights after the update."""
+    updates: tuple[Comparison, ...]
+    """How far the update moves each weight."""
+    drift: float
+    """Error of the loss in a run of our own, from the first weights on."""
 
     @property
     def first_failure(self) -> FirstFailure | None:
@@ -45,7 +47,7 @@ class ComparedStep:
         phases: tuple[tuple[Phase, Sequence[Comparison]], ...] = (
             ("forward", self.forward),
             ("gradient", self.gradients),
-            ("optimizer", (*self.moments, *self.weights)),
+            ("optimizer", (*self.moments, *self.updates)),
         )
         for phase, lines in phases:
             for line in lines:
@@ -82,14 +84,14 @@ class TrainingReport:
         shown = [step for step in self.steps if step.number % stride == 0 or step.number == last]
         if first is not None and self.steps[first.step] not in shown:
             shown = sorted([*shown, self.steps[first.step]], key=lambda step: step.number)
-        head = ["step", "loss", "error", "gradients", "moments", "weights", "largest error of a gradient"]
+        head = ["step", "loss", "error", "gradients", "moments", "updates", "drift", "largest error of a gradient"]
         rows = [head, *map(_format_step, shown)]
-        return "\n".join([*align_columns(rows, right=range(6)), "", self._summarize()])
+        return "\n".join([*align_columns(rows, right=range(7)), "", self._summarize()])
 
     def _summarize(self) -> str:
         first = self.first_failure
         if first is None:
-            comparisons = sum(len(step.forward + step.gradients + step.moments + step.weights) for step in self.steps)
+            comparisons = sum(len(step.forward + step.gradients + step.moments + step.updates) for step in self.steps)
             return f"{len(self.steps)} of {self.stored} steps, {comparisons} comparisons, all within tolerance"
         line = first.comparison
         return (
@@ -100,7 +102,8 @@ class TrainingReport:
 
 def _format_step(step: ComparedStep) -> list[str]:
     worst = max(step.gradients, key=_order)
-    errors = [max(lines, key=_order).error for lines in (step.forward, step.gradients, step.moments, step.weights)]
+    parts = (step.forward, step.gradients, step.moments, step.updates)
+    errors = [*(max(lines, key=_order).error for lines in parts), step.drift]
     mark = "" if step.first_failure is None else "  <- out of tolerance"
     return [str(step.number), f"{step.loss:.5f}", *(f"{error:.1e}" for error in errors), f"{worst.name}{mark}"]
 
