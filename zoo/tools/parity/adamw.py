@@ -34,7 +34,7 @@ def make_adamw(run: StoredRun, params: PyTree, name_map: NameMap) -> Any:
         return adamw
 
     def clip(gradients: PyTree, _: PyTree) -> PyTree:
-        scale = jnp.minimum(1, limit / (optax.global_norm(gradients) + 1e-6))
+        scale = jnp.minimum(1, limit / (optax.tree.norm(gradients) + 1e-6))
         return jax.tree.map(lambda x: scale * x, gradients)
 
     return optax.chain(optax.stateless(clip), adamw)

@@ -134,7 +134,8 @@ def _compare_step(
     """Compare a step that started from the weights `before`."""
     loss = Comparison("loss", norm_error(ours.loss, theirs.loss), tolerance / 10)
     norm = Comparison("norm of all gradients", norm_error(ours.gradient_norm, theirs.gradient_norm), tolerance)
-    gradients = _compare("gradient", ours.gradients, theirs.gradients, GRADIENT_FLOOR, tolerance)
+    backward = dict(reversed(theirs.gradients.items()))
+    gradients = _compare("gradient", ours.gradients, backward, GRADIENT_FLOOR, tolerance)
     firsts = _compare("first moment", ours.first_moments, theirs.first_moments, GRADIENT_FLOOR, TOLERANCE)
     seconds = _compare("second moment", ours.second_moments, theirs.second_moments, GRADIENT_FLOOR**2, TOLERANCE)
     weights = _compare_updates(ours.weights, theirs.weights, before)

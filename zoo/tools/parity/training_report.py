@@ -12,7 +12,7 @@ Phase = Literal["forward", "gradient", "optimizer"]
 _SHOWN_STEPS = 10
 _ADVICE = {
     "forward": "It starts from the same weights: look at the forward pass, which zoo parity compares layer by layer",
-    "gradient": "The loss agrees: look at the backward pass of this layer, and of the layers after it",
+    "gradient": "The loss agrees, and gradients of later layers do: look at the backward pass of this layer",
     "optimizer": "It takes the same gradients: look at the optimizer, its schedule, clipping and weight decay",
 }
 
@@ -34,6 +34,7 @@ class ComparedStep:
     """The loss of PyTorch."""
     forward: tuple[Comparison, ...]
     gradients: tuple[Comparison, ...]
+    """From the last layer to the first, as the backward pass computes them; then their norm."""
     moments: tuple[Comparison, ...]
     """First and second moments after the update."""
     updates: tuple[Comparison, ...]
