@@ -117,6 +117,13 @@ def test_signatures_of_models():
     assert list(call) == ["self", "tokens", "mask", "segment_ids", "positions", "key"]
 
 
+def test_signatures_of_parity():
+    signature = lambda function: list(inspect.signature(function).parameters)
+    assert signature(zoo.parity.compare) == ["theirs", "ours", "inputs", "names", "tolerance"]
+    expected = ["directory", "steps", "loss_fn", "optimizer", "family", "tolerance"]
+    assert signature(zoo.parity.compare_training) == expected
+
+
 def test_change_log_lists_the_promised_names():
     text = (Path(__file__).parents[1] / "CHANGELOG.md").read_text()
     for function in SIGNATURES:

@@ -1,4 +1,4 @@
-"""`zoo parity`: reports agreement with PyTorch, and names the first wrong layer."""
+"""`zoo parity`: reports agreement with PyTorch, and names the first wrong layer, or step of training."""
 
 import json
 import shutil
@@ -14,6 +14,7 @@ from zoo.cli import main
 from zoo.tools.parity.report import relative_error
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "models"
+RUN = Path(__file__).parents[3] / "docs" / "fixtures" / "llama_training"
 
 
 @pytest.fixture
@@ -72,3 +73,38 @@ def test_relative_error_of_non_finite_or_other_shape_is_infinite():
     wanted = np.ones((2, 3), np.float32)
     assert relative_error(wanted, wanted) == 0
     assert relative_error(wanted[:1], wanted) == relative_error(wanted * np.nan, wanted) == float("inf")
+
+
+def test_training_run_is_compared_step_by_step(tmp_path, capsys):
+    run = Path(shutil.copytree(RUN, tmp_path / "run"))
+    main(["parity", "--train", str(run), "--steps", "2"])
+    text = capsys.readouterr().out
+    assert "2 of 20 steps, 164 comparisons, all within tolerance" in text
+    facts = json.loads((run / "run.json").read_text())
+    facts["learning_rates"][1] *= 1.1
+    (run / "run.json").write_text(json.dumps(facts))
+    for words in ([], ["--json"]):
+        with pytest.raises(SystemExit) as stopped:
+            main(["parity", "--train", str(run), "--steps", "2", *words])
+        assert stopped.value.code == 1
+        text = capsys.readouterr().out
+        if not words:
+            assert "Step 1 is the first out of tolerance, in the optimizer: update of model.embed_tokens.weight" in text
+    report = json.loads(text)
+    assert report["first"] == {"step": 1, "phase": "optimizer", "comparison": "update of model.embed_tokens.weight"}
+    assert not report["passed"] and len(report["steps"][1]["moments"]) == 40
+
+
+def test_options_of_training_name_what_they_need(tmp_path, capsys):
+    for words, message in (
+        ([], "either a checkpoint directory or --train with the folder of a stored run was expected"),
+        (["somewhere", "--train", str(RUN)], "either a checkpoint directory or --train"),
+        (["--train", str(RUN), "--expected", "a.safetensors"], "leave it out with --train"),
+        (["somewhere", "--steps", "2"], "it needs --train"),
+        (["--train", str(RUN), "--steps", "21"], "steps should be from 1 to 20, and is 21"),
+        (["--train", str(tmp_path)], "a run of scripts/train_in_torch.py was expected"),
+    ):
+        with pytest.raises(SystemExit) as stopped:
+            main(["parity", *words])
+        assert stopped.value.code == 2
+        assert message in capsys.readouterr().err

@@ -79,7 +79,7 @@ def convert(theirs):
 
 @pytest.mark.parametrize("train", [True, False])
 def test_batch_norm_in_both_modes(train):
-    """20 batches: in train mode, running statistics move on both sides. The ReLU in place changes no value before it."""
+    """20 batches, with running statistics that move in train mode, and a ReLU in place."""
     torch.manual_seed(0)
     theirs = TorchNet().train(train)
     ours = convert(theirs)

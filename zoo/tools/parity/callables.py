@@ -64,7 +64,7 @@ def compare(
             raise TypeError(f"compare takes two callables, and one is {type(function).__name__}")
     args, kwargs = _read_inputs(inputs)
     pairs = _list_pairs(names or {}, list_modules(theirs))
-    hooked = run_hooked(theirs, args, kwargs, [pair.theirs for pair in pairs])
+    hooked = run_hooked(theirs, args, kwargs, dict.fromkeys(pair.theirs for pair in pairs))
     result, seen = _run_ours(ours, args, kwargs, dict.fromkeys(pair.ours for pair in pairs))
     results, unpaired = pair_results(hooked.result, result)
     ours_by_name = {pair.theirs: (pair.ours, _take_row(pair, pairs, seen)) for pair in pairs}

@@ -1,6 +1,7 @@
 """Run a PyTorch module, or any function of arrays, and read values of its submodules by forward hooks.
 
-Torch is imported by whoever made the module. Of a module only `named_modules` and its hooks are used.
+Whoever made the module has imported torch. Of a module only `named_modules` and hooks are used: tests have
+stand-ins.
 """
 
 import sys
@@ -26,7 +27,7 @@ class Hooked(NamedTuple):
 def run_hooked(function: Callable, args: Sequence[Any], kwargs: Mapping[str, Any], names: Iterable[str]) -> Hooked:
     """Call `function`, and keep a copy of the named values: a submodule's result, or with `.input` its input.
 
-    A PyTorch module gets tensors on its device, and keeps no graph for gradients; any other function gets NumPy arrays.
+    A PyTorch module gets tensors on its device, and runs without gradients; any other function gets NumPy arrays.
 
     **Raises** `ValueError` for an unknown name, for a submodule that runs several times or not at all, and for a
     function that draws random numbers.
@@ -94,7 +95,8 @@ def _add_hook(name: str, modules: Mapping[str, Any], values: dict[str, list[np.n
 def _take_first(name: str, value: Any) -> Any:
     """Return the first of several results, as `zoo.capture` does."""
     while isinstance(value, tuple | list | Mapping) and len(value):
-        value = next(iter(value.values() if isinstance(value, Mapping) else value))
+        parts = value.values() if isinstance(value, Mapping) else value
+        value = next(iter(parts))
     if not hasattr(value, "shape"):
         raise ValueError(
             f"{name} of theirs is {type(value).__name__}, where a tensor was expected: name another module"

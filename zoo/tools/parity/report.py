@@ -71,7 +71,7 @@ class ParityReport:
         if first is None:
             return f"{len(self.comparisons)} comparisons, all within tolerance"
         failed = sum(not line.passed for line in self.comparisons)
-        return f"{failed} of {len(self.comparisons)} comparisons are out of tolerance. Look first at {first.name}"
+        return f"out of tolerance: {failed} of {len(self.comparisons)} comparisons. Look first at {first.name}"
 
 
 def _is_gradient(line: Comparison) -> bool:

@@ -84,12 +84,13 @@ def compare_training(
     name_map = read_name_map(model.origin)
     weights = _name_tensors(trainable(model), name_map)
     _check_parameters(run, weights)
+    structure = jax.tree.structure(trainable(model))
     constants = {name: x.read() for name, x in open_tensors(initial).items() if name not in run.parameters}
 
     def to_tree(tensors: Mapping[str, np.ndarray]) -> PyTree:
         """Return weights, gradients or moments in a tree as of the trainable parameters."""
         read = from_torch({**constants, **tensors}, initial, mesh=mesh, dtype=jnp.float32, family=family)
-        return jax.tree.unflatten(jax.tree.structure(trainable(model)), jax.tree.leaves(trainable(read)))
+        return jax.tree.unflatten(structure, jax.tree.leaves(trainable(read)))
 
     if optimizer is None:
         optimizer = make_adamw(run, trainable(model), name_map)
