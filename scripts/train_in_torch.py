@@ -61,7 +61,7 @@ def main(
     network.eval()  # without dropout, whose random numbers JAX draws otherwise
     network.save_pretrained(out / "initial")
     parameters = dict(network.named_parameters())
-    decayed = [name for name in parameters if not is_excluded(name, parameters[name])]
+    decayed = list_decayed(network)
     optimizer = torch.optim.AdamW(
         [
             {"params": [parameters[name] for name in decayed], "weight_decay": weight_decay},
@@ -122,9 +122,10 @@ def draw_tokens(config: Any, shape: tuple[int, int], generator: Any) -> Any:
     return torch.where(tokens == padding, (padding + 1) % config.vocab_size, tokens)
 
 
-def is_excluded(name: str, parameter: Any) -> bool:
-    """Return True for a parameter without weight decay: vectors, and the embedding."""
-    return parameter.ndim < 2 or "embed" in name
+def list_decayed(network: Any) -> list[str]:
+    """Return the names of the parameters with weight decay: matrices, except embeddings."""
+    embeddings = {id(module.weight) for module in network.modules() if isinstance(module, torch.nn.Embedding)}
+    return [name for name, x in network.named_parameters() if x.ndim >= 2 and id(x) not in embeddings]
 
 
 def train_step(network: Any, optimizer: Any, rows: Any, clip: float, dtype: str) -> dict[str, Any]:

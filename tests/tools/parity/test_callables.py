@@ -65,7 +65,7 @@ def model():
 @pytest.fixture(scope="module")
 def script(model):
     """Values of the model under the names of Llama, in the order in which they are computed."""
-    logits, seen = zoo.capture(model, *NAMES.values())(TOKENS)
+    logits, seen = zoo.capture(model, *NAMES.values())(jnp.asarray(TOKENS))
     values = {"model.embed_tokens": seen["embedding"]}
     for layer in range(2):
         name = f"model.layers.{layer}"
@@ -179,7 +179,7 @@ def test_numbers_of_any_dtype_are_compared():
     assert compare(lambda x: x, lambda x: x * 1.0078125, half).comparisons[0].error == 0.0078125
 
 
-def test_a_directory_is_the_business_of_another_function():
+def test_directory_names_the_function_for_checkpoints(no_type_checks):
     with pytest.raises(TypeError, match=r"zoo\.parity\.compare_checkpoint\(directory, expected\)"):
         compare("directory", {})
     with pytest.raises(TypeError, match="compare takes two callables, and one is dict"):

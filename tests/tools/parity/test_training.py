@@ -34,7 +34,7 @@ def change_tensors(path, change):
     save_file(tensors, path)
 
 
-def test_every_loss_gradient_moment_and_weight_agrees_with_pytorch():
+def test_every_step_agrees_with_pytorch():
     report = compare_training(RUN)
     assert report.passed, report.first_failure
     assert len(report.steps) == report.stored == 20
@@ -61,7 +61,7 @@ def loss_with_wrong_gradient(model, batch):
     return zoo.cross_entropy(zoo.patch(model, {"layers.1.attention": double_gradient}), batch)
 
 
-def test_wrong_gradient_is_named_by_the_layer_nearest_to_the_loss():
+def test_wrong_gradient_nearest_to_the_loss_is_named():
     report = compare_training(RUN, 1, loss_fn=loss_with_wrong_gradient)
     step, phase, line = report.first_failure
     assert (step, phase) == (0, "gradient") and 0.1 < line.error < 2

@@ -17,7 +17,7 @@ INPUT = ".input"
 
 
 class Hooked(NamedTuple):
-    """What a module returned, and values of its submodules in the order of the forward pass."""
+    """Result of a module, and values of its submodules in the order of the forward pass."""
 
     result: Any
     values: dict[str, np.ndarray]

@@ -39,7 +39,7 @@ class ParityReport:
 
     comparisons: tuple[Comparison, ...]
     notes: tuple[str, ...] = ()
-    """What a reader has to know: results that were not compared, and the mode of a module."""
+    """Results that were not compared, and train mode of a module."""
 
     @property
     def passed(self) -> bool:

@@ -136,16 +136,16 @@ def _compare_step(
     loss = Comparison("loss", norm_error(ours.loss, theirs.loss), tolerance / 10)
     norm = Comparison("norm of all gradients", norm_error(ours.gradient_norm, theirs.gradient_norm), tolerance)
     backward = dict(reversed(theirs.gradients.items()))
-    gradients = _compare("gradient", ours.gradients, backward, GRADIENT_FLOOR, tolerance)
-    firsts = _compare("first moment", ours.first_moments, theirs.first_moments, GRADIENT_FLOOR, TOLERANCE)
-    seconds = _compare("second moment", ours.second_moments, theirs.second_moments, GRADIENT_FLOOR**2, TOLERANCE)
+    gradients = _compare_all("gradient", ours.gradients, backward, GRADIENT_FLOOR, tolerance)
+    firsts = _compare_all("first moment", ours.first_moments, theirs.first_moments, GRADIENT_FLOOR, TOLERANCE)
+    seconds = _compare_all("second moment", ours.second_moments, theirs.second_moments, GRADIENT_FLOOR**2, TOLERANCE)
     weights = _compare_updates(ours.weights, theirs.weights, before)
     return ComparedStep(
         number, theirs.loss, (loss,), (*gradients, norm), (*firsts, *seconds), tuple(weights), drift=drift
     )
 
 
-def _compare(
+def _compare_all(
     kind: str, ours: Mapping[str, np.ndarray], theirs: Mapping[str, np.ndarray], rounding: float, tolerance: float
 ) -> Iterator[Comparison]:
     """Compare gradients or moments by norm; `rounding` is relative to the largest norm."""

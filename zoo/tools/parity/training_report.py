@@ -1,6 +1,7 @@
 """Errors of every step of a replayed training run, and the table that shows them."""
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
@@ -38,7 +39,7 @@ class ComparedStep:
     moments: tuple[Comparison, ...]
     """First and second moments after the update."""
     updates: tuple[Comparison, ...]
-    """How far the update moves each weight."""
+    """Distances that the update moves weights."""
     drift: float
     """Error of the loss in a run of our own, from the first weights on."""
 
@@ -79,12 +80,11 @@ class TrainingReport:
 
     def format(self, *, every_step: bool = False) -> str:
         """Return a table of the largest errors of each step, or of about ten steps and the first that failed."""
-        first = self.first_failure
         stride = 1 if every_step else -(-len(self.steps) // _SHOWN_STEPS)
-        last = len(self.steps) - 1
-        shown = [step for step in self.steps if step.number % stride == 0 or step.number == last]
-        if first is not None and self.steps[first.step] not in shown:
-            shown = sorted([*shown, self.steps[first.step]], key=lambda step: step.number)
+        numbers = {*range(0, len(self.steps), stride), len(self.steps) - 1}
+        if self.first_failure is not None:
+            numbers.add(self.first_failure.step)
+        shown = [step for step in self.steps if step.number in numbers]
         head = ["step", "loss", "error", "gradients", "moments", "updates", "drift", "largest error of a gradient"]
         rows = [head, *map(_format_step, shown)]
         return "\n".join([*align_columns(rows, right=range(7)), "", self._summarize()])
@@ -111,4 +111,4 @@ def _format_step(step: ComparedStep) -> list[str]:
 
 def _order(line: Comparison) -> float:
     """Order by error; one that is not a number is the largest."""
-    return line.error if line.error == line.error else float("inf")
+    return math.inf if math.isnan(line.error) else line.error
