@@ -70,10 +70,13 @@ def main(
         betas=(b1, b2),
         eps=eps,
     )
-    rates = [learning_rate * min(1, (step + 1) / warmup) for step in range(steps)]
-    hyperparameters = {"learning_rates": rates, "b1": b1, "b2": b2, "eps": eps, "weight_decay": weight_decay}
+    rates = [learning_rate * min(1, (step + 1) / max(warmup, 1)) for step in range(steps)]
     facts = {
-        **hyperparameters,
+        "learning_rates": rates,
+        "b1": b1,
+        "b2": b2,
+        "eps": eps,
+        "weight_decay": weight_decay,
         "clip": clip,
         "dtype": dtype,
         "decayed": decayed,
