@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from .weights import from_torch as from_torch
     from .weights import load as load
     from .weights import save as save
+    from .weights import to_torch as to_torch
 
 __version__ = "0.1.0"
 
@@ -72,6 +73,7 @@ __all__ = [
     "summary",
     "testing",
     "text",
+    "to_torch",
     "tools",
     "trainable",
     "unpatch",
@@ -83,7 +85,7 @@ __all__ = [
 _LAZY = ("adapters", "inspect", "parity", "testing", "text", "tools", "train", "weights")
 """Packages imported at first use: not every program needs them, and `zoo.train` needs an extra, which it names."""
 _LAZY_NAMES = {
-    **dict.fromkeys(("CheckpointError", "from_torch", "load", "save"), "weights"),
+    **dict.fromkeys(("CheckpointError", "from_torch", "load", "save", "to_torch"), "weights"),
     "families": "models.hf.families",
     "plan": "tools.plan",
     "summary": "inspect",

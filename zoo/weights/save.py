@@ -110,13 +110,7 @@ def write_model(
 ) -> None:
     """Save a model as `save` does, without a word on a tokenizer that the caller writes."""
     _require_directory(directory)
-    _refuse_adapters(model)
-    if edits := getattr(model, "edits", ()):
-        raise ValueError(
-            f"a checkpoint has no place for edits, and the model has one of {edits[0].name}: save zoo.unpatch(model)"
-        )
-    model = _take_master_weights(model)
-    origin, name_map = resolve_origin(model, family, dict(config or {}))
+    model, origin, name_map = resolve_model(model, family, dict(config or {}))
     aside = LeftAside({}, origin.wrapping)
     if source is not None:
         aside = open_left_aside(source, origin)
@@ -130,6 +124,22 @@ def write_model(
         _logger.warning(
             "%s lacks what was left aside on loading: %s; zoo.save(..., source=) writes it too", directory, lacking
         )
+
+
+def resolve_model(
+    model: PyTree, family: str | Family | None = None, overrides: dict[str, Any] | None = None
+) -> tuple[PyTree, Origin, NameMap]:
+    """Return a model as its family's checkpoint has it, with the family and config to save it with, and its name map.
+
+    **Raises** `CheckpointError` for adapters, `ValueError` for edits, and as `resolve_origin` does.
+    """
+    _refuse_adapters(model)
+    if edits := getattr(model, "edits", ()):
+        raise ValueError(
+            f"a checkpoint has no place for edits, and the model has one of {edits[0].name}: save zoo.unpatch(model)"
+        )
+    model = _take_master_weights(model)
+    return model, *resolve_origin(model, family, overrides or {})
 
 
 def _require_directory(directory: Path) -> None:
@@ -293,7 +303,7 @@ def _write_checkpoint(
     specs, tensor = unpack_exported(*export_tensors(model, name_map), quantized, origin.side_tensors)
     specs = {name: spec for name, spec in specs.items() if name not in origin.lacking}
     if origin.older_names:
-        specs, tensor = _restore_older_names(specs, tensor, origin)
+        specs, tensor = restore_older_names(specs, tensor, origin)
     if source is not None:
         check_source(source, specs, aside)
         specs = dict(sorted((specs | aside.specs).items()))
@@ -329,24 +339,24 @@ def _write_checkpoint(
         multihost_utils.sync_global_devices("zoo.save")  # no process loads before all files are written
 
 
-_TensorSpecs = dict[str, tuple[tuple[int, ...], np.dtype]]
+TensorSpecs = dict[str, tuple[tuple[int, ...], np.dtype]]
 """Tensor name -> (shape, dtype)."""
 
 
-def _restore_older_names(
-    specs: _TensorSpecs, tensor: Callable[[str], np.ndarray], origin: Origin
-) -> tuple[_TensorSpecs, Callable[[str], np.ndarray]]:
+def restore_older_names(
+    specs: TensorSpecs, tensor: Callable[[str], np.ndarray], origin: Origin
+) -> tuple[TensorSpecs, Callable[[str], np.ndarray]]:
     """Name tensors as the checkpoint that was loaded does."""
     older = {replace_ending(name, origin.family.older_endings): name for name in origin.older_names}
     names = {older.get(name, name): name for name in specs}
     return {name: specs[names[name]] for name in sorted(names)}, lambda name: tensor(names[name])
 
 
-def export_tensors(model: PyTree, name_map: NameMap) -> tuple[_TensorSpecs, Callable[[str], np.ndarray]]:
+def export_tensors(model: PyTree, name_map: NameMap) -> tuple[TensorSpecs, Callable[[str], np.ndarray]]:
     """Return shape and dtype of each checkpoint tensor, sorted by name, and a function that assembles a tensor."""
     leaves = jax.tree.leaves(model)
     plans = plan_tensors(model, name_map)
-    specs: _TensorSpecs = {}
+    specs: TensorSpecs = {}
     for name, tensor_plan in sorted(plans.items()):
         dtypes = {np.dtype(leaves[piece.leaf].dtype) for piece in tensor_plan.slices}
         if len(dtypes) > 1:
@@ -375,7 +385,7 @@ def _count_bytes(spec: tuple[tuple[int, ...], np.dtype]) -> int:
     return math.prod(shape) * dtype.itemsize
 
 
-def _assign_shards(specs: _TensorSpecs, max_bytes: int) -> list[list[str]]:
+def _assign_shards(specs: TensorSpecs, max_bytes: int) -> list[list[str]]:
     """Fill shards with names in order, up to `max_bytes` each. A larger tensor gets a shard of its own."""
     shards: list[list[str]] = [[]]
     shard_bytes = 0
@@ -389,7 +399,7 @@ def _assign_shards(specs: _TensorSpecs, max_bytes: int) -> list[list[str]]:
     return shards
 
 
-def _is_in_host_memory(array: Any) -> bool:
+def is_in_host_memory(array: Any) -> bool:
     """Return True if numpy sees the array's own memory, without a copy."""
     return isinstance(array, jax.Array) and [device.platform for device in array.devices()] == ["cpu"]
 
@@ -398,7 +408,7 @@ def gather_to_host(array: Any, index: tuple[int, ...]) -> np.ndarray:
     """Gather `array[index]` from all of its shards into host memory."""
     if isinstance(array, jax.Array) and not array.is_fully_addressable:
         return np.asarray(multihost_utils.process_allgather(array[index], tiled=True))
-    if index and _is_in_host_memory(array):
+    if index and is_in_host_memory(array):
         return np.array(np.asarray(array)[index])  # a slice of a JAX array would be compiled for each shape
     if index or not isinstance(array, jax.Array):
         return np.asarray(array[index])

@@ -1,0 +1,170 @@
+"""Convert a model into a PyTorch state dict. PyTorch is imported inside the function, which is the only one to need it."""
+
+import dataclasses
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import PyTree
+
+from zoo._optional import import_optional
+from zoo.models.decoder import Decoder
+from zoo.models.hf.config import read_config
+from zoo.models.hf.spec import Family, Origin
+from zoo.models.hf.wrappers import TIE, name_as_modules, rename
+
+from .formats import split_quantization
+from .formats.pack import list_packed
+from .plan import plan_tensors
+from .safetensors import CheckpointError
+from .save import (
+    TensorSpecs,
+    export_tensors,
+    is_in_host_memory,
+    read_callers,
+    read_name_map,
+    resolve_model,
+    restore_older_names,
+)
+
+_NAMES = ("module", "files")
+
+
+def to_torch(model: PyTree, family: str | Family | None = None, *, names: str = "module") -> dict[str, Any]:
+    """Convert a model into a PyTorch state dict of its family: tensor names -> CPU tensors.
+
+        theirs = transformers.AutoModelForCausalLM.from_config(config)
+        theirs.load_state_dict(zoo.to_torch(model))
+
+    - `family`: as for `save`.
+    - `names`: "module" for the names and shapes of modules in memory, as of transformers 5, where all experts of a layer
+      are one tensor; "files" for the names that `save` writes, which older versions and other libraries read.
+
+    A tied head appears twice among the names of modules, as the embedding's own tensor: `load_state_dict(strict=True)`
+    expects `lm_head.weight`. Files leave it out. Modules that several layers call are repeated likewise.
+
+    On the CPU, an array that is one tensor of the family (embedding, untied head, final norm) is not copied: through
+    DLPack the tensor is the array's memory, and writing to it changes the model, so clone what PyTorch will train.
+    Layers are stacked here, so each of their tensors is a copy, as is all that is transposed, fused or sharded. The
+    state dict of a model that is not on the CPU is copied there.
+
+    **Raises** `ImportError` without PyTorch; `CheckpointError` for packed matrices and adapters, and for a model that
+    is sharded over several processes; `ValueError` for edits; `NoFamilyError` as `save` does.
+    """
+    if names not in _NAMES:
+        raise ValueError(f"names is {names!r}, where {' or '.join(map(repr, _NAMES))} was expected")
+    torch = import_optional("torch", "pip install torch")
+    state = list_state(model, family, names)
+    tensors = {}
+    for name in state.specs:
+        array = state.whole.get(name)
+        if array is None:
+            tensors[name] = _to_tensor(torch, state.assemble(name))
+        else:
+            tensors[name] = torch.from_dlpack(array).reshape(state.specs[name][0])
+    return tensors | {copy: tensors[name] for copy, name in state.copies.items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class StateDict:
+    """The tensors of a state dict, before they are PyTorch's."""
+
+    specs: TensorSpecs
+    assemble: Callable[[str], np.ndarray]
+    """Return a tensor, copied out of the model."""
+    whole: Mapping[str, jax.Array]
+    """Tensors that are one of the model's arrays, in the memory of the CPU."""
+    copies: Mapping[str, str]
+    """Further names of tensors -> their names in `specs`."""
+
+
+def list_state(model: PyTree, family: str | Family | None, names: str) -> StateDict:
+    """List the tensors of a model's state dict. **Raises** as `to_torch` does."""
+    if packed := list_packed(model):
+        raise CheckpointError(
+            f"{packed[0]} is packed, as its quantized file has it, and a state dict holds plain tensors: "
+            "zoo.adapters.dequantize(model), or zoo.load without packed=True"
+        )
+    model, origin, _ = resolve_model(model, family)
+    is_elsewhere = lambda x: isinstance(x, jax.Array) and not x.is_fully_addressable
+    if any(map(is_elsewhere, jax.tree.leaves(model))):
+        raise CheckpointError(
+            "the model is sharded over several processes, and a state dict would hold all of it in each: zoo.save "
+            "writes it as files, one tensor at a time"
+        )
+    if names == "module":
+        origin = _with_module_names(origin)
+    name_map = read_name_map(origin)
+    specs, assemble = export_tensors(model, name_map)
+    specs = {name: spec for name, spec in specs.items() if name not in origin.lacking}
+    leaves = jax.tree.leaves(model)
+    whole = {}
+    for name, plan in plan_tensors(model, name_map).items():
+        leaf = leaves[plan.slices[0].leaf]
+        is_one_array = plan.mapping.keeps_rows and not plan.mapping.transposed and not plan.slices[0].index
+        if is_one_array and is_in_host_memory(leaf):
+            whole[name] = leaf
+    if names == "files":
+        specs, assemble = restore_older_names(specs, assemble, origin)
+        return StateDict(specs, assemble, whole, {})
+    return _rename(StateDict(specs, assemble, whole, _list_copies(model, origin, specs)), origin.family.memory_modules)
+
+
+def _with_module_names(origin: Origin) -> Origin:
+    """Return an origin with the name map of modules in memory, whatever the names in its files are."""
+    family = origin.family
+    if family.memory_names is not None:
+        family = dataclasses.replace(family, names=family.memory_names)
+    wrapping = origin.wrapping
+    if wrapping is not None:
+        wrapping = name_as_modules(wrapping)
+    return dataclasses.replace(origin, family=family, wrapping=wrapping)
+
+
+def _list_copies(model: PyTree, origin: Origin, specs: TensorSpecs) -> dict[str, str]:
+    """Return the names under which a module has a tensor again -> the tensor's name: of a tied head, and of modules
+    that several layers call."""
+    family = origin.family
+    copies = {}
+    for other, first in read_callers(origin).items():
+        for name in specs:
+            if name.startswith(f"{first}."):
+                copies[other + name.removeprefix(first)] = name
+    config = read_config(family, split_quantization(json.loads(origin.config))[0])
+    outer = family.head.rpartition(".")[0] or family.head
+    has_head = isinstance(model, Decoder) or any(name.startswith(f"{outer}.") for name in specs)
+    is_tied = config.get(TIE, family.required_values.get(TIE) == (True,))
+    if is_tied and has_head and not origin.lacks_base_prefix:
+        head, embedding = (rename(f"{module}.weight", origin.wrapping) for module in (family.head, family.embedding))
+        if embedding in specs and head not in specs:
+            copies[head] = embedding
+    return copies
+
+
+def _rename(state: StateDict, memory_modules: Mapping[str, str]) -> StateDict:
+    """Name tensors as modules in memory do, where files have other names for whole modules."""
+
+    def to_memory_name(name: str) -> str:
+        for memory_name, file_name in memory_modules.items():
+            if name.startswith(f"{file_name}."):
+                return memory_name + name.removeprefix(file_name)
+        return name
+
+    file_names = {to_memory_name(name): name for name in state.specs}
+    return StateDict(
+        {name: state.specs[file_name] for name, file_name in file_names.items()},
+        lambda name: state.assemble(file_names[name]),
+        {to_memory_name(name): array for name, array in state.whole.items()},
+        {to_memory_name(copy): to_memory_name(name) for copy, name in state.copies.items()},
+    )
+
+
+def _to_tensor(torch: Any, array: np.ndarray) -> Any:
+    """Return an array of NumPy as a tensor that shares its memory."""
+    if array.dtype.isbuiltin == 1:
+        return torch.from_numpy(array)
+    # dtypes of ml_dtypes, which PyTorch's converter does not know
+    bits = np.dtype(f"int{8 * array.dtype.itemsize}")
+    return torch.from_numpy(array.view(bits)).view(getattr(torch, array.dtype.name))
