@@ -11,13 +11,14 @@ from jaxtyping import PyTree
 
 from zoo._optional import import_optional
 from zoo.models.decoder import Decoder
+from zoo.models.encoders.heads import MaskedLMHead
 from zoo.models.hf.config import read_config
-from zoo.models.hf.spec import Family, Origin
+from zoo.models.hf.spec import Family, Origin, prefixed
 from zoo.models.hf.wrappers import TIE, name_as_modules, rename
 
 from .formats import split_quantization
 from .formats.pack import list_packed
-from .plan import plan_tensors
+from .plan import invert_name_map, plan_tensors
 from .safetensors import CheckpointError
 from .save import (
     TensorSpecs,
@@ -94,8 +95,9 @@ def list_state(model: PyTree, family: str | Family | None, names: str) -> StateD
             "the model is sharded over several processes, and a state dict would hold all of it in each: zoo.save "
             "writes it as files, one tensor at a time"
         )
+    files = origin
     if names == "module":
-        origin = _with_module_names(origin)
+        origin = _with_module_names(files, is_decoder=isinstance(model, Decoder))
     name_map = read_name_map(origin)
     specs, assemble = export_tensors(model, name_map)
     specs = {name: spec for name, spec in specs.items() if name not in origin.lacking}
@@ -109,37 +111,51 @@ def list_state(model: PyTree, family: str | Family | None, names: str) -> StateD
     if names == "files":
         specs, assemble = restore_older_names(specs, assemble, origin)
         return StateDict(specs, assemble, whole, {})
-    return _rename(StateDict(specs, assemble, whole, _list_copies(model, origin, specs)), origin.family.memory_modules)
+    copies = _list_calls(origin, specs) | _list_tied_head(model, files, origin, specs)
+    return _rename(StateDict(specs, assemble, whole, copies), origin.family.memory_modules)
 
 
-def _with_module_names(origin: Origin) -> Origin:
-    """Return an origin with the name map of modules in memory, whatever the names in its files are."""
+def _with_module_names(origin: Origin, *, is_decoder: bool) -> Origin:
+    """Return an origin with the names of modules in memory, whatever the names in its files are. A decoder has a head,
+    and so its other modules have the base model's prefix."""
     family = origin.family
     if family.memory_names is not None:
         family = dataclasses.replace(family, names=family.memory_names)
     wrapping = origin.wrapping
     if wrapping is not None:
         wrapping = name_as_modules(wrapping)
-    return dataclasses.replace(origin, family=family, wrapping=wrapping)
+    lacks_base_prefix = origin.lacks_base_prefix and not is_decoder
+    return dataclasses.replace(origin, family=family, wrapping=wrapping, lacks_base_prefix=lacks_base_prefix)
 
 
-def _list_copies(model: PyTree, origin: Origin, specs: TensorSpecs) -> dict[str, str]:
-    """Return the names under which a module has a tensor again -> the tensor's name: of a tied head, and of modules
-    that several layers call."""
-    family = origin.family
+def _list_calls(origin: Origin, specs: TensorSpecs) -> dict[str, str]:
+    """Return the names of the tensors of shared modules in each later layer that calls one -> in the first."""
     copies = {}
     for other, first in read_callers(origin).items():
         for name in specs:
             if name.startswith(f"{first}."):
                 copies[other + name.removeprefix(first)] = name
+    return copies
+
+
+def _list_tied_head(model: PyTree, files: Origin, origin: Origin, specs: TensorSpecs) -> dict[str, str]:
+    """Return the names of a tied head's matrix and bias -> of the tensors that they are; {} without a tied head."""
+    family = origin.family
     config = read_config(family, split_quantization(json.loads(origin.config))[0])
-    outer = family.head.rpartition(".")[0] or family.head
-    has_head = isinstance(model, Decoder) or any(name.startswith(f"{outer}.") for name in specs)
+    head = rename(family.head, origin.wrapping)
+    has_head = isinstance(model, Decoder) or isinstance(getattr(model, "head", None), MaskedLMHead)
     is_tied = config.get(TIE, family.required_values.get(TIE) == (True,))
-    if is_tied and has_head and not origin.lacks_base_prefix:
-        head, embedding = (rename(f"{module}.weight", origin.wrapping) for module in (family.head, family.embedding))
-        if embedding in specs and head not in specs:
-            copies[head] = embedding
+    if not (is_tied and has_head) or f"{head}.weight" in specs:
+        return {}
+    outer = head.rpartition(".")[0]
+    if outer and not any(name.startswith(f"{outer}.") for name in specs):  # the tied head of DeBERTa v3 has no matrix
+        return {}
+    # by our name: in memory, the embedding may have another name than in files
+    part = prefixed("", "", files.family.names(config))[family.embedding].parts[0]
+    embedding = invert_name_map(read_name_map(origin))[part][0]
+    copies = {f"{head}.weight": f"{embedding}.weight"}
+    if f"{outer}.bias" in specs:  # BERT's module has the bias twice: in the head, and in the linear layer inside
+        copies[f"{head}.bias"] = f"{outer}.bias"
     return copies
 
 
