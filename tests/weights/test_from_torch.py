@@ -125,7 +125,7 @@ def test_from_torch_errors_name_the_problem():
         zoo.from_torch({"lm_head.weight": torch.zeros(3)}, {"model_type": "gemma", "num_hidden_layers": 1})
     with pytest.raises(zoo.CheckpointError, match="x is on the device 'meta', which has shapes and no numbers"):
         zoo.from_torch({"x": torch.zeros(2, device="meta")}, {"model_type": "llama"})
-    with pytest.raises(zoo.CheckpointError, match="x is list, where a torch.Tensor or a NumPy array was expected"):
+    with pytest.raises(zoo.CheckpointError, match="x is list, where a torch.Tensor, a NumPy array or a JAX array was"):
         zoo.from_torch({"x": [1.0]}, {"model_type": "llama"})
 
 

@@ -4,10 +4,12 @@ import dataclasses
 import importlib
 import json
 import re
+import sys
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from zoo._checks import parse_dtype
@@ -33,13 +35,13 @@ def from_torch(
 ) -> LoadedModel:
     """Convert a PyTorch module or state dict into a model.
 
-    - `weights`: a `torch.nn.Module`, or its state dict, whose values may be NumPy arrays.
+    - `weights`: a `torch.nn.Module`, or its state dict, with values that may also be NumPy or JAX arrays.
     - `config`: a mapping, a transformers config, or the path of a config.json. Default: the module's own.
     - `mesh`, `dtype`, `family`, `ignore`: as for `load`.
 
-    CPU tensors are read in place, through DLPack. Each layer is copied once, into the stacked array. Tensors that are
-    neither stacked, transposed nor cast (embedding, head, final norm) are not copied: the model then shares PyTorch's
-    memory, so clone what PyTorch continues to train.
+    CPU tensors and arrays are read in place, through DLPack. Each layer is copied once, into the stacked array. Tensors
+    that are neither stacked, transposed nor cast (embedding, head, final norm) are not copied if their memory is
+    aligned to 64 bytes: the model then shares PyTorch's memory, so clone what PyTorch continues to train.
 
     **Raises** `CheckpointError` as `load` does, for tensors without numbers (`meta`), and for a model that
     `torch.compile`, PEFT or a parallel module wraps.
@@ -52,12 +54,24 @@ def from_torch(
     _refuse_wrapped(type(weights).__name__, state_dict)
     if config is None:
         config = getattr(weights, "config", None)
-    config_json = _to_config_dict(config)
+    config_json = read_config_json(config)
     if hasattr(weights, "state_dict"):  # as `save_pretrained` writes: its class says which head it has
         config_json["architectures"] = [type(weights).__name__]
     if family is None:
         family = find_family(config_json, Path(CONFIG_NAME))
     tensors = {_to_file_name(name, family): _view_tensor(name, x) for name, x in state_dict.items()}
+    return read_state(config_json, tensors, family, mesh, dtype, ignore)
+
+
+def read_state(
+    config_json: Mapping[str, Any],
+    tensors: Mapping[str, LazyTensor],
+    family: Family,
+    mesh: Mesh | None,
+    dtype: Any,
+    ignore: Collection[str] = (),
+) -> LoadedModel:
+    """Read the tensors of a module in memory into a model of the family."""
     checkpoint = resolve_checkpoint(
         config_json, tensors, _with_memory_names(family, tensors), ignore, "the config: ", "the state dict"
     )
@@ -100,7 +114,7 @@ def _with_memory_names(family: Family, names: Collection[str]) -> Family:
     return dataclasses.replace(family, names=family.memory_names)
 
 
-def _to_config_dict(source: Any) -> dict[str, Any]:
+def read_config_json(source: Any) -> dict[str, Any]:
     """Return a config as the JSON object of a config.json."""
     if isinstance(source, str | Path):
         path = Path(source)
@@ -125,13 +139,15 @@ def _to_file_name(name: str, family: Family) -> str:
 
 
 def _view_tensor(name: str, x: Any) -> LazyTensor:
-    """View a NumPy array, or a torch.Tensor through DLPack, without a copy if it is on the CPU."""
-    if isinstance(x, np.ndarray):
-        return LazyTensor(x.dtype, x.shape, lambda: x, zero_copy=True)
-    import torch  # pyright: ignore[reportMissingImports]
-
-    if not isinstance(x, torch.Tensor):
-        raise CheckpointError(f"{name} is {type(x).__name__}, where a torch.Tensor or a NumPy array was expected")
+    """View a NumPy array, a JAX array, or a torch.Tensor through DLPack, without a copy if it is on the CPU."""
+    if isinstance(x, np.ndarray | jax.Array):
+        array = np.asarray(x)
+        return LazyTensor(array.dtype, array.shape, lambda: array, zero_copy=True)
+    torch = sys.modules.get("torch")  # whoever passes a tensor has imported it
+    if torch is None or not isinstance(x, torch.Tensor):
+        raise CheckpointError(
+            f"{name} is {type(x).__name__}, where a torch.Tensor, a NumPy array or a JAX array was expected"
+        )
     if x.is_meta:
         raise CheckpointError(
             f"{name} is on the device 'meta', which has shapes and no numbers: read the weights into the module before"

@@ -100,7 +100,7 @@ def find_mapping(
         if name in mappings:
             pattern, mapping, part = mappings[name]
             return pattern + suffix, mapping, part
-    raise CheckpointError(f"the family's table of names has no row for {path.name}")
+    raise CheckpointError(f"the table of names has no row for {path.name}")
 
 
 def strip_base_prefix_if_absent(name_map: NameMap, names: set[str]) -> NameMap | None:
