@@ -130,7 +130,7 @@ def test_logits_are_those_of_the_package(family):
 
 
 @pytest.mark.parametrize("family", CASES)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.ci), "bfloat16"])
 def test_round_trip_is_bitwise(family, dtype, tmp_path):
     tree = make_tree(family, jnp.dtype(dtype))
     published = publish(tree) | {"SigLiPFromPatches_0/head": {"kernel": np.ones(3)}}
@@ -153,7 +153,7 @@ def test_an_orbax_folder_is_read(tmp_path):
     model = from_gemma(tmp_path / "gemma", {"model_type": "gemma"}, dtype="float32")
     assert model.embedding.weight.dtype == jnp.float32
     assert (np.asarray(model.embedding.weight) == tree["transformer/embedder"]["input_embedding"]).all()
-    assert all(eqx.tree_equal(*pair) for pair in [(model, from_gemma(tree, {"model_type": "gemma"}, dtype="float32"))])
+    assert eqx.tree_equal(model, from_gemma(tree, {"model_type": "gemma"}, dtype="float32"))
 
 
 def test_errors_say_what_would_do():
@@ -183,8 +183,11 @@ def test_errors_say_what_would_do():
 
 
 def test_a_gating_einsum_that_fits_both_orders_has_to_be_named():
-    square = lambda x: x[:, :EMBED] if x.shape == (2, MLP, EMBED) else x[:EMBED] if x.shape == (MLP, EMBED) else x
-    tree = jax.tree.map(square, make_tree("gemma3_text"))
+    tree = make_tree("gemma3_text")
+    for number in range(LAYERS):
+        mlp = tree[f"layer_{number}"]["mlp"]
+        mlp["gating_einsum"] = mlp["gating_einsum"][:, :EMBED]
+        mlp["linear"] = mlp["linear"][:EMBED]
     config = make_config("gemma3_text")
     with pytest.raises(ValueError, match="fits both orders: pass gating='mlp embed' or 'embed mlp'"):
         from_gemma(tree, config)

@@ -14,6 +14,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from itertools import accumulate
+from numbers import Number
 from operator import mul
 from typing import Any, TypeVar
 
@@ -148,7 +149,7 @@ def flatten(tree: Any, name: str = "", *, as_arrays: bool = True) -> Iterator[tu
             yield from flatten(value, f"{name}/{key}" if name else str(key), as_arrays=as_arrays)
     elif tree is not None:
         leaf = _unbox(tree)
-        if not hasattr(leaf, "shape") and not np.isscalar(leaf):
+        if not (hasattr(leaf, "shape") or isinstance(leaf, Number)):
             raise CheckpointError(f"{name} is {type(leaf).__name__}, where an array was expected")
         yield name, np.asarray(leaf) if as_arrays else leaf
 

@@ -10,14 +10,15 @@ import numpy as np
 from jaxtyping import PyTree
 
 from zoo._optional import import_optional
+from zoo.layers.quantized.packed import AbstractPackedLinear
 from zoo.models.decoder import Decoder
 from zoo.models.encoders.heads import MaskedLMHead
 from zoo.models.hf.config import read_config
 from zoo.models.hf.spec import Family, Origin, prefixed
 from zoo.models.hf.wrappers import TIE, name_as_modules, rename
+from zoo.models.parameter_paths import walk_parameters
 
 from .formats import split_quantization
-from .formats.pack import list_packed
 from .plan import invert_name_map, plan_tensors
 from .safetensors import CheckpointError
 from .save import (
@@ -83,11 +84,7 @@ class StateDict:
 
 def list_state(model: PyTree, family: str | Family | None, names: str) -> StateDict:
     """List the tensors of a model's state dict. **Raises** as `to_torch` does."""
-    if packed := list_packed(model):
-        raise CheckpointError(
-            f"{packed[0]} is packed, as its quantized file has it, and a state dict holds plain tensors: "
-            "zoo.adapters.dequantize(model), or zoo.load without packed=True"
-        )
+    _refuse_packed(model)
     model, origin, _ = resolve_model(model, family)
     is_elsewhere = lambda x: isinstance(x, jax.Array) and not x.is_fully_addressable
     if any(map(is_elsewhere, jax.tree.leaves(model))):
@@ -113,6 +110,19 @@ def list_state(model: PyTree, family: str | Family | None, names: str) -> StateD
         return StateDict(specs, assemble, whole, {})
     copies = _list_calls(origin, specs) | _list_tied_head(model, files, origin, specs)
     return _rename(StateDict(specs, assemble, whole, copies), origin.family.memory_modules)
+
+
+def _refuse_packed(model: PyTree) -> None:
+    """**Raises** `CheckpointError` for a model with packed matrices."""
+    is_packed = lambda node: isinstance(node, AbstractPackedLinear)
+    nodes = jax.tree.leaves(model, is_leaf=is_packed)
+    paths = walk_parameters(model, "", (), is_packed)
+    for (name, _), node in zip(paths, nodes, strict=True):
+        if is_packed(node):
+            raise CheckpointError(
+                f"{name} is packed, and a state dict holds plain tensors: pass zoo.adapters.dequantize(model), or load "
+                "without packed=True"
+            )
 
 
 def _with_module_names(origin: Origin, *, is_decoder: bool) -> Origin:

@@ -1,0 +1,139 @@
+"""State dicts for PyTorch: names and numbers without PyTorch, and with it modules of transformers that compute the same."""
+
+import dataclasses
+import sys
+from pathlib import Path
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import zoo
+from zoo.weights.safetensors import open_tensors, read_json
+from zoo.weights.to_torch import list_state
+
+from .damage import GPT2, LLAMA
+
+FIXTURES = Path(__file__).parents[1] / "fixtures"
+MIXTRAL = {**LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2, "tie_word_embeddings": True}
+
+
+@pytest.mark.parametrize("family, config", [("llama", LLAMA), ("gpt2", GPT2), ("mixtral", MIXTRAL)])
+def test_names_of_files_are_those_that_save_writes(make, family, config, tmp_path):
+    model = make(family, config)
+    zoo.save(model, tmp_path)
+    state = list_state(model, None, "files")
+    stored = open_tensors(tmp_path)
+    assert not state.copies
+    assert state.specs == {name: (x.shape, x.dtype) for name, x in stored.items()}
+    for name, x in stored.items():
+        np.testing.assert_array_equal(state.assemble(name), x.read())
+
+
+def test_names_of_modules_are_those_of_transformers(make):
+    model = make("mixtral", MIXTRAL)
+    files, state = list_state(model, None, "files"), list_state(model, None, "module")
+    assert state.copies == {"lm_head.weight": "model.embed_tokens.weight"}
+    experts = "model.layers.0.mlp.experts"
+    assert {name: shape for name, (shape, _) in state.specs.items() if experts in name} == {
+        f"{experts}.gate_up_proj": (4, 24, 8),
+        f"{experts}.down_proj": (4, 8, 12),
+    }
+    in_file = "model.layers.0.block_sparse_moe.experts.2.{}.weight"
+    gate_up = np.concatenate([files.assemble(in_file.format(name)) for name in ("w1", "w3")])
+    np.testing.assert_array_equal(state.assemble(f"{experts}.gate_up_proj")[2], gate_up)
+    assert not list_state(make("llama", LLAMA), None, "module").copies  # its head is a matrix of its own
+    assert list_state(make("gpt2", GPT2), None, "module").specs["transformer.h.1.attn.c_attn.weight"][0] == (8, 24)
+
+
+def test_what_is_one_array_is_shared_on_one_cpu(make):
+    model = jax.tree.map(jnp.asarray, make("llama", LLAMA))
+    state = list_state(model, None, "module")
+    assert state.whole.keys() == {"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"}
+    assert state.whole["lm_head.weight"] is model.head.weight
+    placed = list_state(zoo.place(model, zoo.make_mesh(tensor=2, data=4)), None, "module")
+    assert not placed.whole and placed.specs == state.specs
+    for name in state.specs:
+        np.testing.assert_array_equal(placed.assemble(name), state.assemble(name))
+
+
+def test_what_has_no_place_in_a_state_dict_is_refused_by_name(make):
+    model = jax.tree.map(jnp.asarray, make("llama", LLAMA))
+    with pytest.raises(zoo.CheckpointError, match="the model has adapters, .*zoo.adapters.merge"):
+        list_state(zoo.adapters.lora(model, rank=2, key=jax.random.key(0)), None, "module")
+    with pytest.raises(ValueError, match="no place for edits, and the model has one of layers.1: save zoo.unpatch"):
+        list_state(zoo.patch(model, {"layers.1": lambda x: 2 * x}), None, "module")
+    with pytest.raises(zoo.CheckpointError, match="experts.*.gate is packed.* pass zoo.adapters.dequantize"):
+        list_state(zoo.load(FIXTURES / "models" / "gpt_oss_mxfp4", packed=True), None, "module")
+    with pytest.raises(zoo.weights.NoFamilyError):
+        list_state(dataclasses.replace(model, soft_cap=3.0), None, "module")
+    with pytest.raises(ValueError, match="names is 'memory', where 'module' or 'files' was expected"):
+        zoo.to_torch(model, names="memory")
+
+
+def test_pytorch_is_imported_at_the_call(make, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(ImportError, match="`torch` cannot be imported .*: pip install torch"):
+        zoo.to_torch(make("llama", LLAMA))
+
+
+def load_module(folder, model):
+    """The module of a fixture's config, with the state dict of the model."""
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    kind = getattr(transformers, read_json(folder / "config.json")["architectures"][0])
+    config = kind.config_class.from_pretrained(folder)
+    config._attn_implementation = config._experts_implementation = "eager"
+    config.quantization_config = None
+    module = kind._from_config(config, dtype=torch.float32).eval()
+    state = zoo.to_torch(model)
+    module.load_state_dict(state, strict=True)
+    return module, state
+
+
+def list_folders():
+    for folder in sorted((FIXTURES / "models").iterdir()):
+        slow = folder.name not in ("llama", "mixtral", "gpt2")
+        yield pytest.param(folder, id=folder.name, marks=[pytest.mark.slow] if slow else [])
+
+
+@pytest.mark.filterwarnings("ignore")  # theirs
+@pytest.mark.parametrize("folder", list(list_folders()))
+def test_transformers_computes_the_same(folder):
+    model = zoo.load(folder, dtype=jnp.float32)
+    module, _ = load_module(folder, model)
+    torch = pytest.importorskip("torch")
+    tokens = np.random.default_rng(0).integers(3, 40, (2, 9))
+    with torch.no_grad():
+        wanted = module(torch.tensor(tokens)).logits.numpy()
+    ours = np.asarray(eqx.filter_jit(model)(tokens))
+    bound = 2e-6 if folder.name in ("llama", "mixtral", "gpt2") else 1e-4
+    assert np.abs(ours - wanted).max() <= bound * np.abs(wanted).max()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("folder", sorted((FIXTURES / "encoders").iterdir()), ids=lambda folder: folder.name)
+def test_modules_of_encoders_take_the_state_dict(folder):
+    load_module(folder, zoo.load(folder))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_tensors_share_memory_with_the_model(dtype):
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    model = zoo.load(FIXTURES / "models" / "gpt2", dtype=dtype)
+    state = zoo.to_torch(model)
+    embedding = state["transformer.wte.weight"]
+    assert embedding.dtype == getattr(torch, dtype)
+    assert embedding.data_ptr() == model.embedding.weight.unsafe_buffer_pointer()
+    assert state["lm_head.weight"] is embedding
+    layer = state["transformer.h.0.attn.c_attn.weight"]
+    query = model.stack.segments[0].blocks[0].mixer.query.weight[0]
+    np.testing.assert_array_equal(layer.float().numpy()[:, : query.shape[0]], query.astype(jnp.float32).T)
+    layer.zero_()  # a copy, which may be written to
+    assert (query != 0).any()
+    again = zoo.from_torch(zoo.to_torch(model), FIXTURES / "models" / "gpt2")
+    assert eqx.tree_equal(jax.tree.leaves(again), jax.tree.leaves(model))
