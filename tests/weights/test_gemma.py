@@ -91,9 +91,7 @@ def compute_logits(tree, tokens, family):
         base = 1e6 if family == "gemma3_text" and not is_local else 1e4
         scale = config.get("query_pre_attn_scalar", HEAD_DIM) ** -0.5
         groups = HEADS // keys.shape[2]
-        scores = jnp.einsum(
-            "BTNH,BSNH->BTNS", rotate(queries, base) * scale, jnp.repeat(rotate(keys, base), groups, 2)
-        )
+        scores = jnp.einsum("BTNH,BSNH->BTNS", rotate(queries, base) * scale, jnp.repeat(rotate(keys, base), groups, 2))
         if family == "gemma2":
             scores = 50.0 * jnp.tanh(scores / 50.0)
         query, key = jnp.arange(x.shape[1])[:, None], jnp.arange(x.shape[1])
@@ -171,7 +169,9 @@ def test_errors_say_what_would_do():
         from_gemma({**tree, "layer_1": {"attn": {}}}, config)
     with pytest.raises(zoo.CheckpointError, match="is not Gemma's.* lacks layer_0/attn/attn_vec_einsum/w"):
         from_gemma({"embedder": tree["embedder"], "stacked_layers": {"attn": np.ones(2)}}, config)
-    with pytest.raises(zoo.CheckpointError, match="embed_tokens.weight is .64, 32. in the file, and the config asks for"):
+    with pytest.raises(
+        zoo.CheckpointError, match="embed_tokens.weight is .64, 32. in the file, and the config asks for"
+    ):
         from_gemma(tree, {**config, "vocab_size": 65})
     model = from_gemma(tree, config)
     with pytest.raises(zoo.CheckpointError, match=r"layer_3/attn.* asks for model.layers.3.*not in the model"):

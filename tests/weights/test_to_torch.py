@@ -1,6 +1,7 @@
-"""State dicts for PyTorch: names and numbers without PyTorch, and with it modules of transformers that compute the same."""
+"""State dicts for PyTorch: names and numbers without it; with it, modules of transformers that compute the same."""
 
 import dataclasses
+import json
 import sys
 from pathlib import Path
 
@@ -57,6 +58,18 @@ def test_what_is_one_array_is_shared_on_one_cpu(make):
     assert not placed.whole and placed.specs == state.specs
     for name in state.specs:
         np.testing.assert_array_equal(placed.assemble(name), state.assemble(name))
+
+
+def test_from_torch_takes_arrays_of_numpy_and_of_jax(make):
+    model = jax.tree.map(jnp.asarray, make("llama", {**LLAMA, "vocab_size": 32, "hidden_size": 16}))
+    state = list_state(model, None, "module")
+    arrays = {name: state.assemble(name) for name in state.specs}
+    shared = {**arrays, **state.whole}  # three JAX arrays, in memory that JAX has aligned
+    config = json.loads(model.origin.config)
+    for read in (zoo.from_torch(arrays, config), zoo.from_torch(shared, config)):
+        for ours, wanted in zip(jax.tree.leaves(read), jax.tree.leaves(model), strict=True):
+            np.testing.assert_array_equal(ours, wanted)
+    assert read.embedding.weight.unsafe_buffer_pointer() == model.embedding.weight.unsafe_buffer_pointer()
 
 
 def test_what_has_no_place_in_a_state_dict_is_refused_by_name(make):

@@ -5,7 +5,7 @@ Names of a tree, and the shapes of their arrays (`gemma/gm/nn/_modules.py` there
     embedder/input_embedding              vocab embed
     layer_N/attn/q_einsum/w               heads embed head_dim
     layer_N/attn/kv_einsum/w              2 kv_heads embed head_dim
-    layer_N/attn/qkv_einsum/w             3 heads embed head_dim, in place of both if there is one KV head per head
+    layer_N/attn/qkv_einsum/w             3 heads embed head_dim, for both if heads share no keys
     layer_N/attn/attn_vec_einsum/w        heads head_dim embed
     layer_N/attn/_query_norm/scale        head_dim, and _key_norm
     layer_N/mlp/gating_einsum             2 mlp embed, or 2 embed mlp: of the gate and of what it multiplies
@@ -87,14 +87,14 @@ def from_gemma(
         config_json = read_text_config(config_json)
     family = find_family(config_json, Path(CONFIG_NAME))
     _check_family(family.name)
-    arrays = {name: x for name, x in flatten(tree) if not _BESIDE.match(_shorten(name))}
-    sizes = _read_sizes({_shorten(name): x.shape for name, x in arrays.items()})
+    arrays = {name: x for name, x in flatten(tree) if not _BESIDE.match(_strip_name(name))}
+    sizes = _read_sizes({_strip_name(name): x.shape for name, x in arrays.items()})
     _check_config(config_json, family.name, sizes["head_dim"], family.defaults)
     tensors = {}
     for name, x in arrays.items():
         target = _find_target(name, x.shape, family.name, sizes, gating)
-        for number, tensor in enumerate(target.tensors):
-            part = x[number] if target.is_stacked else x
+        parts = x if target.is_stacked else [x]
+        for tensor, part in zip(target.tensors, parts, strict=True):
             read = partial(_to_matrix, part, target.kind)
             tensors[tensor] = LazyTensor(x.dtype, _get_matrix_shape(part.shape, target.kind), read)
     return read_state({**sizes, **config_json}, tensors, family, mesh, dtype)
@@ -117,21 +117,21 @@ def to_gemma(model: PyTree, like: Mapping[str, Any], *, gating: str | None = Non
     specs, assemble = export_tensors(model, read_name_map(origin))
     base = "" if origin.lacks_base_prefix else "model."
     shapes = {name: np.shape(x) for name, x in flatten(like, as_arrays=False)}
-    sizes = _read_sizes({_shorten(name): shape for name, shape in shapes.items()})
+    sizes = _read_sizes({_strip_name(name): shape for name, shape in shapes.items()})
     written = {}
     used = set()
     for name, shape in shapes.items():
-        if _BESIDE.match(_shorten(name)):
+        if _BESIDE.match(_strip_name(name)):
             continue
         target = _find_target(name, shape, origin.family.name, sizes, gating)
         part_shape = shape[1:] if target.is_stacked else shape
+        wanted = _get_matrix_shape(part_shape, target.kind)
         parts = []
         for tensor in target.tensors:
             tensor = base + tensor.removeprefix("model.")
-            wanted = _get_matrix_shape(part_shape, target.kind)
-            if tensor not in specs or specs[tensor][0] != wanted:
-                found = f"{list(specs[tensor][0])} in the model" if tensor in specs else "not in the model"
-                raise CheckpointError(f"{name} asks for {tensor} {list(wanted)}, which is {found}")
+            found = specs[tensor][0] if tensor in specs else "not in the model"
+            if found != wanted:
+                raise CheckpointError(f"{name} asks for {tensor} {wanted}, which is {found}")
             parts.append(_from_matrix(assemble(tensor), target.kind, part_shape))
             used.add(tensor)
         written[name] = np.stack(parts) if target.is_stacked else parts[0]
@@ -152,7 +152,7 @@ class _Target(NamedTuple):
 
 def _find_target(name: str, shape: Shape, family: str, sizes: Mapping[str, int], gating: str | None) -> _Target:
     """Return what an array of the tree holds. **Raises** `CheckpointError` for a name that has no place."""
-    short = _shorten(name)
+    short = _strip_name(name)
     if short == "embedder/input_embedding":
         return _Target(("model.embed_tokens.weight",))
     if short == "final_norm/scale":
@@ -174,7 +174,8 @@ def _find_target(name: str, shape: Shape, family: str, sizes: Mapping[str, int],
     if part in ("attn/_query_norm/scale", "attn/_key_norm/scale") and family == "gemma3_text":
         return _Target((f"{attention}.{part[6]}_norm.weight",))
     if part == "mlp/gating_einsum":
-        kind = "same" if _find_gating(name, shape, sizes, gating) == "mlp embed" else "transposed"
+        is_by_rows = _find_gating(name, shape, sizes, gating) == "mlp embed"
+        kind = "same" if is_by_rows else "transposed"
         return _Target((f"{mlp}.gate_proj.weight", f"{mlp}.up_proj.weight"), kind, is_stacked=True)
     if part == "mlp/linear":
         return _Target((f"{mlp}.down_proj.weight",), "transposed")
@@ -200,7 +201,7 @@ def _find_gating(name: str, shape: Shape, sizes: Mapping[str, int], gating: str 
     return fits[0]
 
 
-def _shorten(name: str) -> str:
+def _strip_name(name: str) -> str:
     """Return a name without what files add to it."""
     name = re.sub(r"^(params/)?(transformer/)?", "", name)
     return re.sub(r"(/mlp/(gating_einsum|linear))/w$", r"\1", name)
@@ -216,8 +217,8 @@ def _read_sizes(shapes: Mapping[str, Shape]) -> dict[str, int]:
     missing = [name for name in wanted if name not in shapes]
     if missing or len(shapes[wanted[1]]) != 3 or len(shapes[wanted[0]]) != 2:
         raise CheckpointError(
-            f"the tree is not Gemma's, with a dict of arrays for each layer: it lacks {', '.join(missing) or 'dims'}, and "
-            f"begins with {', '.join(list(shapes)[:4]) or 'nothing'}"
+            f"the tree is not Gemma's, with a dict of arrays for each layer: it lacks {', '.join(missing) or 'dims'}, "
+            f"and begins with {', '.join(list(shapes)[:4]) or 'nothing'}"
         )
     vocab, embed = shapes[wanted[0]]
     heads, head_dim, _ = shapes[wanted[1]]
@@ -241,10 +242,10 @@ def _check_family(name: str) -> None:
 def _check_config(config: Mapping[str, Any], family: str, head_dim: int, defaults: Mapping[str, Any]) -> None:
     """**Raises** `CheckpointError` if the config lacks what its releases differ in and no tree shows."""
     missing = []
-    if family == "gemma3_text":
-        missing += [key for key in ("sliding_window",) if key not in config]
-        if not {"rope_parameters", "rope_scaling"} & config.keys():
-            missing.append("rope_scaling, which may be None,")
+    if family == "gemma3_text" and "sliding_window" not in config:
+        missing.append("sliding_window")
+    if family == "gemma3_text" and not {"rope_parameters", "rope_scaling"} & config.keys():
+        missing.append("rope_scaling, which may be None,")
     scalar = "query_pre_attn_scalar"
     if scalar in defaults and scalar not in config and head_dim != defaults[scalar]:
         missing.append(scalar)
@@ -270,9 +271,12 @@ def _get_matrix_shape(shape: Shape, kind: str) -> Shape:
 
 def _to_matrix(x: np.ndarray, kind: str) -> np.ndarray:
     if kind == "heads":
-        x = x.swapaxes(1, 2)
-    matrix = x.reshape(-1, x.shape[-1]) if kind.startswith("heads") else x
-    return matrix.T if kind in ("heads out", "transposed") else matrix
+        return x.swapaxes(1, 2).reshape(-1, x.shape[1])
+    if kind == "heads out":
+        return x.reshape(-1, x.shape[-1]).T
+    if kind == "transposed":
+        return x.T
+    return x
 
 
 def _from_matrix(matrix: np.ndarray, kind: str, shape: Shape) -> np.ndarray:

@@ -53,7 +53,9 @@ def read_msgpack(source: str | Path | bytes) -> Any:
         if code not in (_NDARRAY, _SCALAR):
             raise ValueError(f"there is an extension of type {code}, and Flax writes the types 1, 2 and 3")
         array = _read_array(*msgpack.unpackb(content, raw=False))
-        return array[()] if code == _SCALAR else array
+        if code == _SCALAR:
+            return array[()]
+        return array
 
     try:
         return _join_chunks(msgpack.unpackb(data, ext_hook=read_extension, strict_map_key=False))
@@ -116,9 +118,10 @@ def read_orbax(folder: str | Path) -> Any:
     epath = import_optional("etils.epath", "pip install 'equizoo[train]'")
     path = Path(folder).absolute()
     if not (path / "_METADATA").is_file():
-        below = [f"{child.parent.relative_to(path)}" for child in sorted(path.glob("**/_METADATA"))]
-        hint = f"; pass one of its folders: {', '.join(below[:4])}" if below else ""
-        raise CheckpointError(f"{path} is not the folder of a tree that Orbax saved: it has no _METADATA{hint}")
+        message = f"{path} is not the folder of a tree that Orbax saved: it has no _METADATA"
+        if below := [str(child.parent.relative_to(path)) for child in sorted(path.glob("**/_METADATA"))]:
+            message += f"; pass one of its folders: {', '.join(below[:4])}"
+        raise CheckpointError(message)
     handler = ocp.PyTreeCheckpointHandler()
     try:
         metadata = handler.metadata(epath.Path(path))

@@ -1,4 +1,4 @@
-"""Read the parameters of Flax, Haiku or any nested dict of arrays into a model by a table of names, and write them back.
+"""Read parameters of Flax, Haiku or any nested dict of arrays into a model by a table of names, and write them back.
 
 A table is a name map as a family has one (`zoo.models.hf.spec`), with full names of tensors: their path, with slashes,
 on the left, and our parameter path on the right. `fused(..., transposed=True)` is a matrix stored as (in, out).
@@ -42,11 +42,11 @@ def read_tree(model: _Model, tree: Mapping[str, Any], table: NameMap) -> _Model:
       dtypes and shardings are kept.
     - `tree`: nested mappings and lists with arrays at the leaves, in boxes such as `nnx.Param` or `nn.Partitioned` or
       without. `None` is skipped.
-    - `table`: their path -> our parameter path, as above. A star is a number. Where theirs has fewer stars than ours, its
-      array holds the layers or experts of the missing ones in its first dims.
+    - `table`: their path -> our parameter path. A star is a number. Where theirs has fewer stars than ours, its array
+      stacks layers or experts in its first dims.
 
-    Neighboring dims are merged where ours has their product: a `DenseGeneral` kernel (embed, heads, head_dim) is read as
-    the matrix (embed, heads * head_dim). Numbers are cast to the model's dtype.
+    Neighboring dims are merged where ours has their product: a `DenseGeneral` kernel (embed, heads, head_dim) is read
+    as the matrix (embed, heads * head_dim). Numbers are cast to the model's dtype.
 
     **Raises** `CheckpointError` that lists every array of the tree that has no place, is missing or has another shape,
     or integers in place of floating-point numbers, and for an array of the model without a row; `ValueError` for a row
@@ -127,7 +127,7 @@ def _unstack(theirs: Mapping[str, np.ndarray], stacked: _Stacked) -> dict[str, n
     for name, array in theirs.items():
         dims = next((count for pattern, count in stacked if pattern.fullmatch(name)), 0)
         for index in np.ndindex(array.shape[:dims]):
-            found["/".join([name, *map(str, index)])] = array[index] if dims else array
+            found["/".join([name, *map(str, index)])] = array[(*index, ...)]
     return found
 
 
@@ -146,12 +146,16 @@ def flatten(tree: Any, name: str = "", *, as_arrays: bool = True) -> Iterator[tu
         tree = dict(enumerate(tree))
     if isinstance(tree, Mapping):
         for key, value in tree.items():
-            yield from flatten(value, f"{name}/{key}" if name else str(key), as_arrays=as_arrays)
+            yield from flatten(value, _extend_path(name, key), as_arrays=as_arrays)
     elif tree is not None:
         leaf = _unbox(tree)
         if not (hasattr(leaf, "shape") or isinstance(leaf, Number)):
             raise CheckpointError(f"{name} is {type(leaf).__name__}, where an array was expected")
         yield name, np.asarray(leaf) if as_arrays else leaf
+
+
+def _extend_path(name: str, key: Any) -> str:
+    return f"{name}/{key}" if name else str(key)
 
 
 def _unbox(leaf: Any) -> Any:
@@ -170,10 +174,12 @@ def _check(plans: Mapping[str, TensorPlan], theirs: Mapping[str, np.ndarray], dt
     for name in plans.keys() & theirs.keys():
         wanted = plans[name].shape
         given = theirs[name].shape
+        mapping = plans[name].mapping
         if not _merges_into(given, wanted):
-            parts = ", ".join(plans[name].mapping.parts)
-            hint = ": transposed=True?" if given[::-1] == wanted and not plans[name].mapping.transposed else ""
-            problems.append(f"{name} is {list(given)}, and {parts} asks for {list(wanted)}{hint}")
+            problem = f"{name} is {list(given)}, and {', '.join(mapping.parts)} asks for {list(wanted)}"
+            if given[::-1] == wanted and not mapping.transposed:
+                problem += ": transposed=True?"
+            problems.append(problem)
         expected = {_get_kind(dtypes[piece.leaf]) for piece in plans[name].slices}
         if expected != {_get_kind(theirs[name].dtype)}:
             problems.append(f"{name} is {theirs[name].dtype}, where {' or '.join(sorted(expected))} was expected")
@@ -182,9 +188,10 @@ def _check(plans: Mapping[str, TensorPlan], theirs: Mapping[str, np.ndarray], dt
 
 def _raise_for(problems: list[str]) -> None:
     if problems:
-        more = f"\n  and {len(problems) - _MAX_LISTED} more" if len(problems) > _MAX_LISTED else ""
-        listed = "\n  ".join(sorted(problems)[:_MAX_LISTED])
-        raise CheckpointError(f"tree, table and model do not agree:\n  {listed}{more}")
+        listed = sorted(problems)[:_MAX_LISTED]
+        if len(problems) > _MAX_LISTED:
+            listed.append(f"and {len(problems) - _MAX_LISTED} more")
+        raise CheckpointError("\n  ".join(["tree, table and model do not agree:", *listed]))
 
 
 def _merges_into(fine: Shape, coarse: Shape) -> bool:
@@ -221,7 +228,7 @@ def _nest(tensors: Mapping[str, np.ndarray]) -> dict[str, Any]:
 def fill_like(like: Any, tensors: Mapping[str, np.ndarray], name: str = "") -> Any:
     """Return a tree of the structure of `like`, with the arrays of these paths. Others remain as they are."""
     if isinstance(like, Mapping):
-        return {key: fill_like(value, tensors, f"{name}/{key}" if name else str(key)) for key, value in like.items()}
+        return {key: fill_like(value, tensors, _extend_path(name, key)) for key, value in like.items()}
     if isinstance(like, list | tuple):
-        return [fill_like(value, tensors, f"{name}/{i}" if name else str(i)) for i, value in enumerate(like)]
+        return [fill_like(value, tensors, _extend_path(name, number)) for number, value in enumerate(like)]
     return tensors.get(name, like)

@@ -1,4 +1,4 @@
-"""Convert a model into a PyTorch state dict. PyTorch is imported inside the function, which is the only one to need it."""
+"""Convert a model into a PyTorch state dict. Only `to_torch` imports PyTorch, when it is called."""
 
 import dataclasses
 import json
@@ -41,16 +41,15 @@ def to_torch(model: PyTree, family: str | Family | None = None, *, names: str = 
         theirs.load_state_dict(zoo.to_torch(model))
 
     - `family`: as for `save`.
-    - `names`: "module" for the names and shapes of modules in memory, as of transformers 5, where all experts of a layer
-      are one tensor; "files" for the names that `save` writes, which older versions and other libraries read.
+    - `names`: "module" for names and shapes of transformers 5 in memory, where all experts of a layer are one tensor;
+      "files" for names that `save` writes, which older versions and other libraries read.
 
-    A tied head appears twice among the names of modules, as the embedding's own tensor: `load_state_dict(strict=True)`
-    expects `lm_head.weight`. Files leave it out. Modules that several layers call are repeated likewise.
+    Modules name a tied head although it has no matrix of its own: `lm_head.weight` is then the embedding's tensor, as
+    `load_state_dict(strict=True)` expects. Files leave it out. Modules that several layers call are repeated likewise.
 
-    On the CPU, an array that is one tensor of the family (embedding, untied head, final norm) is not copied: through
-    DLPack the tensor is the array's memory, and writing to it changes the model, so clone what PyTorch will train.
-    Layers are stacked here, so each of their tensors is a copy, as is all that is transposed, fused or sharded. The
-    state dict of a model that is not on the CPU is copied there.
+    On one CPU, an array that is one tensor of the family (embedding, untied head, final norm) is not copied: the tensor
+    has its memory, through DLPack. Writing to it changes the model, so clone what PyTorch will train. Layers are
+    stacked here, so their tensors are copies, and so are all that are transposed, fused, sharded or on another device.
 
     **Raises** `ImportError` without PyTorch; `CheckpointError` for packed matrices and adapters, and for a model that
     is sharded over several processes; `ValueError` for edits; `NoFamilyError` as `save` does.
@@ -60,18 +59,17 @@ def to_torch(model: PyTree, family: str | Family | None = None, *, names: str = 
     torch = import_optional("torch", "pip install torch")
     state = list_state(model, family, names)
     tensors = {}
-    for name in state.specs:
-        array = state.whole.get(name)
-        if array is None:
-            tensors[name] = _to_tensor(torch, state.assemble(name))
+    for name, (shape, _) in state.specs.items():
+        if name in state.whole:
+            tensors[name] = torch.from_dlpack(state.whole[name]).reshape(shape)
         else:
-            tensors[name] = torch.from_dlpack(array).reshape(state.specs[name][0])
+            tensors[name] = _to_tensor(torch, state.assemble(name))
     return tensors | {copy: tensors[name] for copy, name in state.copies.items()}
 
 
 @dataclasses.dataclass(frozen=True)
 class StateDict:
-    """The tensors of a state dict, before they are PyTorch's."""
+    """The tensors of a state dict, in NumPy and JAX."""
 
     specs: TensorSpecs
     assemble: Callable[[str], np.ndarray]
@@ -86,10 +84,10 @@ def list_state(model: PyTree, family: str | Family | None, names: str) -> StateD
     """List the tensors of a model's state dict. **Raises** as `to_torch` does."""
     _refuse_packed(model)
     model, origin, _ = resolve_model(model, family)
-    is_elsewhere = lambda x: isinstance(x, jax.Array) and not x.is_fully_addressable
-    if any(map(is_elsewhere, jax.tree.leaves(model))):
+    leaves = jax.tree.leaves(model)
+    if not all(getattr(leaf, "is_fully_addressable", True) for leaf in leaves):
         raise CheckpointError(
-            "the model is sharded over several processes, and a state dict would hold all of it in each: zoo.save "
+            "the model is sharded over several processes, and each of them would hold all of its state dict: zoo.save "
             "writes it as files, one tensor at a time"
         )
     files = origin
@@ -98,7 +96,6 @@ def list_state(model: PyTree, family: str | Family | None, names: str) -> StateD
     name_map = read_name_map(origin)
     specs, assemble = export_tensors(model, name_map)
     specs = {name: spec for name, spec in specs.items() if name not in origin.lacking}
-    leaves = jax.tree.leaves(model)
     whole = {}
     for name, plan in plan_tensors(model, name_map).items():
         leaf = leaves[plan.slices[0].leaf]
@@ -153,11 +150,11 @@ def _list_tied_head(model: PyTree, files: Origin, origin: Origin, specs: TensorS
     family = origin.family
     config = read_config(family, split_quantization(json.loads(origin.config))[0])
     head = rename(family.head, origin.wrapping)
+    outer = head.rpartition(".")[0]
     has_head = isinstance(model, Decoder) or isinstance(getattr(model, "head", None), MaskedLMHead)
     is_tied = config.get(TIE, family.required_values.get(TIE) == (True,))
     if not (is_tied and has_head) or f"{head}.weight" in specs:
         return {}
-    outer = head.rpartition(".")[0]
     if outer and not any(name.startswith(f"{outer}.") for name in specs):  # the tied head of DeBERTa v3 has no matrix
         return {}
     # by our name: in memory, the embedding may have another name than in files

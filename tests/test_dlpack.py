@@ -1,16 +1,9 @@
 """Memory that JAX shares with NumPy and PyTorch on the CPU, by pointers: what docs/arrays.md says."""
 
-import json
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
-import zoo
-from zoo.weights.to_torch import list_state
-
-from .damage import LLAMA
 
 
 def make_aligned(dtype=np.float32, shape=(16, 16), shift=0):
@@ -87,21 +80,6 @@ def test_donation_leaves_shared_memory_as_it_is():
     array = jnp.zeros((16, 16)) * 1
     view = np.from_dlpack(array)
     assert (increment(array) == 1).all() and (view == 0).all()
-
-
-def test_from_torch_takes_arrays_of_numpy_and_of_jax(make):
-    model = make("llama", {**LLAMA, "vocab_size": 32, "hidden_size": 16})
-    config = json.loads(model.origin.config)
-    state = list_state(model, None, "module")
-    arrays = {name: state.assemble(name) for name in state.specs}
-    arrays["model.embed_tokens.weight"] = make_aligned(shape=(32, 16))
-    ours = {name: jnp.asarray(x) for name, x in arrays.items()}
-    read = zoo.from_torch(arrays, config)
-    again = zoo.from_torch(ours, config)
-    assert shares(read.embedding.weight, arrays["model.embed_tokens.weight"].ctypes.data)
-    assert shares(again.embedding.weight, ours["model.embed_tokens.weight"].unsafe_buffer_pointer())
-    for x, y in zip(jax.tree.leaves(read), jax.tree.leaves(again), strict=True):
-        np.testing.assert_array_equal(x, y)
 
 
 TORCH_DTYPES = "float32 bfloat16 float16 float8_e4m3fn float8_e5m2 int8 uint8 int16 int32 bool complex64".split()
