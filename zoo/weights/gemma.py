@@ -13,7 +13,8 @@ Names of a tree, and the shapes of their arrays (`gemma/gm/nn/_modules.py` there
     layer_N/pre_attention_norm/scale      embed, and post_attention_norm, pre_ffw_norm, post_ffw_norm
     final_norm/scale                      embed
 
-Published files begin all names with `transformer/` and have `mlp/linear/w`; a training state begins them with `params/`.
+Published files begin all names with `transformer/` and have `mlp/linear/w`; names of a training state begin with
+`params/`.
 """
 
 import re
