@@ -173,6 +173,10 @@ def test_errors_say_what_would_do():
         zoo.CheckpointError, match="embed_tokens.weight is .64, 32. in the file, and the config asks for"
     ):
         from_gemma(tree, {**config, "vocab_size": 65})
+    for array, dims in ((np.ones((3, 2, 32, 16)), "2 kv_heads embed head_dim"), (np.ones(3), "2 kv_heads embed")):
+        attention = {**tree["layer_1"]["attn"], "kv_einsum": {"w": array}}
+        with pytest.raises(zoo.CheckpointError, match=rf"layer_1/attn/kv_einsum/w is \[3.*, where {dims}"):
+            from_gemma({**tree, "layer_1": {**tree["layer_1"], "attn": attention}}, config)
     model = from_gemma(tree, config)
     with pytest.raises(zoo.CheckpointError, match=r"layer_3/attn.* asks for model.layers.3.*not in the model"):
         to_gemma(model, {**tree, "layer_3": tree["layer_0"]})

@@ -152,7 +152,27 @@ class _Target(NamedTuple):
 
 
 def _find_target(name: str, shape: Shape, family: str, sizes: Mapping[str, int], gating: str | None) -> _Target:
-    """Return what an array of the tree holds. **Raises** `CheckpointError` for a name that has no place."""
+    """Return what an array of the tree holds. **Raises** `CheckpointError` for a name that has no place, or a shape of
+    other dims than the name says."""
+    target = _read_name(name, shape, family, sizes, gating)
+    expected = {"heads": 3, "heads out": 3, "transposed": 2}.get(target.kind)
+    parts = len(target.tensors)
+    if (target.is_stacked and shape[:1] != (parts,)) or expected not in (None, len(shape) - target.is_stacked):
+        raise CheckpointError(f"{name} is {list(shape)}, where {_DIMS[target.kind, parts]} was expected")
+    return target
+
+
+_DIMS = {
+    ("heads", 1): "heads embed head_dim",
+    ("heads", 2): "2 kv_heads embed head_dim",
+    ("heads", 3): "3 heads embed head_dim",
+    ("heads out", 1): "heads head_dim embed",
+    ("transposed", 1): "mlp embed",
+}
+"""Dims of the arrays that are rearranged, by kind and number of parts."""
+
+
+def _read_name(name: str, shape: Shape, family: str, sizes: Mapping[str, int], gating: str | None) -> _Target:
     short = _strip_name(name)
     if short == "embedder/input_embedding":
         return _Target(("model.embed_tokens.weight",))
@@ -214,23 +234,23 @@ def _read_sizes(shapes: Mapping[str, Shape]) -> dict[str, int]:
     **Raises** `CheckpointError` for a tree without Gemma's names, or with layers stacked in one array.
     """
     layers = [int(found[1]) for name in shapes if (found := re.match(r"layer_(\d+)/", name))]
-    wanted = ["embedder/input_embedding", "layer_0/attn/attn_vec_einsum/w", "layer_0/mlp/linear"]
-    missing = [name for name in wanted if name not in shapes]
-    if missing or len(shapes[wanted[1]]) != 3 or len(shapes[wanted[0]]) != 2:
+    wanted = {"embedder/input_embedding": 2, "layer_0/attn/attn_vec_einsum/w": 3, "layer_0/mlp/linear": 2}
+    missing = [f"{name} of {dims} dims" for name, dims in wanted.items() if len(shapes.get(name, ())) != dims]
+    if missing:
         raise CheckpointError(
-            f"the tree is not Gemma's, with a dict of arrays for each layer: it lacks {', '.join(missing) or 'dims'}, "
-            f"and begins with {', '.join(list(shapes)[:4]) or 'nothing'}"
+            f"the tree is not Gemma's, with a dict of arrays for each layer: it lacks {', '.join(missing)}, and begins "
+            f"with {', '.join(list(shapes)[:4]) or 'nothing'}"
         )
-    vocab, embed = shapes[wanted[0]]
-    heads, head_dim, _ = shapes[wanted[1]]
-    keys = shapes.get("layer_0/attn/kv_einsum/w", (2, heads))
+    (vocab, embed), (heads, head_dim, _), (mlp, _) = (shapes[name] for name in wanted)
+    keys = shapes.get("layer_0/attn/kv_einsum/w", ())
+    kv_heads = keys[1] if len(keys) == 4 else heads
     return {
         "vocab_size": vocab,
         "hidden_size": embed,
-        "intermediate_size": shapes[wanted[2]][0],
+        "intermediate_size": mlp,
         "num_hidden_layers": max(layers) + 1,
         "num_attention_heads": heads,
-        "num_key_value_heads": keys[1],
+        "num_key_value_heads": kv_heads,
         "head_dim": head_dim,
     }
 
