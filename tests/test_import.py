@@ -115,3 +115,27 @@ def test_import_of_train_names_the_missing_extra():
     probe += "util.find_spec = lambda name, *rest: None if name == 'optax' else find(name, *rest); zoo.train.run_cli"
     process = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True)
     assert process.stderr.splitlines()[-1] == "ImportError: optax cannot be found: pip install 'equizoo[train]'"
+
+
+HOOKED = """
+import importlib, pkgutil
+from jaxtyping import install_import_hook
+
+with install_import_hook("zoo", "beartype.beartype"):
+    import zoo
+
+    for module in pkgutil.walk_packages(zoo.__path__, "zoo."):
+        try:
+            importlib.import_module(module.name)
+        except ImportError as error:
+            if "has moved to" not in str(error):
+                raise
+"""
+
+
+@pytest.mark.ci
+def test_every_module_imports_with_annotations_checked():
+    """Users check their own annotations by jaxtyping's hook, and may name the library in it."""
+    pytest.importorskip("beartype")
+    process = subprocess.run([sys.executable, "-c", HOOKED], capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr[-2000:]

@@ -2,7 +2,7 @@
 
 import abc
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Any, TypeVar
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -14,6 +14,8 @@ from zoo.parallel import Dim, Module
 Matrix = Float[Array, "out in"]
 BiasVector = Float[Array, "out"]
 Strength = Float[Array, ""] | Float[Array, "batch"]
+_Adapter = TypeVar("_Adapter", bound="AbstractAdapter")
+"""Not `typing.Self`, which beartype knows in decorated classes only: jaxtyping's import hook decorates functions."""
 
 
 class AbstractAdapter(Module):
@@ -35,7 +37,7 @@ class AbstractAdapter(Module):
     def has_adapter(self) -> Bool[Array, "*stacked"]:
         """True in the layers that have the adapter, where they are stacked with others that have none."""
 
-    def with_base(self, base: Any) -> Self:
+    def with_base(self: _Adapter, base: Any) -> _Adapter:
         """Return the adapter around another base with the same shapes."""
         return eqx.tree_at(lambda adapter: adapter.base, self, base)
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 import equinox as eqx
 import jax
@@ -23,6 +23,7 @@ from .low_rank import AbstractLowRankAdapter, check_dropout_rate, linear_from_we
 from .modules_to_save import BiasOption
 
 _Model = TypeVar("Model")
+_Adapter = TypeVar("_Adapter", bound="DoRA")
 _Rows = Float[Array, "*rows out"]
 
 
@@ -101,7 +102,7 @@ class DoRA(AbstractLowRankAdapter):
         self.out = lora.out
         self.adapter_name = adapter_name
 
-    def with_base(self, base: AbstractLinear) -> Self:
+    def with_base(self: _Adapter, base: AbstractLinear) -> _Adapter:
         dora = super().with_base(base)
         return eqx.tree_at(lambda dora: dora.squares, dora, _sum_squares(base.dense_weight))
 

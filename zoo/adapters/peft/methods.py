@@ -324,8 +324,8 @@ METHODS: Mapping[type, PeftMethod] = {
     IA3: PeftMethod(
         peft_type="IA3",
         tensors=(
-            PeftTensor("ia3_l", "of_out", has_rows=True, added_dim=1, fill=1),
-            PeftTensor("ia3_l", "of_in", added_dim=0, fill=1),
+            PeftTensor("ia3_l", "of_out", has_rows=True, added_dim=1, fill=1.0),
+            PeftTensor("ia3_l", "of_in", added_dim=0, fill=1.0),
         ),
         find_shapes=_find_ia3_shapes,
         shape_options=("feedforward_modules",),
