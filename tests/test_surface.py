@@ -31,7 +31,7 @@ NAMES = {
         "tools",
         "__version__",
     ),
-    *("configure", "plan", "summary"),
+    *("configure", "export", "plan", "summary"),
     *("capture", "capture_gradients", "capture_names", "patch", "unpatch"),
 }
 MOVED = {"distributed": "zoo.parallel.initialize", "drawing": "zoo.tools.draw", "planning": "zoo.tools.plan"}
@@ -69,6 +69,7 @@ SIGNATURES = {
     zoo.hidden_states: "model tokens mask segment_ids positions",
     zoo.embed: "model tokens mask pooling",
     zoo.plan: "step args on model_flops",
+    zoo.export: "model folder mesh platforms batch seq_len length image_size overwrite",
     zoo.summary: "model mesh",
     zoo.configure: "model remat loop attention recurrence grouped_matmul routing",
     zoo.set_implementations: "model attention recurrence grouped_matmul",

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from . import weights as weights
     from .inspect import summary as summary
     from .models.hf.families import families as families
+    from .tools.export import export as export
     from .tools.plan import plan as plan
     from .weights import CheckpointError as CheckpointError
     from .weights import from_torch as from_torch
@@ -46,6 +47,7 @@ __all__ = [
     "count",
     "cross_entropy",
     "embed",
+    "export",
     "families",
     "from_torch",
     "generate",
@@ -86,6 +88,7 @@ _LAZY = ("adapters", "inspect", "parity", "testing", "text", "tools", "train", "
 """Packages imported at first use: not every program needs them, and `zoo.train` needs an extra, which it names."""
 _LAZY_NAMES = {
     **dict.fromkeys(("CheckpointError", "from_torch", "load", "save", "to_torch"), "weights"),
+    "export": "tools.export",
     "families": "models.hf.families",
     "plan": "tools.plan",
     "summary": "inspect",

@@ -16,7 +16,7 @@ import tyro
 import zoo
 from zoo._backend import describe_backend_error
 from zoo._terminal import discard_output, is_output_closed, show, show_error
-from zoo.tools.commands import draw, evaluate, parity, plan, report
+from zoo.tools.commands import draw, evaluate, export, parity, plan, report
 
 from .chat import chat
 from .convert import convert
@@ -29,7 +29,22 @@ from .presets import presets
 
 COMMANDS: dict[str, Callable[..., None]] = {
     command.__name__: command
-    for command in (families, presets, info, draw, plan, convert, generate, chat, evaluate, parity, data, report, fork)
+    for command in (
+        families,
+        presets,
+        info,
+        draw,
+        plan,
+        convert,
+        export,
+        generate,
+        chat,
+        evaluate,
+        parity,
+        data,
+        report,
+        fork,
+    )
 }
 DESCRIPTION = (
     "Inspect, convert, run and evaluate language model checkpoints in JAX. `zoo COMMAND --help` shows the options of a "

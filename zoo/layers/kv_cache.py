@@ -21,6 +21,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int, Shaped
 
 from zoo._checks import is_host_readable
+from zoo.ops.symbolic import always_holds
 from zoo.parallel import Module, all_gather, current_mesh, num_shards, shard_offset, vary
 from zoo.shapes import KVHeads, Positions
 
@@ -310,6 +311,6 @@ def _repeat_single(new: Array, slots: Int[Array, "batch seq"]) -> tuple[Array, I
     On CPU, XLA turns a scatter of one slot into a slice update and duplicates it for each consumer of the ring buffer,
     which is then copied: with one row, attention took twice as long (jax 0.10).
     """
-    if slots.size > 1:
+    if always_holds(lambda: slots.size > 1):
         return new, slots, True
     return jnp.concatenate([new, new], axis=1), jnp.concatenate([slots, slots], axis=1), False

@@ -120,7 +120,7 @@ def add_expert_biases(
     if biases is None:
         return y
     is_first_shard = shard_offset(y, contracted.name, 1) == 0
-    return y + jnp.where(is_first_shard, expand_group_values(biases, sizes, len(y)), 0)
+    return y + jnp.where(is_first_shard, expand_group_values(biases, sizes, y.shape[0]), 0)
 
 
 def contract_per_head(

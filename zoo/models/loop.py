@@ -10,6 +10,7 @@ elementwise operations, which is chosen for speed rather than for memory.
 from typing import Any, Literal, get_args
 
 from zoo.ops.platform import current_platform
+from zoo.ops.symbolic import always_holds
 from zoo.parallel import Remat
 from zoo.parallel.remat import rematerializes
 
@@ -38,7 +39,7 @@ def select_loop(loop: Loop, *, layers: int, remat: Remat, size: int) -> Loop:
     """Return `loop`, or the choice of "auto" for hidden states of `size` elements on this device."""
     if loop != "auto":
         return loop
-    small = size < MIN_PLAIN_SIZE
+    small = not always_holds(lambda: size >= MIN_PLAIN_SIZE)
     return "scan" if small or find_drawback(layers, remat) else "plain"
 
 

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, TypeVar
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Int
 
@@ -205,8 +206,9 @@ def vary_arrays(modules: _Modules) -> _Modules:
 
 
 def index_tree(tree: Any, i: int | tuple[slice | int, ...]) -> Any:
-    """Return element `i` along the leading dim of every array, or index all of its leading dims."""
-    return jax.tree.map(lambda x: x[i] if eqx.is_array(x) else x, tree)
+    """Return element `i` along the leading dim of every array, or index all of its leading dims. Of an array of NumPy
+    it is a view."""
+    return jax.tree.map(lambda x: x[i] if eqx.is_array(x) or isinstance(x, np.ndarray) else x, tree)
 
 
 def stack_trees(trees: Sequence[Any], axis: int = 0) -> Any:

@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any, Generic, TypeVar
 
-from .platform import Platform, current_platform
+from .platform import Platform, current_platform, for_export
 
 _Request = TypeVar("_Request")
 
@@ -152,3 +152,10 @@ def refuse_other_platforms(*platforms: Platform) -> str | None:
     if (current := current_platform()) in platforms:
         return None
     return f"it runs on {' and '.join(name.upper() for name in platforms)}, and this is compiled for {current.upper()}"
+
+
+def find_kernel_obstacle(*platforms: Platform) -> str | None:
+    """Return why a kernel that is not XLA's own does not run: the program is exported, or for another platform."""
+    if for_export.value:
+        return "an exported program holds operations of XLA only, which this is not"
+    return refuse_other_platforms(*platforms)

@@ -16,6 +16,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from .platform import current_platform
+from .symbolic import always_holds
 from .varying import align_varying
 
 _HALF_DTYPES = (jnp.bfloat16, jnp.float16)
@@ -167,7 +168,7 @@ def _has_few_rows(left: str, right: str, contracted: list[str], x: Array, y: Arr
     if len(contracted) != 1:
         return False
     rows, columns = (z.size // z.shape[term.index(contracted[0])] for z, term in ((x, left), (y, right)))
-    return 1 < rows <= _FEW_ROWS < columns
+    return always_holds(lambda: 1 < rows <= _FEW_ROWS < columns)
 
 
 def einsum_in_dtype(

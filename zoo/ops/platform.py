@@ -21,6 +21,11 @@ stand_in_platform = jax.make_user_context(None)
 """Context manager that sets the platform for which the devices of meshes stand in, while a step is traced in shapes."""
 
 
+for_export = jax.make_user_context(False)
+"""Context manager, `with for_export(True):`, under which programs are traced that are kept as files: they run elsewhere
+and later, so they hold operations of XLA only, and none of a kernel library's."""
+
+
 def current_platform() -> Platform:
     """Return the platform to compile for: the mesh's inside `zoo.spmd`, otherwise JAX's default backend."""
     return normalize_platform(target_platform.value or jax.default_backend())

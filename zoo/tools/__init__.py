@@ -1,4 +1,4 @@
-"""Tools that look at models and runs: plan, draw, compare, check, report. Training and loading import none of them.
+"""Tools that look at models and runs: plan, draw, export, compare, check, report. Training and loading import none of them.
 
 from zoo import tools
 tools.report_run(run, "A Transformer from scratch", model, mesh, corpus)
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from . import draw as draw
+    from . import export as export
     from . import parity as parity
     from . import plan as plan
     from . import report as report
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from .report import report_run as report_run
     from .report import report_runs as report_runs
 
-__all__ = ["draw", "parity", "plan", "report", "report_run", "report_runs", "testing"]
+__all__ = ["draw", "export", "parity", "plan", "report", "report_run", "report_runs", "testing"]
 
 
 def __getattr__(name: str) -> Any:

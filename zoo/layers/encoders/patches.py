@@ -169,7 +169,7 @@ class ImageEmbedding(Module):
             first.append(self.class_token[None])
         if self.register_tokens is not None:
             first.append(self.register_tokens)
-        first = [jnp.broadcast_to(tokens, (len(x), *tokens.shape)).astype(x.dtype) for tokens in first]
+        first = [jnp.broadcast_to(tokens, (x.shape[0], *tokens.shape)).astype(x.dtype) for tokens in first]
         x = jnp.concatenate([*first, x], axis=1)
         if self.positions is None:
             return x

@@ -108,13 +108,13 @@ class AttentionPooler(AbstractPooler):
         self.down = Linear(mlp, embed, in_=Dim("mlp"), out=Dim("embed"), bias=True, key=down_key)
 
     def __call__(self, x: HiddenStates, mask: PaddingMask | None = None) -> PooledTokens:
-        probe = jnp.broadcast_to(self.probe, (len(x), 1, self.probe.shape[0]))
+        probe = jnp.broadcast_to(self.probe, (x.shape[0], 1, self.probe.shape[0]))
         split_heads = lambda y: y.reshape(*y.shape[:2], -1, self.head_dim)
         query, key, value = map(split_heads, (self.query(probe), self.key(x), self.value(x)))
         segments: dict[str, Any] = {}
         if mask is not None:
-            segments = {"query_segments": jnp.ones((len(x), 1), int), "key_segments": mask.astype(int)}
+            segments = {"query_segments": jnp.ones((x.shape[0], 1), int), "key_segments": mask.astype(int)}
         attention_mask = AttentionMask(causal=False, **segments)
         pooled = attention(query, key, value, attention_mask, implementation=self.implementation)
-        pooled = self.out(pooled.reshape(len(x), -1))
+        pooled = self.out(pooled.reshape(x.shape[0], -1))
         return pooled + self.down(self.activation(self.up(self.norm(pooled))))

@@ -60,7 +60,7 @@ class RecurrenceContext(NamedTuple):
                 "them: call the mixer by zoo.layers.abstract.run_mixer, which gathers them"
             )
         token_mask = None if info.positions is None else info.positions >= 0
-        return cls(implementation, None, token_mask, jnp.zeros(len(x), bool), info=info, state=state)
+        return cls(implementation, None, token_mask, jnp.zeros(x.shape[0], bool), info=info, state=state)
 
     def mask_padding(
         self, x: Float[Array, "batch seq *dims"], fill: float | int = 0
@@ -100,8 +100,8 @@ class RecurrenceContext(NamedTuple):
 def _find_fresh_rows(x: HiddenStates, segment_ids: SegmentIds | None, axes: tuple[str, ...]) -> Bool[Array, "batch"]:
     """Return True where the first token on this device begins a row or a segment."""
     if not axes:
-        return jnp.ones(len(x), bool)
-    is_first_shard = jnp.full(len(x), lax.axis_index(axes) == 0)
+        return jnp.ones(x.shape[0], bool)
+    is_first_shard = jnp.full(x.shape[0], lax.axis_index(axes) == 0)
     if segment_ids is None:
         return is_first_shard
     return is_first_shard | (halo(segment_ids, 1, axes)[:, 0] != segment_ids[:, 0])

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax._src.cudnn import fused_attention_stablehlo as cudnn  # no public function tells what it refuses
 from jaxtyping import Array, Float
 
-from ..implementations import refuse_other_platforms
+from ..implementations import find_kernel_obstacle
 from .grouped import group_size
 from .mask import AttentionMask, zero_masked_queries
 from .request import AttentionRequest
@@ -61,7 +61,7 @@ def find_cudnn_obstacle(request: AttentionRequest) -> str | None:
     when the program is traced, it is not known whether a mask is one of these. Segments and positions therefore become
     a boolean mask, which JAX adds to the scores.
     """
-    if reason := refuse_other_platforms("gpu"):
+    if reason := find_kernel_obstacle("gpu"):
         return reason
     if request.soft_cap is not None:
         return "scores have a soft cap"

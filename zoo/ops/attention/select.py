@@ -7,6 +7,7 @@ from jaxtyping import Array, Float
 
 from ..implementations import AUTO, Implementation, Operation
 from ..platform import current_platform, stand_in_platform
+from ..symbolic import always_holds
 from .blockwise import blockwise_attention, blockwise_attention_with_lse
 from .fused import find_cudnn_obstacle, fused_attention
 from .grouped import grouped_query_attention, grouped_query_attention_with_lse
@@ -68,7 +69,7 @@ def _find_grouped_drawback(request: AttentionRequest) -> str | None:
     if stand_in_platform.value == "cpu":  # traced in shapes to count products: grouped attention has no loop
         return None
     pairs = 2**18 if request.has_positions and current_platform() == "cpu" else 2**20
-    if request.query_seq < 128 or request.query_seq * request.key_seq <= pairs:
+    if not always_holds(lambda: request.query_seq >= 128 and request.query_seq * request.key_seq > pairs):
         return None
     return f"it holds the scores of {request.query_seq} queries and {request.key_seq} keys"
 

@@ -21,7 +21,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 from jaxtyping import Array, Float
 
-from ..implementations import refuse_other_platforms
+from ..implementations import find_kernel_obstacle
 from ..platform import current_platform
 from ..varying import align_varying, vary, varying
 from .grouped import group_size
@@ -70,7 +70,7 @@ def splash_attention(
 
 def find_splash_obstacle(request: AttentionRequest) -> str | None:
     """Return why `splash_attention` cannot compute a request, or None."""
-    if reason := refuse_other_platforms("tpu", "cpu"):
+    if reason := find_kernel_obstacle("tpu", "cpu"):
         return reason
     if request.has_positions:
         return "tokens have positions, and its masks compare places in the arrays"

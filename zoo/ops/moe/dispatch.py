@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from ..symbolic import always_holds
 from ..varying import vary, varying
 
 
@@ -31,14 +32,14 @@ def sort_by_expert(selected_experts: Int[Array, "tokens top"], experts: int) -> 
     """Sort assignments by expert, and by token for the same expert."""
     flat = selected_experts.reshape(-1)
     rows = selected_experts.size
-    if rows * experts < 2**31:
+    if always_holds(lambda: rows * experts < 2**31):
         # Expert and assignment packed into one integer: sorting keys without values takes a fifth of the time.
         packed = lax.sort(flat.astype(jnp.int32) * rows + jnp.arange(rows, dtype=jnp.int32), is_stable=False)
         assignments = packed % rows
         ends = jnp.searchsorted(packed, jnp.arange(1, experts + 1, dtype=jnp.int32) * rows)
     else:
         assignments = jnp.argsort(flat, stable=True)
-        ends = jnp.searchsorted(flat[assignments], jnp.arange(experts), side="right")
+        ends = jnp.cumsum(jnp.bincount(flat, length=experts))
     row_indices = jnp.zeros_like(assignments)
     row_indices = row_indices.at[assignments].set(jnp.arange(rows, dtype=assignments.dtype), unique_indices=True)
     group_sizes = jnp.diff(ends, prepend=0).astype(jnp.int32)

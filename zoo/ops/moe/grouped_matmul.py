@@ -27,6 +27,7 @@ from jaxtyping import Array, Bool, Float, Int
 from ..implementations import AUTO, Implementation, Operation
 from ..matmul import einsum_dot_general, einsum_in_dtype
 from ..platform import current_platform
+from ..symbolic import always_holds
 from ..varying import align_varying, vary, varying
 
 MAX_BLOCK_ROWS = 64
@@ -65,7 +66,7 @@ def grouped_matmul(
     **Raises** `ValueError` for an unknown implementation.
     """
     experts, out, in_ = weight.shape
-    request = GroupedMatmulRequest(len(x), experts, in_, out, x.dtype)
+    request = GroupedMatmulRequest(x.shape[0], experts, in_, out, x.dtype)
     return GROUPED_MATMUL.select(grouped_matmul_implementation.value, request).function(x, weight, group_sizes)
 
 
@@ -73,7 +74,7 @@ def grouped_matmul_reference(
     x: Float[Array, "rows in"], weight: Float[Array, "experts out in"], group_sizes: Int[Array, "experts"]
 ) -> Float[Array, "rows out"]:
     """Compute the grouped product by its definition: multiply all rows by every matrix, and select."""
-    expert = find_row_experts(group_sizes, len(x))
+    expert = find_row_experts(group_sizes, x.shape[0])
     products = jnp.einsum("ri,eoi->ero", x.astype(jnp.float32), weight.astype(jnp.float32), precision="highest")
     selected = jnp.where((expert == jnp.arange(len(group_sizes))[:, None])[..., None], products, 0)
     return selected.sum(0).astype(x.dtype)
@@ -136,9 +137,9 @@ def _multiply_by_expert(
     x: Array, weight: Array, group_sizes: Array, weight_subscripts: str
 ) -> Float[Array, "rows out"]:
     """Multiply each row by its expert's matrix, contracting the dim i of `weight_subscripts`, "oi" or "io"."""
-    buckets = _ExpertBuckets(group_sizes, len(x))
+    buckets = _ExpertBuckets(group_sizes, x.shape[0])
     out = weight.shape[1 + weight_subscripts.index("o")]
-    y = jnp.zeros((len(x), out), x.dtype)
+    y = jnp.zeros((x.shape[0], out), x.dtype)
     if buckets.bucket_size:
         padded = buckets.fill_buckets(x, zero_fill=weight_subscripts == "io")
         products = einsum_in_dtype("eri", "e" + weight_subscripts, "ero", padded, weight)
@@ -157,7 +158,7 @@ def _multiply_by_expert(
 
 def _sum_outer_products(gradient: Array, x: Array, group_sizes: Array) -> Float[Array, "experts out in"]:
     """Sum gradient xᵀ over the rows of each expert, in float32 and rounded once."""
-    buckets = _ExpertBuckets(group_sizes, len(x))
+    buckets = _ExpertBuckets(group_sizes, x.shape[0])
     total = jnp.zeros((len(group_sizes), gradient.shape[1], x.shape[1]), jnp.float32)
     if buckets.bucket_size:
         padded = buckets.fill_buckets(gradient, zero_fill=True)
@@ -181,7 +182,7 @@ class _RowBlock(NamedTuple):
 
     def slice_rows(self, x: Float[Array, "rows features"]) -> Float[Array, "block features"]:
         """Slice the rows of the block out of an array."""
-        return lax.dynamic_slice_in_dim(x, self.start, len(self.row_mask))
+        return lax.dynamic_slice_in_dim(x, self.start, self.row_mask.shape[0])
 
 
 class _ExpertBuckets:
@@ -191,7 +192,7 @@ class _ExpertBuckets:
         self.group_sizes = group_sizes
         self.rows = rows
         experts = len(group_sizes)
-        if rows >= _MIN_ROWS_PER_BUCKET * experts:
+        if always_holds(lambda: rows >= _MIN_ROWS_PER_BUCKET * experts):
             self.bucket_size = -(-rows * (_SLACK + 1) // (_SLACK * experts))
         else:
             self.bucket_size = 0
@@ -214,7 +215,7 @@ class _ExpertBuckets:
 
     def loop_over_overflow(self, step: Callable[[Array, _RowBlock], Array], carry: Array) -> Array:
         """Run `step(carry, block)` for each block of overflowing rows."""
-        size = min(MAX_BLOCK_ROWS, self.rows)
+        size = jax.core.min_dim(MAX_BLOCK_ROWS, self.rows)
         blocks = -(-jnp.maximum(self.group_sizes - self.bucket_size, 0) // size)
         last = jnp.cumsum(blocks)
 

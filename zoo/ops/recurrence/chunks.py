@@ -25,7 +25,7 @@ _MAX_PAIRWISE_SIZE = 4
 def find_segment_starts(segment_ids: SegmentIds) -> Bool[Array, "batch seq"]:
     """Return True where a token's segment differs from the previous token's. The first token continues the state."""
     changed = segment_ids[:, 1:] != segment_ids[:, :-1]
-    return jnp.concatenate([jnp.zeros_like(changed, shape=(len(segment_ids), 1)), changed], axis=1)
+    return jnp.concatenate([jnp.zeros_like(changed, shape=(segment_ids.shape[0], 1)), changed], axis=1)
 
 
 def is_in_first_segment(segment_ids: SegmentIds) -> Bool[Array, "batch seq"]:
@@ -69,7 +69,7 @@ def count_segment_starts(segment_ids: SegmentIds | None, seq: int, size: int) ->
     if segment_ids is None:
         return jnp.zeros((1, -(-seq // size), size), jnp.int32)
     starts = jnp.pad(find_segment_starts(segment_ids), [(0, 0), (0, -seq % size)])
-    return starts.reshape(len(starts), -1, size).astype(jnp.int32).cumsum(-1)
+    return starts.reshape(starts.shape[0], -1, size).astype(jnp.int32).cumsum(-1)
 
 
 def decay_from_start(
@@ -96,7 +96,7 @@ def _sum_over_tokens(
     *lead, size, dim = log_decay.shape
     if dim == 1:
         sums = jnp.matmul(log_decay.reshape(-1, size), mask.T.astype(log_decay.dtype), precision="highest")
-        return sums.reshape(*lead, len(mask), 1)
+        return sums.reshape(*lead, mask.shape[0], 1)
     return jnp.einsum("is,...sd->...id", mask.astype(log_decay.dtype), log_decay, precision="highest")
 
 

@@ -239,7 +239,7 @@ def semiring_scan(
     else:
         last, outputs = loop(write_outputs, (state[:, None], jnp.zeros_like(x)))
         last = last[:, 0]
-    return outputs.reshape(len(x), -1, x.shape[-1])[:, :seq], last
+    return outputs.reshape(x.shape[0], -1, x.shape[-1])[:, :seq], last
 
 
 def _pad_into_chunks(
@@ -247,7 +247,7 @@ def _pad_into_chunks(
 ) -> Float[Array, "batch chunks size channels"]:
     """Split a sequence into chunks of `size` tokens, padding the last with `fill`."""
     padding = [(0, 0), (0, -x.shape[1] % size), (0, 0)]
-    return jnp.pad(x, padding, constant_values=fill).reshape(len(x), -1, size, x.shape[-1])
+    return jnp.pad(x, padding, constant_values=fill).reshape(x.shape[0], -1, size, x.shape[-1])
 
 
 DIAGONAL_SCAN = make_recurrence("diagonal scan", recurrent_diagonal, chunked_diagonal)

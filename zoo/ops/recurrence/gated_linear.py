@@ -194,7 +194,7 @@ def _prepare_gated_operands(query, key, value, log_decay, bonus, state) -> tuple
     if log_decay is None:
         log_decay = jnp.zeros(value.shape[:3], jnp.float32)
     if state is None:
-        state = jnp.zeros((len(value), value.shape[2], key.shape[3], value.shape[3]), jnp.float32)
+        state = jnp.zeros((value.shape[0], value.shape[2], key.shape[3], value.shape[3]), jnp.float32)
     return align_varying(query, key, value, log_decay.astype(jnp.float32), bonus, state.astype(jnp.float32))
 
 

@@ -108,7 +108,7 @@ def recurrent_delta(
         return state, (query[..., None] * state).sum(-2)
 
     def split_steps(x: Array) -> Array:
-        return jnp.moveaxis(x.astype(jnp.float32).reshape(len(x), seq, steps, *x.shape[2:]), 0, 2)
+        return jnp.moveaxis(x.astype(jnp.float32).reshape(x.shape[0], seq, steps, *x.shape[2:]), 0, 2)
 
     rows = (operands.read, operands.write, operands.write_value, operands.key, operands.value)
     rows = jax.tree.map(split_steps, rows)

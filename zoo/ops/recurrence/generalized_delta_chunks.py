@@ -79,7 +79,7 @@ class DeltaOperands(NamedTuple):
         if log_decay.ndim == 3:
             log_decay = log_decay[..., None]
         if state is None:
-            state = jnp.zeros((len(read), *read.shape[2:], values.shape[3]), jnp.float32)
+            state = jnp.zeros((read.shape[0], *read.shape[2:], values.shape[3]), jnp.float32)
         log_decay = log_decay.astype(jnp.float32)
         state = state.astype(jnp.float32)
         return cls(*align_varying(query, read, write, write_value, key, value, log_decay, state))
@@ -307,7 +307,7 @@ def scan_chunks_of_shard(
     last, boundary_states, updates = (DenseAffineMap(x[..., :width], x[..., width:]) for x in results)
     state = find_state(last)
     dtype = chunks.read.dtype
-    rounded = jnp.broadcast_to(state.astype(dtype), (len(updates.factor), *state.shape))
+    rounded = jnp.broadcast_to(state.astype(dtype), (updates.factor.shape[0], *state.shape))
     apply = lambda x: x.offset + batched_matmul(x.factor.astype(dtype), rounded)
     return last.apply(state), apply(boundary_states), apply(updates).astype(updates.offset.dtype)
 

@@ -177,7 +177,7 @@ def _read_initial_state(
 
     def split(x: Array) -> Float[Array, "chunks batch size _"]:
         padded = jnp.pad(x, [(0, 0), (0, -seq % size), (0, 0)])
-        return jnp.moveaxis(padded.reshape(len(x), -1, size, x.shape[-1]), 1, 0)
+        return jnp.moveaxis(padded.reshape(x.shape[0], -1, size, x.shape[-1]), 1, 0)
 
     @jax.checkpoint
     def read_chunk(chunk: tuple[Array, Array]) -> Float[Array, "batch size inner"]:
@@ -185,7 +185,7 @@ def _read_initial_state(
         return _sum_over_state("btsi,bts->bti", jnp.exp(time[:, :, None] * A.T) * state.mT[:, None], C)
 
     output = jnp.moveaxis(lax.map(read_chunk, (split(time), split(C))), 0, 1)
-    return output.reshape(len(time), -1, time.shape[-1])[:, :seq]
+    return output.reshape(time.shape[0], -1, time.shape[-1])[:, :seq]
 
 
 def _decay_state(A: Array, dt: Array, keep: Array | None, h: Array) -> Array:
@@ -285,7 +285,8 @@ def _checkpointed_scan_bwd(
                 _set_token(grad_dt, _sum_over_state("bsi,s->bi", q * A, jnp.ones_like(A[:, 0])), i),
             )
 
-        states = jnp.zeros_like(boundary_state, shape=(len(boundary_state), chunk_size + 1, *boundary_state.shape[1:]))
+        batch, *rest = boundary_state.shape
+        states = jnp.zeros_like(boundary_state, shape=(batch, chunk_size + 1, *rest))
         _, states = loop(forward_step, (boundary_state, _set_token(states, boundary_state, 0)))
         initial = (*carry, jnp.zeros_like(states[:, 1:]), jnp.zeros_like(y))
         grad_h, grad_A, grad_states, grad_dt = loop(backward_step, initial)

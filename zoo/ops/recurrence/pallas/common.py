@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
-from ...implementations import Implementation, refuse_other_platforms
+from ...implementations import Implementation, find_kernel_obstacle
 from ...platform import current_platform
 from ..select import RecurrenceRequest, find_sharding_obstacle
 
@@ -53,7 +53,7 @@ def runs_interpreted() -> bool:
 
 def find_platform_obstacle() -> str | None:
     """Return why kernels do not run where the program is compiled for, or None."""
-    if obstacle := refuse_other_platforms("cpu", "tpu"):
+    if obstacle := find_kernel_obstacle("cpu", "tpu"):
         return obstacle
     mesh = jax.sharding.get_abstract_mesh()
     if runs_interpreted() and mesh.manual_axes and mesh.size > 1:
