@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from jax.core import InconclusiveDimensionOperation
+from jax.errors import InconclusiveDimensionOperation
 
 
 def always_holds(condition: Callable[[], bool]) -> bool:

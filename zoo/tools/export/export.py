@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import jax
 from jax import export as jax_export
-from jax.core import InconclusiveDimensionOperation
+from jax.errors import InconclusiveDimensionOperation
 
 from zoo._optional import require_installed
 from zoo.models import Decoder, Encoder, ImageEncoder, configure
