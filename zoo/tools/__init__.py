@@ -1,4 +1,6 @@
-"""Tools that look at models and runs: plan, draw, export, compare, check, report. Training and loading import none of them.
+"""Tools that look at models and runs: plan, draw, export, compare, check, report.
+
+Training and loading import none of them.
 
 from zoo import tools
 tools.report_run(run, "A Transformer from scratch", model, mesh, corpus)

@@ -12,11 +12,7 @@ from zoo.parallel.devices import use_cpu
 from zoo.weights import load
 from zoo.weights.directory import resolve_directory
 
-_EXAMPLES = {
-    "decoder": '"1 2 3" --new 8',
-    "encoder": '"1 2 3"',
-    "image encoder": "images.npy",
-}
+_EXAMPLES = {"decoder": '"1 2 3" --new 8', "encoder": '"1 2 3"', "image encoder": "images.npy"}
 
 
 def export(
@@ -58,6 +54,5 @@ def export(
     about = read_json(folder / MANIFEST)
     for name in about["files"]:
         show(f"wrote     {folder / name} ({format_bytes((folder / name).stat().st_size)})")
-    show(
-        f"runs on   {', '.join(about['platforms'])}: python {shlex.quote(str(folder / SERVE))} {_EXAMPLES[about['kind']]}"
-    )
+    command = f"python {shlex.quote(str(folder / SERVE))} {_EXAMPLES[about['kind']]}"
+    show(f"runs on   {', '.join(about['platforms'])}: {command}")

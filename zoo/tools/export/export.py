@@ -10,9 +10,11 @@ from jax import export as jax_export
 from jax.errors import InconclusiveDimensionOperation
 
 from zoo._optional import require_installed
+from zoo.layers import AbstractMixer
 from zoo.models import Decoder, Encoder, ImageEncoder, configure
 from zoo.ops.platform import for_export, normalize_platform, stand_in_platform, target_platform
 from zoo.parallel import Mesh, leaves, place
+from zoo.parallel.module import find_operations
 
 from .folder import check_folder, write_folder
 from .programs import Program, ProgramBuilder
@@ -82,7 +84,7 @@ def export(
     sizes = choose_sizes(model, batch, seq_len, length, image_size)
     _check_rows(model, batch)
     if seq_len == SYMBOLIC:
-        model = configure(model, attention="reference")
+        model = _allow_any_length(model)
     model = unroll(model)
     names = name_weights(model)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), model)
@@ -138,7 +140,19 @@ def _lower(name: str, program: Program, weights: dict[str, Any], platforms: Sequ
     """Trace and lower a program. All arguments are kept, also those that it does not use."""
     run = jax.jit(program.run, keep_unused=True)
     run.__name__ = name
-    return jax_export.export(run, platforms=platforms)(weights, *program.inputs.values())
+    try:
+        return jax_export.export(run, platforms=platforms)(weights, *program.inputs.values())
+    except (NotImplementedError, ValueError) as error:
+        if "host_callbacks" in str(error):
+            raise NotImplementedError(
+                "the model calls a Python function (jax.pure_callback, jax.debug.print), which an exported program "
+                "cannot hold: take it out"
+            ) from error
+        if "custom calls whose targets" in str(error):
+            raise NotImplementedError(
+                f"the model calls kernels that an exported program cannot hold: {error}"
+            ) from error
+        raise
 
 
 def _describe(program: Program, exported: jax_export.Exported) -> dict[str, Any]:
@@ -163,6 +177,18 @@ def _describe_states(decode: Program) -> list[dict[str, Any]]:
 
 def _describe_array(x: Any) -> dict[str, Any]:
     return {"shape": [size if isinstance(size, int) else str(size) for size in x.shape], "dtype": x.dtype.name}
+
+
+def _allow_any_length(model: Any) -> Any:
+    """Return a model whose attention is computed by its definition. **Raises** `ValueError` for a recurrence."""
+    is_mixer = lambda x: isinstance(x, AbstractMixer)
+    for mixer in filter(is_mixer, jax.tree.leaves(model, is_leaf=is_mixer)):
+        if "attention" not in {operation.kind for _, operation in find_operations(mixer)}:
+            raise ValueError(
+                f"seq_len='symbolic' is for attention only, and {type(mixer).__name__} reads tokens in chunks of one "
+                "size: pass a number"
+            )
+    return configure(model, attention="reference")
 
 
 def _check_platforms(platforms: Sequence[str] | None, mesh: Mesh | None) -> tuple[str, ...]:

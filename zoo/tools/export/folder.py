@@ -23,20 +23,22 @@ def check_folder(folder: Path, *, overwrite: bool) -> None:
         raise ValueError(f"{folder} is a file: pass a folder")
     if overwrite or not folder.exists() or not any(folder.iterdir()) or _read_manifest(folder):
         return
-    raise ValueError(f"{folder} is not empty, and no earlier export: pass another folder, or overwrite=True")
+    raise ValueError(
+        f"{folder} is not empty, and not an earlier export: pass another folder, or overwrite=True (--overwrite)"
+    )
 
 
 def write_folder(folder: Path, programs: Mapping[str, Any], weights: Mapping[str, Any], about: dict[str, Any]) -> None:
     """Write programs (`jax.export.Exported`), weights, `serve.py` and, last, the description, which makes the folder an
     export. Files of an earlier export are replaced, and the ones that this does not have deleted."""
-    is_new = not folder.exists()
-    folder.mkdir(parents=True, exist_ok=True)
     earlier = _read_manifest(folder).get("files", [])
     files: dict[str, bytes] = {SERVE: (Path(__file__).parent / SERVE).read_bytes()}
     for name, program in programs.items():
         files[f"{name}.jax_export"] = bytes(program.serialize())
         files[f"{name}.mlir"] = program.mlir_module().encode()
     about = {"format": _FORMAT, "version": 1, **about, "files": [*files, WEIGHTS, MANIFEST]}
+    is_new = not folder.exists()
+    folder.mkdir(parents=True, exist_ok=True)
     try:
         with create_files(folder) as create:
             for name, content in files.items():

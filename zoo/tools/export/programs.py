@@ -54,8 +54,7 @@ class ProgramBuilder:
         if length is None:
             return programs
         rows = self._describe("rows", (self.batch,), jnp.int32)
-        init = self._run(lambda model, rows: _init_states(model, rows, length), "")
-        shapes = eqx.filter_eval_shape(lambda model, rows: init(model, rows), self.model, rows)
+        shapes = eqx.filter_eval_shape(self._init_states, self.model, rows, length)
         if self.mesh is not None:
             shapes = place(shapes, self.mesh)
         names = tuple(f"states.{leaf.name}" for leaf in leaves(shapes))
@@ -63,7 +62,7 @@ class ProgramBuilder:
         step = self._run(_read_tokens, ("batch vocab", ""))
 
         def run_init(weights: dict[str, Array], rows: Int[Array, "batch"]) -> list[Array]:
-            return jax.tree.leaves(init(self.rebuild(weights), rows))
+            return jax.tree.leaves(self._init_states(self.rebuild(weights), rows, length))
 
         def run_step(weights: dict[str, Array], tokens: Array, positions: Array, states: list[Array]) -> Any:
             before = jax.tree.unflatten(treedef, states)
@@ -114,25 +113,24 @@ class ProgramBuilder:
             return function
         return spmd(function, self.mesh, out=out)
 
+    def _init_states(self, model: Decoder, rows: Int[Array, "batch"], length: int) -> LayerStates:
+        """Return empty states for as many rows as `rows` has. They are made as global arrays on a mesh, too."""
+        batch = rows.shape[0]
+        if self.mesh is not None:
+            return place(model.init_state(batch, length), self.mesh)
+        arrays, treedef = jax.tree.flatten(one := model.init_state(1, length))
+        repeated = []  # all rows of empty states are alike, and a symbolic number is not an int
+        for leaf, x in zip(leaves(one), arrays, strict=True):
+            axis = find_batch_axis(leaf, x)
+            repeated.append(x if axis is None else jnp.broadcast_to(x, (*x.shape[:axis], batch, *x.shape[axis + 1 :])))
+        return jax.tree.unflatten(treedef, repeated)
+
     def _describe(self, name: str, shape: tuple[Size, ...], dtype: Any) -> jax.ShapeDtypeStruct:
         """Describe an array of a batch, with its sharding on the mesh. `name` is one of a batch's."""
         described = jax.ShapeDtypeStruct(shape, dtype)
         if self.mesh is None:
             return described
         return place_batch({name: described}, self.mesh)[name]
-
-
-def _init_states(model: Decoder, rows: Int[Array, "batch"], length: int) -> LayerStates:
-    """Return empty states for as many rows as `rows` has: all rows of an empty state are alike."""
-    batch = rows.shape[0]
-    if isinstance(batch, int):
-        return model.init_state(batch, length)
-    arrays, treedef = jax.tree.flatten(one := model.init_state(1, length))
-    repeated = []
-    for leaf, x in zip(leaves(one), arrays, strict=True):
-        axis = find_batch_axis(leaf, x)
-        repeated.append(x if axis is None else jnp.broadcast_to(x, (*x.shape[:axis], batch, *x.shape[axis + 1 :])))
-    return jax.tree.unflatten(treedef, repeated)
 
 
 def _read_tokens(

@@ -108,4 +108,4 @@ def _check_size(name: str, size: Any) -> int:
 def _refuse(model: Any, **sizes: Any) -> None:
     for name, size in sizes.items():
         if size is not None:
-            raise ValueError(f"{name}={size!r}: a {type(model).__name__} has no such size: leave it out")
+            raise ValueError(f"{name}={size!r}: {type(model).__name__} has no such size, leave it out")

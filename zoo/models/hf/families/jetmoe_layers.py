@@ -132,7 +132,7 @@ class MixtureOfAttention(AbstractMixer, AbstractMixture):
         by_choice = order._replace(row_indices=order.row_indices.reshape(-1, 1))  # each choice as a token of its own
         with grouped_matmul_implementation(self.grouped_matmul):
             rows = self.experts.query.grouped(dispatch(flatten(x), order), order.group_sizes)
-        rows = combine(rows, jnp.ones((len(rows), 1), jnp.float32), by_choice)
+        rows = combine(rows, jnp.ones((rows.shape[0], 1), jnp.float32), by_choice)
         query = rows.reshape(*weights.shape, -1, self.head_dim)
         query = query.swapaxes(2, 3).reshape(*x.shape[:2], -1, self.head_dim)  # the experts' queries of a head together
         key, value = (split_heads(project(x), self.head_dim) for project in (self.key, self.value))
