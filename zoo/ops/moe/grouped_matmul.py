@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.core import min_dim
 from jaxtyping import Array, Bool, Float, Int
 
 from ..implementations import AUTO, Implementation, Operation
@@ -215,7 +216,7 @@ class _ExpertBuckets:
 
     def loop_over_overflow(self, step: Callable[[Array, _RowBlock], Array], carry: Array) -> Array:
         """Run `step(carry, block)` for each block of overflowing rows."""
-        size = jax.core.min_dim(MAX_BLOCK_ROWS, self.rows)
+        size = min_dim(MAX_BLOCK_ROWS, self.rows)
         blocks = -(-jnp.maximum(self.group_sizes - self.bucket_size, 0) // size)
         last = jnp.cumsum(blocks)
 

@@ -49,8 +49,15 @@ def export(
     from zoo.tools.export.folder import MANIFEST, SERVE, check_folder
 
     check_folder(out, overwrite=overwrite)  # before the weights are read
-    sizes = {"batch": batch, "seq_len": seq_len, "length": length}
-    folder = export_model(load(source, dtype=dtype), out, platforms=platforms or None, overwrite=overwrite, **sizes)
+    folder = export_model(
+        load(source, dtype=dtype),
+        out,
+        platforms=platforms or None,
+        batch=batch,
+        seq_len=seq_len,
+        length=length,
+        overwrite=overwrite,
+    )
     about = read_json(folder / MANIFEST)
     for name in about["files"]:
         show(f"wrote     {folder / name} ({format_bytes((folder / name).stat().st_size)})")

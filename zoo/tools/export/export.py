@@ -1,6 +1,7 @@
 """Export a model: check what is asked for, trace and lower its programs, and write them."""
 
 import contextlib
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -138,10 +139,14 @@ def _tracing_for(platforms: Sequence[str], mesh: Mesh | None) -> Iterator[None]:
 
 def _lower(name: str, program: Program, weights: dict[str, Any], platforms: Sequence[str]) -> jax_export.Exported:
     """Trace and lower a program. All arguments are kept, also those that it does not use."""
-    run = jax.jit(program.run, keep_unused=True)
+
+    @functools.wraps(program.run)  # with the names of the arguments, which StableHLO shows
+    def run(*args: Any) -> Any:
+        return program.run(*args)
+
     run.__name__ = name
     try:
-        return jax_export.export(run, platforms=platforms)(weights, *program.inputs.values())
+        return jax_export.export(jax.jit(run, keep_unused=True), platforms=platforms)(weights, *program.inputs.values())
     except (NotImplementedError, ValueError) as error:
         if "host_callbacks" in str(error):
             raise NotImplementedError(

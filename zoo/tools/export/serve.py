@@ -1,7 +1,7 @@
 """Run the programs in this folder, a model exported by equizoo. Needs jax, numpy and flatbuffers, nothing else.
 
 python serve.py "1 2 3" "4 5" --new 8      a decoder: token ids of each row; prints new ones, the most likely
-python serve.py "1 2 3" "4 5"              an encoder of texts: prints logits, or the shapes of features
+python serve.py "1 2 3" "4 5"              an encoder of texts: prints where logits or features are largest
 python serve.py images.npy                 an encoder of images, "batch channels height width"
 """
 
@@ -47,7 +47,7 @@ def generate(about, programs, weights, rows, new):
     """Yield the most likely next token of each row, `new` times."""
     width, longest = about["seq_len"], max(map(len, rows))
     if longest + new > about["length"]:
-        raise SystemExit(f"{longest} tokens and {new} new ones do not fit into the caches, of {about['length']}")
+        raise SystemExit(f"{longest} tokens and {new} new ones do not fit into caches for {about['length']}")
     tokens = np.zeros((len(rows), -(-longest // width) * width), np.int32)
     positions = np.full_like(tokens, -1)  # padding is on the left, at position -1
     for i, row in enumerate(rows):
@@ -65,14 +65,26 @@ def generate(about, programs, weights, rows, new):
             logits, states = programs["decode"](weights, token[:, None], position, states)
 
 
-def encode(about, programs, weights, rows):
+def forward(about, programs, weights, rows):
     """Return the logits of rows of tokens, or their features by name. Padding is on the right."""
+    width = max(map(len, rows)) if about["seq_len"] == "symbolic" else about["seq_len"]
     described = about["programs"]["forward"]["inputs"]
-    inputs = {name: np.zeros((len(rows), about["seq_len"]), x["dtype"]) for name, x in described.items()}
+    inputs = {name: np.zeros((len(rows), width), x["dtype"]) for name, x in described.items()}
     for i, row in enumerate(rows):
         inputs["tokens"][i, : len(row)] = row
-        inputs["mask"][i, : len(row)] = True
+        if "mask" in inputs:
+            inputs["mask"][i, : len(row)] = True
     return programs["forward"](weights, *inputs.values())
+
+
+def read_rows(about, words):
+    """Parse the token ids of each row."""
+    rows = [[int(token) for token in row.split()] for row in words]
+    if about["batch"] not in ("symbolic", len(rows)):
+        raise SystemExit(f"the programs take {about['batch']} rows, and {len(rows)} were given")
+    if not all(row and min(row) >= 0 and max(row) < about["vocabulary"] for row in rows):
+        raise SystemExit(f"a row is one or more token ids from 0 to {about['vocabulary'] - 1}")
+    return rows
 
 
 def main():
@@ -83,13 +95,13 @@ def main():
     about, programs, weights = load()
     if about["kind"] == "image encoder":
         result = programs["forward"](weights, np.load(arguments.rows[0]).astype(np.float32))
+    elif "decode" in programs:
+        rows = read_rows(about, arguments.rows)
+        for row in np.stack(list(generate(about, programs, weights, rows, arguments.new)), 1):
+            print(*row)
+        return
     else:
-        rows = [[int(token) for token in row.split()] for row in arguments.rows]
-        if about["kind"] == "decoder":
-            for row in np.stack(list(generate(about, programs, weights, rows, arguments.new)), 1):
-                print(*row)
-            return
-        result = encode(about, programs, weights, rows)
+        result = forward(about, programs, weights, read_rows(about, arguments.rows))
     for name, x in result.items() if isinstance(result, dict) else [("logits", result)]:
         print(name, x.shape, x.dtype, "largest at", *np.asarray(x, np.float32).argmax(-1).ravel())
 

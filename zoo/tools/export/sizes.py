@@ -32,7 +32,7 @@ def choose_sizes(
         return {**sizes, "image_size": list(_choose_image_size(model, image_size))}
     _refuse(model, image_size=image_size)
     position_embedding = model.position_embedding
-    longest = None if position_embedding is None else position_embedding.length
+    longest = None if position_embedding is None else int(position_embedding.length)
     if seq_len != SYMBOLIC:
         seq_len = _choose_length(model, "seq_len", seq_len, _SEQ_LEN, longest)
     sizes |= {"vocabulary": model.embedding.table_shape[0], "seq_len": seq_len}
