@@ -155,7 +155,7 @@ def refuse_other_platforms(*platforms: Platform) -> str | None:
 
 
 def find_kernel_obstacle(*platforms: Platform) -> str | None:
-    """Return why a kernel that is not XLA's own does not run: the program is exported, or for another platform."""
+    """Return why a kernel of another library than XLA does not run: in an exported program, or on this platform."""
     if for_export.value:
-        return "an exported program holds operations of XLA only, which this is not"
+        return "an exported program holds only XLA's own operations"
     return refuse_other_platforms(*platforms)

@@ -22,8 +22,8 @@ stand_in_platform = jax.make_user_context(None)
 
 
 for_export = jax.make_user_context(False)
-"""Context manager, `with for_export(True):`, under which programs are traced that are kept as files: they run elsewhere
-and later, so they hold operations of XLA only, and none of a kernel library's."""
+"""Context manager, `with for_export(True):`, to trace programs that are written to files. They run elsewhere and later,
+so kernels of other libraries than XLA have an obstacle."""
 
 
 def current_platform() -> Platform:

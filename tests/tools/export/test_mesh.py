@@ -1,11 +1,13 @@
 """An export for a mesh computes, bit for bit, what the model computes there, and `serve.py` runs it."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
 import zoo
+from tests.processes import ROOT
 
 from .serve_cases import import_serve
 
@@ -28,7 +30,9 @@ def test_programs_of_a_mesh_equal_the_model(axes, platforms, model, tmp_path):
     )
     np.testing.assert_array_equal(programs["forward"](weights, tokens[:, :4]), expected)
     new = np.stack(list(serve.generate(about, programs, weights, tokens.tolist(), 3)), 1)
-    np.testing.assert_array_equal(new, zoo.generate(placed, tokens, max_new_tokens=3, length=12, mesh=mesh))
+    np.testing.assert_array_equal(
+        new, zoo.generate(placed, jnp.asarray(tokens), max_new_tokens=3, length=12, mesh=mesh)
+    )
 
 
 def test_mesh_refuses_a_symbolic_batch_and_the_axes_of_tokens_and_layers(model, tmp_path):
@@ -41,3 +45,17 @@ def test_mesh_refuses_a_symbolic_batch_and_the_axes_of_tokens_and_layers(model, 
         with pytest.raises(NotImplementedError, match=f"this mesh has {axis} above 1: use data, fsdp"):
             zoo.export(model, tmp_path, mesh=zoo.make_mesh(data=4, **{axis: 2}), batch=4)
     assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.ci
+def test_encoder_on_a_mesh_of_some_of_the_devices(tmp_path):
+    mesh = zoo.make_mesh(data=2, tensor=2, devices=jax.devices()[:4])
+    model = zoo.load(ROOT / "tests/fixtures/encoders/bert_masked", dtype="float32")
+    zoo.export(model, tmp_path, mesh=mesh, batch=2, seq_len=4)
+    about, programs, weights = import_serve(tmp_path).load()
+    assert about["devices"] == 4
+    tokens = np.arange(8, dtype=np.int32).reshape(2, 4)
+    mask = np.array([[True, True, True, True], [True, True, False, False]])
+    logits = np.asarray(programs["forward"](weights, tokens, mask, np.zeros_like(tokens)))
+    expected = np.asarray(model(jnp.asarray(tokens), mask=jnp.asarray(mask)))
+    np.testing.assert_allclose(logits[mask], expected[mask], atol=2e-6 * np.abs(expected).max())

@@ -69,20 +69,21 @@ def export(
 
     **Raises** `ImportError` without flatbuffers; `TypeError` for a model of another class; `ValueError` for a folder
     with other files, an unknown platform, sizes that the model does not have, a symbolic batch on a mesh or of a model
-    that has arrays per row, and for an implementation, chosen by name, that is not made of XLA's operations;
+    that has arrays per row, and a kernel that was chosen by name, such as cuDNN's or Pallas' attention;
     `NotImplementedError` for a mesh that shards the sequence or the layers, for several processes, and for a model that
     calls back into Python.
     """
     require_installed("flatbuffers", extra="export")
-    if (kind := _KINDS.get(type(model))) is None:
+    kind = next((kind for model_class, kind in _KINDS.items() if isinstance(model, model_class)), None)
+    if kind is None:
         raise TypeError(f"a Decoder, an Encoder or an ImageEncoder is exported, not a {type(model).__name__}")
     if jax.process_count() > 1:
         raise NotImplementedError("export runs in one process: zoo.save the model, and export it from there")
     folder = Path(folder)
     check_folder(folder, overwrite=overwrite)
+    sizes = choose_sizes(model, batch, seq_len, length, image_size)
     check_mesh(mesh, batch)
     platforms = _check_platforms(platforms, mesh)
-    sizes = choose_sizes(model, batch, seq_len, length, image_size)
     _check_rows(model, batch)
     if seq_len == SYMBOLIC:
         model = _allow_any_length(model)
