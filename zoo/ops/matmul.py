@@ -25,13 +25,14 @@ _FEW_ROWS = 64
 
 
 def einsum_fp32_accum(
-    spec: str, x: Float[Array, "..."], y: Float[Array, "..."], *, dtype: Any = None
+    spec: str, x: Float[Array, "..."], y: Float[Array, "..."], *, dtype: Any = None, custom_vjp: bool = True
 ) -> Float[Array, "..."]:
     """Compute `jnp.einsum(spec, x, y)` with float32 accumulation; `dtype` defaults to the operands'.
 
     Every letter of `spec` is in two of its three terms, or in all three for a batch dim, so that a gradient is an
     einsum with the terms exchanged. In half precision, cotangents are rounded to the operands' dtype before the product
-    and after it, whatever `dtype` is; forward-mode differentiation raises `TypeError` (a custom VJP).
+    and after it, whatever `dtype` is, by a custom VJP. Rules of other custom VJPs pass `custom_vjp=False`: nothing in
+    them is differentiated for a gradient, and for a second derivative forward over reverse.
 
     **Raises** `ValueError` for a letter in one term only.
     """
@@ -40,6 +41,8 @@ def einsum_fp32_accum(
         dtype = jnp.result_type(x, y)
     if x.dtype != y.dtype or x.dtype not in _HALF_DTYPES:
         return einsum_dot_general(left, right, out, x, y, dtype)
+    if not custom_vjp:
+        return einsum_round_once(left, right, out, x, y, dtype)
     return _half_precision_einsum((left, right, out, dtype), *align_varying(x, y))
 
 
@@ -68,7 +71,8 @@ def _half_precision_einsum_fwd(
     terms_and_dtype: tuple[str, str, str, Any], x: Float[Array, "..."], y: Float[Array, "..."]
 ) -> tuple:
     """Return the product, and the operands as residuals."""
-    return _half_precision_einsum(terms_and_dtype, x, y), (x, y)
+    left, right, out, dtype = terms_and_dtype
+    return einsum_round_once(left, right, out, x, y, dtype), (x, y)
 
 
 def _half_precision_einsum_bwd(
@@ -103,21 +107,22 @@ def _add_matmul_custom_vjp(
     y: Float[Array, "rows out"], x: Float[Array, "rows in"], weight: Float[Array, "out in"]
 ) -> Float[Array, "rows out"]:
     """Compute `add_matmul` of operands that vary over the same mesh axes."""
-    return y + einsum_fp32_accum("ri,oi->ro", x, weight).astype(y.dtype)
+    return y + einsum_fp32_accum("ri,oi->ro", x, weight, custom_vjp=False).astype(y.dtype)
 
 
 def _add_matmul_fwd(
     y: Float[Array, "rows out"], x: Float[Array, "rows in"], weight: Float[Array, "out in"]
 ) -> tuple[Float[Array, "rows out"], tuple]:
     """Return the sum, and x and the weight as residuals."""
-    return _add_matmul_custom_vjp(y, x, weight), (x, weight)
+    return y + einsum_fp32_accum("ri,oi->ro", x, weight, custom_vjp=False).astype(y.dtype), (x, weight)
 
 
 def _add_matmul_bwd(residuals: tuple, gradient: Float[Array, "rows out"]) -> tuple:
     """Return the cotangents: the incoming one for y, and products for x and the weight."""
     x, weight = residuals
     rounded = gradient.astype(x.dtype)
-    return gradient, einsum_fp32_accum("ro,oi->ri", rounded, weight), einsum_fp32_accum("ro,ri->oi", rounded, x)
+    x_gradient = einsum_fp32_accum("ro,oi->ri", rounded, weight, custom_vjp=False)
+    return gradient, x_gradient, einsum_fp32_accum("ro,ri->oi", rounded, x, custom_vjp=False)
 
 
 _add_matmul_custom_vjp.defvjp(_add_matmul_fwd, _add_matmul_bwd)

@@ -121,7 +121,7 @@ def _bucketed_matmul(x: Array, weight: Array, group_sizes: Array) -> Float[Array
 
 def _bucketed_matmul_fwd(x: Array, weight: Array, group_sizes: Array) -> tuple[Array, tuple]:
     """Return the product, and the operands as residuals."""
-    return _bucketed_matmul(x, weight, group_sizes), (x, weight, group_sizes)
+    return _multiply_by_expert(x, weight, group_sizes, "oi"), (x, weight, group_sizes)
 
 
 def _bucketed_matmul_bwd(residuals: tuple, gradient: Array) -> tuple[Any, ...]:

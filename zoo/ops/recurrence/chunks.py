@@ -184,10 +184,12 @@ def causal_mask(size: int, *, strict: bool = False) -> Bool[Array, "size size"]:
 
 
 def batched_matmul(
-    x: Float[Array, "*lead rows inner"], y: Float[Array, "*lead inner columns"]
+    x: Float[Array, "*lead rows inner"], y: Float[Array, "*lead inner columns"], *, custom_vjp: bool = True
 ) -> Float[Array, "*lead rows columns"]:
-    """Multiply batches of matrices with float32 accumulation and result."""
+    """Multiply batches of matrices with float32 accumulation and result. Rules of custom VJPs pass `custom_vjp=False`,
+    as to `einsum_fp32_accum`."""
     *lead, rows, inner = x.shape
     x = x.reshape(-1, rows, inner)
     y = y.reshape(-1, inner, y.shape[-1])
-    return einsum_fp32_accum("brk,bkc->brc", x, y, dtype=jnp.float32).reshape(*lead, rows, y.shape[-1])
+    product = einsum_fp32_accum("brk,bkc->brc", x, y, dtype=jnp.float32, custom_vjp=custom_vjp)
+    return product.reshape(*lead, rows, y.shape[-1])

@@ -170,7 +170,7 @@ def _linear_scan_custom_vjp(chunk_size: int, factor: Array, x: Array, state: Arr
 
 def _linear_scan_fwd(chunk_size: int, factor: Array, x: Array, state: Array) -> tuple[tuple[Array, Array], tuple]:
     """Return the outputs, and factors, outputs and initial state as residuals."""
-    outputs, last = _linear_scan_custom_vjp(chunk_size, factor, x, state)
+    outputs, last = semiring_scan(REAL_SEMIRING, factor, x, state, chunk_size=chunk_size)
     return (outputs, last), (factor, outputs, state)
 
 

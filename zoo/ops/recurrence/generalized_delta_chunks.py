@@ -233,23 +233,21 @@ def scan_chunks(
     The custom VJP scans backward over the cotangent of the state only; the cotangents of the transitions, outer
     products over rows, are batched over all chunks, where JAX would compute them inside the scan.
     """
+    return _scan_chunks_fwd(state, chunks)[0]
 
+
+def _scan_chunks_fwd(state: Array, chunks: _ChunkTransition) -> tuple[tuple, tuple]:
+    """Return the states, and the transitions, boundary states and updates as residuals."""
     def step(state: Array, chunk: _ChunkTransition) -> tuple[Array, tuple[Array, Array]]:
-        update = chunk.constant + batched_matmul(chunk.read, state.astype(chunk.read.dtype))
+        update = chunk.constant + _multiply(chunk.read, state.astype(chunk.read.dtype))
         update = update.astype(chunk.write.dtype)
-        after = chunk.chunk_decay[..., None] * state + batched_matmul(chunk.write.mT, update)
+        after = chunk.chunk_decay[..., None] * state + _multiply(chunk.write.mT, update)
         if chunk.kv_update is not None:
             after = after + chunk.kv_update
         return after, (state, update)
 
     state, (boundary_states, updates) = lax.scan(step, state, chunks)
-    return state, boundary_states, updates
-
-
-def _scan_chunks_fwd(state: Array, chunks: _ChunkTransition) -> tuple[tuple, tuple]:
-    """Return the states, and the transitions, boundary states and updates as residuals."""
-    outputs = scan_chunks(state, chunks)
-    return outputs, (chunks, *outputs[1:])
+    return (state, boundary_states, updates), (chunks, boundary_states, updates)
 
 
 def _scan_chunks_bwd(residuals: tuple, gradients: tuple) -> tuple[Array, _ChunkTransition]:
@@ -257,11 +255,10 @@ def _scan_chunks_bwd(residuals: tuple, gradients: tuple) -> tuple[Array, _ChunkT
     dU, and the cotangent of the state before it f_C D + Wᵀ dU'."""
     chunks, boundary_states, updates = residuals
     grad_last, grad_boundaries, grad_updates = gradients
-
     def step(grad_state: Array, chunk: tuple) -> tuple[Array, tuple[Array, Array]]:
         chunk_decay, read, write, grad_boundary, grad_update = chunk
-        grad_update = (grad_update + batched_matmul(write, grad_state.astype(write.dtype))).astype(read.dtype)
-        grad_before = chunk_decay[..., None] * grad_state + batched_matmul(read.mT, grad_update) + grad_boundary
+        grad_update = (grad_update + _multiply(write, grad_state.astype(write.dtype))).astype(read.dtype)
+        grad_before = chunk_decay[..., None] * grad_state + _multiply(read.mT, grad_update) + grad_boundary
         return grad_before, (grad_state, grad_update)
 
     xs = (chunks.chunk_decay, chunks.read, chunks.write, grad_boundaries, grad_updates)
@@ -269,7 +266,7 @@ def _scan_chunks_bwd(residuals: tuple, gradients: tuple) -> tuple[Array, _ChunkT
     grad_decay = (grad_after * boundary_states).sum(-1)
     if chunks.chunk_decay.shape[-1] == 1:
         grad_decay = grad_decay.sum(-1, keepdims=True)
-    outer = lambda rows, state, like: batched_matmul(rows, state.mT.astype(rows.dtype)).astype(like.dtype)
+    outer = lambda rows, state, like: _multiply(rows, state.mT.astype(rows.dtype)).astype(like.dtype)
     grad_read = outer(grad_updates, boundary_states, chunks.read)
     grad_write = outer(updates, grad_after, chunks.write)
     grad_constant = grad_updates.astype(chunks.constant.dtype)
@@ -278,6 +275,11 @@ def _scan_chunks_bwd(residuals: tuple, gradients: tuple) -> tuple[Array, _ChunkT
 
 
 scan_chunks.defvjp(_scan_chunks_fwd, _scan_chunks_bwd)
+
+
+def _multiply(x: Float[Array, "*lead rows inner"], y: Float[Array, "*lead inner columns"]) -> Array:
+    """Multiply batches of matrices inside a rule."""
+    return batched_matmul(x, y, custom_vjp=False)
 
 
 def scan_chunks_of_shard(

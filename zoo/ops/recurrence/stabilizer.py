@@ -152,7 +152,7 @@ def _running_maximum(log_decay: Array, log_input: Array, state: Array) -> Float[
 
 def _running_maximum_fwd(log_decay: Array, log_input: Array, state: Array) -> tuple[Array, tuple[Array, Array]]:
     """Return the maxima, and as a residual where the decayed one is larger."""
-    maximum = _running_maximum(log_decay, log_input, state)
+    maximum, _ = semiring_scan(_MAX_PLUS_SEMIRING, log_decay, log_input, state, chunk_size=_CHUNK_SIZE)
     return maximum, (maximum > log_input, state)
 
 

@@ -38,15 +38,15 @@ def solve_unit_triangular(
 def _solve_unit_triangular_fwd(lower: Array, right: Array) -> tuple[Array, tuple]:
     """Return the solution, and the inverse and the solution as residuals."""
     inverted = invert_unit_triangular(lower).astype(right.dtype)
-    solution = batched_matmul(inverted, right).astype(right.dtype)
+    solution = batched_matmul(inverted, right, custom_vjp=False).astype(right.dtype)
     return solution, (inverted, solution)
 
 
 def _solve_unit_triangular_bwd(residuals: tuple, gradient: Array) -> tuple[Array, Array]:
     """Return the cotangents: the solution of the transposed system, and its outer products with X."""
     inverted, solution = residuals
-    right = batched_matmul(inverted.mT, gradient).astype(solution.dtype)
-    return batched_matmul(right, solution.mT), right
+    right = batched_matmul(inverted.mT, gradient, custom_vjp=False).astype(solution.dtype)
+    return batched_matmul(right, solution.mT, custom_vjp=False), right
 
 
 solve_unit_triangular.defvjp(_solve_unit_triangular_fwd, _solve_unit_triangular_bwd)
