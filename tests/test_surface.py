@@ -31,7 +31,7 @@ NAMES = {
         "tools",
         "__version__",
     ),
-    *("configure", "export", "plan", "summary"),
+    *("configure", "export", "plan", "summary", "twice_differentiable"),
     *("capture", "capture_gradients", "capture_names", "patch", "unpatch"),
 }
 MOVED = {"distributed": "zoo.parallel.initialize", "drawing": "zoo.tools.draw", "planning": "zoo.tools.plan"}
@@ -71,6 +71,7 @@ SIGNATURES = {
     zoo.plan: "step args on model_flops",
     zoo.export: "model folder mesh platforms batch seq_len length image_size overwrite",
     zoo.summary: "model mesh",
+    zoo.twice_differentiable: "model",
     zoo.configure: "model remat loop attention recurrence grouped_matmul routing",
     zoo.set_implementations: "model attention recurrence grouped_matmul",
     zoo.score: "model tokens mask segment_ids positions chunk",

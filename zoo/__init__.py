@@ -10,6 +10,7 @@ from .models.capture import capture, capture_gradients, capture_names, patch, un
 from .models.configure import configure, set_implementations
 from .models.loss import cross_entropy
 from .models.scoring import hidden_states, score
+from .models.second_derivatives import twice_differentiable
 from .models.text_embeddings import embed
 from .parallel import Layout, cast, count, init, make_mesh, place, place_batch, spmd, trainable, value, value_and_grad
 
@@ -78,6 +79,7 @@ __all__ = [
     "to_torch",
     "tools",
     "trainable",
+    "twice_differentiable",
     "unpatch",
     "value",
     "value_and_grad",

@@ -42,6 +42,7 @@ from .presets.transformer import Transformer
 from .presets.vision_transformer import VisionTransformer
 from .restack import split_ends
 from .scoring import hidden_states, score
+from .second_derivatives import twice_differentiable
 from .stack import Stack, describe_loop, swap_stack
 from .text_embeddings import embed
 
@@ -114,6 +115,7 @@ __all__ = [
     "token_losses",
     "tokens_per_expert",
     "unobserve",
+    "twice_differentiable",
     "update_expert_bias",
 ]
 

@@ -40,7 +40,7 @@ def configure(
     - `attention`: "auto", "grouped", "blockwise" or another name in `zoo.ops.attention.ATTENTION`; or a function with
       the arguments of `zoo.ops.attention.reference_attention`.
     - `recurrence`: "auto", "chunked", "recurrent", and "pallas" for the recurrences that have such a kernel.
-    - `grouped_matmul`: "auto", "padded", "ragged" or "reference", for mixtures of experts.
+    - `grouped_matmul`: "auto", "padded", "ragged", "masked" or "reference", for mixtures of experts.
     - `routing`: what `Hidden.routing` has: "rows", sums over the tokens of each row; "tokens", also every token's
       router logits and experts, which take layers x tokens x experts of memory.
 

@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Int, Key
 from zoo._checks import check_batch, check_chunk
 from zoo.layers.moe.routing import RoutingSums
 from zoo.layers.token_info import batch_token_info
+from zoo.ops.custom_vjps import refuse_forward_mode
 from zoo.ops.implementations import Implementation, Operation
 from zoo.ops.reduction import max_last_dim
 from zoo.parallel import num_shards, reduce, scan, shard_offset, vary, varying
@@ -154,6 +155,8 @@ def chunked_cross_entropy(
         sum_chunks = _sum_rematerialized_losses
     else:
         sum_chunks = _sum_chunk_losses
+        instead = 'take cross_entropy(..., implementation="reference")'
+        parameters, chunks = refuse_forward_mode((parameters, chunks), "the chunked cross-entropy", instead)
     return sum_chunks(chunk_loss, vary(parameters, axes), vary(integer_arrays, axes), *chunks)
 
 

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from .custom_vjps import run_in_rule
 from .platform import current_platform
 from .symbolic import always_holds
 from .varying import align_varying
@@ -71,8 +72,7 @@ def _half_precision_einsum_fwd(
     terms_and_dtype: tuple[str, str, str, Any], x: Float[Array, "..."], y: Float[Array, "..."]
 ) -> tuple:
     """Return the product, and the operands as residuals."""
-    left, right, out, dtype = terms_and_dtype
-    return einsum_round_once(left, right, out, x, y, dtype), (x, y)
+    return run_in_rule(_half_precision_einsum, terms_and_dtype, x, y), (x, y)
 
 
 def _half_precision_einsum_bwd(
@@ -114,7 +114,7 @@ def _add_matmul_fwd(
     y: Float[Array, "rows out"], x: Float[Array, "rows in"], weight: Float[Array, "out in"]
 ) -> tuple[Float[Array, "rows out"], tuple]:
     """Return the sum, and x and the weight as residuals."""
-    return y + einsum_fp32_accum("ri,oi->ro", x, weight, custom_vjp=False).astype(y.dtype), (x, weight)
+    return run_in_rule(_add_matmul_custom_vjp, y, x, weight), (x, weight)
 
 
 def _add_matmul_bwd(residuals: tuple, gradient: Float[Array, "rows out"]) -> tuple:

@@ -19,6 +19,7 @@ from jax import lax
 from jaxtyping import Array, PyTree
 
 from zoo._checks import parse_dtype
+from zoo.ops.custom_vjps import run_in_rule
 
 from .collectives import current_mesh, vary, varying
 from .mesh import Mesh
@@ -158,16 +159,14 @@ def _use_parameter(
 
     - `dtypes`: of the result, and of the gradient.
     """
-    return _use_parameter_fwd(gather_dims, scatter_dims, dtypes, shard, array)[0]
-
-
-def _use_parameter_fwd(
-    gather_dims: _GatherDims, scatter_dims: _GatherDims, dtypes: tuple[Any, Any], shard: Array, array: Array | None
-) -> tuple[Array, None]:
     parameter = (shard if array is None else array).astype(dtypes[0])
     for dim, axes in gather_dims:
         parameter = lax.all_gather(parameter, axes, axis=dim, tiled=True)
-    return parameter, None
+    return parameter
+
+
+def _use_parameter_fwd(gather_dims: _GatherDims, scatter_dims: _GatherDims, dtypes: tuple[Any, Any], *arrays: Any):
+    return run_in_rule(_use_parameter, gather_dims, scatter_dims, dtypes, *arrays), None
 
 
 def _use_parameter_bwd(

@@ -52,7 +52,7 @@ class MeshOptions:
     """Implementation of attention; auto chooses by platform, shapes and options."""
     recurrence: Literal["auto", "pallas", "chunked", "recurrent"] = "auto"
     """Implementation of recurrences."""
-    grouped_matmul: Literal["auto", "padded", "ragged", "reference"] = "auto"
+    grouped_matmul: Literal["auto", "padded", "ragged", "masked", "reference"] = "auto"
     """Implementation of the matrix products of mixtures of experts."""
 
     def apply(self, model: _Model) -> _Model:

@@ -17,12 +17,17 @@ from zoo.ops.moe import grouped_matmul
 from zoo.ops.moe.grouped_matmul import (
     expand_group_values,
     find_row_experts,
+    grouped_matmul_masked,
     grouped_matmul_padded,
     grouped_matmul_ragged,
     grouped_matmul_reference,
 )
 
-IMPLEMENTATIONS = {"padded": grouped_matmul_padded, "ragged": grouped_matmul_ragged}
+IMPLEMENTATIONS = {
+    "padded": grouped_matmul_padded,
+    "ragged": grouped_matmul_ragged,
+    "masked": grouped_matmul_masked,
+}
 SHAPES = [(5, 1, 3, 4), (12, 3, 4, 6), (8, 8, 4, 4), (300, 4, 3, 5), (600, 2, 3, 2)]
 """Rows, experts, in, out: without buckets and with, one block of overflow and several."""
 

@@ -32,6 +32,7 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from zoo.ops.attention import AttentionMask, blockwise_attention_gradients, blockwise_attention_with_lse
 from zoo.ops.attention.mask import MASK_VALUE
+from zoo.ops.custom_vjps import evaluate, refuse_reverse_over_reverse
 from zoo.ops.varying import align_varying
 from zoo.shapes import HeadVectors, SegmentIds
 
@@ -151,9 +152,11 @@ def _go_around_fwd(
 
     def attend(found: _Partial, step: Int[Array, ""], travels: PyTree) -> _Partial:
         mask = ring.make_mask(index, step, segments, travels)
-        key, value = ring.expand(arrays, travels[0])
-        more = blockwise_attention_with_lse(query, key, value, mask, scale=ring.scale, soft_cap=ring.soft_cap)
-        return _merge(found, more)
+        return _merge(found, evaluate(partial(attend_keys, mask), query, arrays, travels[0]))
+
+    def attend_keys(mask: AttentionMask, query: HeadVectors, arrays: PyTree, tokens: PyTree) -> _Partial:
+        key, value = ring.expand(arrays, tokens)
+        return blockwise_attention_with_lse(query, key, value, mask, scale=ring.scale, soft_cap=ring.soft_cap)
 
     def turn(carry: tuple, step: Int[Array, ""]) -> tuple[tuple, None]:
         found, travels = carry
@@ -201,7 +204,9 @@ def _go_around_bwd(ring: _Ring, residuals: tuple, cotangents: tuple[Array, Array
         token_sums = ring.send(token_sums, -ring.steps)
     query_sum, parameter_sums = sums
     like = partial(jax.tree.map, lambda x, y: x.astype(y.dtype))
-    return *like((query_sum, token_sums, parameter_sums), (query, tokens, parameters)), None, None, None
+    gradients = like((query_sum, token_sums, parameter_sums), (query, tokens, parameters))
+    instead = "a mesh without context"
+    return *refuse_reverse_over_reverse(gradients, "ring attention", instead), None, None, None
 
 
 _go_around.defvjp(_go_around_fwd, _go_around_bwd)

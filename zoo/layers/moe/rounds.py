@@ -18,6 +18,7 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from zoo.ops.moe.dispatch import sort_by_expert
 from zoo.ops.moe.grouped_matmul import find_row_experts, grouped_matmul_implementation
+from zoo.ops.custom_vjps import as_one_equation, evaluate, refuse_reverse_over_reverse
 from zoo.ops.varying import align_varying
 
 _Rows = Float[Array, "rows embed"]
@@ -136,11 +137,19 @@ def apply_on_devices(exchange: Exchange, arrays: PyTree, rows: _Rows, sizes: Int
 
     Rows are sorted by expert, `sizes[e]` of expert e of all devices.
     """
+    return _run_rounds(exchange, exchange.apply, arrays, rows, sizes)
+
+
+def _run_rounds(
+    exchange: Exchange, apply: Callable, arrays: PyTree, rows: _Rows, sizes: Int[Array, "experts"]
+) -> _Rows:
+    """Send rows to their experts, `apply` these, and send the results back, round by round."""
     rounds = exchange.make_rounds(exchange, len(rows), sizes)
 
     def run_round(index: Int[Array, ""], y: _Rows) -> _Rows:
         order, inverse, counts = rounds.sort(index)
-        return rounds.send_back(y, exchange.apply(arrays, rounds.send(rows, index)[order], counts)[inverse], index)
+        found = apply(arrays, rounds.send(rows, index)[order], counts)
+        return rounds.send_back(y, found[inverse], index)
 
     return lax.fori_loop(0, rounds.count, run_round, jnp.zeros_like(rows))
 
@@ -150,7 +159,8 @@ def _apply_on_devices_fwd(exchange: Exchange, arrays: PyTree, rows: Any, sizes: 
     trained = jax.tree.map(lambda x: x.value if x.perturbed else None, arrays)
     frozen = jax.tree.map(lambda x: None if x.perturbed else x.value, arrays)
     residuals = trained, frozen, rows.value, sizes.value
-    return apply_on_devices(exchange, eqx.combine(trained, frozen), rows.value, sizes.value), residuals
+    run = partial(_run_rounds, exchange, partial(evaluate, exchange.apply))
+    return as_one_equation(run, eqx.combine(trained, frozen), rows.value, sizes.value), residuals
 
 
 def _apply_on_devices_bwd(exchange: Exchange, residuals: tuple, gradient: Any) -> tuple:
@@ -170,7 +180,9 @@ def _apply_on_devices_bwd(exchange: Exchange, residuals: tuple, gradient: Any) -
 
     zeros = jax.tree.map(lambda x: jnp.zeros_like(x, jnp.float32), trained), jnp.zeros_like(rows)
     total, row_gradient = lax.fori_loop(0, rounds.count, run_round, zeros)
-    return jax.tree.map(lambda x, y: x.astype(y.dtype), total, trained), row_gradient, None
+    gradients = jax.tree.map(lambda x, y: x.astype(y.dtype), total, trained), row_gradient
+    instead = 'Layout(expert="gathered")'
+    return *refuse_reverse_over_reverse(gradients, "the exchange of tokens and experts", instead), None
 
 
 apply_on_devices.defvjp(_apply_on_devices_fwd, _apply_on_devices_bwd, symbolic_zeros=True)

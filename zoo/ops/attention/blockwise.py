@@ -33,6 +33,7 @@ from jaxtyping import Array, Float
 
 from zoo.ops.matmul import einsum_round_once
 from zoo.ops.platform import current_platform
+from zoo.ops.custom_vjps import refuse_forward_mode, refuse_reverse_over_reverse
 from zoo.ops.varying import align_varying
 
 from .blocks import Marks, balance_blocks, find_ranges, mark_blocks, mask_blocks
@@ -48,7 +49,7 @@ SMALLEST_BLOCK = 128
 _NO_SCORE = MASK_VALUE / 2
 """Log-sum-exp of no scores: so far above the score of a masked key that its weight is zero, and finite, so that a merge
 with other keys is finite."""
-
+_REFUSED = ("blockwise attention", 'set attention="grouped", as zoo.twice_differentiable(model) does')
 
 _Queries = Float[Array, "query_blocks rows _"]
 _Keys = Float[Array, "key_blocks keys _"]
@@ -98,7 +99,8 @@ def blockwise_attention(
     """Compute attention block by block: the form for long sequences, in plain JAX on every platform.
 
     `block` is the number of queries, and of keys, that are multiplied at a time; `choose_block` has the default. There
-    is a gradient, but no forward-mode and no second derivative (a custom VJP).
+    is a gradient and its derivative forward over reverse, but no forward-mode derivative (a custom VJP), and none
+    reverse over reverse.
     """
     output, _ = blockwise_attention_with_lse(
         query, key, value, attention_mask, scale=scale, soft_cap=soft_cap, sinks=sinks, block=block
@@ -123,6 +125,7 @@ def blockwise_attention_with_lse(
     The log-sum-exp of a fully masked query is -5e29.
     """
     options, marks = _plan(query, key, attention_mask, scale, soft_cap, block)
+    query, key, value, sinks = refuse_forward_mode((query, key, value, sinks), *_REFUSED)
     return _attend(options, *align_varying(query, key, value, sinks, marks))
 
 
@@ -215,7 +218,7 @@ def _attend_bwd(options: _Options, residuals: tuple, cotangents: tuple[Array, Ar
     gradients = [x.astype(y.dtype) for x, y in zip(gradients, (query, key, value), strict=True)]
     if sinks is not None:
         sinks = -(jnp.exp(sinks.astype(jnp.float32) - lse) * total).sum((0, 1)).astype(sinks.dtype)
-    return *gradients, sinks, None
+    return *refuse_reverse_over_reverse((*gradients, sinks), *_REFUSED), None
 
 
 def _differentiate(

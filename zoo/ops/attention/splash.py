@@ -23,6 +23,7 @@ from jaxtyping import Array, Float
 
 from ..implementations import find_kernel_obstacle
 from ..platform import current_platform
+from ..custom_vjps import refuse_second_derivative
 from ..varying import align_varying, vary, varying
 from .grouped import group_size
 from .mask import AttentionMask
@@ -32,6 +33,7 @@ _LANES = 128
 """Lanes of a TPU's vector registers: rows and columns of the smallest block."""
 _LARGEST_BLOCK = 512
 """Queries and keys of a block: as in JAX's own benchmarks of the kernel, as far as they divide the length."""
+_REFUSED = ("splash attention", 'set attention="grouped", as zoo.twice_differentiable(model) does')
 
 
 def splash_attention(
@@ -115,12 +117,14 @@ def _attend(static: _Static, query: Array, key: Array, value: Array, sinks: Arra
 def _attend_fwd(static: _Static, query: Array, key: Array, value: Array, sinks: Array | None, segments: Array | None):
     """Return the output, and the kernel's own backward pass."""
     run = lambda segments, *operands: jax.vjp(_make_attend(static, segments), *operands)
-    output, backward = _run_unchecked(run, segments, query, key, value, sinks)
+    operands = refuse_second_derivative((query, key, value, sinks), *_REFUSED)
+    output, backward = _run_unchecked(run, segments, *operands)
     return vary(output, varying(query)), backward
 
 
 def _attend_bwd(static: _Static, backward: Callable, gradient: Array):
     """Run the kernel's backward pass. Segments have no gradient."""
+    gradient = refuse_second_derivative(gradient, *_REFUSED)
     gradients = _run_unchecked(lambda backward, gradient: backward(gradient), backward, gradient)
     return *vary(gradients, varying(gradient)), None
 

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from ..custom_vjps import run_in_rule
 from ..symbolic import always_holds
 from ..varying import vary, varying
 
@@ -70,7 +71,7 @@ def _gather_tokens(
 
 def _gather_tokens_fwd(x: Array, assignments: Array, row_indices: Array) -> tuple[Array, Array]:
     """Return the rows, and the row indices as residuals."""
-    return x[assignments // row_indices.shape[1]], row_indices
+    return run_in_rule(_gather_tokens, x, assignments, row_indices), row_indices
 
 
 def _gather_tokens_bwd(row_indices: Array, gradient: Array) -> tuple[Any, ...]:
@@ -89,8 +90,8 @@ def _combine_rows(rows: Array, weights: Array, assignments: Array, row_indices: 
 
 def _combine_rows_fwd(rows: Array, weights: Array, assignments: Array, row_indices: Array) -> tuple[Array, tuple]:
     """Return the sums, and all operands as residuals."""
-    total = _sum_in_choice_order(rows, row_indices, weights)
-    return total.astype(rows.dtype), (rows, weights, assignments, row_indices)
+    y = run_in_rule(_combine_rows, rows, weights, assignments, row_indices)
+    return y, (rows, weights, assignments, row_indices)
 
 
 def _combine_rows_bwd(residuals: tuple, gradient: Array) -> tuple[Any, ...]:

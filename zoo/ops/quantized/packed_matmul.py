@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, Shaped
 
+from ..custom_vjps import refuse_reverse_over_reverse, run_in_rule
 from ..implementations import AUTO
 from ..matmul import einsum_dot_general, einsum_in_dtype
 from ..moe.grouped_matmul import MAX_BLOCK_ROWS, grouped_matmul_implementation, index_expert
@@ -125,7 +126,8 @@ def _tiled_matmul_fwd(
     dequantize: _Dequantize, weight_subscripts: str, tile_elements: int, x: Array, packed: _Arrays, shared: _Arrays
 ) -> tuple[Array, Any]:
     """Return the product, and the packed weights as residuals."""
-    return _tiled_matmul(dequantize, weight_subscripts, tile_elements, x, packed, shared), (packed, shared)
+    y = run_in_rule(_tiled_matmul, dequantize, weight_subscripts, tile_elements, x, packed, shared)
+    return y, (packed, shared)
 
 
 def _tiled_matmul_bwd(
@@ -140,7 +142,8 @@ def _tiled_matmul_bwd(
     The barrier prevents XLA from reusing, and so keeping, the matrix that the forward pass dequantized.
     """
     gradient, (packed, shared) = lax.optimization_barrier((gradient, residuals))
-    return _tiled_matmul(dequantize, weight_subscripts[::-1], tile_elements, gradient, packed, shared), None, None
+    transposed = weight_subscripts[::-1]
+    return run_in_rule(_tiled_matmul, dequantize, transposed, tile_elements, gradient, packed, shared), None, None
 
 
 _tiled_matmul.defvjp(_tiled_matmul_fwd, _tiled_matmul_bwd)
@@ -158,13 +161,15 @@ def _expertwise_matmul_fwd(
     dequantize: _Dequantize, x: Array, packed: tuple[Array, ...], group_sizes: Array
 ) -> tuple[Array, tuple]:
     """Return the product, and the packed weights and group sizes as residuals."""
-    return _expertwise_matmul(dequantize, x, packed, group_sizes), (packed, group_sizes)
+    return run_in_rule(_expertwise_matmul, dequantize, x, packed, group_sizes), (packed, group_sizes)
 
 
 def _expertwise_matmul_bwd(dequantize: _Dequantize, residuals: tuple, gradient: Array) -> tuple[Array, None, None]:
     """Return the cotangent of x, the grouped product with transposed matrices."""
     packed, group_sizes = residuals
-    return _loop_over_experts(dequantize, gradient, packed, group_sizes, "io"), None, None
+    x_gradient = _loop_over_experts(dequantize, gradient, packed, group_sizes, "io")
+    instead = "take the model with zoo.adapters.dequantize"
+    return refuse_reverse_over_reverse(x_gradient, "the grouped matmul of packed matrices", instead), None, None
 
 
 _expertwise_matmul.defvjp(_expertwise_matmul_fwd, _expertwise_matmul_bwd)

@@ -18,7 +18,7 @@ from ..moe.grouped_matmul import find_row_experts, grouped_matmul
 from ..varying import align_varying
 from .fp8 import ScaledTensor, StoredTensor
 from .recipe import AbstractRecipe
-from .scaled_matmul import MeasuredAxes
+from .scaled_matmul import MeasuredAxes, refuse_rounding
 
 
 def scaled_grouped_matmul(
@@ -58,6 +58,7 @@ def _scaled_grouped_matmul_fwd(
 ) -> tuple[Array, tuple]:
     """Return the product, and the rows in FP8 with their scales, the matrices and their maxima as residuals."""
     recipe, axes = options
+    x, weight = refuse_rounding((x, weight), recipe)
     weight_amax = _reduce_max(jnp.abs(weight).max((1, 2)).astype(jnp.float32), axes.weight)
     rows = recipe.quantize_input(x, _find_row_amax(x, sizes, axes.input), -1)
     matrices = recipe.quantize_weight(weight, weight_amax[:, None, None], -1)
@@ -72,6 +73,7 @@ def _scaled_grouped_matmul_bwd(
     """Return the cotangents of the rows and the matrices."""
     recipe, axes = options
     stored, like_x, weight, weight_amax, sizes = residuals
+    gradient = refuse_rounding(gradient, recipe)
     rows = stored.restore()
     matrices = recipe.quantize_weight(weight, weight_amax[:, None, None], -2)
     gradients = recipe.quantize_gradient(gradient, _find_row_amax(gradient, sizes, axes.gradient), -1, None)

@@ -21,6 +21,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int, UInt32
 
 from ..dropout import random_bits
+from ..custom_vjps import refuse_second_derivative
 from ..varying import vary, varying
 from .fp8 import StoredTensor, find_amax, multiply_scaled
 from .recipe import AbstractRecipe
@@ -101,6 +102,7 @@ def _scaled_matmul_fwd(
 ) -> tuple[Array, tuple]:
     """Return the product, and the residuals of the gradient."""
     recipe, dim, axes, _ = options
+    x, weight = refuse_rounding((x, weight), recipe)
     if history is None:
         amax = recipe.measure(x, axes.input)
         weight_amax = recipe.measure(weight, axes.weight)
@@ -119,6 +121,7 @@ def _scaled_matmul_bwd(options: _Options, residuals: tuple, gradient: Float[Arra
     """Return the cotangents of x and the weight and, as the cotangents of the histories, the maxima of this call."""
     recipe, dim, axes, input_dtype = options
     stored, weight, weight_amax, input_seen, history, noise = residuals
+    gradient = refuse_rounding(gradient, recipe)
     if history is None:
         amax = recipe.measure(gradient, axes.gradient)
     else:
@@ -141,6 +144,13 @@ def _scaled_matmul_bwd(options: _Options, residuals: tuple, gradient: Float[Arra
 
 
 _scaled_matmul.defvjp(_scaled_matmul_fwd, _scaled_matmul_bwd)
+
+
+def refuse_rounding(tree: Any, recipe: AbstractRecipe) -> Any:
+    """Return arrays that a rule quantizes. Differentiated, **raises** `NotImplementedError`: rounding is constant nearly
+    everywhere, and its gradient here is not a derivative."""
+    operation = f"a product in the formats of {type(recipe).__name__}"
+    return refuse_second_derivative(tree, operation, "zoo.precision.remove_fp8(model) has one")
 
 
 def _record_amax(history: Float[Array, "history"], x: Float[Array, "*dims"]) -> Float[Array, "history"]:

@@ -40,6 +40,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from zoo.ops.custom_vjps import run_in_rule
 from zoo.ops.recurrence.affine import DiagonalAffineMap, IncomingState
 from zoo.ops.recurrence.chunks import find_segment_starts, sum_log_decays
 from zoo.ops.recurrence.select import RecurrenceRequest, make_recurrence
@@ -170,7 +171,7 @@ def _linear_scan_custom_vjp(chunk_size: int, factor: Array, x: Array, state: Arr
 
 def _linear_scan_fwd(chunk_size: int, factor: Array, x: Array, state: Array) -> tuple[tuple[Array, Array], tuple]:
     """Return the outputs, and factors, outputs and initial state as residuals."""
-    outputs, last = semiring_scan(REAL_SEMIRING, factor, x, state, chunk_size=chunk_size)
+    outputs, last = run_in_rule(_linear_scan_custom_vjp, chunk_size, factor, x, state)
     return (outputs, last), (factor, outputs, state)
 
 

@@ -9,6 +9,7 @@ from jaxtyping import Array, Float
 
 from zoo.shapes import MatrixState, Queries, SegmentIds
 
+from ..custom_vjps import run_in_rule
 from ..varying import align_varying, vary, varying
 from .affine import DenseAffineMap, IncomingState
 from .chunks import (
@@ -233,11 +234,7 @@ def scan_chunks(
     The custom VJP scans backward over the cotangent of the state only; the cotangents of the transitions, outer
     products over rows, are batched over all chunks, where JAX would compute them inside the scan.
     """
-    return _scan_chunks_fwd(state, chunks)[0]
 
-
-def _scan_chunks_fwd(state: Array, chunks: _ChunkTransition) -> tuple[tuple, tuple]:
-    """Return the states, and the transitions, boundary states and updates as residuals."""
     def step(state: Array, chunk: _ChunkTransition) -> tuple[Array, tuple[Array, Array]]:
         update = chunk.constant + _multiply(chunk.read, state.astype(chunk.read.dtype))
         update = update.astype(chunk.write.dtype)
@@ -247,7 +244,13 @@ def _scan_chunks_fwd(state: Array, chunks: _ChunkTransition) -> tuple[tuple, tup
         return after, (state, update)
 
     state, (boundary_states, updates) = lax.scan(step, state, chunks)
-    return (state, boundary_states, updates), (chunks, boundary_states, updates)
+    return state, boundary_states, updates
+
+
+def _scan_chunks_fwd(state: Array, chunks: _ChunkTransition) -> tuple[tuple, tuple]:
+    """Return the states, and the transitions, boundary states and updates as residuals."""
+    outputs = run_in_rule(scan_chunks, state, chunks)
+    return outputs, (chunks, *outputs[1:])
 
 
 def _scan_chunks_bwd(residuals: tuple, gradients: tuple) -> tuple[Array, _ChunkTransition]:
@@ -255,6 +258,7 @@ def _scan_chunks_bwd(residuals: tuple, gradients: tuple) -> tuple[Array, _ChunkT
     dU, and the cotangent of the state before it f_C D + Wᵀ dU'."""
     chunks, boundary_states, updates = residuals
     grad_last, grad_boundaries, grad_updates = gradients
+
     def step(grad_state: Array, chunk: tuple) -> tuple[Array, tuple[Array, Array]]:
         chunk_decay, read, write, grad_boundary, grad_update = chunk
         grad_update = (grad_update + _multiply(write, grad_state.astype(write.dtype))).astype(read.dtype)

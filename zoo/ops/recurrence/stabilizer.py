@@ -32,6 +32,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
+from zoo.ops.custom_vjps import run_in_rule
 from zoo.ops.recurrence.chunks import find_segment_starts
 from zoo.ops.recurrence.diagonal_scan import (
     REAL_SEMIRING,
@@ -152,7 +153,7 @@ def _running_maximum(log_decay: Array, log_input: Array, state: Array) -> Float[
 
 def _running_maximum_fwd(log_decay: Array, log_input: Array, state: Array) -> tuple[Array, tuple[Array, Array]]:
     """Return the maxima, and as a residual where the decayed one is larger."""
-    maximum, _ = semiring_scan(_MAX_PLUS_SEMIRING, log_decay, log_input, state, chunk_size=_CHUNK_SIZE)
+    maximum = run_in_rule(_running_maximum, log_decay, log_input, state)
     return maximum, (maximum > log_input, state)
 
 

@@ -15,7 +15,7 @@ from zoo.shapes import MatrixState
 
 from ...varying import align_varying
 from ._delta_rule_kernels import backward_kernel, forward_kernel
-from .common import describe_output, runs_interpreted
+from .common import describe_output, refuse_second, runs_interpreted
 
 _HeadKeys = Float[Array, "batch heads seq key_dim"]
 _HeadValues = Float[Array, "batch heads seq value_dim"]
@@ -38,13 +38,15 @@ def _apply_kernels_fwd(
     scale: float, query: _HeadKeys, key: _HeadKeys, value: _HeadValues, gates: _Gates, state: MatrixState
 ) -> tuple[tuple, tuple]:
     """Return the outputs, and the operands, the states before the chunks and the inverses as residuals."""
-    output, last, states, inverses = _run_forward(scale, query, key, value, gates, state, save=True)
+    operands = refuse_second((query, key, value, gates, state))
+    output, last, states, inverses = _run_forward(scale, *operands, save=True)
     return (output, last), (query, key, value, gates, states, inverses)
 
 
 def _apply_kernels_bwd(scale: float, residuals: tuple, gradients: tuple) -> tuple:
     """Run the backward kernel, chunks in reverse."""
     query, key, value, gates, *_ = residuals
+    gradients = refuse_second(gradients)
     operands = align_varying(*residuals, *gradients)
     blocks = _Blocks(query, value, gates, is_reversed=True)
     return blocks.run(
