@@ -114,8 +114,8 @@ __all__ = [
     "token_info",
     "token_losses",
     "tokens_per_expert",
-    "unobserve",
     "twice_differentiable",
+    "unobserve",
     "update_expert_bias",
 ]
 

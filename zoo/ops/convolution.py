@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from .custom_vjps import refuse_forward_mode
 from .varying import align_varying
 
 _InputsWithHistory = Float[Array, "batch _ features"]
@@ -37,8 +38,9 @@ def causal_conv1d(
 ) -> Float[Array, "batch seq features"]:
     """Compute the causal convolution at all but the first conv - 1 of `inputs`, in the operands' promoted dtype.
 
-    A custom VJP: forward-mode differentiation raises `TypeError`.
+    A custom VJP: forward-mode differentiation raises `NotImplementedError`.
     """
+    inputs, weight, bias = refuse_forward_mode((inputs, weight, bias), "the causal convolution")
     return _causal_conv1d_custom_vjp(*align_varying(inputs, weight, bias, segment_ids))
 
 

@@ -20,6 +20,8 @@ from jaxtyping import Array
 
 _Tree = TypeVar("_Tree")
 
+_TWO_REVERSE = "take two reverse ones for it, as docs/second-derivatives.md shows"
+
 
 def refuse_second_derivative(residuals: _Tree, operation: str, instead: str) -> _Tree:
     """Return the residuals of a backward rule that has no derivative of any mode.
@@ -47,7 +49,7 @@ def refuse_reverse_over_reverse(cotangents: _Tree, operation: str, instead: str)
     return _map_tangents(cotangents, functools.partial(_forward_only.bind, message=message))
 
 
-def refuse_forward_mode(operands: _Tree, operation: str, instead: str) -> _Tree:
+def refuse_forward_mode(operands: _Tree, operation: str, instead: str = _TWO_REVERSE) -> _Tree:
     """Return the operands of a custom VJP.
 
     Differentiated in forward mode, `jax.jvp(f, ...)`, **raises** `NotImplementedError` with the name of the operation

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from .custom_vjps import run_in_rule
+from .custom_vjps import refuse_forward_mode, run_in_rule
 from .platform import current_platform
 from .symbolic import always_holds
 from .varying import align_varying
@@ -44,6 +44,7 @@ def einsum_fp32_accum(
         return einsum_dot_general(left, right, out, x, y, dtype)
     if not custom_vjp:
         return einsum_round_once(left, right, out, x, y, dtype)
+    x, y = refuse_forward_mode((x, y), f"a product in {x.dtype.name}", "compute in float32")
     return _half_precision_einsum((left, right, out, dtype), *align_varying(x, y))
 
 
@@ -99,6 +100,7 @@ def add_matmul(
     Rematerialization policies that save matrix products then save only the sum, neither y nor W x.
     """
     flat = lambda z: z.reshape(-1, z.shape[-1])
+    y, x, weight = refuse_forward_mode((y, x, weight), "add_matmul")
     return _add_matmul_custom_vjp(*align_varying(flat(y), flat(x), weight)).reshape(y.shape)
 
 

@@ -32,7 +32,7 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from zoo.ops.attention import AttentionMask, blockwise_attention_gradients, blockwise_attention_with_lse
 from zoo.ops.attention.mask import MASK_VALUE
-from zoo.ops.custom_vjps import evaluate, refuse_reverse_over_reverse
+from zoo.ops.custom_vjps import evaluate, refuse_forward_mode, refuse_reverse_over_reverse
 from zoo.ops.varying import align_varying
 from zoo.shapes import HeadVectors, SegmentIds
 
@@ -66,6 +66,7 @@ def ring_attention(
     if is_zigzag:
         query, tokens, segment_ids = _deal((query, tokens, segment_ids), axes)
     arrays, static = eqx.partition(expand, eqx.is_array)
+    query, tokens, arrays = refuse_forward_mode((query, tokens, arrays), "ring attention")
     value = jax.eval_shape(lambda tokens: expand(tokens)[1], tokens)
     ring = _Ring(axes, shards, steps, is_zigzag, window, scale, soft_cap, static, value.dtype)
     shape = query.shape[:3]
@@ -205,8 +206,7 @@ def _go_around_bwd(ring: _Ring, residuals: tuple, cotangents: tuple[Array, Array
     query_sum, parameter_sums = sums
     like = partial(jax.tree.map, lambda x, y: x.astype(y.dtype))
     gradients = like((query_sum, token_sums, parameter_sums), (query, tokens, parameters))
-    instead = "a mesh without context"
-    return *refuse_reverse_over_reverse(gradients, "ring attention", instead), None, None, None
+    return *refuse_reverse_over_reverse(gradients, "ring attention", "take a mesh without context"), None, None, None
 
 
 _go_around.defvjp(_go_around_fwd, _go_around_bwd)

@@ -16,9 +16,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, PyTree
 
+from zoo.ops.custom_vjps import as_one_equation, evaluate, refuse_reverse_over_reverse
 from zoo.ops.moe.dispatch import sort_by_expert
 from zoo.ops.moe.grouped_matmul import find_row_experts, grouped_matmul_implementation
-from zoo.ops.custom_vjps import as_one_equation, evaluate, refuse_reverse_over_reverse
 from zoo.ops.varying import align_varying
 
 _Rows = Float[Array, "rows embed"]
@@ -181,7 +181,7 @@ def _apply_on_devices_bwd(exchange: Exchange, residuals: tuple, gradient: Any) -
     zeros = jax.tree.map(lambda x: jnp.zeros_like(x, jnp.float32), trained), jnp.zeros_like(rows)
     total, row_gradient = lax.fori_loop(0, rounds.count, run_round, zeros)
     gradients = jax.tree.map(lambda x, y: x.astype(y.dtype), total, trained), row_gradient
-    instead = 'Layout(expert="gathered")'
+    instead = 'take zoo.Layout(expert="gathered")'
     return *refuse_reverse_over_reverse(gradients, "the exchange of tokens and experts", instead), None
 
 

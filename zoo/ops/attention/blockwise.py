@@ -31,9 +31,9 @@ from einops import rearrange
 from jax import lax
 from jaxtyping import Array, Float
 
+from zoo.ops.custom_vjps import refuse_forward_mode, refuse_reverse_over_reverse
 from zoo.ops.matmul import einsum_round_once
 from zoo.ops.platform import current_platform
-from zoo.ops.custom_vjps import refuse_forward_mode, refuse_reverse_over_reverse
 from zoo.ops.varying import align_varying
 
 from .blocks import Marks, balance_blocks, find_ranges, mark_blocks, mask_blocks

@@ -21,9 +21,9 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 from jaxtyping import Array, Float
 
+from ..custom_vjps import refuse_forward_mode, refuse_second_derivative
 from ..implementations import find_kernel_obstacle
 from ..platform import current_platform
-from ..custom_vjps import refuse_second_derivative
 from ..varying import align_varying, vary, varying
 from .grouped import group_size
 from .mask import AttentionMask
@@ -65,7 +65,8 @@ def splash_attention(
     else:
         sinks_by_head = sinks.astype(jnp.float32).reshape(-1, group)
     static = _Static(group, request.query_seq, request.causal, request.window, soft_cap, current_platform() == "cpu")
-    operands: Any = align_varying(query, key, value, sinks_by_head, attention_mask.query_segments)
+    operands: Any = refuse_forward_mode((query, key, value, sinks_by_head), *_REFUSED)
+    operands = align_varying(*operands, attention_mask.query_segments)
     output: Any = _attend(static, *operands)
     return rearrange(output, "batch kv_heads group seq dim -> batch seq (kv_heads group) dim").astype(value.dtype)
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from ..custom_vjps import run_in_rule
+from ..custom_vjps import refuse_forward_mode, run_in_rule
 from ..symbolic import always_holds
 from ..varying import vary, varying
 
@@ -49,6 +49,7 @@ def sort_by_expert(selected_experts: Int[Array, "tokens top"], experts: int) -> 
 
 def dispatch(x: Float[Array, "tokens embed"], indices: _DispatchIndices) -> Float[Array, "rows embed"]:
     """Gather each token's vector for each of its experts, sorted by expert."""
+    x = refuse_forward_mode(x, "the dispatch of tokens to experts")
     axes = varying(x) | varying(indices.assignments)
     return _gather_tokens(*vary((x, indices.assignments, indices.row_indices), axes))
 
@@ -57,6 +58,7 @@ def combine(
     rows: Float[Array, "rows embed"], weights: Float[Array, "tokens top"], indices: _DispatchIndices
 ) -> Float[Array, "tokens embed"]:
     """Sum the rows of each token times their routing weights, in float32, rounded to the dtype of `rows`."""
+    rows, weights = refuse_forward_mode((rows, weights), "the sum of a token's experts")
     axes = varying(rows) | varying(weights) | varying(indices.assignments)
     return _combine_rows(*vary((rows, weights, indices.assignments, indices.row_indices), axes))
 

@@ -25,7 +25,7 @@ from jax import lax
 from jax.core import min_dim
 from jaxtyping import Array, Bool, Float, Int
 
-from ..custom_vjps import refuse_reverse_over_reverse, run_in_rule
+from ..custom_vjps import refuse_forward_mode, refuse_reverse_over_reverse, run_in_rule
 from ..implementations import AUTO, Implementation, Operation
 from ..matmul import einsum_dot_general, einsum_fp32_accum, einsum_in_dtype
 from ..platform import current_platform
@@ -38,6 +38,10 @@ _SLACK = 16
 """A bucket holds a balanced load plus 1 / _SLACK of it, so that nearly balanced loads do not overflow."""
 _MIN_ROWS_PER_BUCKET = 4
 """Minimal mean number of rows per expert to use buckets: below, they would read matrices of experts without rows."""
+_REFUSED = (
+    "the padded grouped matmul",
+    'set grouped_matmul="masked", as zoo.twice_differentiable(model) does',
+)
 
 
 grouped_matmul_implementation = jax.make_user_context(AUTO)
@@ -95,6 +99,7 @@ def grouped_matmul_padded(
     x: Float[Array, "rows in"], weight: Float[Array, "experts out in"], group_sizes: Int[Array, "experts"]
 ) -> Float[Array, "rows out"]:
     """Compute the grouped product by buckets for a balanced load, and a loop over blocks for overflowing rows."""
+    x, weight = refuse_forward_mode((x, weight), *_REFUSED)
     return _bucketed_matmul(*align_varying(x, weight, group_sizes))
 
 
@@ -149,12 +154,11 @@ def _bucketed_matmul_bwd(residuals: tuple, gradient: Array) -> tuple[Any, ...]:
     """Return the cotangents: of rows, the grouped product with transposed matrices; of matrices, sums over rows."""
     x, weight, group_sizes = residuals
     gradient = gradient.astype(x.dtype)
-    gradients = refuse_reverse_over_reverse(
-        (_multiply_by_expert(gradient, weight, group_sizes, "io"), _sum_outer_products(gradient, x, group_sizes)),
-        "the padded grouped matmul",
-        'set grouped_matmul="masked", as zoo.twice_differentiable(model) does',
+    gradients = (
+        _multiply_by_expert(gradient, weight, group_sizes, "io"),
+        _sum_outer_products(gradient, x, group_sizes),
     )
-    return *gradients, None
+    return *refuse_reverse_over_reverse(gradients, *_REFUSED), None
 
 
 _bucketed_matmul.defvjp(_bucketed_matmul_fwd, _bucketed_matmul_bwd)

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, Shaped
 
-from ..custom_vjps import refuse_reverse_over_reverse, run_in_rule
+from ..custom_vjps import refuse_forward_mode, refuse_reverse_over_reverse, run_in_rule
 from ..implementations import AUTO
 from ..matmul import einsum_dot_general, einsum_in_dtype
 from ..moe.grouped_matmul import MAX_BLOCK_ROWS, grouped_matmul_implementation, index_expert
@@ -51,6 +51,7 @@ def packed_matmul(
     FLOPs: 2 rows in out, and as many again for a gradient. Bytes: the packed arrays once, and W, tile by tile, written
     and read once in the dtype of x; for "io" also float32 sums per tile.
     """
+    x = refuse_forward_mode(x, "the product with a packed matrix")
     x, packed, shared = align_varying(x, packed, shared)
     return _tiled_matmul(dequantize, weight_subscripts, tile_elements, x, packed, shared)
 
@@ -78,6 +79,7 @@ def grouped_packed_matmul(
             f"grouped matmul: {name!r} cannot compute this, because the matrices are packed, and dequantized expert by "
             f"expert. Choose {AUTO!r}"
         )
+    x = refuse_forward_mode(x, "the grouped matmul of packed matrices")
     x, packed, shared, group_sizes = align_varying(x, packed, shared, group_sizes)
     return _expertwise_matmul(dequantize, x, (*packed, *shared), group_sizes)
 

@@ -14,11 +14,12 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from ..custom_vjps import refuse_second_derivative
 from ..moe.grouped_matmul import find_row_experts, grouped_matmul
 from ..varying import align_varying
 from .fp8 import ScaledTensor, StoredTensor
 from .recipe import AbstractRecipe
-from .scaled_matmul import MeasuredAxes, refuse_rounding
+from .scaled_matmul import MeasuredAxes, name_product
 
 
 def scaled_grouped_matmul(
@@ -58,7 +59,7 @@ def _scaled_grouped_matmul_fwd(
 ) -> tuple[Array, tuple]:
     """Return the product, and the rows in FP8 with their scales, the matrices and their maxima as residuals."""
     recipe, axes = options
-    x, weight = refuse_rounding((x, weight), recipe)
+    x, weight = refuse_second_derivative((x, weight), *name_product(recipe))
     weight_amax = _reduce_max(jnp.abs(weight).max((1, 2)).astype(jnp.float32), axes.weight)
     rows = recipe.quantize_input(x, _find_row_amax(x, sizes, axes.input), -1)
     matrices = recipe.quantize_weight(weight, weight_amax[:, None, None], -1)
@@ -73,7 +74,7 @@ def _scaled_grouped_matmul_bwd(
     """Return the cotangents of the rows and the matrices."""
     recipe, axes = options
     stored, like_x, weight, weight_amax, sizes = residuals
-    gradient = refuse_rounding(gradient, recipe)
+    gradient = refuse_second_derivative(gradient, *name_product(recipe))
     rows = stored.restore()
     matrices = recipe.quantize_weight(weight, weight_amax[:, None, None], -2)
     gradients = recipe.quantize_gradient(gradient, _find_row_amax(gradient, sizes, axes.gradient), -1, None)

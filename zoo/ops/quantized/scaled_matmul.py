@@ -20,8 +20,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, UInt32
 
+from ..custom_vjps import refuse_forward_mode, refuse_second_derivative
 from ..dropout import random_bits
-from ..custom_vjps import refuse_second_derivative
 from ..varying import vary, varying
 from .fp8 import StoredTensor, find_amax, multiply_scaled
 from .recipe import AbstractRecipe
@@ -85,6 +85,7 @@ def scaled_matmul(
     """
     known = frozenset().union(*(varying(z) for z in (x, weight, *(history or ()))))
     x, weight = vary((x, weight), known)
+    x, weight = refuse_forward_mode((x, weight), *name_product(recipe))
     options = _Options(recipe, dim, axes or MeasuredAxes(), x.dtype)
     return _scaled_matmul(options, x, weight, history, noise)
 
@@ -102,7 +103,7 @@ def _scaled_matmul_fwd(
 ) -> tuple[Array, tuple]:
     """Return the product, and the residuals of the gradient."""
     recipe, dim, axes, _ = options
-    x, weight = refuse_rounding((x, weight), recipe)
+    x, weight = refuse_second_derivative((x, weight), *name_product(recipe))
     if history is None:
         amax = recipe.measure(x, axes.input)
         weight_amax = recipe.measure(weight, axes.weight)
@@ -121,7 +122,7 @@ def _scaled_matmul_bwd(options: _Options, residuals: tuple, gradient: Float[Arra
     """Return the cotangents of x and the weight and, as the cotangents of the histories, the maxima of this call."""
     recipe, dim, axes, input_dtype = options
     stored, weight, weight_amax, input_seen, history, noise = residuals
-    gradient = refuse_rounding(gradient, recipe)
+    gradient = refuse_second_derivative(gradient, *name_product(recipe))
     if history is None:
         amax = recipe.measure(gradient, axes.gradient)
     else:
@@ -146,11 +147,10 @@ def _scaled_matmul_bwd(options: _Options, residuals: tuple, gradient: Float[Arra
 _scaled_matmul.defvjp(_scaled_matmul_fwd, _scaled_matmul_bwd)
 
 
-def refuse_rounding(tree: Any, recipe: AbstractRecipe) -> Any:
-    """Return arrays that a rule quantizes. Differentiated, **raises** `NotImplementedError`: rounding is constant nearly
-    everywhere, and its gradient here is not a derivative."""
-    operation = f"a product in the formats of {type(recipe).__name__}"
-    return refuse_second_derivative(tree, operation, "zoo.precision.remove_fp8(model) has one")
+def name_product(recipe: AbstractRecipe) -> tuple[str, str]:
+    """Return what errors of missing derivatives name. Rounding is constant nearly everywhere: a gradient through it is not
+    a derivative, and has none."""
+    return f"a product in the formats of {type(recipe).__name__}", "zoo.precision.remove_fp8(model) has one"
 
 
 def _record_amax(history: Float[Array, "history"], x: Float[Array, "*dims"]) -> Float[Array, "history"]:

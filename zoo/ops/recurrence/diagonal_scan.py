@@ -40,7 +40,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from zoo.ops.custom_vjps import run_in_rule
+from zoo.ops.custom_vjps import refuse_forward_mode, run_in_rule
 from zoo.ops.recurrence.affine import DiagonalAffineMap, IncomingState
 from zoo.ops.recurrence.chunks import find_segment_starts, sum_log_decays
 from zoo.ops.recurrence.select import RecurrenceRequest, make_recurrence
@@ -160,6 +160,7 @@ def _linear_scan(
     chunk_size: int = 64,
 ) -> tuple[Float[Array, "batch seq channels"], Float[Array, "batch channels"]]:
     """Compute h_t = a_t h_{t-1} + x_t in float32: returns all h and the last. Operands vary over the same mesh axes."""
+    factor, x, state = refuse_forward_mode((factor, x, state), "the chunked diagonal scan")
     return _linear_scan_custom_vjp(chunk_size, factor, x, state)
 
 

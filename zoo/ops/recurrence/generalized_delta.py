@@ -47,6 +47,7 @@ from jaxtyping import Array, Float
 
 from zoo.shapes import LogDecays, MatrixState, Queries, SegmentIds, Values
 
+from ..custom_vjps import refuse_forward_mode
 from .affine import IncomingState
 from .chunks import find_segment_starts, join_chunks
 from .generalized_delta_chunks import DeltaChunks, DeltaOperands, scan_chunks, scan_chunks_of_shard
@@ -147,6 +148,7 @@ def chunked_delta(
         find_state = state
         state = None
     operands = DeltaOperands.from_arrays(query, read, write, write_value, key, value, log_decay, state, steps)
+    operands = refuse_forward_mode(operands, "the chunked delta rule")
     chunks = DeltaChunks(operands, segment_ids, steps, read_before_decay, chunk_size)
     transition = chunks.compute_transition()
     if find_state is None:

@@ -39,6 +39,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from zoo.ops.custom_vjps import refuse_forward_mode
 from zoo.ops.recurrence.affine import DiagonalAffineMap, IncomingState
 from zoo.ops.recurrence.chunks import find_segment_starts, is_in_first_segment
 from zoo.ops.recurrence.select import RecurrenceRequest, make_recurrence
@@ -133,6 +134,7 @@ def chunked_selective_scan(
     padded = jax.tree.map(lambda x: jnp.pad(x, [(0, 0), (0, -seq % chunk_size), *[(0, 0)] * (x.ndim - 2)]), inputs)
     if padded.keep is not None:
         padded = padded._replace(keep=jnp.where(jnp.arange(padded.keep.shape[1]) < seq, padded.keep, 1))
+    padded, A_fp32, h = refuse_forward_mode((padded, A_fp32, h), "the chunked selective scan")
     output, h = _checkpointed_scan(chunk_size, padded, A_fp32.T, h.mT)
     return (output[:, :seq] + D_fp32 * inputs.x).astype(x.dtype), h.mT
 

@@ -32,7 +32,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
-from zoo.ops.custom_vjps import run_in_rule
+from zoo.ops.custom_vjps import refuse_forward_mode, run_in_rule
 from zoo.ops.recurrence.chunks import find_segment_starts
 from zoo.ops.recurrence.diagonal_scan import (
     REAL_SEMIRING,
@@ -85,6 +85,7 @@ def stabilize(
     if stop_gradient:
         operands = lax.stop_gradient(operands)
         state = operands[2]
+    operands = refuse_forward_mode(operands, "the running maximum of exponential gates")
     maximum = _running_maximum(
         flatten_features(operands[0], 2), flatten_features(operands[1], 2), flatten_features(operands[2], 1)
     ).reshape(log_input.shape)

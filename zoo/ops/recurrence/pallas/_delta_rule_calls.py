@@ -13,9 +13,10 @@ from jaxtyping import Array, Float
 
 from zoo.shapes import MatrixState
 
+from ...custom_vjps import refuse_second_derivative
 from ...varying import align_varying
 from ._delta_rule_kernels import backward_kernel, forward_kernel
-from .common import describe_output, refuse_second, runs_interpreted
+from .common import REFUSED, describe_output, runs_interpreted
 
 _HeadKeys = Float[Array, "batch heads seq key_dim"]
 _HeadValues = Float[Array, "batch heads seq value_dim"]
@@ -38,7 +39,7 @@ def _apply_kernels_fwd(
     scale: float, query: _HeadKeys, key: _HeadKeys, value: _HeadValues, gates: _Gates, state: MatrixState
 ) -> tuple[tuple, tuple]:
     """Return the outputs, and the operands, the states before the chunks and the inverses as residuals."""
-    operands = refuse_second((query, key, value, gates, state))
+    operands = refuse_second_derivative((query, key, value, gates, state), *REFUSED)
     output, last, states, inverses = _run_forward(scale, *operands, save=True)
     return (output, last), (query, key, value, gates, states, inverses)
 
@@ -46,7 +47,7 @@ def _apply_kernels_fwd(
 def _apply_kernels_bwd(scale: float, residuals: tuple, gradients: tuple) -> tuple:
     """Run the backward kernel, chunks in reverse."""
     query, key, value, gates, *_ = residuals
-    gradients = refuse_second(gradients)
+    gradients = refuse_second_derivative(gradients, *REFUSED)
     operands = align_varying(*residuals, *gradients)
     blocks = _Blocks(query, value, gates, is_reversed=True)
     return blocks.run(

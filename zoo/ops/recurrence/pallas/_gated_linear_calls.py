@@ -12,9 +12,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
+from ...custom_vjps import refuse_second_derivative
 from ...varying import align_varying
 from ._gated_linear_kernels import GatedGradients, backward_kernel, forward_kernel
-from .common import describe_output, refuse_second, runs_interpreted
+from .common import REFUSED, describe_output, runs_interpreted
 from .gated_linear import GatedOperands
 
 
@@ -30,7 +31,7 @@ def apply_kernels(scale: float, share: int, operands: GatedOperands) -> tuple[Ar
 
 def _apply_kernels_fwd(scale: float, share: int, operands: GatedOperands) -> tuple[tuple, GatedOperands]:
     """Return the outputs, and the operands with the states before the chunks as residuals."""
-    operands = refuse_second(operands)
+    operands = refuse_second_derivative(operands, *REFUSED)
     output, last, states = _run_forward(scale, share, operands, save=True)
     return (output, last), operands._replace(state=states)
 
@@ -40,7 +41,7 @@ def _apply_kernels_bwd(
 ) -> tuple[GatedOperands]:
     """Run the backward kernel, chunks in reverse, and do the sums that the kernel does not: over head blocks and
     rows."""
-    gradients = refuse_second(gradients)
+    gradients = refuse_second_derivative(gradients, *REFUSED)
     operands, (grad_output, grad_last) = align_varying(operands, gradients)
     grid = _Grid(operands, share, is_reversed=True)
     query = operands.query

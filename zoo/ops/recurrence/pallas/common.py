@@ -14,12 +14,14 @@ from jaxtyping import Array, Bool, Float
 
 from ...implementations import Implementation, find_kernel_obstacle
 from ...platform import current_platform
-from ...custom_vjps import refuse_second_derivative
 from ..select import RecurrenceRequest, find_sharding_obstacle
 
 Row = Float[Array, "1 size"]
 Column = Float[Array, "size 1"]
 Pairs = Float[Array, "size size"]
+
+REFUSED = ("a Pallas kernel of a recurrence", 'set recurrence="chunked", as zoo.twice_differentiable(model) does')
+"""What the errors of missing derivatives name."""
 
 
 class ScalarDecays(NamedTuple):
@@ -32,12 +34,6 @@ class ScalarDecays(NamedTuple):
     to_end: Column
     """To the end of the chunk, exp(g_{i+1} + ... + g_last)."""
     total: Float[Array, "1 1"]
-
-
-def refuse_second(tree: Any) -> Any:
-    """Return operands of a kernel's rule. Differentiated, **raises** `NotImplementedError`."""
-    instead = 'set recurrence="chunked", as zoo.twice_differentiable(model) does'
-    return refuse_second_derivative(tree, "a Pallas kernel of a recurrence", instead)
 
 
 def make_pallas_implementation(

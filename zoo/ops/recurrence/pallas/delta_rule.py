@@ -44,10 +44,11 @@ from jaxtyping import Array, Float
 
 from zoo.shapes import MatrixState, Queries, SegmentIds, Values
 
+from ...custom_vjps import refuse_forward_mode
 from ...varying import align_varying
 from ..chunks import count_segment_starts, split_into_chunks
 from ..select import RecurrenceRequest
-from .common import find_platform_obstacle, round_up_to_lanes
+from .common import REFUSED, find_platform_obstacle, round_up_to_lanes
 
 _CHUNK_SIZE = 64
 _SMALLEST_CHUNK = 16
@@ -140,7 +141,7 @@ def pallas_delta_rule(
     gates = jnp.stack(align_varying(beta, log_decay, count.astype(jnp.float32)), axis=3).swapaxes(1, 2)
     by_head = lambda x: jnp.pad(x.astype(dtype).swapaxes(1, 2), [(0, 0), (0, 0), (0, -rows % size), (0, 0)])
     operands = align_varying(by_head(query), by_head(key), by_head(value), gates, state.astype(jnp.float32))
-    output, last = apply_kernels(scale, *operands)
+    output, last = apply_kernels(scale, *refuse_forward_mode(operands, *REFUSED))
     return output[:, :, steps - 1 : rows : steps].swapaxes(1, 2).astype(out_dtype), last
 
 

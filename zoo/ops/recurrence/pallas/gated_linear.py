@@ -44,10 +44,11 @@ from jaxtyping import Array, Float
 
 from zoo.shapes import LogDecays, MatrixState, SegmentIds, Values
 
+from ...custom_vjps import refuse_forward_mode
 from ...varying import align_varying
 from ..chunks import count_segment_starts, split_into_chunks
 from ..select import RecurrenceRequest
-from .common import find_platform_obstacle, round_up_to_lanes
+from .common import REFUSED, find_platform_obstacle, round_up_to_lanes
 
 _CHUNK_SIZE = 128
 """Tokens per chunk: rows and columns of a TPU's matrix unit."""
@@ -176,5 +177,6 @@ def pallas_gated_linear(
     if bonus is not None:
         bonus = bonus.astype(jnp.float32)[:, None]
     operands = GatedOperands(query, key, value, decays, count, bonus, state.astype(jnp.float32))
-    output, last = apply_kernels(float(scale), _count_heads_per_block(request), *align_varying(operands))
+    (operands,) = align_varying(refuse_forward_mode(operands, *REFUSED))
+    output, last = apply_kernels(float(scale), _count_heads_per_block(request), operands)
     return output[:, :, :seq].swapaxes(1, 2).astype(out_dtype), last
