@@ -20,7 +20,7 @@ from zoo.ops.quantized.int8 import dequantize_int8, quantize_int8
 from zoo.ops.quantized.packed_matmul import grouped_packed_matmul
 
 KEY = jax.random.key(0)
-TOKENS = jax.random.randint(jax.random.key(1), (2, 8), 0, 16)
+TOKENS = jax.random.randint(jax.random.key(1), (4, 8), 0, 16)
 BATCH = {"tokens": TOKENS, "targets": jnp.roll(TOKENS, -1, 1)}
 MODES = ("reverse over reverse", "forward over reverse", "forward")
 SPAN = 1e-2
@@ -142,9 +142,8 @@ ROWS = {
         {
             "Mamba": partial(mix, partial(layers.Mamba, 8)),
             "GatedConvolution": partial(mix, partial(layers.GatedConvolution, 8)),
-            "RGLRU": partial(mix, partial(layers.RGLRU, 8)),
             "RWKV4": partial(mix, partial(layers.RWKV4, 8)),
-            **make_mixers("Mamba2", "DeltaNet", "GatedDeltaNet", "KimiDeltaAttention", "RWKV7", "MLSTM"),
+            **make_mixers("Mamba2", "RGLRU", "DeltaNet", "GatedDeltaNet", "KimiDeltaAttention", "RWKV7", "MLSTM"),
         },
         "has no forward-mode derivative: take two reverse ones",
     ),
@@ -195,7 +194,7 @@ ROWS = {
 }
 QUICK = (
     *("reference attention", "blockwise", "GatedLinearAttention", "GatedConvolution", "masked matmul", "padded"),
-    *("chunked", "FP8"),
+    *("chunked", "FP8", "packed"),
 )
 """Cases that every run has."""
 CASES = [
@@ -227,7 +226,8 @@ def differentiate_by_differences(loss, point, direction):
 
 
 def check_derivatives(row, loss, point, expected_loss=None):
-    direction = jax.tree.map(lambda x: draw(x.shape, 9, 0.3).astype(x.dtype), point)
+    # In units of the array: parameters of different size make differences inexact otherwise.
+    direction = jax.tree.map(lambda x: draw(x.shape, 9, 0.3) * jnp.sqrt(jnp.square(x).mean()), point)
     has = dict(zip(MODES, row.verdicts.split(), strict=True))
     possible = [mode for mode in MODES if has[mode] == "yes"]
 
@@ -248,3 +248,99 @@ def check_derivatives(row, loss, point, expected_loss=None):
 @pytest.mark.parametrize(("row", "make"), CASES)
 def test_each_derivative_is_right_or_raises_by_name(row, make):
     check_derivatives(row, *make())
+
+
+def test_the_page_has_this_table():
+    lines = PAGE.read_text().splitlines()
+    start = lines.index("| operation | reverse over reverse | forward over reverse | forward |")
+    table = [line.strip("| ").split(" | ") for line in lines[start + 2 : start + 2 + len(ROWS)]]
+    assert {name: " ".join(cells) for name, *cells in table} == {name: row.verdicts for name, row in ROWS.items()}
+    assert not lines[start + 2 + len(ROWS)]
+
+
+def test_twice_differentiable_sets_implementations_and_shares_parameters():
+    mixers = [partial(layers.GatedDeltaNet, heads=2), partial(layers.Attention, heads=2)]
+    make = partial(zoo.models.Hybrid, vocab=16, embed=8, layers=2, mlp=8, pattern=mixers)
+    hybrid = eqx.filter_eval_shape(make, key=KEY)
+    mixture = eqx.filter_eval_shape(make_mixture)
+    models = hybrid, mixture, {"function": zoo.configure(mixture, attention=attention)}
+    found = zoo.twice_differentiable(models)
+    collect = lambda tree: [
+        getattr(node, name)
+        for node in jax.tree.leaves(tree, is_leaf=lambda x: hasattr(x, "implementation"))
+        for name in ("implementation",)
+        if hasattr(node, name)
+    ]
+    assert collect(found[:2]) == ["chunked", "grouped", "grouped", "masked"]
+    assert collect(found[2]) == [attention, "masked"]
+    assert all(a is b for a, b in zip(jax.tree.leaves(models), jax.tree.leaves(found), strict=True))
+
+
+def test_twice_differentiable_keeps_packed_experts_and_refuses_fp8():
+    mixture = make_mixture()
+    packed = zoo.adapters.quantize(mixture, "int8", targets=["up", "down", "gate"])
+    assert "masked" not in str(jax.tree.structure(zoo.twice_differentiable(packed)))
+    assert "masked" in str(jax.tree.structure(zoo.twice_differentiable(mixture)))
+    model = zoo.precision.fp8(make_transformer(), zoo.precision.CurrentScaling())
+    with pytest.raises(ValueError, match=r"no second derivative. Give zoo.precision.remove_fp8\(model\)"):
+        zoo.twice_differentiable(model)
+    zoo.twice_differentiable(zoo.precision.remove_fp8(model))
+
+
+@pytest.mark.ci
+def test_a_hessian_maps_forward_derivatives_of_a_gradient():
+    """`jax.hessian` is a vmap of forward over reverse, through the identities that raise in other modes."""
+    loss, query = attend("blockwise")
+    expected = jax.jit(jax.hessian(attend("reference")[0]))(query)
+    assert jnp.allclose(jax.jit(jax.hessian(loss))(query), expected, atol=1e-4)
+
+
+def multiply_by_hessian(mode, gradient, parameters, vector):
+    if mode == "reverse over reverse":
+        return jax.grad(lambda p: inner(gradient(p), vector))(parameters)
+    return jax.jvp(gradient, (parameters,), (vector,))[1]
+
+
+@pytest.mark.one_case
+@pytest.mark.parametrize(
+    ("mode", "make", "sizes", "layout"),
+    [
+        ("forward over reverse", lambda: zoo.twice_differentiable(make_mixture()), {"data": 2, "tensor": 2}, {}),
+        ("reverse over reverse", lambda: zoo.twice_differentiable(make_mixture()), {"fsdp": 2, "tensor": 2}, {}),
+        ("forward over reverse", make_mixture, {"fsdp": 2, "expert": 2}, {"expert": "boxes"}),
+        ("forward over reverse", make_transformer, {"data": 2, "context": 2}, {}),
+    ],
+)
+def test_hessian_vector_products_on_a_mesh(mode, make, sizes, layout):
+    model = make()
+    mesh = zoo.make_mesh(**sizes, devices=jax.devices()[:4], layout=zoo.Layout(**layout))
+    loss, parameters = score(model)
+    vector = jax.tree.map(lambda x: draw(x.shape, 9, 0.3), parameters)
+    expected = jax.jit(partial(multiply_by_hessian, mode, jax.grad(loss)))(parameters, vector)
+
+    placed, placed_vector = (zoo.place(tree, mesh) for tree in (model, eqx.combine(vector, model)))
+    is_parameter = eqx.is_inexact_array
+    parameters, rest = eqx.partition(placed, is_parameter)
+    compute = zoo.value_and_grad(cross_entropy, mesh)
+    gradient = lambda p: eqx.filter(compute(eqx.combine(p, rest), BATCH)[1], is_parameter)
+    vector = eqx.filter(placed_vector, is_parameter)
+    found = jax.jit(partial(multiply_by_hessian, mode, gradient))(parameters, vector)
+    for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert jnp.abs(jax.device_get(ours) - jax.device_get(theirs)).max() < 2e-5
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize(
+    ("make", "sizes", "layout", "error"),
+    [
+        (make_mixture, {"expert": 4}, {"expert": "boxes"}, "the exchange of tokens and experts has no"),
+        (make_transformer, {"context": 4}, {}, "ring attention has no"),
+    ],
+)
+def test_loops_over_a_mesh_raise_by_name(make, sizes, layout, error):
+    mesh = zoo.make_mesh(**sizes, devices=jax.devices()[:4], layout=zoo.Layout(**layout))
+    parameters, rest = eqx.partition(zoo.place(make(), mesh), eqx.is_inexact_array)
+    compute = zoo.value_and_grad(cross_entropy, mesh)
+    gradient = lambda p: eqx.filter(compute(eqx.combine(p, rest), BATCH)[1], eqx.is_inexact_array)
+    with pytest.raises(NotImplementedError, match=error):
+        jax.eval_shape(partial(multiply_by_hessian, "reverse over reverse", gradient), parameters, parameters)

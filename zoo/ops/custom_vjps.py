@@ -60,7 +60,7 @@ def refuse_forward_mode(operands: _Tree, operation: str, instead: str = _TWO_REV
 
 
 def run_in_rule(custom_vjp: Any, *args: Any) -> Any:
-    """Call a custom VJP inside a rule, where its value is wanted and not its gradient: its function, as one equation."""
+    """Call a custom VJP inside a rule, which needs its value and not its gradient: its function, as one equation."""
     count = len(custom_vjp.nondiff_argnums)
     return as_one_equation(functools.partial(custom_vjp.__wrapped__, *args[:count]), *args[count:])
 

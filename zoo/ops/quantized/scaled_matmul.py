@@ -148,8 +148,8 @@ _scaled_matmul.defvjp(_scaled_matmul_fwd, _scaled_matmul_bwd)
 
 
 def name_product(recipe: AbstractRecipe) -> tuple[str, str]:
-    """Return what errors of missing derivatives name. Rounding is constant nearly everywhere: a gradient through it is not
-    a derivative, and has none."""
+    """Return what errors of missing derivatives name. Rounding is constant nearly everywhere, so the derivative of a
+    gradient through it has no meaning."""
     return f"a product in the formats of {type(recipe).__name__}", "zoo.precision.remove_fp8(model) has one"
 
 
