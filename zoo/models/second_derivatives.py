@@ -12,7 +12,7 @@ from zoo.parallel.module import find_operations
 _Model = TypeVar("_Model")
 
 _TWICE_DIFFERENTIABLE = {"attention": "grouped", "recurrence": "chunked", "grouped_matmul": "masked"}
-"""The implementation of each kind of operation whose gradient has derivatives of both modes on every platform."""
+"""For each kind of operation, the implementation that has second derivatives of both modes on every platform."""
 
 
 def twice_differentiable(model: _Model) -> _Model:
@@ -22,14 +22,13 @@ def twice_differentiable(model: _Model) -> _Model:
         model = zoo.twice_differentiable(model)
         hessian_times_v = jax.jvp(jax.grad(loss), (model,), (v,))[1]
 
-    Attention becomes "grouped", recurrences "chunked", and grouped matmuls "masked". A gradient of the model can then be
-    differentiated in forward mode, `jax.jvp(jax.grad(f), ...)`, and in reverse mode, `jax.grad` of a function of
-    `jax.grad(f)`, on one device. Forward over reverse needs less memory. Grouped attention holds all scores, and a
-    masked product multiplies every row by every expert's matrix; where only forward over reverse is needed, a model
-    without cuDNN, splash attention and Pallas kernels has it as it is.
+    Attention becomes "grouped", recurrences "chunked" and grouped matmuls "masked". A gradient of the model can then be
+    differentiated forward, `jax.jvp(jax.grad(f), ...)`, and in reverse, `jax.grad` of a function of `jax.grad(f)`.
+    Grouped attention holds all scores, and a masked product multiplies every row by every expert's matrix. Without
+    cuDNN, splash attention and Pallas kernels, a model has the derivative forward over reverse as it is.
 
-    A function given as attention stays, and so do the grouped matmuls of packed experts, which have a derivative forward
-    over reverse only. The modes of each operation: docs/second-derivatives.md.
+    A function given as attention stays, and so do the grouped matmuls of packed experts, which have the derivative
+    forward over reverse only. The modes of every operation: docs/second-derivatives.md.
 
     **Raises** `ValueError` for layers with products in FP8 or FP4, which have no second derivative.
     """
