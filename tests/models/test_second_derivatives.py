@@ -241,7 +241,7 @@ def check_derivatives(row, loss, point, expected_loss=None):
         expected = first if mode == "forward" else second
         assert abs(value - expected) <= row.tolerance * (abs(first) + abs(second)), (mode, value, expected)
     for mode in set(MODES) - set(possible):
-        with pytest.raises(NotImplementedError, match=row.error):
+        with pytest.raises((TypeError, NotImplementedError), match=row.error):
             jax.jit(partial(differentiate, mode, loss)).lower(point, direction)
 
 
@@ -342,5 +342,5 @@ def test_loops_over_a_mesh_raise_by_name(make, sizes, layout, error):
     parameters, rest = eqx.partition(zoo.place(make(), mesh), eqx.is_inexact_array)
     compute = zoo.value_and_grad(cross_entropy, mesh)
     gradient = lambda p: eqx.filter(compute(eqx.combine(p, rest), BATCH)[1], eqx.is_inexact_array)
-    with pytest.raises(NotImplementedError, match=error):
+    with pytest.raises(TypeError, match=error):
         jax.eval_shape(partial(multiply_by_hessian, "reverse over reverse", gradient), parameters, parameters)

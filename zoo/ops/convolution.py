@@ -38,7 +38,7 @@ def causal_conv1d(
 ) -> Float[Array, "batch seq features"]:
     """Compute the causal convolution at all but the first conv - 1 of `inputs`, in the operands' promoted dtype.
 
-    A custom VJP: forward-mode differentiation raises `NotImplementedError`.
+    A custom VJP: forward-mode differentiation raises `TypeError`.
     """
     inputs, weight, bias = refuse_forward_mode((inputs, weight, bias), "the causal convolution")
     return _causal_conv1d_custom_vjp(*align_varying(inputs, weight, bias, segment_ids))

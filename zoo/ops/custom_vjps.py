@@ -26,12 +26,12 @@ _TWO_REVERSE = "take two reverse ones for it, as docs/second-derivatives.md show
 def refuse_second_derivative(residuals: _Tree, operation: str, instead: str) -> _Tree:
     """Return the residuals of a backward rule that has no derivative of any mode.
 
-    Differentiated, **raises** `NotImplementedError` with the name of the operation and what to use `instead`.
+    Differentiated, **raises** `TypeError` with the name of the operation and what to use `instead`.
     """
     message = f"{operation} has no second derivative: {instead}"
 
     def raise_by_name(tangent: Array) -> Array:
-        raise NotImplementedError(message)
+        raise TypeError(message)
 
     return _map_tangents(residuals, raise_by_name)
 
@@ -39,7 +39,7 @@ def refuse_second_derivative(residuals: _Tree, operation: str, instead: str) -> 
 def refuse_reverse_over_reverse(cotangents: _Tree, operation: str, instead: str) -> _Tree:
     """Return the results of a backward rule that has a loop of unknown length, which JAX differentiates forward only.
 
-    Differentiated in reverse mode, **raises** `NotImplementedError` with the name of the operation and what to use
+    Differentiated in reverse mode, **raises** `TypeError` with the name of the operation and what to use
     `instead`.
     """
     message = (
@@ -52,7 +52,7 @@ def refuse_reverse_over_reverse(cotangents: _Tree, operation: str, instead: str)
 def refuse_forward_mode(operands: _Tree, operation: str, instead: str = _TWO_REVERSE) -> _Tree:
     """Return the operands of a custom VJP.
 
-    Differentiated in forward mode, `jax.jvp(f, ...)`, **raises** `NotImplementedError` with the name of the operation
+    Differentiated in forward mode, `jax.jvp(f, ...)`, **raises** `TypeError` with the name of the operation
     and what to use `instead`.
     """
     message = f"{operation} has no forward-mode derivative: {instead}"
@@ -92,7 +92,7 @@ def _map_tangents(tree: _Tree, function: Callable[[Array], Array]) -> _Tree:
 
 
 def _raise_message(*_: Any, message: str) -> Any:
-    raise NotImplementedError(message)
+    raise TypeError(message)
 
 
 def _make_identity(name: str, *, forward: Callable, transpose: Callable, lower: Callable) -> Primitive:
