@@ -2,8 +2,7 @@
 
 A second derivative is forward over reverse, `jax.jvp(jax.grad(f), ...)`, or reverse over reverse, `jax.grad` of a
 function of `jax.grad(f)`. For both, JAX differentiates the two rules of a custom VJP. It cannot differentiate a custom
-VJP itself forward. So a rule calls custom VJPs by `run_in_rule`, and functions that contain some by
-`evaluate`.
+VJP itself forward. So a rule calls custom VJPs by `run_in_rule`, and functions that contain some by `evaluate`.
 
 Where JAX cannot differentiate, its message names no operation. There a custom VJP passes its operands, or a rule its
 arrays, through an identity that raises by name. In a program that is not differentiated further the identity vanishes.
@@ -23,8 +22,8 @@ _Tree = TypeVar("_Tree")
 _TWO_REVERSE = "take two reverse ones for it, as docs/second-derivatives.md shows"
 
 
-def refuse_second_derivative(residuals: _Tree, operation: str, instead: str) -> _Tree:
-    """Return the residuals of a backward rule that has no derivative of any mode.
+def refuse_second_derivative(arrays: _Tree, operation: str, instead: str) -> _Tree:
+    """Return the operands of a forward rule, or the cotangents of a backward rule, that has no derivative of any mode.
 
     Differentiated, **raises** `TypeError` with the name of the operation and what to use `instead`.
     """
@@ -33,14 +32,13 @@ def refuse_second_derivative(residuals: _Tree, operation: str, instead: str) -> 
     def raise_by_name(tangent: Array) -> Array:
         raise TypeError(message)
 
-    return _map_tangents(residuals, raise_by_name)
+    return _map_tangents(arrays, raise_by_name)
 
 
 def refuse_reverse_over_reverse(cotangents: _Tree, operation: str, instead: str) -> _Tree:
     """Return the results of a backward rule that has a loop of unknown length, which JAX differentiates forward only.
 
-    Differentiated in reverse mode, **raises** `TypeError` with the name of the operation and what to use
-    `instead`.
+    Differentiated in reverse mode, **raises** `TypeError` with the name of the operation and what to use `instead`.
     """
     message = (
         f"{operation} has no second derivative reverse over reverse, a jax.grad of a jax.grad, since its gradient is a "
@@ -52,8 +50,8 @@ def refuse_reverse_over_reverse(cotangents: _Tree, operation: str, instead: str)
 def refuse_forward_mode(operands: _Tree, operation: str, instead: str = _TWO_REVERSE) -> _Tree:
     """Return the operands of a custom VJP.
 
-    Differentiated in forward mode, `jax.jvp(f, ...)`, **raises** `TypeError` with the name of the operation
-    and what to use `instead`.
+    Differentiated in forward mode, `jax.jvp(f, ...)`, **raises** `TypeError` with the name of the operation and what to use
+    `instead`.
     """
     message = f"{operation} has no forward-mode derivative: {instead}"
     return _map_tangents(operands, functools.partial(_reverse_only.bind, message=message))

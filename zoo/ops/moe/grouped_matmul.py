@@ -108,7 +108,7 @@ def grouped_matmul_masked(
 ) -> Float[Array, "rows out"]:
     """Compute the grouped product one expert after the other: each multiplies all rows, and keeps its own.
 
-    It has derivatives of every order, in float32 of every mode. FLOPs: those of the other implementations times
+    It has derivatives of every order, and in float32 of both modes. FLOPs: those of the other implementations times
     experts. Bytes: the matrices once, and the rows and results once per expert; nothing of the size experts x rows.
     """
     x, weight, group_sizes = align_varying(x, weight, group_sizes)
