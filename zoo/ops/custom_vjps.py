@@ -50,8 +50,8 @@ def refuse_reverse_over_reverse(cotangents: _Tree, operation: str, instead: str)
 def refuse_forward_mode(operands: _Tree, operation: str, instead: str = _TWO_REVERSE) -> _Tree:
     """Return the operands of a custom VJP.
 
-    Differentiated in forward mode, `jax.jvp(f, ...)`, **raises** `TypeError` with the name of the operation and what to use
-    `instead`.
+    Differentiated in forward mode, `jax.jvp(f, ...)`, **raises** `TypeError` with the name of the operation and what to
+    use `instead`.
     """
     message = f"{operation} has no forward-mode derivative: {instead}"
     return _map_tangents(operands, functools.partial(_reverse_only.bind, message=message))
