@@ -112,14 +112,14 @@ def grouped_matmul_masked(
     experts. Bytes: the matrices once, and the rows and results once per expert; nothing of the size experts x rows.
     """
     x, weight, group_sizes = align_varying(x, weight, group_sizes)
-    expert = find_row_experts(group_sizes, len(x))
+    expert = find_row_experts(group_sizes, x.shape[0])
 
     def write_rows(y: Array, one: tuple[Array, Array]) -> tuple[Array, None]:
         matrix, index = one
         product = einsum_fp32_accum("ri,oi->ro", x, matrix, dtype=x.dtype)
         return jnp.where((expert == index)[:, None], product, y), None
 
-    start = vary(jnp.zeros((len(x), weight.shape[1]), x.dtype), varying(x))
+    start = vary(jnp.zeros((x.shape[0], weight.shape[1]), x.dtype), varying(x))
     return lax.scan(write_rows, start, (weight, jnp.arange(len(weight))))[0]
 
 
