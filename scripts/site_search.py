@@ -18,10 +18,14 @@ from typing import Any
 
 GUIDES = 3.0
 API = 0.5
-BOOSTS: dict[str, float] = dict.fromkeys(
-    ("families.md", "glossary.md", "performance.md", "tutorials/from-pytorch-2.md", "tutorials/from-pytorch-3.md"), 1.0
+MIXED = (
+    *("families.md", "fork.md", "glossary.md", "other-libraries.md", "performance.md", "second-derivatives.md"),
+    *("tutorials/from-flax.md", "tutorials/from-pytorch.md", "tutorials/from-pytorch-2.md"),
+    "tutorials/from-pytorch-3.md",
 )
-"""Boosts of pages that hold a little of everything; of the others, the API has `API`, and a guide `GUIDES`."""
+"""Pages that hold a little of everything."""
+BOOSTS: dict[str, float] = {**dict.fromkeys(MIXED, 1.0), "api/zoo.models.hf.families.md": 0.25}
+"""Boosts by page. Of the others, the API has `API`, and a guide `GUIDES`."""
 FREQUENT = 500
 """Words that a build asks for, the most frequent ones of the site."""
 PROGRAM = Path(__file__).with_name("ask_search.js")
@@ -34,7 +38,9 @@ log = logging.getLogger("mkdocs.hooks.site_search")
 
 def find_boost(path: str) -> float:
     """Return the boost of a page, by its path below docs/."""
-    return API if path.startswith("api/") else BOOSTS.get(path, GUIDES)
+    if path in BOOSTS:
+        return BOOSTS[path]
+    return API if path.startswith("api/") else GUIDES
 
 
 def mend_worker(script: str) -> str:
