@@ -104,7 +104,7 @@ def test_programs_equal_the_model_in_a_process_without_the_library(names, tmp_pa
     folders = [tmp_path / name for name in names]
     for name, folder in zip(names, folders, strict=True):
         CASES[name](folder)
-    command = [sys.executable, ROOT / "tests/tools/export/serve_cases.py", *folders]
+    command = [sys.executable, "-Werror::UserWarning", ROOT / "tests/tools/export/serve_cases.py", *folders]
     done = subprocess.run(command, env=make_environment() | {"PYTHONPATH": ""}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     printed = json.loads(done.stdout)

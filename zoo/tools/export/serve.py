@@ -23,8 +23,9 @@ def load(folder=FOLDER):
         raise SystemExit(f"the programs run on {about['devices']} devices, and {jax.device_count()} were found")
     read = lambda name: export.deserialize(bytearray((folder / f"{name}.jax_export").read_bytes()))
     artifacts = {name: read(name) for name in about["programs"]}
-    # The states, which are argument 3 where there are any, are donated: caches are updated in place.
-    programs = {name: jax.jit(artifact.call, donate_argnums=3) for name, artifact in artifacts.items()}
+    # Of prefill and decode argument 3, the states, is donated: caches are updated in place.
+    donated = {"prefill": 3, "decode": 3}
+    programs = {name: jax.jit(x.call, donate_argnums=donated.get(name, ())) for name, x in artifacts.items()}
     return about, programs, read_weights(folder / "weights.safetensors", artifacts["forward"], about["mesh"])
 
 
