@@ -8,9 +8,10 @@ import pytest
 
 import zoo
 from tests.command_line import BOS, EOS
-from zoo.cli.generate import pad_left, read_stop_tokens
+from zoo.cli.generate import pad_left
 from zoo.text.stream_decoder import StoppingDecoder, StreamDecoder
 from zoo.text.tokenizers import ByteTokenizer, FileTokenizer, count_bytes, find_tokenizer
+from zoo.weights.generation_config import read_stop_tokens
 
 
 @pytest.mark.slow

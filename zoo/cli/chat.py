@@ -22,8 +22,7 @@ from zoo.text.chat import ChatError, ChatTemplate, NoChatTemplateError, encode_r
 from zoo.text.stream_decoder import StoppingDecoder, cut_at_stop
 from zoo.text.tokenizers import Tokenizer, find_tokenizer
 from zoo.weights.directory import resolve_directory
-
-from .generate import read_generation_defaults, read_stop_tokens
+from zoo.weights.generation_config import read_generation_defaults, read_stop_tokens
 
 _HELP = """/reset          forget the conversation, and keep the system prompt
 /system TEXT    begin anew with another system prompt

@@ -14,16 +14,12 @@ import tyro
 import zoo
 from zoo._compile_cache import enable_compile_cache
 from zoo._terminal import show
-from zoo.models.hf.values import integer, list_of
-from zoo.models.hf.wrappers import read_text_config
 from zoo.parallel.devices import make_device_mesh
 from zoo.text.stream_decoder import StoppingDecoder
 from zoo.text.tokenizer_file import TOKENIZER_FILE
 from zoo.text.tokenizers import Tokenizer, find_tokenizer
-from zoo.weights.directory import CONFIG_NAME, resolve_directory
-from zoo.weights.safetensors import CheckpointError, read_json
-
-_GENERATION_CONFIG_FILE = "generation_config.json"
+from zoo.weights.directory import resolve_directory
+from zoo.weights.generation_config import read_stop_tokens
 
 
 def generate(
@@ -161,50 +157,6 @@ def _encode_prompt(text: Tokenizer | None, prompt: str, directory: Path) -> tupl
     if not tokens:
         raise ValueError("a prompt needs at least one token: this one is empty, and the tokenizer has no prefix")
     return tokens
-
-
-def read_stop_tokens(directory: Path) -> list[int]:
-    """Return the checkpoint's eos_token_id, one or several; an empty list if it has none.
-
-    **Raises** `CheckpointError` for a value that is neither a token id nor a list of them.
-    """
-    for name in (_GENERATION_CONFIG_FILE, CONFIG_NAME):
-        if (directory / name).exists():
-            config = read_json(directory / name)
-            tokens = config.get("eos_token_id", read_text_config(config).get("eos_token_id"))
-            if tokens is None:
-                tokens = []
-            elif isinstance(tokens, list):
-                tokens = tokens
-            else:
-                tokens = [tokens]
-            if error := list_of(integer()).find_error(tokens):
-                raise CheckpointError(f"{directory / name}: eos_token_id = {tokens!r} {error}")
-            if tokens := [token for token in tokens if token >= 0]:  # some files say -1 for none
-                return tokens
-    return []
-
-
-def read_generation_defaults(directory: Path) -> dict[str, float | int]:
-    """Return the sampling options of a checkpoint's generation_config.json: a temperature of 0 if it does not sample.
-
-    **Raises** `CheckpointError` for a value that is not a number.
-    """
-    path = directory / _GENERATION_CONFIG_FILE
-    if not path.exists():
-        return {}
-    config = read_json(path)
-    options = {}
-    for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty"):
-        value = config.get(name)
-        if value is None or (name == "top_k" and value == 0):  # transformers writes 0 for all
-            continue
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise CheckpointError(f"{path}: {name} = {value!r}, where a number was expected")
-        options[name] = value
-    if config.get("do_sample") is False:
-        options["temperature"] = 0.0
-    return options
 
 
 def pad_left(prompts: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:

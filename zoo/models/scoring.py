@@ -1,6 +1,8 @@
 """Hidden states of all layers, and log-probabilities of given tokens."""
 
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -95,9 +97,8 @@ def score(
     info = token_info(tokens, mask=mask, segment_ids=segment_ids, positions=positions).mask_padding()
     hidden, _ = model.hidden(tokens, info)
     x, following = _pair_with_next_tokens(hidden.x, tokens)
-    scores = -_chunked_token_losses(
-        model.gather_unembedding(), x.reshape(-1, x.shape[-1]), following.reshape(-1), chunk
-    )
+    unembedding = model.gather_unembedding()
+    scores = -map_logits(token_losses, unembedding, x.reshape(-1, x.shape[-1]), following.reshape(-1), chunk)
     scores = jnp.where(following < 0, jnp.nan, scores.reshape(x.shape[:2]))  # no id here is to be ignored
     if num_shards(tokens, "seq") > 1:
         scores = all_gather(scores, "seq", axis=1)[:, :-1]
@@ -121,19 +122,23 @@ def _pair_with_next_tokens(
     return x, shard(jnp.roll(all_gather(tokens, "seq", axis=1), -1, axis=1), "seq", axis=1)
 
 
-def _chunked_token_losses(
-    head: eqx.Module, x: Float[Array, "tokens embed"], targets: Int[Array, "tokens"], chunk: int
-) -> Float[Array, "tokens"]:
-    """Compute `token_losses(head(x), targets)`, `chunk` tokens at a time."""
+def map_logits(
+    function: Callable[[Float[Array, "tokens vocab"], Int[Array, "tokens"]], Any],
+    head: eqx.Module,
+    x: Float[Array, "tokens embed"],
+    targets: Int[Array, "tokens"],
+    chunk: int,
+) -> Any:
+    """Compute `function(head(x), targets)`, `chunk` tokens at a time: one array or a tree of arrays "tokens ..."."""
     size = min(chunk, len(x))
     padding = -len(x) % size
     rows = jnp.pad(x, ((0, padding), (0, 0))).reshape(-1, size, x.shape[-1])
     arrays, static = eqx.partition(head, eqx.is_array)
 
     @partial(jax.checkpoint, prevent_cse=False)
-    def chunk_losses(x: Array, targets: Array) -> Array:
-        return token_losses(eqx.combine(arrays, static)(x), targets)
+    def map_chunk(x: Array, targets: Array) -> Any:
+        return function(eqx.combine(arrays, static)(x), targets)
 
     chunks = rows, jnp.pad(targets, (0, padding)).reshape(-1, size)
-    _, losses = scan(lambda carry, chunk: (carry, chunk_losses(*chunk)), (), chunks)
-    return losses.reshape(-1)[: len(x)]
+    _, results = scan(lambda carry, chunk: (carry, map_chunk(*chunk)), (), chunks)
+    return jax.tree.map(lambda y: y.reshape(-1, *y.shape[2:])[: len(x)], results)

@@ -1,0 +1,97 @@
+"""Generate the texts of an evaluation, up to stop strings."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from zoo.generate import generate
+from zoo.models import Decoder
+from zoo.parallel import Mesh
+from zoo.text.stream_decoder import StoppingDecoder, cut_at_stop
+from zoo.text.tokenizers import Tokenizer
+
+from .scores import gather_values
+
+
+@dataclasses.dataclass(frozen=True)
+class GenerationOptions:
+    """How a text is generated. Names and values are those of `zoo.generate`."""
+
+    max_new_tokens: int = 256
+    until: tuple[str, ...] = ()
+    """Strings that end the text, and are left out. They are found in the text, wherever tokens begin and end."""
+    temperature: float = 0.0
+    """0 is greedy decoding."""
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    seed: int = 0
+
+
+def generate_texts(
+    model: Decoder,
+    tokenizer: Tokenizer,
+    prompts: Sequence[Sequence[int]],
+    options: GenerationOptions,
+    *,
+    number: int,
+    stop_tokens: Sequence[int],
+    mesh: Mesh | None,
+) -> list[str]:
+    """Continue prompts of equal options in one batch; return the new texts. `number` is the number of the batch, which
+    samples depend on.
+
+    A row ends as soon as its text has a stop string. With several processes, which hold other rows, it goes on to a
+    stop token or the last token, and the text is cut there.
+    """
+    longest = max(map(len, prompts))
+    tokens = np.array([[0] * (longest - len(row)) + list(row) for row in prompts], np.int32)
+    mask = np.arange(longest) >= longest - np.array([len(row) for row in prompts])[:, None]
+    key = None
+    callback = None
+    if options.temperature:
+        key = jax.random.fold_in(jax.random.key(options.seed), number)
+    if options.until and jax.process_count() == 1:
+        callback = _end_at_strings(tokenizer, prompts, options.until)
+    new = generate(
+        model,
+        jnp.asarray(tokens),
+        mask=jnp.asarray(mask),
+        max_new_tokens=options.max_new_tokens,
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        min_p=options.min_p,
+        repetition_penalty=options.repetition_penalty,
+        stop_tokens=stop_tokens,
+        mesh=mesh,
+        callback=callback,
+        key=key,
+    )
+    texts = []
+    for row in gather_values(new):
+        kept = [token for token in row.tolist() if token >= 0]
+        if kept and kept[-1] in stop_tokens:
+            kept = kept[:-1]
+        texts.append(cut_at_stop(tokenizer.decode(kept), options.until))
+    return texts
+
+
+def _end_at_strings(
+    tokenizer: Tokenizer, prompts: Sequence[Sequence[int]], until: Sequence[str]
+) -> Callable[[np.ndarray], np.ndarray]:
+    """Return a callback of `generate` that ends rows with a stop string."""
+    decoders = [StoppingDecoder(tokenizer.decode, row, until) for row in prompts]
+
+    def end(newest: np.ndarray) -> np.ndarray:
+        for decoder, token in zip(decoders, newest.tolist(), strict=True):
+            if token >= 0:
+                decoder.push(token)
+        return np.array([decoder.ended for decoder in decoders])
+
+    return end

@@ -1,0 +1,180 @@
+"""Evaluate a model on tasks from JSON lines."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from zoo.models import Decoder
+from zoo.parallel import Mesh
+from zoo.text.tokenizers import Tokenizer
+
+from .generation import GenerationOptions
+from .language_model import LanguageModel, LogLikelihood, TextPrompt
+from .results import TaskResult, average
+from .tasks import Choice, Question, Task
+
+_SEPARATOR = "\n\n"
+"""Between an example and what follows."""
+_UNTIL = ("\n",)
+"""Ends an answer, where a record does not say what does. In a chat the model's end of turn does."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TaskOptions:
+    """How tasks are asked."""
+
+    shots: int = 0
+    """Examples before each question, from the task's other records: the same ones in every evaluation."""
+    limit: int | None = None
+    """Number of items, the first ones of the file; None for all."""
+    chat: bool = False
+    """Ask by the chat template: a question is a turn of the user, an example's answer one of the assistant."""
+    max_new_tokens: int = 256
+    """Most tokens of a generated answer."""
+
+
+def run_tasks(
+    model: Decoder,
+    tokenizer: Tokenizer,
+    tasks: Sequence[Task],
+    *,
+    mesh: Mesh | None = None,
+    batch: int = 8,
+    length: int = 2048,
+    stop_tokens: Sequence[int] = (),
+    **options: Any,
+) -> dict[str, float]:
+    """Evaluate a model that is in memory, as within a run: `{"arithmetic_acc": 0.75, "arithmetic_acc_bytes": 0.5}`.
+
+        tasks = read_tasks(["arithmetic.jsonl"])
+        ...
+            run.log(**run_tasks(model, corpus.tokenizer, tasks, mesh=mesh))
+
+    `options` are those of `TaskOptions`; `batch`, `length` and `stop_tokens` are those of `LanguageModel`. Programs
+    are compiled at the first call, and found again at the next. It is for small tasks: a step waits for it.
+    """
+    asked = TaskOptions(**options)
+    lm = LanguageModel(model, tokenizer, mesh, batch=batch, length=length, stop_tokens=stop_tokens)
+    found = {}
+    for task in tasks:
+        for name, metric in evaluate_task(lm, task, asked).metrics.items():
+            found[f"{task.name}_{name}"] = metric.value
+    return found
+
+
+def evaluate_task(lm: LanguageModel, task: Task, options: TaskOptions) -> TaskResult:
+    """Evaluate a model on one task.
+
+    - Choices: `acc`, where the likeliest choice is the right one, and `acc_bytes`, where the choice of the greatest
+      log-likelihood per byte is. The choice follows the question verbatim; of equal ones, the first counts.
+    - Questions: `exact_match` of the generated text and the answer, without the spaces around them.
+
+    **Raises** `ValueError` for more shots than other records, and for a chat without a chat template.
+    """
+    task.check_shots(options.shots)
+    if options.chat and lm.template is None:
+        raise ValueError("a chat was asked for, and there is no chat template: load the model with chat=True")
+    items = task.items[: options.limit]
+    if isinstance(items[0], Choice):
+        records = _answer_choices(lm, task, items, options)  # type: ignore[arg-type]
+        names = ("acc", "acc_bytes")
+    else:
+        records = _answer_questions(lm, task, items, options)  # type: ignore[arg-type]
+        names = ("exact_match",)
+    metrics = {name: average([record[name] for record in records]) for name in names}
+    return TaskResult(task.name, len(items), options.shots, metrics, records)
+
+
+def _answer_choices(
+    lm: LanguageModel, task: Task, items: Sequence[Choice], options: TaskOptions
+) -> list[dict[str, Any]]:
+    pairs = []
+    for number, item in enumerate(items):
+        context = _Context(lm, item, task.choose_examples(number, options.shots), chat=options.chat)
+        pairs += [context.pair_with(choice) for choice in item.choices]
+    scores = iter(lm.log_likelihoods(pairs))
+    records = []
+    for item in items:
+        found = [next(scores) for _ in item.choices]
+        records.append(_record_choice(item, found))
+    return records
+
+
+def _record_choice(item: Choice, scores: Sequence[LogLikelihood]) -> dict[str, Any]:
+    totals = [score.log_likelihood for score in scores]
+    per_byte = [total / len(choice.encode()) for total, choice in zip(totals, item.choices, strict=True)]
+    likeliest = totals.index(max(totals))
+    likeliest_per_byte = per_byte.index(max(per_byte))
+    return {
+        "place": item.place,
+        "question": item.question,
+        "choices": item.choices,
+        "correct": item.correct,
+        "log_likelihoods": totals,
+        "is_greedy": [score.is_greedy for score in scores],
+        "likeliest": likeliest,
+        "likeliest_per_byte": likeliest_per_byte,
+        "acc": float(likeliest == item.correct),
+        "acc_bytes": float(likeliest_per_byte == item.correct),
+    }
+
+
+def _answer_questions(
+    lm: LanguageModel, task: Task, items: Sequence[Question], options: TaskOptions
+) -> list[dict[str, Any]]:
+    prompts = []
+    for number, item in enumerate(items):
+        context = _Context(lm, item, task.choose_examples(number, options.shots), chat=options.chat)
+        until = item.until
+        if until is None:
+            until = () if options.chat else _UNTIL
+        prompts.append(TextPrompt(context.encode(), GenerationOptions(options.max_new_tokens, until)))
+    texts = lm.generate(prompts)
+    return [
+        {
+            "place": item.place,
+            "question": item.question,
+            "answer": item.answer,
+            "text": text,
+            "exact_match": float(text.strip() == item.answer.strip()),
+        }
+        for item, text in zip(items, texts, strict=True)
+    ]
+
+
+class _Context:
+    """A question behind its examples, as text or as a chat."""
+
+    def __init__(self, lm: LanguageModel, item: Choice | Question, examples: Sequence[Choice | Question], *, chat: bool):
+        self._lm = lm
+        self._chat: list[int] | None = None
+        self._text = ""
+        if chat:
+            assert lm.template is not None
+            messages = []
+            for example in examples:
+                messages.append({"role": "user", "content": example.question})
+                messages.append({"role": "assistant", "content": example.answer.strip()})
+            messages.append({"role": "user", "content": item.question})
+            self._chat = lm.template.encode(messages, lm.tokenizer, add_generation_prompt=True).tolist()
+        else:
+            self._text = "".join(_join_answer(example) + _SEPARATOR for example in examples) + item.question
+
+    def encode(self) -> list[int]:
+        if self._chat is not None:
+            return self._chat
+        return self._lm.encode(self._text)
+
+    def pair_with(self, choice: str) -> tuple[list[int], list[int]]:
+        """Return the tokens of context and choice. A turn of a chat does not begin with a space."""
+        if self._chat is None:
+            return self._lm.encode_pair(self._text, choice)
+        tokens, _ = self._lm.tokenizer.encode_with_offsets(choice.strip(), find_special_tokens=False)
+        return self._chat, tokens.tolist()
+
+
+def _join_answer(example: Choice | Question) -> str:
+    """Return an example with its answer: a choice verbatim, an answer behind a space."""
+    if isinstance(example, Choice):
+        return example.question + example.answer
+    return f"{example.question.rstrip()} {example.answer.strip()}"
