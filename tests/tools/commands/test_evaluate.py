@@ -1,5 +1,7 @@
-"""`zoo evaluate`: bits per byte equal those of the model's logits, with each token scored once."""
+"""`zoo evaluate`: bits per byte equal those of the model's logits, with each token scored once. Tasks are
+asked, and their results kept."""
 
+import importlib
 import json
 import math
 import shutil
@@ -10,9 +12,12 @@ import numpy as np
 import pytest
 
 import zoo
+from zoo.cli import main
 from zoo.text.tokenizers import ByteTokenizer, FileTokenizer
-from zoo.tools.commands.evaluate import read_texts, split_into_windows
+from zoo.tools.evaluate import Metric, TaskResult
+from zoo.tools.evaluate.bits_per_byte import read_texts, split_into_windows
 
+evaluate_command = importlib.import_module("zoo.tools.commands.evaluate")  # the package has the function by this name
 TEXT = "Un été à Paris: 東京 is far. " * 3
 
 
@@ -115,3 +120,66 @@ def test_evaluate_errors_name_the_problem(refused, text_model, bytes_model, gpt2
     assert "gives token 254, and the model's vocabulary has 30" in refused(
         "evaluate", tmp_path / "other", "--data", file
     )
+
+
+@pytest.fixture
+def questions(tmp_path):
+    """Two tasks: choices, and answers to generate."""
+    choices = [{"question": f"{i} +", "choices": [" 1", " two", "3"], "answer": i % 3} for i in range(5)]
+    answers = [{"question": f"{i} =", "answer": "4"} for i in range(3)]
+    for name, records in {"sums": choices, "words": answers}.items():
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    return tmp_path / "sums.jsonl", tmp_path / "words.jsonl"
+
+
+def test_evaluate_tasks_prints_and_keeps_every_item(run, refused, text_model, questions, tmp_path):
+    words = [text_model, "--task", *questions, "--batch", 4, "--max-new-tokens", 3, "--shots", 1]
+    table, _ = run("evaluate", *words, "--out", tmp_path / "results")
+    rows = [line.split() for line in table.splitlines()]
+    assert rows[1][:4] == ["sums", "5", "1", "acc"] and rows[3][:4] == ["words", "3", "1", "exact_match"]
+    kept = json.loads((tmp_path / "results" / "results.json").read_text())
+    assert [len(kept["items"][name]) for name in ("sums", "words")] == [5, 3]
+    accuracy = sum(item["acc"] for item in kept["items"]["sums"]) / 5
+    assert kept["tasks"]["sums"]["metrics"]["acc"]["value"] == pytest.approx(accuracy)
+    assert float(rows[1][4]) == pytest.approx(accuracy, abs=1e-4)
+    assert len(kept["model"]["fingerprint"]) == 64 and kept["versions"]["jax"] == jax.__version__
+    assert kept["options"] == {"shots": 1, "limit": None, "chat": False, "max_new_tokens": 3}
+    assert run_json(run, *words) == kept["tasks"]
+    before = (tmp_path / "results" / "results.json").read_bytes()
+    again = refused("evaluate", *words, "--out", tmp_path / "results")
+    assert "is there already: pass another directory as --out" in again
+    assert (tmp_path / "results" / "results.json").read_bytes() == before
+
+
+def test_an_interrupt_keeps_the_tasks_that_are_done(monkeypatch, text_model, questions, tmp_path, capsys):
+    def answer(lm, task, options):
+        if task.name == "words":
+            raise KeyboardInterrupt
+        return TaskResult(task.name, 5, 0, {"acc": Metric(0.5, 0.1)}, [{"acc": 0.5}])
+
+    monkeypatch.setattr(evaluate_command, "evaluate_task", answer)
+    with pytest.raises(SystemExit) as stopped:
+        main(["evaluate", str(text_model), "--task", *map(str, questions), "--out", str(tmp_path / "results")])
+    assert stopped.value.code == 130 and "interrupted" in capsys.readouterr().err
+    kept = json.loads((tmp_path / "results" / "results.json").read_text())
+    assert list(kept["items"]) == ["sums"] and kept["tasks"]["sums"]["metrics"]["acc"]["value"] == 0.5
+
+
+def test_evaluate_refuses_tasks_before_it_loads_a_model(refused, monkeypatch, bytes_model, questions, file, tmp_path):
+    monkeypatch.setattr(evaluate_command, "load_language_model", lambda *_, **__: pytest.fail("a model was loaded"))
+    sums, words = questions
+    assert "pass --data with text, --task with JSON lines or --tasks" in refused("evaluate", bytes_model)
+    both = refused("evaluate", bytes_model, "--data", file, "--task", sums)
+    assert "--data is text, and --task and --tasks are questions" in both
+    assert "--shots is for tasks" in refused("evaluate", bytes_model, "--data", file, "--shots", 2)
+    assert "5 shots for the task sums" in refused("evaluate", bytes_model, "--task", sums, "--shots", 5)
+    piped = refused("evaluate", bytes_model, "--task", words, "--pipe", 2)
+    assert "the answers of words are generated, and --pipe 2 shards layers" in piped
+    assert "--limit must be at least 1" in refused("evaluate", bytes_model, "--task", sums, "--limit", 0)
+    sums.write_text('{"question": "x", "choices": ["a", "b"]}\n')
+    assert 'sums.jsonl:1: "answer" is the number' in refused("evaluate", bytes_model, "--task", sums)
+    include = refused("evaluate", bytes_model, "--task", words, "--include-path", tmp_path)
+    assert "--include-path has tasks for lm_eval" in include
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    missing = refused("evaluate", bytes_model, "--tasks", "arc_easy")
+    assert "lm_eval cannot be found: pip install 'equizoo[eval]'" in missing

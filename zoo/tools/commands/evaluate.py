@@ -112,13 +112,15 @@ def evaluate(
             raise ValueError(f"--{unused[0]} is for tasks, and --data is text: leave it out, or pass --task or --tasks")
         path = resolve_directory(directory)
         texts = read_texts(data)
-        results = _evaluate_texts(path, texts, make_device_mesh(**axes), length or _WINDOW, batch, limit, dtype)
-        show(json.dumps(results, indent=2) if as_json else _format_results(results))
+        bits = _evaluate_texts(path, texts, make_device_mesh(**axes), length or _WINDOW, batch, limit, dtype)
+        show(json.dumps(bits, indent=2) if as_json else _format_bits(bits))
         return
     initialize()
     options = TaskOptions(shots=shots or 0, limit=limit, chat=chat, max_new_tokens=max_new_tokens)
     files = read_tasks(task)
     _check_tasks(files, options, pipe)
+    if include_path is not None and not names:
+        raise ValueError("--include-path has tasks for lm_eval, and none is named: pass --tasks NAME")
     manager = None
     if names:
         require_installed("lm_eval", extra="eval")
@@ -138,7 +140,7 @@ def evaluate(
         chat=chat,
         progress=is_first_process(),
     )
-    facts = _collect_facts(lm, directory, adapter, mesh, options) if out is not None else {}
+    facts = {} if out is None else _collect_facts(lm, directory, adapter, options)
     results: list[TaskResult] = []
     for found in _run_tasks(lm, files, names, options, shots, manager):
         results += found
@@ -185,9 +187,7 @@ def _run_tasks(
         yield from run_lm_eval(lm, names, options, shots=shots, manager=manager)
 
 
-def _collect_facts(
-    lm: LanguageModel, directory: Path, adapter: Path | None, mesh: Mesh | None, options: TaskOptions
-) -> dict[str, Any]:
+def _collect_facts(lm: LanguageModel, directory: Path, adapter: Path | None, options: TaskOptions) -> dict[str, Any]:
     """Collect what results depend on: the model's digest, versions, and options."""
     versions = {}
     for package in _PACKAGES:
@@ -202,7 +202,7 @@ def _collect_facts(
         "versions": versions,
         "options": options,
         "length": lm.length,
-        "mesh": None if mesh is None else mesh.shape,
+        "mesh": None if lm.mesh is None else lm.mesh.shape,
     }
 
 
@@ -233,7 +233,7 @@ def _evaluate_texts(
     return {"files": len(texts), "windows": len(windows), **evaluate_windows(model, windows, length, batch, mesh)}
 
 
-def _format_results(results: dict[str, Any]) -> str:
+def _format_bits(results: dict[str, Any]) -> str:
     return (
         f"{results['bits_per_byte']:.4f} bits per byte, perplexity {results['perplexity']:.4f} "
         f"({results['nats_per_token']:.4f} nats per token)\n"

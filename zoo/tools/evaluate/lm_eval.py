@@ -131,7 +131,7 @@ class ZooLM(_model_api.TemplateLM):
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         template = self._require_template()
-        options = {
+        options: dict[str, Any] = {
             "add_generation_prompt": add_generation_prompt,
             "continue_final_message": not add_generation_prompt,
         }
@@ -205,8 +205,8 @@ def run_lm_eval(
 ) -> Iterator[list[TaskResult]]:
     """Yield the results of each name, a task or a group of tasks, by lm_eval's `simple_evaluate`.
 
-    `shots` is None for each task's own number. Standard errors are lm_eval's: analytic where there is a formula, else by
-    bootstrap over items.
+    `shots` is None for each task's own number. Standard errors are those that lm_eval gives: by formula for means, for
+    some other metrics by bootstrap over items, and for the rest none.
     """
     manager = find_lm_eval_tasks(names) if manager is None else manager
     model = ZooLM(lm=lm, max_gen_toks=options.max_new_tokens)

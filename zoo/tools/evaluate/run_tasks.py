@@ -145,7 +145,9 @@ def _answer_questions(
 class _Context:
     """A question behind its examples, as text or as a chat."""
 
-    def __init__(self, lm: LanguageModel, item: Choice | Question, examples: Sequence[Choice | Question], *, chat: bool):
+    def __init__(
+        self, lm: LanguageModel, item: Choice | Question, examples: Sequence[Choice | Question], *, chat: bool
+    ):
         self._lm = lm
         self._chat: list[int] | None = None
         self._text = ""
