@@ -18,6 +18,7 @@ HEAVY = {
     "beartype",
     "datasets",
     "grain",
+    "lm_eval",
     "matplotlib",
     "optax",
     "orbax",

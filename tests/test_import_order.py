@@ -2,8 +2,8 @@
 
     shapes, _backend, _checks, _files, _moved, _optional, _terminal, _workarounds < _processes < _compile_cache, ops
         < parallel < layers < models < weights, text, generate < adapters, train, inspect < precision
-        < tools.plan, tools.draw, tools.report, tools.parity, tools.export < tools.testing, tools.commands < tools
-        < testing, parity, cli, recipes
+        < tools.plan, tools.draw, tools.report, tools.parity, tools.export, tools.evaluate
+        < tools.testing, tools.commands < tools < testing, parity, cli, recipes
 
 Modules of one package may import one another; packages of one level may not. Imports inside functions and under
 `TYPE_CHECKING` count, because dependencies matter, not when they are loaded. `zoo/__init__.py` collects the public
@@ -27,7 +27,7 @@ LEVELS = (
     ("weights", "text", "generate"),
     ("adapters", "train", "inspect"),
     ("precision",),
-    ("tools.plan", "tools.draw", "tools.report", "tools.parity", "tools.export"),
+    ("tools.plan", "tools.draw", "tools.report", "tools.parity", "tools.export", "tools.evaluate"),
     ("tools.testing", "tools.commands"),
     ("tools",),
     ("testing", "parity", "cli", "recipes"),

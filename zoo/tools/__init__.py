@@ -1,4 +1,4 @@
-"""Tools that look at models and runs: plan, draw, export, compare, check, report.
+"""Tools that look at models and runs: plan, draw, export, compare, check, evaluate, report.
 
 Training and loading import none of them.
 
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from . import draw as draw
+    from . import evaluate as evaluate
     from . import export as export
     from . import parity as parity
     from . import plan as plan
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from .report import report_run as report_run
     from .report import report_runs as report_runs
 
-__all__ = ["draw", "export", "parity", "plan", "report", "report_run", "report_runs", "testing"]
+__all__ = ["draw", "evaluate", "export", "parity", "plan", "report", "report_run", "report_runs", "testing"]
 
 
 def __getattr__(name: str) -> Any:
