@@ -1,5 +1,6 @@
 """lm_eval's own evaluator over a model of ours gives the items and metrics of its Hugging Face model."""
 
+import importlib
 import json
 import shutil
 
@@ -81,12 +82,10 @@ def test_unknown_tasks_and_options_are_named(folder):
 
 
 def test_the_model_is_registered_and_its_windows_are_those_of_lm_eval(folder):
-    from lm_eval import utils
-    from lm_eval.api.registry import get_model
-
-    import zoo.tools.evaluate.lm_eval  # noqa: F401
-
-    lm = get_model("zoo").create_from_arg_string("pretrained=model,tensor=2,max_length=64", {"batch_size": 4})
+    utils = importlib.import_module("lm_eval.utils")
+    registry = importlib.import_module("lm_eval.api.registry")
+    importlib.import_module("zoo.tools.evaluate.lm_eval")
+    lm = registry.get_model("zoo").create_from_arg_string("pretrained=model,tensor=2,max_length=64", {"batch_size": 4})
     assert (lm.rank, lm.world_size, lm.max_length, lm.prefix_token_id, lm.eot_token_id) == (0, 1, 64, 0, 2)
     assert lm.lm.mesh.shape["tensor"] == 2
     for count in (0, 1, 6, 7, 8, 14, 20):

@@ -33,7 +33,7 @@ def test_tokens_and_length_are_those_of_the_checkpoint(directory):
     rewrite(directory / "generation_config.json", eos_token_id=[0, 999])
     lm = load_language_model(directory, chat=True)
     assert (lm.prefix_token, lm.stop_tokens) == (2, (0, 2))  # EOS, and what the model does not know is no stop
-    assert "im_start" in lm.template.source
+    assert lm.template is not None and "im_start" in lm.template.source
 
 
 def test_what_is_missing_is_named(directory):

@@ -9,7 +9,7 @@ from zoo.tools.evaluate import LogLikelihood, TaskOptions, evaluate_task, load_l
 from zoo.tools.evaluate.language_model import LanguageModel
 from zoo.tools.evaluate.results import TaskResult, average, format_table
 from zoo.tools.evaluate.run_tasks import _record_choice
-from zoo.tools.evaluate.tasks import Choice
+from zoo.tools.evaluate.tasks import MultipleChoice
 
 from .parity import FOLDER, read_expected
 
@@ -66,14 +66,14 @@ def test_metrics_are_those_of_lm_eval(lm, questions):
 
 
 def test_a_choice_is_the_likeliest_one_and_the_likeliest_per_byte():
-    item = Choice("a.jsonl:1", "?", (" a", " bbbbbbb", " é"), 1)
+    item = MultipleChoice("a.jsonl:1", "?", (" a", " bbbbbbb", " é"), 1)
     scores = [LogLikelihood(total, False) for total in (-3.0, -4.0, -9.0)]
     record = _record_choice(item, scores)
     assert (record["likeliest"], record["likeliest_per_byte"]) == (0, 1)
     assert (record["acc"], record["acc_bytes"]) == (0.0, 1.0)
     ties = _record_choice(item, [LogLikelihood(-8.0, False)] * 3)
     assert (ties["likeliest"], ties["likeliest_per_byte"]) == (0, 1)
-    umlaut = _record_choice(Choice("a.jsonl:1", "?", ("é", "e"), 0), [LogLikelihood(-3.0, False)] * 2)
+    umlaut = _record_choice(MultipleChoice("a.jsonl:1", "?", ("é", "e"), 0), [LogLikelihood(-3.0, False)] * 2)
     assert umlaut["likeliest_per_byte"] == 0  # two bytes, one character
 
 

@@ -15,14 +15,14 @@ from .language_model import LanguageModel, LogLikelihood, TextPrompt
 from .loading import load_language_model
 from .results import Metric, TaskResult
 from .run_tasks import TaskOptions, evaluate_task, run_tasks
-from .tasks import Choice, Question, Task, read_tasks
+from .tasks import MultipleChoice, Question, Task, read_tasks
 
 __all__ = [
-    "Choice",
     "GenerationOptions",
     "LanguageModel",
     "LogLikelihood",
     "Metric",
+    "MultipleChoice",
     "Question",
     "Task",
     "TaskOptions",

@@ -11,7 +11,7 @@ from zoo.text.tokenizers import Tokenizer
 from .generation import GenerationOptions
 from .language_model import LanguageModel, LogLikelihood, TextPrompt
 from .results import TaskResult, average
-from .tasks import Choice, Question, Task
+from .tasks import MultipleChoice, Question, Task
 
 _SEPARATOR = "\n\n"
 """Between an example and what follows."""
@@ -72,10 +72,8 @@ def evaluate_task(lm: LanguageModel, task: Task, options: TaskOptions) -> TaskRe
     **Raises** `ValueError` for more shots than other records, and for a chat without a chat template.
     """
     task.check_shots(options.shots)
-    if options.chat and lm.template is None:
-        raise ValueError("a chat was asked for, and there is no chat template: load the model with chat=True")
     items = task.items[: options.limit]
-    if isinstance(items[0], Choice):
+    if isinstance(items[0], MultipleChoice):
         records = _answer_choices(lm, task, items, options)  # type: ignore[arg-type]
         names = ("acc", "acc_bytes")
     else:
@@ -86,12 +84,12 @@ def evaluate_task(lm: LanguageModel, task: Task, options: TaskOptions) -> TaskRe
 
 
 def _answer_choices(
-    lm: LanguageModel, task: Task, items: Sequence[Choice], options: TaskOptions
+    lm: LanguageModel, task: Task, items: Sequence[MultipleChoice], options: TaskOptions
 ) -> list[dict[str, Any]]:
     pairs = []
     for number, item in enumerate(items):
-        context = _Context(lm, item, task.choose_examples(number, options.shots), chat=options.chat)
-        pairs += [context.pair_with(choice) for choice in item.choices]
+        examples = task.choose_examples(number, options.shots)
+        pairs += _encode_choices(lm, item, examples, chat=options.chat)
     scores = iter(lm.log_likelihoods(pairs))
     records = []
     for item in items:
@@ -100,7 +98,7 @@ def _answer_choices(
     return records
 
 
-def _record_choice(item: Choice, scores: Sequence[LogLikelihood]) -> dict[str, Any]:
+def _record_choice(item: MultipleChoice, scores: Sequence[LogLikelihood]) -> dict[str, Any]:
     totals = [score.log_likelihood for score in scores]
     per_byte = [total / len(choice.encode()) for total, choice in zip(totals, item.choices, strict=True)]
     likeliest = totals.index(max(totals))
@@ -124,11 +122,12 @@ def _answer_questions(
 ) -> list[dict[str, Any]]:
     prompts = []
     for number, item in enumerate(items):
-        context = _Context(lm, item, task.choose_examples(number, options.shots), chat=options.chat)
+        examples = task.choose_examples(number, options.shots)
+        tokens = _encode_prompt(lm, item, examples, chat=options.chat)
         until = item.until
         if until is None:
             until = () if options.chat else _UNTIL
-        prompts.append(TextPrompt(context.encode(), GenerationOptions(options.max_new_tokens, until)))
+        prompts.append(TextPrompt(tokens, GenerationOptions(options.max_new_tokens, until)))
     texts = lm.generate(prompts)
     return [
         {
@@ -142,41 +141,43 @@ def _answer_questions(
     ]
 
 
-class _Context:
-    """A question behind its examples, as text or as a chat."""
+def _encode_choices(
+    lm: LanguageModel, item: MultipleChoice, examples: Sequence[MultipleChoice | Question], *, chat: bool
+) -> list[tuple[list[int], list[int]]]:
+    """Return the tokens of context and choice, for each choice. A turn of a chat does not begin with a space."""
+    if not chat:
+        text = _write_prompt(item, examples)
+        return [lm.encode_pair(text, choice) for choice in item.choices]
+    context = _encode_prompt(lm, item, examples, chat=True)
+    pairs = []
+    for choice in item.choices:
+        tokens, _ = lm.tokenizer.encode_with_offsets(choice.strip(), find_special_tokens=False)
+        pairs.append((context, tokens.tolist()))
+    return pairs
 
-    def __init__(
-        self, lm: LanguageModel, item: Choice | Question, examples: Sequence[Choice | Question], *, chat: bool
-    ):
-        self._lm = lm
-        self._chat: list[int] | None = None
-        self._text = ""
-        if chat:
-            assert lm.template is not None
-            messages = []
-            for example in examples:
-                messages.append({"role": "user", "content": example.question})
-                messages.append({"role": "assistant", "content": example.answer.strip()})
-            messages.append({"role": "user", "content": item.question})
-            self._chat = lm.template.encode(messages, lm.tokenizer, add_generation_prompt=True).tolist()
+
+def _encode_prompt(
+    lm: LanguageModel, item: MultipleChoice | Question, examples: Sequence[MultipleChoice | Question], *, chat: bool
+) -> list[int]:
+    """Return the tokens of a question behind its examples, as text or as turns of a chat."""
+    if not chat:
+        return lm.encode(_write_prompt(item, examples))
+    if lm.template is None:
+        raise ValueError("a chat was asked for, and there is no chat template: load the model with chat=True")
+    messages = []
+    for example in examples:
+        messages.append({"role": "user", "content": example.question})
+        messages.append({"role": "assistant", "content": example.answer.strip()})
+    messages.append({"role": "user", "content": item.question})
+    return lm.template.encode(messages, lm.tokenizer, add_generation_prompt=True).tolist()
+
+
+def _write_prompt(item: MultipleChoice | Question, examples: Sequence[MultipleChoice | Question]) -> str:
+    """Return a question behind its examples: a right choice follows its question verbatim, an answer behind a space."""
+    solved = []
+    for example in examples:
+        if isinstance(example, MultipleChoice):
+            solved.append(example.question + example.answer)
         else:
-            self._text = "".join(_join_answer(example) + _SEPARATOR for example in examples) + item.question
-
-    def encode(self) -> list[int]:
-        if self._chat is not None:
-            return self._chat
-        return self._lm.encode(self._text)
-
-    def pair_with(self, choice: str) -> tuple[list[int], list[int]]:
-        """Return the tokens of context and choice. A turn of a chat does not begin with a space."""
-        if self._chat is None:
-            return self._lm.encode_pair(self._text, choice)
-        tokens, _ = self._lm.tokenizer.encode_with_offsets(choice.strip(), find_special_tokens=False)
-        return self._chat, tokens.tolist()
-
-
-def _join_answer(example: Choice | Question) -> str:
-    """Return an example with its answer: a choice verbatim, an answer behind a space."""
-    if isinstance(example, Choice):
-        return example.question + example.answer
-    return f"{example.question.rstrip()} {example.answer.strip()}"
+            solved.append(f"{example.question.rstrip()} {example.answer.strip()}")
+    return _SEPARATOR.join([*solved, item.question])

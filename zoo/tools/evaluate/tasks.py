@@ -1,5 +1,6 @@
 """Tasks from JSON lines: questions with choices, and questions whose answer is generated."""
 
+import functools
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ _SEED = 0
 
 
 @dataclass(frozen=True)
-class Choice:
+class MultipleChoice:
     """A question with choices: the likeliest one is the model's answer."""
 
     place: str
@@ -47,14 +48,19 @@ class Task:
     """The records of a file, all of one kind."""
 
     name: str
-    items: tuple[Choice, ...] | tuple[Question, ...]
+    items: tuple[MultipleChoice, ...] | tuple[Question, ...]
 
-    def choose_examples(self, number: int, shots: int) -> list[Choice] | list[Question]:
+    def choose_examples(self, number: int, shots: int) -> list[MultipleChoice] | list[Question]:
         """Return records of the task as examples for the item `number`: the first ones of one shuffled order, without
         the item itself. The same in every call."""
+        others = [i for i in self._shuffled[: shots + 1] if i != number]
+        return [self.items[i] for i in others[:shots]]  # type: ignore[return-value]
+
+    @functools.cached_property
+    def _shuffled(self) -> list[int]:
         order = list(range(len(self.items)))
         random.Random(_SEED).shuffle(order)
-        return [self.items[i] for i in order if i != number][:shots]  # type: ignore[return-value]
+        return order
 
     def check_shots(self, shots: int) -> None:
         """**Raises** `ValueError` for more examples than the task has other records."""
@@ -87,7 +93,7 @@ def read_tasks(paths: Sequence[str | Path]) -> list[Task]:
 
 def _read_items(path: Path) -> tuple[Any, ...]:
     file = JsonLines(path)
-    items: list[Choice | Question] = []
+    items: list[MultipleChoice | Question] = []
     for unit in file.split():
         for number, record in file.read(unit):
             place = file.locate(unit, number)
@@ -105,7 +111,7 @@ def _read_items(path: Path) -> tuple[Any, ...]:
     return tuple(items)
 
 
-def _read_item(record: dict[str, Any], place: str) -> Choice | Question:
+def _read_item(record: dict[str, Any], place: str) -> MultipleChoice | Question:
     if "choices" in record:
         return _read_choice(record, place)
     question = _read_text(record, "question", place, QUESTION_EXAMPLE)
@@ -125,7 +131,7 @@ def _read_item(record: dict[str, Any], place: str) -> Choice | Question:
     return Question(place, question, answer, None if until is None else tuple(until))
 
 
-def _read_choice(record: dict[str, Any], place: str) -> Choice:
+def _read_choice(record: dict[str, Any], place: str) -> MultipleChoice:
     question = _read_text(record, "question", place, CHOICE_EXAMPLE)
     choices = record["choices"]
     if not isinstance(choices, list) or len(choices) < 2 or not all(isinstance(x, str) and x for x in choices):
@@ -139,7 +145,7 @@ def _read_choice(record: dict[str, Any], place: str) -> Choice:
             f'{place}: "answer" is the number of the right choice, from 0 to {len(choices) - 1}, and '
             f"{quote(str(correct))} came: write it as in {CHOICE_EXAMPLE}"
         )
-    return Choice(place, question, tuple(choices), correct)
+    return MultipleChoice(place, question, tuple(choices), correct)
 
 
 def _read_text(record: dict[str, Any], key: str, place: str, example: str) -> str:
