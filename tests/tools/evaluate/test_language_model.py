@@ -2,6 +2,7 @@
 
 import math
 
+import equinox as eqx
 import hypothesis
 import jax
 import jax.numpy as jnp
@@ -9,9 +10,11 @@ import pytest
 from hypothesis import strategies as st
 
 import zoo
+from tests.jaxprs import arrays
 from zoo.text.tokenizers import ByteTokenizer
 from zoo.tools.evaluate import GenerationOptions, LanguageModel, TextPrompt, load_language_model
 from zoo.tools.evaluate.language_model import split_rolling
+from zoo.tools.evaluate.scores import score_targets
 
 from .parity import FOLDER, TOLERANCE, list_requests
 
@@ -61,6 +64,15 @@ def test_scores_are_those_of_the_logits_and_long_contexts_are_cut(lm):
     (found,) = lm.log_likelihoods([(context, continuation)])
     assert found.log_likelihood == pytest.approx(expected, abs=1e-4)
     assert found.is_greedy == (logs.argmax(axis=1).tolist() == continuation)
+
+
+def test_no_device_gets_the_logits_of_the_whole_vocabulary(lm):
+    mesh = zoo.make_mesh(data=1, tensor=2, devices=jax.devices()[:2])
+    batch = {"tokens": jnp.zeros((2, 24), jnp.int32), "targets": jnp.zeros((2, 24), jnp.int32)}
+    program = zoo.spmd(score_targets, mesh, out=("batch seq", "batch seq", "batch"))
+    jaxpr, *_ = eqx.filter_make_jaxpr(program)(lm.model, batch | {"numbers": jnp.zeros(2, jnp.int32)})
+    shapes = [getattr(array, "shape", ()) for array in arrays(jaxpr)]
+    assert any(shape[-1:] == (160,) for shape in shapes) and not any(320 in shape for shape in shapes)
 
 
 @pytest.mark.ci
@@ -115,6 +127,10 @@ def test_requests_that_cannot_be_answered_are_named(lm):
         lm.log_likelihoods([([1], [2]), ([1], [])])
     with pytest.raises(ValueError, match=r"request 0: its continuation has 65 tokens, and the model reads 64"):
         lm.log_likelihoods([([1], [2] * 65)])
+    with pytest.raises(
+        ValueError, match="gives token 320, and the model's vocabulary has 320"
+    ):
+        lm.log_likelihoods([([1], [320])])
     with pytest.raises(ValueError, match="request 0: 64 new tokens leave no room for a prompt within 64"):
         lm.generate([TextPrompt([1], GenerationOptions(64))])
     with pytest.raises(ValueError, match="request 1: a prompt needs at least one token"):

@@ -125,8 +125,8 @@ class LanguageModel:
     def log_likelihoods(self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[LogLikelihood]:
         """Compute log p(continuation | context) of each pair of tokens.
 
-        **Raises** `ValueError` for a pair without context or continuation, for a continuation longer than `length`, and
-        for a score that is not a number.
+        **Raises** `ValueError` for a pair without context or continuation, a continuation longer than `length`, a token
+        that the model does not know, and a score that is not a number.
         """
         rows = [self._join(number, *pair) for number, pair in enumerate(pairs)]
         results: list[Any] = [None] * len(rows)
@@ -202,7 +202,14 @@ class LanguageModel:
                 f"request {number}: its continuation has {len(continuation)} tokens, and the model reads {self.length} "
                 "at a time: pass a greater length, or a shorter text"
             )
-        return [*context, *continuation][-(self.length + 1) :]
+        row = [*context, *continuation][-(self.length + 1) :]
+        vocab, _ = self.model.embedding.table_shape
+        if max(row) >= vocab:
+            raise ValueError(
+                f"request {number}: the tokenizer gives token {max(row)}, and the model's vocabulary has {vocab}: they "
+                "are not of one checkpoint"
+            )
+        return row
 
     def _truncate(self, number: int, prompt: TextPrompt) -> list[int]:
         room = self.length - prompt.options.max_new_tokens

@@ -9,7 +9,7 @@ from zoo.parallel import Mesh
 from zoo.text.chat import ChatTemplate
 from zoo.text.chat.template import read_special_tokens
 from zoo.text.tokenizer_file import TOKENIZER_FILE
-from zoo.text.tokenizers import Tokenizer, find_tokenizer
+from zoo.text.tokenizers import find_tokenizer
 from zoo.weights import load
 from zoo.weights.directory import resolve_directory
 from zoo.weights.generation_config import read_stop_tokens
@@ -38,10 +38,16 @@ def load_language_model(
     - `length`: by default the maximum that config.json names, else 2,048.
     - `chat`: read the chat template.
 
-    **Raises** `CheckpointError` as `zoo.load` does; `ValueError` for a checkpoint without a tokenizer, and, with
-    `chat`, for one without a template, before the model is loaded; `TypeError` for a model that is not a decoder.
+    The token before a text without context is BOS, or EOS without one. A text ends at the stop tokens of
+    generation_config.json, and at EOS.
+
+    **Raises** `CheckpointError` as `zoo.load` and `zoo.adapters.load` do; `ValueError` for a checkpoint without a
+    tokenizer, and, with `chat`, for one without a template, before the model is loaded; `TypeError` for a model that is
+    not a decoder.
     """
     path = resolve_directory(directory)
+    if adapter is not None:
+        adapter = resolve_directory(adapter)
     template = ChatTemplate.read(path) if chat else None
     names = read_special_tokens(path)
     stops = read_stop_tokens(path)
@@ -61,24 +67,18 @@ def load_language_model(
     stops = [token for token in stops if token < vocab]
     if end is not None and end not in stops:
         stops.append(end)
+    candidates = (begin, *tokenizer.prefix, end, *stops)
     return LanguageModel(
         model,
         tokenizer,
         mesh,
         batch=batch,
         length=_find_length(model) if length is None else length,
-        prefix_token=_choose_prefix(begin, stops if end is None else [end], tokenizer),
+        prefix_token=next((token for token in candidates if token is not None), None),
         stop_tokens=stops,
         template=template,
         progress=progress,
     )
-
-
-def _choose_prefix(begin: int | None, ends: list[int], tokenizer: Tokenizer) -> int | None:
-    """Return the token before a text without context: BOS, else EOS; None for the tokenizer's separator."""
-    if begin is not None:
-        return begin
-    return next(iter([*tokenizer.prefix, *ends]), None)
 
 
 def _find_length(model: Decoder) -> int:
