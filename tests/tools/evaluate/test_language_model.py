@@ -127,9 +127,7 @@ def test_requests_that_cannot_be_answered_are_named(lm):
         lm.log_likelihoods([([1], [2]), ([1], [])])
     with pytest.raises(ValueError, match=r"request 0: its continuation has 65 tokens, and the model reads 64"):
         lm.log_likelihoods([([1], [2] * 65)])
-    with pytest.raises(
-        ValueError, match="gives token 320, and the model's vocabulary has 320"
-    ):
+    with pytest.raises(ValueError, match="gives token 320, and the model's vocabulary has 320"):
         lm.log_likelihoods([([1], [320])])
     with pytest.raises(ValueError, match="request 0: 64 new tokens leave no room for a prompt within 64"):
         lm.generate([TextPrompt([1], GenerationOptions(64))])

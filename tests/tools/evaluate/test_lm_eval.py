@@ -54,13 +54,31 @@ def test_items_and_metrics_match_the_hugging_face_model(folder, sizes):
     assert count == 26
 
 
+GROUP = """
+group: zoo_group
+task: [zoo_choice, zoo_documents]
+aggregate_metric_list: [{metric: acc, weight_by_size: true}]
+metadata: {version: 1.0}
+"""
+
+
 def test_the_command_asks_in_a_chat_and_keeps_every_item(folder, capsys):
-    words = ["evaluate", "model", "--tasks", "zoo_choice, zoo_questions", "--include-path", ".", "--length", "128"]
+    (folder / "group.yaml").write_text(GROUP)
+    words = ["evaluate", "model", "--tasks", "zoo_group, zoo_questions", "--include-path", ".", "--length", "128"]
     main([*words, "--chat", "--shots", "1", "--limit", "2", "--out", "results", "--no-compile-cache"])
     assert capsys.readouterr().out.split()[:2] == ["task", "items"]  # lm_eval's own lines go to standard error
     kept = json.loads((folder / "results" / "results.json").read_text())
     assert kept["versions"]["lm_eval"] == lm_eval.__version__
-    assert {name: len(items) for name, items in kept["items"].items()} == {"zoo_choice": 2, "zoo_questions": 2}
+    tasks = kept["tasks"]
+    assert {name: task["items"] for name, task in tasks.items()} == {
+        "zoo_choice": 2,
+        "zoo_documents": 2,
+        "zoo_group": 4,
+        "zoo_questions": 2,
+    }
+    assert all(len(kept["items"][name]) == 2 for name in TASKS)
+    assert tasks["zoo_group"]["metrics"]["acc"]["value"] == tasks["zoo_choice"]["metrics"]["acc"]["value"]
+    assert tasks["zoo_group"]["version"] == "1.0"
     asked = kept["items"]["zoo_choice"][0]["arguments"][0][0]
     assert asked.count("<|im_start|>user") == 2 and asked.endswith("<|im_start|>assistant\n")
 

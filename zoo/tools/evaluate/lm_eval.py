@@ -250,13 +250,27 @@ def _read_results(found: Mapping[str, Any]) -> list[TaskResult]:
             error = values.get(f"{metric}_stderr,{filtered}")
             title = metric if filtered == "none" else f"{metric} ({filtered})"
             metrics[title] = Metric(float(value), None if isinstance(error, str | None) else float(error))
-        samples = found["samples"].get(name, [])
-        counts = found["n-samples"].get(name, {"effective": len(samples)})
+        records = [_read_record(sample) for sample in found["samples"].get(name, ())]
         version = found["versions"].get(name)
-        records = [_read_record(sample) for sample in samples]
-        title = None if version is None else str(version)
-        results.append(TaskResult(name, counts["effective"], found["n-shot"].get(name, 0), metrics, records, title))
+        results.append(
+            TaskResult(
+                name,
+                _count_items(found, name),
+                found["n-shot"].get(name, 0),
+                metrics,
+                records,
+                None if version is None else str(version),
+            )
+        )
     return results
+
+
+def _count_items(found: Mapping[str, Any], name: str) -> int:
+    """Return the number of items of a task, or of all tasks of a group."""
+    counts = found["n-samples"].get(name)
+    if counts is not None:
+        return counts["effective"]
+    return sum(_count_items(found, child) for child in found["group_subtasks"].get(name, ()))
 
 
 def _read_record(sample: Mapping[str, Any]) -> dict[str, Any]:
