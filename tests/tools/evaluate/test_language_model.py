@@ -13,7 +13,7 @@ import zoo
 from tests.jaxprs import arrays
 from zoo.text.tokenizers import ByteTokenizer
 from zoo.tools.evaluate import GenerationOptions, LanguageModel, TextPrompt, load_language_model
-from zoo.tools.evaluate.language_model import split_rolling
+from zoo.tools.evaluate.rows import split_rolling
 from zoo.tools.evaluate.scores import score_targets
 
 from .parity import FOLDER, TOLERANCE, list_requests

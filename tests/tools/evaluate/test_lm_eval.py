@@ -9,7 +9,7 @@ import pytest
 import zoo
 from zoo.cli import main
 from zoo.tools.evaluate import GenerationOptions, TaskOptions, load_language_model
-from zoo.tools.evaluate.language_model import split_rolling
+from zoo.tools.evaluate.rows import split_rolling
 
 from .parity import FOLDER, TASKS, TOLERANCE, read_expected
 
@@ -31,7 +31,7 @@ def folder(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("sizes", MESHES.values(), ids=MESHES)
 def test_items_and_metrics_match_the_hugging_face_model(folder, sizes):
-    from zoo.tools.evaluate.lm_eval import find_lm_eval_tasks, run_lm_eval
+    from zoo.tools.evaluate.lm_eval_tasks import find_lm_eval_tasks, run_lm_eval
 
     mesh = zoo.make_mesh(**sizes) if sizes else None
     lm = load_language_model(folder / "model", mesh=mesh, batch=4, length=64)
@@ -84,7 +84,8 @@ def test_the_command_asks_in_a_chat_and_keeps_every_item(folder, capsys):
 
 
 def test_unknown_tasks_and_options_are_named(folder):
-    from zoo.tools.evaluate.lm_eval import ZooLM, _read_options, find_lm_eval_tasks
+    from zoo.tools.evaluate.lm_eval import ZooLM, _read_options
+    from zoo.tools.evaluate.lm_eval_tasks import find_lm_eval_tasks
 
     with pytest.raises(ValueError, match=r"lm_eval has no task 'zoo_choise' \(zoo_choice"):
         find_lm_eval_tasks(["zoo_choise"], folder)

@@ -124,7 +124,7 @@ def evaluate(
     manager = None
     if names:
         require_installed("lm_eval", extra="eval")
-        from zoo.tools.evaluate.lm_eval import find_lm_eval_tasks
+        from zoo.tools.evaluate.lm_eval_tasks import find_lm_eval_tasks
 
         manager = find_lm_eval_tasks(names, include_path)
     if out is not None and (out / RESULTS_FILE).exists():
@@ -182,7 +182,7 @@ def _run_tasks(
     for task in tasks:
         yield [evaluate_task(lm, task, options)]
     if names:
-        from zoo.tools.evaluate.lm_eval import run_lm_eval
+        from zoo.tools.evaluate.lm_eval_tasks import run_lm_eval
 
         yield from run_lm_eval(lm, names, options, shots=shots, manager=manager)
 

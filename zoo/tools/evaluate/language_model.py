@@ -15,6 +15,7 @@ from zoo.text.tokenizers import Tokenizer
 
 from .generation import GenerationOptions, generate_texts
 from .progress import EvaluationProgress
+from .rows import pad_rows, split_rolling
 from .scores import gather_values, score_targets
 
 _SHORTEST = 16
@@ -234,7 +235,7 @@ class LanguageModel:
 
     def _score_rows(self, rows: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
         """Return log p of each token but the first of each row, and whether it is the likeliest."""
-        batch = _pad_rows(rows, self._rows, self._choose_length(max(map(len, rows)) - 1))
+        batch = pad_rows(rows, self._rows, self._choose_length(max(map(len, rows)) - 1))
         if self.mesh is None:
             placed = jax.tree.map(jnp.asarray, batch)
         else:
@@ -252,29 +253,3 @@ class LanguageModel:
 
 
 _score_on_one_device = eqx.filter_jit(score_targets)
-
-
-def split_rolling(tokens: Sequence[int], prefix: int, length: int) -> list[tuple[Sequence[int], Sequence[int]]]:
-    """Split a text into pairs of context and continuation whose continuations tile it.
-
-    The first window reads the prefix and `length - 1` tokens. Each window behind it reads `length` tokens and scores as
-    many as are left, so the last has the tokens before it for context, and the others one. They are the windows of
-    lm_eval with a `context_len` of 1.
-    """
-    windows: list[tuple[Sequence[int], Sequence[int]]] = []
-    if tokens:
-        windows.append(([prefix], tokens[:length]))
-    for start in range(length, len(tokens), length):
-        stop = min(start + length, len(tokens))
-        windows.append((tokens[stop - length - 1 : start], tokens[start:stop]))
-    return windows
-
-
-def _pad_rows(rows: Sequence[Sequence[int]], count: int, length: int) -> dict[str, np.ndarray]:
-    """Return inputs and targets of rows, padded on the right, where causal attention hides the padding."""
-    tokens = np.zeros((count, length), np.int32)
-    targets = np.full((count, length), -1, np.int32)
-    for i, row in enumerate(rows):
-        tokens[i, : len(row) - 1] = row[:-1]
-        targets[i, : len(row) - 1] = row[1:]
-    return {"tokens": tokens, "targets": targets, "numbers": np.arange(count, dtype=np.int32)}
