@@ -55,7 +55,7 @@ def test_requests_match_lm_eval(sizes):
     assert first.log_likelihood == pytest.approx(-math.log(320), abs=1e-5)
 
 
-def test_scores_are_those_of_the_logits_and_long_contexts_are_cut(lm):
+def test_scores_match_the_logits_of_a_cut_context(lm):
     context, continuation = lm.encode_pair("the bridge was old, and " * 6, "the ferry")
     assert len(context) + len(continuation) > LENGTH + 1
     row = jnp.array([[*context, *continuation][-(LENGTH + 1) : -1]])
@@ -76,7 +76,7 @@ def test_no_device_gets_the_logits_of_the_whole_vocabulary(lm):
 
 
 @pytest.mark.ci
-def test_texts_end_at_stop_strings_across_tokens_and_do_not_depend_on_the_batch(lm):
+def test_texts_end_at_stop_strings_in_any_batch(lm):
     prompts = ["Water boils at a lower", "The river was wide, the", "é: A pair has a", "Question: what is two", "A"]
     options = [
         GenerationOptions(12),

@@ -100,7 +100,7 @@ def test_unknown_tasks_and_options_are_named(folder):
         ZooLM()
 
 
-def test_the_model_is_registered_and_its_windows_are_those_of_lm_eval(folder):
+def test_model_is_registered_and_windows_match(folder):
     utils = importlib.import_module("lm_eval.utils")
     registry = importlib.import_module("lm_eval.api.registry")
     importlib.import_module("zoo.tools.evaluate.lm_eval")

@@ -65,7 +65,7 @@ def test_metrics_are_those_of_lm_eval(lm, questions):
     assert values == {"choice_acc": 1.0, "choice_acc_bytes": 1.0, "questions_exact_match": 0.5}
 
 
-def test_a_choice_is_the_likeliest_one_and_the_likeliest_per_byte():
+def test_choices_by_total_and_per_byte():
     item = MultipleChoice("a.jsonl:1", "?", (" a", " bbbbbbb", " é"), 1)
     scores = [LogLikelihood(total, False) for total in (-3.0, -4.0, -9.0)]
     record = _record_choice(item, scores)

@@ -7,8 +7,8 @@ lines, and on the tasks of lm_eval.
     (task,) = evaluate.read_tasks(["arithmetic.jsonl"])
     evaluate.evaluate_task(lm, task, evaluate.TaskOptions(shots=2)).metrics
 
-`zoo.tools.evaluate.lm_eval` is lm_eval's interface to it, and `zoo.tools.evaluate.lm_eval_tasks` runs its tasks. Both need
-that package.
+`zoo.tools.evaluate.lm_eval` is lm_eval's interface to it, and `zoo.tools.evaluate.lm_eval_tasks` runs its tasks. Both
+need that package.
 """
 
 from .generation import GenerationOptions

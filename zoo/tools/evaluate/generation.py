@@ -18,7 +18,7 @@ from .scores import gather_values
 
 @dataclasses.dataclass(frozen=True)
 class GenerationOptions:
-    """How a text is generated. Names and values are those of `zoo.generate`."""
+    """Options of generated texts, with the names and values of `zoo.generate`."""
 
     max_new_tokens: int = 256
     until: tuple[str, ...] = ()

@@ -18,7 +18,7 @@ class Metric:
 
     value: float
     standard_error: float | None
-    """Of the mean; None where it is not known."""
+    """Standard error of the mean; None where it is not known."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,7 +21,7 @@ _UNTIL = ("\n",)
 
 @dataclasses.dataclass(frozen=True)
 class TaskOptions:
-    """How tasks are asked."""
+    """Options of an evaluation on tasks."""
 
     shots: int = 0
     """Examples before each question, from the task's other records: the same ones in every evaluation."""
