@@ -113,7 +113,10 @@ def evaluate(
         path = resolve_directory(directory)
         texts = read_texts(data)
         bits = _evaluate_texts(path, texts, make_device_mesh(**axes), length or _WINDOW, batch, limit, dtype)
-        show(json.dumps(bits, indent=2) if as_json else _format_bits(bits))
+        if as_json:
+            show(json.dumps(bits, indent=2))
+        else:
+            show(_format_bits(bits))
         return
     initialize()
     options = TaskOptions(shots=shots or 0, limit=limit, chat=chat, max_new_tokens=max_new_tokens)
@@ -147,8 +150,12 @@ def evaluate(
         if out is not None and is_first_process():
             out.mkdir(parents=True, exist_ok=True)
             write_results(out, results, facts)
-    if is_first_process():
-        show(json.dumps(summarize_results(results), indent=2) if as_json else format_table(results))
+    if not is_first_process():
+        return
+    if as_json:
+        show(json.dumps(summarize_results(results), indent=2))
+    else:
+        show(format_table(results))
 
 
 def _check_source(data: Sequence[Path], task: Sequence[Path], names: Sequence[str]) -> None:

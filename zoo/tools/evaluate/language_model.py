@@ -1,5 +1,6 @@
 """Answer the requests of evaluations: log-likelihoods of continuations, of whole texts, and generated texts."""
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -140,7 +141,7 @@ class LanguageModel:
                     _, continuation = pairs[i]
                     scored = slice(len(rows[i]) - 1 - len(continuation), len(rows[i]) - 1)
                     total = float(row_scores[scored].astype(np.float64).sum())
-                    if total != total:
+                    if math.isnan(total):
                         raise ValueError(f"request {i}: its log-likelihood is not a number: try --dtype float32")
                     results[i] = LogLikelihood(total, bool(row_flags[scored].all()))
                 bar.advance(len(numbers), "log-likelihoods")
