@@ -55,7 +55,8 @@ def run_lm_eval(
     `shots` is None for each task's own number. Standard errors are those that lm_eval gives: by formula for means, for
     some other metrics by bootstrap over items, and for the rest none.
     """
-    manager = find_lm_eval_tasks(names) if manager is None else manager
+    if manager is None:
+        manager = find_lm_eval_tasks(names)
     model = ZooLM(lm=lm, max_gen_toks=options.max_new_tokens)
     for name in names:
         with _without_pools(), contextlib.redirect_stdout(sys.stderr):
@@ -95,8 +96,12 @@ def _read_results(found: Mapping[str, Any]) -> list[TaskResult]:
             if not comma or metric.endswith("_stderr") or isinstance(value, str):
                 continue
             error = values.get(f"{metric}_stderr,{filtered}")
+            if isinstance(error, str):  # lm_eval's "N/A"
+                error = None
+            if error is not None:
+                error = float(error)
             title = metric if filtered == "none" else f"{metric} ({filtered})"
-            metrics[title] = Metric(float(value), None if isinstance(error, str | None) else float(error))
+            metrics[title] = Metric(float(value), error)
         records = [_read_record(sample) for sample in found["samples"].get(name, ())]
         version = found["versions"].get(name)
         results.append(

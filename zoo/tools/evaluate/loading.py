@@ -82,5 +82,7 @@ def load_language_model(
 
 
 def _find_length(model: Decoder) -> int:
-    config = json.loads(model.origin.config) if model.origin else {}
+    if model.origin is None:
+        return _LENGTH
+    config = json.loads(model.origin.config)
     return next((config[key] for key in _LENGTH_KEYS if isinstance(config.get(key), int)), _LENGTH)

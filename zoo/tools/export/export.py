@@ -200,8 +200,9 @@ def _allow_any_length(model: Any) -> Any:
 def _check_platforms(platforms: Sequence[str] | None, mesh: Mesh | None) -> tuple[str, ...]:
     """Return the names of platforms as `jax.export` knows them. **Raises** `ValueError` for other names, and none."""
     if platforms is None:
-        platform = jax_export.default_export_platform() if mesh is None else mesh.devices.devices.flat[0].platform
-        return (jax_export.default_export_platform() if platform == "gpu" else platform,)
+        if mesh is not None and mesh.devices.devices.flat[0].platform != "gpu":
+            return (mesh.devices.devices.flat[0].platform,)
+        return (jax_export.default_export_platform(),)  # which tells cuda from rocm
     if isinstance(platforms, str):
         platforms = (platforms,)
     for platform in platforms:

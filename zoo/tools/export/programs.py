@@ -118,11 +118,14 @@ class ProgramBuilder:
         batch = rows.shape[0]
         if self.mesh is not None:
             return place(model.init_state(batch, length), self.mesh)
-        arrays, treedef = jax.tree.flatten(one := model.init_state(1, length))
+        one = model.init_state(1, length)
+        arrays, treedef = jax.tree.flatten(one)
         repeated = []  # all rows of empty states are alike, and a symbolic number is not an int
         for leaf, x in zip(leaves(one), arrays, strict=True):
             axis = find_batch_axis(leaf, x)
-            repeated.append(x if axis is None else jnp.broadcast_to(x, (*x.shape[:axis], batch, *x.shape[axis + 1 :])))
+            if axis is not None:
+                x = jnp.broadcast_to(x, (*x.shape[:axis], batch, *x.shape[axis + 1 :]))
+            repeated.append(x)
         return jax.tree.unflatten(treedef, repeated)
 
     def _describe(self, name: str, shape: tuple[Size, ...], dtype: Any) -> jax.ShapeDtypeStruct:

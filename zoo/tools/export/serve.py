@@ -103,7 +103,9 @@ def main():
         return
     else:
         result = forward(about, programs, weights, read_rows(about, arguments.rows))
-    for name, x in result.items() if isinstance(result, dict) else [("logits", result)]:
+    if not isinstance(result, dict):
+        result = {"logits": result}
+    for name, x in result.items():
         print(name, x.shape, x.dtype, "largest at", *np.asarray(x, np.float32).argmax(-1).ravel())
 
 

@@ -93,9 +93,10 @@ def _choose_image_size(model: ImageEncoder, size: int | tuple[int, int] | None) 
         rows, columns = embedding.positions.grid
         height, width = embedding.patches.patch_size
         return rows * height, columns * width
-    config = {} if model.origin is None else json.loads(model.origin.config)
-    if isinstance(configured := config.get("image_size"), int):
-        return configured, configured
+    if model.origin is not None:
+        configured = json.loads(model.origin.config).get("image_size")
+        if isinstance(configured, int):
+            return configured, configured
     raise ValueError("image_size: the model does not say the size of its images; pass height and width in pixels")
 
 
