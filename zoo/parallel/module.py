@@ -266,6 +266,10 @@ class Leaf:
     """False for an array of an optimizer state that does not have the number of dims of its annotation."""
     num_stacked: int = 0
     """Number of leading dims along which modules are stacked: layers, experts, heads of a norm per head."""
+    owner: type | None = None
+    """Class of the module that holds the array; None for an array that is not in a module."""
+    field: str | None = None
+    """Name of the owner's field that holds the array: `weight`."""
 
     @property
     def unstacked_dims(self) -> tuple[Dim, ...] | None:
@@ -341,6 +345,8 @@ def _resolve_leaf(tree: Any, path: tuple, array: Any) -> Leaf:
         in_optimizer_state=in_state,
         fits=fits,
         num_stacked=len(stacked_dims),
+        owner=type(owner),
+        field=field.name,
     )
 
 

@@ -30,8 +30,9 @@ from .loss_scale import dynamic_loss_scale, loss_scale
 from .metrics import Metrics, read_metrics
 from .optimizer.adam import adamw
 from .optimizer.apply_updates import apply_updates
-from .optimizer.masks import decay_mask, matrix_mask
+from .optimizer.masks import decay_mask, linear_mask, matrix_mask
 from .optimizer.moments import BFloat16Moment, BlockwiseMoment, FactoredMoment, Float32Moment
+from .optimizer.muon import muon
 from .options import MeshOptions, RunOptions
 from .profile import Profile
 from .record_options import RecordOptions
@@ -87,6 +88,7 @@ __all__ = [
     "export",
     "fingerprint",
     "fit_remat",
+    "linear_mask",
     "load_digits",
     "load_records",
     "load_text",
@@ -94,6 +96,7 @@ __all__ = [
     "matrix_mask",
     "measure_updates",
     "mix",
+    "muon",
     "plan_rows",
     "read_chat_template",
     "read_docstrings",

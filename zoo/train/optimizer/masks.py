@@ -5,6 +5,7 @@ from typing import Any
 
 from jaxtyping import PyTree
 
+from zoo.layers import AbstractLinear
 from zoo.parallel import map_leaves
 from zoo.parallel.module import Leaf
 
@@ -12,8 +13,19 @@ _NOT_FEATURES = ("vocab", "classes", "positions", "token_types", "distances", "c
 """Dims that are not hidden features: rows of embeddings, outputs of heads, taps of depthwise filters."""
 
 
+def linear_mask(params: PyTree) -> PyTree:
+    """Return True for the weight of every linear layer, expert and router between hidden features: the matrices that
+    `zoo.train.muon` orthogonalizes.
+
+    It goes by the owner: the field `weight` of an `AbstractLinear`, unless a dim is a vocabulary or classes. Tables,
+    convolutions, decay rates and vectors per head have other owners, whatever their number of dims.
+    """
+    return map_leaves(_is_linear, params)
+
+
 def matrix_mask(params: PyTree) -> PyTree:
-    """Return True for every matrix that maps hidden features to hidden features: the parameters of Muon or Shampoo.
+    """Return True for every matrix that maps hidden features to hidden features, in a linear layer or in a module of
+    your own: the parameters of Shampoo.
 
     Each layer and each expert of a stack counts as a separate matrix. Embeddings, heads of a vocabulary or of classes,
     and convolutions are excluded: Muon leaves them to Adam (Jordan, kellerjordan.github.io/posts/muon), with biases,
@@ -42,6 +54,11 @@ def _decays(leaf: Leaf, x: Any) -> bool:
     dims = leaf.unstacked_dims
     ndim = x.ndim if dims is None else len(dims)
     return ndim >= 2 and not leaf.no_weight_decay
+
+
+def _is_linear(leaf: Leaf, x: Any) -> bool:
+    is_weight = leaf.owner is not None and issubclass(leaf.owner, AbstractLinear) and leaf.field == "weight"
+    return is_weight and _is_matrix(leaf, x)
 
 
 def _is_matrix(leaf: Leaf, x: Any) -> bool:
