@@ -30,9 +30,14 @@ from .loss_scale import dynamic_loss_scale, loss_scale
 from .metrics import Metrics, read_metrics
 from .optimizer.adam import adamw
 from .optimizer.apply_updates import apply_updates
+from .optimizer.by_name import make_optimizer
+from .optimizer.eval_params import eval_params
+from .optimizer.groups import by_dim, format_groups
 from .optimizer.masks import decay_mask, linear_mask, matrix_mask
 from .optimizer.moments import BFloat16Moment, BlockwiseMoment, FactoredMoment, Float32Moment
 from .optimizer.muon import muon
+from .optimizer.schedules import warmup_stable_decay
+from .optimizer.width_transfer import scale_by_width, transfer_width, width_factors
 from .options import MeshOptions, RunOptions
 from .profile import Profile
 from .record_options import RecordOptions
@@ -79,20 +84,24 @@ __all__ = [
     "adamw",
     "apply_updates",
     "bits_per_byte",
+    "by_dim",
     "check_names",
     "continue_prompts",
     "count_residual_bytes",
     "count_skips",
     "decay_mask",
     "dynamic_loss_scale",
+    "eval_params",
     "export",
     "fingerprint",
     "fit_remat",
+    "format_groups",
     "linear_mask",
     "load_digits",
     "load_records",
     "load_text",
     "loss_scale",
+    "make_optimizer",
     "matrix_mask",
     "measure_updates",
     "mix",
@@ -103,6 +112,7 @@ __all__ = [
     "read_metrics",
     "read_tokenizer",
     "run_cli",
+    "scale_by_width",
     "skip_nonfinite",
     "skip_spikes",
     "stack_rows",
@@ -113,7 +123,10 @@ __all__ = [
     "sweep_models",
     "sweep_step",
     "tool_schema",
+    "transfer_width",
     "update_ema",
+    "warmup_stable_decay",
+    "width_factors",
 ]
 
 _MOVED = {
