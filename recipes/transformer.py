@@ -4,6 +4,9 @@
     python recipes/transformer.py --resume                # after Ctrl-C; on another mesh too
     python recipes/transformer.py --data ~/books --vocab 4096 --out runs/books
     python recipes/transformer.py 1b --fsdp 8 --data /data/text
+    python recipes/transformer.py --optimizer muon        # or lion, schedule_free, ademamix, adopt, prodigy
+    python recipes/transformer.py --decay-steps 0         # a stable run; and a branch of it, in a copy of its folder:
+    python recipes/transformer.py --resume 200 --decay-steps 40 --out runs/branch
 
 A run's directory holds its configuration, metrics, checkpoints, report.html and export/, the model and its tokenizer as
 a Hugging Face directory: recipes/finetune.py goes on from it.
@@ -38,9 +41,11 @@ class Config:
     seq_len: int = 128  # Tokens per sequence.
     batch_size: int = 16  # Sequences per step, over all devices.
     steps: int = 300  # Optimizer steps.
-    learning_rate: float = 3e-3  # Peak learning rate, after linear warmup; cosine decay to a tenth.
+    optimizer: train.OptimizerName = "adamw"  # Optimizer; schedule_free is evaluated and exported at its average.
+    learning_rate: float = 3e-3  # Peak learning rate, after linear warmup; lion needs less, and for prodigy 1 is natural.
     warmup_steps: int = 30  # Steps of linear warmup, at most half of all.
-    weight_decay: float = 0.1  # AdamW's, of matrices and embeddings.
+    decay_steps: int | None = None  # Last steps, decayed to 0 as 1 - sqrt; 0 for none. By default a cosine to a tenth.
+    weight_decay: float = 0.1  # Of matrices and embeddings.
     eval_every: int = 100  # Steps between evaluations, each with a checkpoint.
     mesh: train.MeshOptions = train.MeshOptions()
     run: train.RunOptions = train.RunOptions(Path("runs/transformer"))
@@ -91,10 +96,15 @@ def main(config: Config) -> None:
 
     peak = config.learning_rate
     warmup = min(config.warmup_steps, config.steps // 2)
-    schedule = optax.warmup_cosine_decay_schedule(0.0, peak, warmup, config.steps, peak / 10)
+    if config.decay_steps is not None:
+        schedule = train.warmup_stable_decay(peak, warmup, config.steps, config.decay_steps)
+    elif config.optimizer == "schedule_free":
+        schedule = train.warmup_stable_decay(peak, warmup, config.steps, 0)
+    else:
+        schedule = optax.warmup_cosine_decay_schedule(0.0, peak, warmup, config.steps, peak / 10)
     schedule = jax.jit(schedule)  # the log asks for it in each step: one program instead of ten
-    adamw = optax.adamw(schedule, b2=0.95, weight_decay=config.weight_decay, mask=train.decay_mask)
-    optimizer = optax.chain(optax.clip_by_global_norm(1.0), adamw)
+    named = train.make_optimizer(config.optimizer, schedule, weight_decay=config.weight_decay, mesh=mesh)
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), named)
     opt_state = zoo.place(optimizer.init(zoo.trainable(model)), mesh.optimizer)
 
     def loss_fn(model, batch, key=None):
@@ -123,14 +133,14 @@ def main(config: Config) -> None:
             model, opt_state, metrics = step((batch, key), model, opt_state)
             run.log(**metrics, learning_rate=schedule(run.step - 1))
             if run.every(config.eval_every):
-                run.log(**evaluate(model))
+                run.log(**evaluate(train.eval_params(opt_state, model)))
             if run.due(config.eval_every):
                 run.save((model, opt_state), batches)
 
     tools.report_run(
         run,
         TITLE,
-        model,
+        train.eval_params(opt_state, model),
         mesh,
         corpus,
         config=config,

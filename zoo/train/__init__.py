@@ -30,7 +30,7 @@ from .loss_scale import dynamic_loss_scale, loss_scale
 from .metrics import Metrics, read_metrics
 from .optimizer.adam import adamw
 from .optimizer.apply_updates import apply_updates
-from .optimizer.by_name import make_optimizer
+from .optimizer.by_name import OptimizerName, make_optimizer
 from .optimizer.eval_params import eval_params
 from .optimizer.groups import by_dim, format_groups
 from .optimizer.masks import decay_mask, linear_mask, matrix_mask
@@ -67,6 +67,7 @@ __all__ = [
     "Metrics",
     "Mixture",
     "NeedleRetrieval",
+    "OptimizerName",
     "PackedRows",
     "Profile",
     "RecordOptions",

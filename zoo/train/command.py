@@ -98,7 +98,8 @@ def _start(parse: Callable[[Sequence[str]], _Config], words: Sequence[str], defa
         # Now, rather than once data and model are made.
         check_directory(run.out, resume=run.resume, checkpoints=run.checkpoints)
     if run.resume is not False:
-        config = parse_resumed(parse, words, run.out, flatten_config(default))
+        step = None if run.resume is True else run.resume
+        config = parse_resumed(parse, words, run.out, flatten_config(default), step=step)
     resumed_run = _find_group(config, RunOptions)
     if resumed_run is not None and is_first_process():
         import_trackers(resumed_run.track)

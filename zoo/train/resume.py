@@ -24,11 +24,15 @@ _Parse = Callable[[Sequence[str]], _Config]
 """Parser of a recipe's command line: the words to the configuration. It exits for words that are not flags."""
 
 
-def parse_resumed(parse: _Parse[_Config], words: Sequence[str], out: Path, defaults: Mapping[str, Any]) -> _Config:
+def parse_resumed(
+    parse: _Parse[_Config], words: Sequence[str], out: Path, defaults: Mapping[str, Any], *, step: int | None = None
+) -> _Config:
     """Parse `words` with the flags of the run in `out` as defaults, and print the flags that are taken from there.
 
     - `defaults`: of all flags, by name. Entries of the configuration that are not flags are left to `Run.restore`,
       which compares configurations.
+    - `step`: of the checkpoint that `--resume` names. With `--decay-steps` the run branches off there, and ends after
+      the decay: `--steps` is the sum of both, unless `words` have it (`zoo.train.warmup_stable_decay`).
 
     Without a configuration in `out`, parses only `words`. **Raises** `ValueError` for a damaged configuration, and for
     a value that its flag does not accept.
@@ -37,6 +41,7 @@ def parse_resumed(parse: _Parse[_Config], words: Sequence[str], out: Path, defau
     if path is None:
         return parse(words)
     config = _read_config(path)
+    words = [*words, *_end_branch(flatten_config(parse(words)), defaults, step)]
     saved = {name: flag for name, value in config.items() if (flag := _format_flag(name, value, defaults))}
     resumed = _try_parse(parse, [*itertools.chain(*saved.values()), *words])
     if resumed is None:
@@ -48,6 +53,15 @@ def parse_resumed(parse: _Parse[_Config], words: Sequence[str], out: Path, defau
     if taken := [flag for name, flag in saved.items() if after[name] != before[name]]:
         show(f"from {path}: {' '.join(itertools.chain(*taken))}")
     return resumed
+
+
+def _end_branch(given: Mapping[str, Any], defaults: Mapping[str, Any], step: int | None) -> list[str]:
+    """Return the flag that ends a branch of a stable run after its decay; none for a run that is not a branch."""
+    decay_steps = given.get("decay_steps")
+    if step is None or not decay_steps or given.get("steps") != defaults.get("steps"):
+        return []
+    show(f"a branch from step {step}, with a decay of {decay_steps} steps: --steps={step + decay_steps}")
+    return [f"--steps={step + decay_steps}"]
 
 
 def check_resumed_mesh(given: MeshOptions, resumed: MeshOptions, config: Path | None) -> None:
