@@ -5,8 +5,7 @@
     python recipes/transformer.py --data ~/books --vocab 4096 --out runs/books
     python recipes/transformer.py 1b --fsdp 8 --data /data/text
     python recipes/transformer.py --optimizer muon        # or lion, schedule_free, ademamix, adopt, prodigy
-    python recipes/transformer.py --decay-steps 0         # a stable run; and a branch of it, in a copy of its folder:
-    python recipes/transformer.py --resume 200 --decay-steps 40 --out runs/branch
+    python recipes/transformer.py --decay-steps 0         # a stable run; --resume 200 --decay-steps 40 branches off
 
 A run's directory holds its configuration, metrics, checkpoints, report.html and export/, the model and its tokenizer as
 a Hugging Face directory: recipes/finetune.py goes on from it.
@@ -42,7 +41,7 @@ class Config:
     batch_size: int = 16  # Sequences per step, over all devices.
     steps: int = 300  # Optimizer steps.
     optimizer: train.OptimizerName = "adamw"  # Optimizer; schedule_free is evaluated and exported at its average.
-    learning_rate: float = 3e-3  # Peak learning rate, after linear warmup; lion needs less, and for prodigy 1 is natural.
+    learning_rate: float = 3e-3  # Peak learning rate, after linear warmup; a tenth for lion, 1 for prodigy.
     warmup_steps: int = 30  # Steps of linear warmup, at most half of all.
     decay_steps: int | None = None  # Last steps, decayed to 0 as 1 - sqrt; 0 for none. By default a cosine to a tenth.
     weight_decay: float = 0.1  # Of matrices and embeddings.
@@ -96,12 +95,10 @@ def main(config: Config) -> None:
 
     peak = config.learning_rate
     warmup = min(config.warmup_steps, config.steps // 2)
-    if config.decay_steps is not None:
-        schedule = train.warmup_stable_decay(peak, warmup, config.steps, config.decay_steps)
-    elif config.optimizer == "schedule_free":
-        schedule = train.warmup_stable_decay(peak, warmup, config.steps, 0)
-    else:
+    if config.decay_steps is None and config.optimizer != "schedule_free":  # which averages instead
         schedule = optax.warmup_cosine_decay_schedule(0.0, peak, warmup, config.steps, peak / 10)
+    else:
+        schedule = train.warmup_stable_decay(peak, warmup, config.steps, config.decay_steps or 0)
     schedule = jax.jit(schedule)  # the log asks for it in each step: one program instead of ten
     named = train.make_optimizer(config.optimizer, schedule, weight_decay=config.weight_decay, mesh=mesh)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), named)

@@ -12,6 +12,7 @@ import time
 
 import equinox as eqx
 import jax
+import numpy as np
 import pytest
 
 import zoo
@@ -181,6 +182,34 @@ def test_transformer_combines_the_other_options(text, tmp_path):
     assert zoo.load(tmp_path / "run" / "export").embedding.weight.shape == (300, 16)
 
 
+@pytest.mark.ci
+def test_transformer_schedule_free_is_evaluated_sampled_and_exported_at_its_average(text, tmp_path, monkeypatch):
+    """On a mesh; the average is what `eval_params` returned last."""
+    returned = []
+    keep = lambda opt_state, model: returned.append(eval_params(opt_state, model)) or returned[-1]
+    eval_params = train.eval_params
+    monkeypatch.setattr(train, "eval_params", keep)
+    options = TINY | {"steps": 2, "optimizer": "schedule_free", "fsdp": 2, "learning_rate": 0.1}
+    call(transformer.main, data=(text,), out=tmp_path / "run", **options)
+    exported = zoo.load(tmp_path / "run" / "export")
+    np.testing.assert_array_equal(exported.embedding.weight, returned[-1].embedding.weight)
+    rates = [line["learning_rate"] for line in train.read_metrics(tmp_path / "run" / "metrics.jsonl")]
+    assert rates == pytest.approx([0, 0.1])
+
+
+def test_transformer_branches_off_a_stable_run(text, tmp_path, capsys):
+    stable, branch = tmp_path / "stable", tmp_path / "branch"
+    run = lambda *words: train.run_cli(transformer.main, transformer.Config, transformer.PRESETS, arguments=words)
+    run(*command(text, stable, "--decay-steps", "0", steps=30)[2:])
+    shutil.copytree(stable, branch)
+    run("--resume", "20", "--decay-steps", "4", "--data", str(text), "--out", str(branch))
+    assert "a branch from step 20, with a decay of 4 steps: --steps=24" in capsys.readouterr().out
+    before, after = (train.read_metrics(out / "metrics.jsonl") for out in (stable, branch))
+    assert after[:20] == before[:20] and len(after) == 24
+    rates = [line["learning_rate"] / 3e-3 for line in after[19:]]
+    assert rates == pytest.approx([1, 1, 0.5, 1 - 0.5**0.5, 1 - 0.75**0.5])
+
+
 def test_transformer_help_explains_every_flag():
     status, printed, _ = finish(start([sys.executable, str(RECIPE), "--help"]))
     assert status == 0
@@ -192,7 +221,7 @@ def test_transformer_help_explains_every_flag():
 
 FLAGS = [
     *("data", "vocab", "embed", "layers", "heads", "kv_heads", "mlp_dim", "dropout", "seq_len", "batch_size"),
-    *("steps", "learning_rate", "warmup_steps", "weight_decay", "eval_every"),
+    *("steps", "optimizer", "learning_rate", "warmup_steps", "decay_steps", "weight_decay", "eval_every"),
     *MESH_FLAGS,
     *RUN_FLAGS,
 ]

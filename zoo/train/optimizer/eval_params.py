@@ -5,6 +5,7 @@ from typing import Any, TypeVar
 import equinox as eqx
 import jax
 import optax
+from jax.core import Tracer
 from jaxtyping import Array, Float, PyTree
 from optax.contrib import ScheduleFreeState
 
@@ -39,7 +40,13 @@ def _move_to_average(model: _Model, z: PyTree, b1: Float[Array, ""]) -> _Model:
     is_moved = jax.tree.map(lambda x: not has_none(x), z, is_leaf=has_none)
     y, rest = eqx.partition(model, is_moved)
     z = eqx.filter(z, is_moved, is_leaf=has_none)
-    return eqx.combine(_compute_average(y, z, b1), rest)
+    x = jax.tree.map(_place_like, _compute_average(y, z, b1), y)
+    return eqx.combine(x, rest)
+
+
+def _place_like(x: Array, y: Array) -> Array:
+    """Give the average the sharding of its parameter: the state may have another, as in ZeRO-1."""
+    return x if isinstance(y, Tracer) else jax.device_put(x, y.sharding)
 
 
 @jax.jit

@@ -7,6 +7,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jaxtyping import Array, Float, Int, PyTree
 
@@ -110,7 +111,7 @@ def scale_by_muon(
         return MuonState(jnp.zeros((), jnp.int32), momentum)
 
     def update(updates: PyTree, state: Any, params: PyTree = None) -> tuple[PyTree, MuonState]:
-        count = optax.safe_increment(state.count)
+        count = state.count + 1
         momentum = jax.tree.map(lambda m, g: beta * m + (1 - beta) * g, state.momentum, updates)
 
         def look_ahead(m: Array, g: Array) -> Array:
@@ -140,9 +141,11 @@ def _repeat_coefficients(
     coefficients: Sequence[float] | Sequence[Sequence[float]], steps: int
 ) -> tuple[tuple[float, float, float], ...]:
     """Return a, b, c of each step: three numbers for all steps, or three for each, of which the last `steps` count."""
-    rows = [coefficients] * steps if isinstance(coefficients[0], int | float) else list(coefficients)
-    if steps < 1 or len(rows) < steps or any(jnp.shape(row) != (3,) for row in rows):
+    table = np.asarray(coefficients, np.float64)
+    if table.shape == (3,):
+        table = np.tile(table, (max(steps, 0), 1))
+    if steps < 1 or table.ndim != 2 or table.shape[1] != 3 or len(table) < steps:
         raise ValueError(
             f"ns_coeffs are three numbers, or three for each of ns_steps={steps} steps (1 or more), not {coefficients}"
         )
-    return tuple((row[0], row[1], row[2]) for row in rows[-steps:])
+    return tuple((a, b, c) for a, b, c in table[-steps:].tolist())

@@ -4,7 +4,8 @@ from typing import Literal
 
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Float
+from jax import Array
+from jax.typing import ArrayLike
 
 DecayShape = Literal["sqrt", "linear", "cosine"]
 
@@ -33,8 +34,8 @@ def warmup_stable_decay(
             "of each, together at most all"
         )
 
-    def decay(step: Float[Array, ""]) -> Float[Array, ""]:
-        x = jnp.clip(step / max(decay_steps, 1), 0, 1)
+    def decay(step: ArrayLike) -> Array:
+        x = jnp.clip(jnp.asarray(step) / max(decay_steps, 1), 0, 1)
         if shape == "sqrt":
             remaining = 1 - jnp.sqrt(x)
         elif shape == "linear":
