@@ -37,6 +37,7 @@ def test_branches_share_the_stable_part():
     assert float(stable(99)) == 1
 
 
+@pytest.mark.usefixtures("no_type_checks")
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
