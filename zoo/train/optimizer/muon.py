@@ -51,10 +51,10 @@ def muon(
         optimizer = train.muon(schedule, mesh=mesh, weight_decay=0.1)
         opt_state = zoo.place(optimizer.init(zoo.trainable(model)), mesh.optimizer)
 
-    Each layer and each expert of a stack is a matrix of its own, and so are query, key and value. On one device the
-    updates are those of `optax.contrib.muon`. Options that optax has, too, have its names and defaults.
+    Each layer and each expert of a stack is a matrix of its own, and so are query, key and value. The updates of
+    matrices equal those of `optax.contrib.muon`, where options of the same names mean the same.
 
-    - `mesh`: of the gradients. Without it, XLA partitions the iterations, and moves about 50 times as many bytes.
+    - `mesh`: of the gradients. Without it, XLA partitions the iterations, and moves about 40 times as many bytes.
     - `adam_learning_rate`: of AdamW, by default `learning_rate`.
     - `consistent_rms`: scale of the updates, times sqrt(max(in, out)): at 0.2 they are as large as AdamW's, so its
       learning rate and weight decay carry over (Liu et al., arXiv:2502.16982, section 2.2). None scales by
