@@ -19,7 +19,8 @@ from zoo.models.hf import families
 
 PACKAGES = (
     *("models", "weights", "layers", "parallel", "ops", "adapters", "precision", "train"),
-    *("inspect", "tools.plan", "tools.report", "tools.draw", "tools.parity", "tools.testing"),
+    *("inspect", "tools.plan", "tools.report", "tools.draw", "tools.parity", "tools.testing", "tools.evaluate"),
+    "tools.export",
 )
 """Public packages and modules of `zoo`, in the order of the pages."""
 UNLISTED = (

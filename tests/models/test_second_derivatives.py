@@ -258,7 +258,7 @@ def test_the_page_has_this_table():
     assert not lines[start + 2 + len(ROWS)]
 
 
-def test_twice_differentiable_sets_implementations_and_shares_parameters():
+def test_twice_differentiable_sets_implementations():
     mixers = [partial(layers.GatedDeltaNet, heads=2), partial(layers.Attention, heads=2)]
     make = partial(zoo.models.Hybrid, vocab=16, embed=8, layers=2, mlp=8, pattern=mixers)
     hybrid = eqx.filter_eval_shape(make, key=KEY)
@@ -276,7 +276,7 @@ def test_twice_differentiable_sets_implementations_and_shares_parameters():
     assert all(a is b for a, b in zip(jax.tree.leaves(models), jax.tree.leaves(found), strict=True))
 
 
-def test_twice_differentiable_keeps_packed_experts_and_refuses_fp8():
+def test_twice_differentiable_of_quantized_layers():
     mixture = make_mixture()
     packed = zoo.adapters.quantize(mixture, "int8", targets=["up", "down", "gate"])
     assert "masked" not in str(jax.tree.structure(zoo.twice_differentiable(packed)))

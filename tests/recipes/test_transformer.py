@@ -183,7 +183,7 @@ def test_transformer_combines_the_other_options(text, tmp_path):
 
 
 @pytest.mark.ci
-def test_transformer_schedule_free_is_evaluated_sampled_and_exported_at_its_average(text, tmp_path, monkeypatch):
+def test_transformer_exports_the_average_of_schedule_free(text, tmp_path, monkeypatch):
     """On a mesh; the average is what `eval_params` returned last."""
     returned = []
     keep = lambda opt_state, model: returned.append(eval_params(opt_state, model)) or returned[-1]

@@ -20,7 +20,7 @@ def import_serve(folder):
 
 def run(folder):
     serve = import_serve(folder)
-    about, programs, weights = serve.load()
+    about, programs, weights = serve.load_export()
     expected = dict(np.load(folder / "expected.npz"))
     inputs = [expected[name] for name in about["programs"]["forward"]["inputs"]]
     found = {"errors": [], "new": []}
@@ -31,7 +31,7 @@ def run(folder):
             found["errors"].append(float(np.abs(np.asarray(x) - want).max() / np.abs(want).max()))
         if about["kind"] == "decoder":
             rows = [row[row >= 0].tolist() for row in expected["prompts"][:count]]
-            new = np.stack(list(serve.generate(about, programs, weights, rows, expected["new"].shape[1])), 1)
+            new = np.stack(list(serve.generate_tokens(about, programs, weights, rows, expected["new"].shape[1])), 1)
             found["new"].append(bool((new == expected["new"][:count]).all()))
     return found
 

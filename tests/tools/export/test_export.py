@@ -99,7 +99,7 @@ DEFAULT = ("hybrid", "text encoder")
         pytest.param([name for name in CASES if name not in DEFAULT], id="others", marks=pytest.mark.ci),
     ],
 )
-def test_programs_equal_the_model_in_a_process_without_the_library(names, tmp_path, no_type_checks):
+def test_programs_equal_the_model_without_the_library(names, tmp_path, no_type_checks):
     """For 1, 3 and 5 rows, and padded prompts in several pieces. Symbolic sizes are not an `int`."""
     folders = [tmp_path / name for name in names]
     for name, folder in zip(names, folders, strict=True):

@@ -69,7 +69,7 @@ def test_only_the_parameters_of_a_group_move(problem):
 
 
 @pytest.mark.parametrize("name", typing.get_args(OptimizerName))
-def test_each_optimizer_learns_and_keeps_what_it_does_not_average(problem, name):
+def test_each_optimizer_learns_and_keeps_the_model(problem, name):
     """From a warmup that starts at 0, and with state and model donated, as recipes do."""
     model, batch = problem
     peak = {"prodigy": 1.0, "lion": 3e-3}.get(name, 3e-2)

@@ -84,7 +84,7 @@ def export(
     sizes = choose_sizes(model, batch, seq_len, length, image_size)
     check_mesh(mesh, batch)
     platforms = _check_platforms(platforms, mesh)
-    _check_rows(model, batch)
+    _refuse_symbolic_rows(model, batch)
     if seq_len == SYMBOLIC:
         model = _allow_any_length(model)
     model = unroll(model)
@@ -105,7 +105,7 @@ def export(
         "devices": 1 if mesh is None else mesh.devices.size,
         "mesh": {} if mesh is None else dict(mesh.devices.shape),
         "jax": jax.__version__,
-        "programs": {name: _describe(program, exported[name]) for name, program in programs.items()},
+        "programs": {name: _describe_program(program, exported[name]) for name, program in programs.items()},
     }
     if "decode" in programs:
         about["states"] = _describe_states(programs["decode"])
@@ -161,7 +161,7 @@ def _lower(name: str, program: Program, weights: dict[str, Any], platforms: Sequ
         raise
 
 
-def _describe(program: Program, exported: jax_export.Exported) -> dict[str, Any]:
+def _describe_program(program: Program, exported: jax_export.Exported) -> dict[str, Any]:
     """Describe the inputs of a program, which come after the weights, and its results."""
     results = jax.tree.unflatten(exported.out_tree, exported.out_avals)
     if len(program.outputs) == 1:
@@ -214,7 +214,7 @@ def _check_platforms(platforms: Sequence[str] | None, mesh: Mesh | None) -> tupl
     return tuple(dict.fromkeys(platforms))
 
 
-def _check_rows(model: Any, batch: int | None) -> None:
+def _refuse_symbolic_rows(model: Any, batch: int | None) -> None:
     """**Raises** `ValueError` for a symbolic batch of a model with arrays of its own per row."""
     per_row = [leaf.name for leaf in leaves(model) if any(dim.name == "batch" for dim in leaf.dims or ())]
     if per_row and batch is None:

@@ -16,7 +16,7 @@ from jax import export
 FOLDER = Path(__file__).parent
 
 
-def load(folder=FOLDER):
+def load_export(folder=FOLDER):
     """Return the description of the folder, its programs by name, compiled at their first call, and its weights."""
     about = json.loads((folder / "export.json").read_text())
     if jax.device_count() < about["devices"]:
@@ -44,7 +44,7 @@ def read_weights(path, artifact, mesh):
     return jax.device_put(weights, unflatten(artifact.in_shardings_jax(mesh)))
 
 
-def generate(about, programs, weights, rows, new):
+def generate_tokens(about, programs, weights, rows, new):
     """Yield the most likely next token of each row, `new` times."""
     width, longest = about["seq_len"], max(map(len, rows))
     if longest + new > about["length"]:
@@ -93,12 +93,12 @@ def main():
     parser.add_argument("rows", nargs="+", help="token ids of a row, in quotes; or a file of images")
     parser.add_argument("--new", type=int, default=16, help="number of new tokens of a decoder")
     arguments = parser.parse_args()
-    about, programs, weights = load()
+    about, programs, weights = load_export()
     if about["kind"] == "image encoder":
         result = programs["forward"](weights, np.load(arguments.rows[0]).astype(np.float32))
     elif "decode" in programs:
         rows = read_rows(about, arguments.rows)
-        for row in np.stack(list(generate(about, programs, weights, rows, arguments.new)), 1):
+        for row in np.stack(list(generate_tokens(about, programs, weights, rows, arguments.new)), 1):
             print(*row)
         return
     else:

@@ -13,7 +13,7 @@ from zoo.ops.varying import varying
 from zoo.parallel import Mesh, spmd
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Of Jordan, kellerjordan.github.io/posts/muon: singular values reach 0.7 to 1.2 within five steps."""
+"""Coefficients of Jordan, kellerjordan.github.io/posts/muon: singular values reach 0.7 to 1.2 within five steps."""
 _MatrixAxes = tuple[tuple[str, ...], tuple[str, ...]]
 """Mesh axes that shard the rows and the columns of a matrix."""
 
@@ -91,19 +91,19 @@ class _OrthogonalizeShards:
         one shape and sharding joined, to fill the devices."""
         groups = defaultdict(list)
         for i, (x, axes) in enumerate(zip(arrays, self.axes, strict=True)):
-            divides = math.prod(x.shape[:-2]) % _count_devices(axes) == 0
+            divides = math.prod(x.shape[:-2]) % _count_matrix_shards(axes) == 0
             groups[i if divides else -1, x.shape[-2:], x.dtype, axes, varying(x)].append(i)
         return list(groups.values())
 
     def _orthogonalize(
         self, shards: Float[Array, "matrices rows columns"], axes: _MatrixAxes
     ) -> Float[Array, "matrices rows columns"]:
-        devices = _count_devices(axes)
+        devices = _count_matrix_shards(axes)
         if devices == 1:
             return _call_in_dtype(self.newton_schulz, shards)
         count, rows, columns = shards.shape
         share = -(-count // devices)
-        row_shards = _count_devices((axes[0], ()))
+        row_shards = _count_matrix_shards((axes[0], ()))
         column_shards = devices // row_shards
         padded = jnp.pad(shards.astype(self.newton_schulz.dtype), [(0, devices * share - count), (0, 0), (0, 0)])
         received = lax.all_to_all(padded.reshape(devices, share, rows, columns), axes[0] + axes[1], 0, 0)
@@ -129,6 +129,6 @@ def _read_axes(spec: jax.P, ndim: int) -> _MatrixAxes:
     return rows, columns
 
 
-def _count_devices(axes: _MatrixAxes) -> int:
+def _count_matrix_shards(axes: _MatrixAxes) -> int:
     """Return the number of devices that hold shards of one matrix, inside `shard_map`."""
     return math.prod(lax.axis_size(axis) for axis in axes[0] + axes[1])

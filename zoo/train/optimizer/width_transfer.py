@@ -33,9 +33,9 @@ class WidthFactors(NamedTuple):
     """Factors of each parameter, in trees of floats like the parameters."""
 
     rates: PyTree[float]
-    """Of the learning rate."""
+    """Factors of the learning rate."""
     init: PyTree[float]
-    """Of the initial values."""
+    """Factors of the initial values."""
 
 
 def width_factors(params: PyTree, base: PyTree) -> WidthFactors:

@@ -21,7 +21,7 @@ Column = Float[Array, "size 1"]
 Pairs = Float[Array, "size size"]
 
 REFUSED = ("a Pallas kernel of a recurrence", 'set recurrence="chunked", as zoo.twice_differentiable(model) does')
-"""What the errors of missing derivatives name."""
+"""Operation and alternative, as errors of missing derivatives name them."""
 
 
 class ScalarDecays(NamedTuple):

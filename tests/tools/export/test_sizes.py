@@ -23,7 +23,7 @@ ENCODERS = ROOT / "tests/fixtures/encoders"
 
 def test_symbolic_length_takes_any_number_of_tokens(model, tmp_path, no_type_checks):
     zoo.export(model, tmp_path, seq_len="symbolic")
-    about, programs, weights = import_serve(tmp_path).load()
+    about, programs, weights = import_serve(tmp_path).load_export()
     assert (about["batch"], about["seq_len"], list(programs)) == ("symbolic", "symbolic", ["forward"])
     tokens = np.arange(18, dtype=np.int32).reshape(2, 9)
     expected = eqx.filter_jit(model)(jnp.asarray(tokens))
