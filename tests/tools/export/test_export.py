@@ -90,13 +90,17 @@ CASES = {
     "image features": lambda folder: write_image_encoder("siglip_features", folder),
 }
 DEFAULT = ("hybrid", "text encoder")
+OTHER_KINDS = ("delta rule", "mixture", "merged adapters", "several platforms", "image encoder")
 
 
 @pytest.mark.parametrize(
     "names",
     [
         pytest.param(DEFAULT, id="default"),
-        pytest.param([name for name in CASES if name not in DEFAULT], id="others", marks=pytest.mark.ci),
+        pytest.param(OTHER_KINDS, id="other kinds", marks=pytest.mark.ci),
+        pytest.param(
+            tuple(name for name in CASES if name not in DEFAULT + OTHER_KINDS), id="others", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_programs_equal_the_model_without_the_library(names, tmp_path, no_type_checks):
