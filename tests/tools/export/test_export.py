@@ -91,6 +91,7 @@ CASES = {
 }
 DEFAULT = ("hybrid", "text encoder")
 OTHER_KINDS = ("delta rule", "mixture", "merged adapters", "several platforms", "image encoder")
+OTHERS = tuple(name for name in CASES if name not in DEFAULT + OTHER_KINDS)
 
 
 @pytest.mark.parametrize(
@@ -99,7 +100,7 @@ OTHER_KINDS = ("delta rule", "mixture", "merged adapters", "several platforms", 
         pytest.param(DEFAULT, id="default"),
         pytest.param(OTHER_KINDS, id="other kinds", marks=pytest.mark.ci),
         pytest.param(
-            tuple(name for name in CASES if name not in DEFAULT + OTHER_KINDS), id="others", marks=pytest.mark.slow
+            OTHERS, id="others", marks=pytest.mark.slow
         ),
     ],
 )
