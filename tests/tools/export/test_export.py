@@ -99,9 +99,7 @@ OTHERS = tuple(name for name in CASES if name not in DEFAULT + OTHER_KINDS)
     [
         pytest.param(DEFAULT, id="default"),
         pytest.param(OTHER_KINDS, id="other kinds", marks=pytest.mark.ci),
-        pytest.param(
-            OTHERS, id="others", marks=pytest.mark.slow
-        ),
+        pytest.param(OTHERS, id="others", marks=pytest.mark.slow),
     ],
 )
 def test_programs_equal_the_model_without_the_library(names, tmp_path, no_type_checks):
