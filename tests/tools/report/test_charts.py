@@ -120,6 +120,13 @@ def test_large_counts_have_prefixes():
     )
 
 
+def test_scatter_of_learning_rates_has_powers_of_two():
+    chart = ScatterChart([Curve("adamw", [2**-8, 2**-2], [3.5, 3.0])], "bits per byte", "rate", from_zero=False)
+    texts = list_texts(chart)
+    assert {"2^-8", "0.25"} <= set(texts)
+    assert "3.0" in texts and "0.0" not in texts
+
+
 def test_scatter_refuses_zero_and_groups_rows():
     with pytest.raises(ValueError, match="bytes: a logarithmic axis takes positive numbers only"):
         ScatterChart([Curve("a", [0, 1], [1.0, 2.0])], "accuracy", "bytes")

@@ -179,7 +179,8 @@ class LineChart(Chart):
 
 @dataclasses.dataclass(frozen=True)
 class ScatterChart(Chart):
-    """Values of each series in `unit` over a logarithmic x axis: cost against quality. The y axis starts at 0.
+    """Values of each series in `unit` over a logarithmic x axis: cost against quality. The y axis starts at 0, unless
+    `from_zero` is False.
 
     Values that are not finite are skipped. **Raises** `ValueError` for an x that is not positive.
     """
@@ -187,6 +188,7 @@ class ScatterChart(Chart):
     curves: Sequence[Curve]
     unit: str
     x_label: str
+    from_zero: bool = True
 
     def __post_init__(self) -> None:
         if any(x <= 0 for curve in self.curves for x in curve.x):
@@ -215,7 +217,8 @@ class ScatterChart(Chart):
             style = {"marker": marker, "markersize": 7, "markeredgecolor": _PAPER, "linestyle": "-"}
             style["color"] = _CURVES[number % len(_CURVES)]
             axes.plot(*_drop_nonfinite(curve), label=_format_label(curve.label), **style)
-        axes.set_ylim(bottom=0)
+        if self.from_zero:
+            axes.set_ylim(bottom=0)
         _label_axes(figure, axes, self)
         axes.xaxis.set_major_formatter(_format_binary)
 
@@ -463,8 +466,10 @@ def _format_plain(value: float, position: int) -> str:
 
 
 def _format_binary(value: float, position: int) -> str:
-    """Format a power of two with a binary prefix: 512, 1Ki, 2Ki."""
+    """Format a power of two: 2^-8, 0.25, 512, and with a binary prefix 1Ki."""
     power = round(math.log2(value))
+    if power < -2:
+        return f"2^{power}"
     if power < 0:
         return f"{value:g}"
     prefixes = ("", "Ki", "Mi", "Gi", "Ti", "Pi", "Ei")
