@@ -169,25 +169,26 @@ def run_sum(out: Path, *, resume: bool | int = False, steps: int = 8, metrics: d
     return run, float(state["sum"][0])
 
 
-def run_schedule(out: Path, *, steps: int, resume: bool = False) -> None:
-    """Log a learning rate that falls linearly to 0 at the last step."""
+def run_schedule(out: Path, *, steps: int, resume: bool = False, peak: float | np.ndarray = 1.0) -> None:
+    """Log a learning rate that falls linearly to 0 at the last step, or the rates of a sweep."""
     batches, state = Counter(), {"sum": jnp.zeros(3)}
     with train.Run(train.RunOptions(out, resume=resume), config={"steps": steps}) as run:
         state = run.restore(state, batches)
         for _ in run.steps(batches, steps):
-            run.log(learning_rate=1 - run.step / steps)
+            run.log(learning_rate=peak * (1 - run.step / steps))
         run.save(state, batches)
 
 
-def test_a_run_resumed_for_longer_tells_the_jump_of_its_schedule(tmp_path, capsys, caplog):
-    run_schedule(tmp_path, steps=4)
+@pytest.mark.parametrize("peak", [1.0, np.array([0.5, 1.0, 0.25])], ids=["one run", "sweep"])
+def test_a_run_resumed_for_longer_tells_the_jump_of_its_schedule(tmp_path, capsys, caplog, peak):
+    run_schedule(tmp_path, steps=4, peak=peak)
     capsys.readouterr()
-    run_schedule(tmp_path, steps=8, resume=True)
+    run_schedule(tmp_path, steps=8, resume=True, peak=peak)
     out = capsys.readouterr().out
     assert "resumed with another configuration: steps: 4 in the checkpoint, 8 now\n" in out
     assert out.count("learning rate 0 before, 0.375 now: the schedule of 8 steps\n") == 1
     assert not caplog.records, "a flag that was given is no cause for a warning"
-    run_schedule(tmp_path, steps=8, resume=True)
+    run_schedule(tmp_path, steps=8, resume=True, peak=peak)
     assert "before" not in capsys.readouterr().out
 
 

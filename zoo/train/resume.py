@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
+import numpy as np
 
 from zoo._files import read_json, to_jsonable
 from zoo._terminal import show
@@ -85,9 +86,9 @@ def check_resumed_mesh(given: MeshOptions, resumed: MeshOptions, config: Path | 
 
 
 def read_learning_rate(path: Path) -> float | None:
-    """Return the last learning rate in the metrics at `path`, if they have one."""
+    """Return the last learning rate in the metrics at `path`, if they have one; of a sweep the largest."""
     rates = [record["learning_rate"] for record in read_metrics(path) if "learning_rate" in record]
-    return float(rates[-1]) if rates else None
+    return float(np.max(rates[-1])) if rates else None
 
 
 def find_config(out: Path) -> Path | None:

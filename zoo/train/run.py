@@ -22,6 +22,7 @@ from types import TracebackType
 from typing import Any
 
 import jax
+import numpy as np
 from jaxtyping import Array, Key, PyTree
 
 from zoo._files import to_jsonable, write_json
@@ -387,7 +388,7 @@ class Run:
                 self.spike = self._spikes.find(lines)
             values = {name: value for line in lines for name, value in line.items() if name != "step"}
             if self._rate_before is not None and "learning_rate" in values:
-                first = next(line["learning_rate"] for line in lines if "learning_rate" in line)
+                first = np.max(next(line["learning_rate"] for line in lines if "learning_rate" in line))
                 self.print_line(
                     f"learning rate {self._rate_before:.3g} before, {first:.3g} now: the schedule of {self.total} steps"
                 )
