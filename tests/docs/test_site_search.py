@@ -34,6 +34,8 @@ FIRST = {
     "DLPack": "arrays.html",
     "Hessian": "second-derivatives.html",
     "XLA flags": "read-a-program.html",
+    "evaluate": "evaluate.html",
+    "muon": "optimizers.html",
     "size": None,
     "cuda": None,
 }
