@@ -129,7 +129,7 @@ with install_import_hook("zoo", "beartype.beartype"):
         try:
             importlib.import_module(module.name)
         except ImportError as error:
-            if "has moved to" not in str(error):
+            if not any(words in str(error) for words in ("has moved to", "pip install")):  # an extra is missing
                 raise
 """
 
