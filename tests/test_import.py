@@ -140,3 +140,14 @@ def test_every_module_imports_with_annotations_checked():
     pytest.importorskip("beartype")
     process = subprocess.run([sys.executable, "-c", HOOKED], capture_output=True, text=True)
     assert process.returncode == 0, process.stderr[-2000:]
+
+
+def test_the_command_line_needs_no_extra():
+    """`zoo families` and the others run where only the library's own dependencies are installed."""
+    program = (
+        "import sys, zoo.cli; print(*{name.partition('.')[0] for name in sys.modules}, 'zoo.train' in sys.modules)"
+    )
+    process = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    imported = process.stdout.split()
+    assert imported[-1] == "False"
+    assert not {"optax", "orbax", "grain", "tokenizers", "huggingface_hub", "jinja2", "lm_eval"}.intersection(imported)

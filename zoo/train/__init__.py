@@ -7,12 +7,14 @@ from zoo._optional import require_installed
 
 require_installed("optax", "grain", "orbax.checkpoint", extra="train")  # before anything that needs them is imported
 
+from zoo.parallel.fingerprint import fingerprint
 from zoo.text.batches import BatchIterator, ShuffledBatches, TokenWindows, bits_per_byte, stack_rows
 from zoo.text.chat import ChatTemplate, read_chat_template, tool_schema
 from zoo.text.corpus import load_text
 from zoo.text.docstrings import read_docstrings
 from zoo.text.mixture import Mixture
 from zoo.text.packing import PackedRows, plan_rows
+from zoo.text.record_options import RecordOptions
 from zoo.text.records import Records, RecordStream, load_records, mix, stream_records
 from zoo.text.synthetic import AssociativeRecall, GroupWords, NeedleRetrieval
 from zoo.text.tokenizers import read_tokenizer
@@ -23,7 +25,6 @@ from .digits import load_digits
 from .ema import update_ema
 from .evaluation import Evaluation
 from .export import export
-from .fingerprint import fingerprint
 from .health import measure_updates
 from .interrupt import Interrupt
 from .loss_scale import dynamic_loss_scale, loss_scale
@@ -40,7 +41,6 @@ from .optimizer.schedules import warmup_stable_decay
 from .optimizer.width_transfer import scale_by_width, transfer_width, width_factors
 from .options import MeshOptions, RunOptions
 from .profile import Profile
-from .record_options import RecordOptions
 from .remat import count_residual_bytes, fit_remat
 from .run import Run
 from .samples import continue_prompts

@@ -25,12 +25,12 @@ from jaxtyping import PyTree
 
 from zoo._files import to_jsonable
 from zoo._optional import import_optional
+from zoo.parallel.fingerprint import fingerprint_arrays, require_same_fingerprints
 from zoo.parallel.mesh import is_array_or_shape
 from zoo.parallel.rounds import merge_rounds, reshape_layers
 
 from .array_names import describe_arrays, flatten_with_names, format_key_path, require_same_arrays
 from .checkpoint_folder import TRASH, CheckpointFolder
-from .fingerprint import fingerprint_arrays, require_same_fingerprints
 from .processes import run_on_first
 
 _log = logging.getLogger("zoo")

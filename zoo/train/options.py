@@ -9,9 +9,9 @@ from typing import Any, Literal, TypeVar
 from zoo.models import configure
 from zoo.parallel import SEQUENCE, ZERO1, ZERO2, ZERO3, Mesh, Schedule, make_mesh
 from zoo.parallel.remat import RematPolicy
+from zoo.text.record_options import RecordOptions
 
 from .checkpoint_folder import refuse_url
-from .record_options import RecordOptions
 
 _Model = TypeVar("_Model")
 

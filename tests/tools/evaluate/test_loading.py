@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 import zoo
+from zoo.parallel.fingerprint import fingerprint
 from zoo.text.chat import NoChatTemplateError
 from zoo.tools.evaluate import load_language_model
-from zoo.train.fingerprint import fingerprint
 
 from .parity import FOLDER
 

@@ -15,6 +15,7 @@ from zoo._processes import initialize, is_first_process
 from zoo._terminal import show
 from zoo.parallel import Mesh
 from zoo.parallel.devices import make_device_mesh
+from zoo.parallel.fingerprint import fingerprint
 from zoo.text.tokenizer_file import TOKENIZER_FILE
 from zoo.text.tokenizers import find_tokenizer
 from zoo.tools.evaluate.bits_per_byte import evaluate_windows, read_texts, split_into_windows
@@ -23,7 +24,6 @@ from zoo.tools.evaluate.loading import load_language_model
 from zoo.tools.evaluate.results import RESULTS_FILE, TaskResult, format_table, summarize_results, write_results
 from zoo.tools.evaluate.run_tasks import TaskOptions, evaluate_task
 from zoo.tools.evaluate.tasks import Question, Task, read_tasks
-from zoo.train.fingerprint import fingerprint
 from zoo.weights import load
 from zoo.weights.directory import resolve_directory
 

@@ -46,7 +46,8 @@ def read_weights(path, artifact, mesh):
 
 def generate_tokens(about, programs, weights, rows, new):
     """Yield the most likely next token of each row, `new` times."""
-    width, longest = about["seq_len"], max(map(len, rows))
+    width = about["seq_len"]
+    longest = max(map(len, rows))
     if longest + new > about["length"]:
         raise SystemExit(f"{longest} tokens and {new} new ones do not fit into caches for {about['length']}")
     tokens = np.zeros((len(rows), -(-longest // width) * width), np.int32)

@@ -12,8 +12,8 @@ import pytest
 import zoo
 from zoo import adapters, train
 from zoo.parallel import Layout, leaves
+from zoo.parallel.fingerprint import fingerprint_arrays, hash_array
 from zoo.parallel.rounds import has_rounds
-from zoo.train.fingerprint import fingerprint_arrays, hash_array
 
 SIZES = {"vocab": 64, "embed": 32, "layers": 2, "heads": 4, "mlp": 64}
 

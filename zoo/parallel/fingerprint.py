@@ -1,4 +1,7 @@
-"""A hash of a run's frozen parameters, so that resuming an adapter on another base model is detected."""
+"""Fingerprints of trees of arrays: hashes that depend on names and values, not on the mesh or the layout.
+
+By them a run detects that an adapter is resumed on another base model.
+"""
 
 import hashlib
 import json
@@ -13,9 +16,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, PyTree, Shaped, UInt32
 
-from zoo.parallel import leaves, map_leaves
-from zoo.parallel.module import Leaf
-from zoo.parallel.rounds import has_rounds
+from .module import Leaf, leaves, map_leaves
+from .rounds import has_rounds
 
 _HASH_SEEDS = (0x243F6A88, 0x13198A2E)
 """Seeds of two independent hashes: words 1 and 3 of pi's hexadecimal fraction."""
