@@ -13,7 +13,7 @@ from zoo.tools import draw, parity, plan, report
 
 NAMES = {
     *("init", "make_mesh", "place", "place_batch", "Layout"),
-    *("value_and_grad", "value", "spmd", "cross_entropy", "generate", "generate_stream", "prefill"),
+    *("value_and_grad", "value", "spmd", "cross_entropy", "log_probs", "generate", "generate_stream", "prefill"),
     *("trainable", "cast", "count"),
     *("load", "save", "from_torch", "to_torch", "families", "hidden_states", "score", "embed", "CheckpointError"),
     *("set_implementations", "weights"),
@@ -46,6 +46,7 @@ SIGNATURES = {
     zoo.value_and_grad: "loss_fn mesh has_aux observe microbatches schedule",
     zoo.spmd: "fn mesh out",
     zoo.cross_entropy: "model batch key z_loss balance router_z over chunk implementation",
+    zoo.log_probs: "model batch temperature entropy key chunk",
     zoo.generate: (
         "model tokens max_new_tokens mask temperature top_k top_p min_p repetition_penalty presence_penalty "
         "frequency_penalty logits stop_tokens stop_sequences length prefix samples draft draft_tokens mesh callback "

@@ -8,6 +8,7 @@ from ._workarounds import disable_cpu_reduce_fusion
 from .generate import generate, generate_stream, prefill
 from .models.capture import capture, capture_gradients, capture_names, patch, unpatch
 from .models.configure import configure, set_implementations
+from .models.log_probs import log_probs
 from .models.loss import cross_entropy
 from .models.scoring import hidden_states, score
 from .models.second_derivatives import twice_differentiable
@@ -58,6 +59,7 @@ __all__ = [
     "inspect",
     "layers",
     "load",
+    "log_probs",
     "make_mesh",
     "models",
     "ops",

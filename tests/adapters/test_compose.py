@@ -84,12 +84,10 @@ def test_select_per_row_decodes_and_runs_on_a_mesh(both):
         return zoo.cross_entropy(selected, {name: x for name, x in batch.items() if name != "adapter"})
 
     mixed = run(adapters.select_per_row(both, ROWS))
-    log_probabilities = jnp.take_along_axis(jax.nn.log_softmax(mixed), BATCH["targets"][..., None], -1)
+    log_probs = jnp.take_along_axis(jax.nn.log_softmax(mixed), BATCH["targets"][..., None], -1)
     mesh = zoo.make_mesh(data=2, fsdp=2, tensor=2)
     batch = zoo.place_batch({**BATCH, "adapter": index_rows(both)}, mesh)
-    np.testing.assert_allclose(
-        zoo.value(loss_fn, mesh)(zoo.place(both, mesh), batch), -log_probabilities.mean(), rtol=1e-5
-    )
+    np.testing.assert_allclose(zoo.value(loss_fn, mesh)(zoo.place(both, mesh), batch), -log_probs.mean(), rtol=1e-5)
 
 
 def test_name_that_is_there_is_refused(model, tmp_path):

@@ -231,11 +231,11 @@ def test_details_are_the_probabilities_of_the_new_tokens():
     text = jnp.concatenate([tokens, jnp.maximum(found.tokens, 0)], axis=1)
     logits = model(text)[:, 5:-1]
     close = partial(np.testing.assert_allclose, rtol=0, atol=1e-6 * float(jnp.abs(logits).max()))
-    close(found.log_probabilities, np.where(is_new, zoo.score(model, text)[:, 5:], 0))
+    close(found.log_probs, np.where(is_new, zoo.score(model, text)[:, 5:], 0))
     logits = logits / 0.7
     cut = jnp.where(logits >= jax.lax.top_k(logits, 5)[0][..., -1:], logits, -jnp.inf)
     scores = jnp.take_along_axis(jax.nn.log_softmax(cut), jnp.maximum(found.tokens, 0)[..., None], axis=-1)[..., 0]
-    close(found.sampling_log_probabilities, np.where(is_new, scores, 0))
+    close(found.sampling_log_probs, np.where(is_new, scores, 0))
     assert found.steps == is_new.sum(1).max()
     streamed = zoo.generate(model, tokens, **options, details=True, callback=lambda newest: None)
     for x, y in zip(streamed[:3], found[:3], strict=True):

@@ -54,9 +54,9 @@ def test_greedy_tokens_are_those_without_a_draft(name, drafts):
         expected = zoo.generate(model, tokens, **options)
         found = zoo.generate(model, tokens, **options, draft=DRAFTS[drafts](model), draft_tokens=3)
         np.testing.assert_array_equal(found.tokens, expected.tokens)
-        np.testing.assert_allclose(found.log_probabilities, expected.log_probabilities, atol=1e-4)
+        np.testing.assert_allclose(found.log_probs, expected.log_probs, atol=1e-4)
         np.testing.assert_array_equal(found.prefix.text, expected.prefix.text)
-        assert (found.sampling_log_probabilities == 0).all()
+        assert (found.sampling_log_probs == 0).all()
         assert found.steps <= expected.steps
     if drafts == "the model":
         found = zoo.generate(model, tokens, mask=mask, max_new_tokens=24, draft=model, draft_tokens=3, details=True)

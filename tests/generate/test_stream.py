@@ -44,7 +44,7 @@ def collect(events):
     for event in events:
         assert event.request not in ended
         tokens.setdefault(event.request, []).extend(event.tokens)
-        scores.setdefault(event.request, []).extend(event.log_probabilities or ())
+        scores.setdefault(event.request, []).extend(event.log_probs or ())
         ended += [event.request] * event.ended
     assert sorted(ended) == sorted(tokens)
     return tokens, scores
@@ -56,7 +56,7 @@ def generate_alone(model, asked, **options):
     given = {"max_new_tokens": asked.max_new_tokens, "temperature": asked.temperature, "key": asked.key}
     found = zoo.generate(model, jnp.array([asked.tokens]), **given, **options, details=True)
     count = int((found.tokens >= 0).sum())
-    return found.tokens[0, :count].tolist(), found.log_probabilities[0, :count].tolist()
+    return found.tokens[0, :count].tolist(), found.log_probs[0, :count].tolist()
 
 
 @pytest.mark.one_case

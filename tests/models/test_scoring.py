@@ -100,7 +100,7 @@ def test_hidden_states_need_a_stack_with_separate_blocks(model):
 
 @pytest.mark.ci
 @given(seed=st.integers(0, 99), chunk=st.sampled_from([1, 4, 18, 1024]))
-def test_score_equals_log_probabilities(model, seed, chunk):
+def test_score_equals_log_probs(model, seed, chunk):
     tokens = random_tokens((2, 10), seed)
     found = score(model, tokens, chunk=chunk)
     assert found.shape == (2, 9) and found.dtype == jnp.float32

@@ -72,9 +72,9 @@ class DecodeState(Module):
     """Tokens of the prompt and new ones, by position; -1 after the latest."""
     counts: Int[Array, "batch classes"] | None = None
     """Number of times that each token id is among the new tokens, for the presence and frequency penalties."""
-    log_probabilities: Float[Array, "batch new"] | None = None
+    log_probs: Float[Array, "batch new"] | None = None
     """Log-probability of each new token under softmax(logits)."""
-    sampling_log_probabilities: Float[Array, "batch new"] | None = None
+    sampling_log_probs: Float[Array, "batch new"] | None = None
     """Log-probability of each new token under the distribution that it was drawn from."""
     progress: RowProgress | None = None
     """For rows that do not keep step."""
@@ -91,9 +91,9 @@ class NextTokens(Module):
     """A token for each row, -1 for logits that are not finite, with its log-probabilities if they are asked for."""
 
     tokens: Int[Array, "batch"]
-    log_probabilities: Float[Array, "batch"] | None
+    log_probs: Float[Array, "batch"] | None
     """Under softmax(logits)."""
-    sampling_log_probabilities: Float[Array, "batch"] | None
+    sampling_log_probs: Float[Array, "batch"] | None
     """Under the distribution that the token was drawn from."""
 
 
@@ -212,8 +212,8 @@ def start(
         running=jnp.array(True),
         text=write_text(prompt, length, before) if options.needs_text else None,
         counts=jnp.zeros_like(seen, jnp.int32) if options.counts_tokens else None,
-        log_probabilities=scores,
-        sampling_log_probabilities=scores,
+        log_probs=scores,
+        sampling_log_probs=scores,
     )
 
 
@@ -310,8 +310,8 @@ def append(state: DecodeState, choice: NextTokens, options: SamplingOptions) -> 
         running=_find_running(state.done, done, is_paced=progress is not None),
         text=text,
         counts=None if state.counts is None else state.counts + is_newest,
-        log_probabilities=score(state.log_probabilities, choice.log_probabilities),
-        sampling_log_probabilities=score(state.sampling_log_probabilities, choice.sampling_log_probabilities),
+        log_probs=score(state.log_probs, choice.log_probs),
+        sampling_log_probs=score(state.sampling_log_probs, choice.sampling_log_probs),
         progress=progress,
         values=state.values,
     )

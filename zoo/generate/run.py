@@ -39,10 +39,10 @@ class Generated(NamedTuple):
 
     tokens: Int[Array, "batch new"]
     """New tokens; -1 after a row's end."""
-    log_probabilities: Float[Array, "batch new"]
+    log_probs: Float[Array, "batch new"]
     """Log-probability of each new token under the model, softmax(logits): before penalties, temperature and truncation.
     0 for -1."""
-    sampling_log_probabilities: Float[Array, "batch new"]
+    sampling_log_probs: Float[Array, "batch new"]
     """Log-probability of each new token under the distribution that it was drawn from: after them. 0 for -1, and for
     greedy decoding."""
     prefix: Prefix | None
@@ -256,7 +256,7 @@ def generate(
     prefix = None if rereads else Prefix(result.states, result.text, len(new), slots, rope_length)
     rows = len(tokens) * samples
     values = {name: _cut_value(value, rows, max_new_tokens, mesh) for name, value in (result.values or {}).items()}
-    scores = cut(result.log_probabilities), cut(result.sampling_log_probabilities)
+    scores = cut(result.log_probs), cut(result.sampling_log_probs)
     return Generated(new, *scores, prefix, result.step, values)
 
 

@@ -59,7 +59,7 @@ class _Proposals(Module):
 
     tokens: Int[Array, "batch drafted"]
     """-1 for none, and then none follows."""
-    log_probabilities: Float[Array, "batch drafted vocab"] | None
+    log_probs: Float[Array, "batch drafted vocab"] | None
     """None for a draft that is certain of each token."""
 
 
@@ -229,15 +229,15 @@ def _verify(
     """Accept proposals of each row up to the first rejection, and append them and one more token."""
     width = logits.shape[1]
     none = jnp.full_like(proposals.tokens[:, :1], -1)
-    log_q = proposals.log_probabilities
+    log_q = proposals.log_probs
     if log_q is not None:
         log_q = jnp.concatenate([log_q, log_q[:, :1]], axis=1)  # of no proposal: never read
     columns = logits, jnp.concatenate([proposals.tokens, none], axis=1), log_q
     columns = jax.tree.map(lambda x: x.swapaxes(0, 1), columns)
     empty = jnp.broadcast_to(none, (len(none), width))
-    scores = None if state.log_probabilities is None else jnp.zeros_like(empty, jnp.float32)
+    scores = None if state.log_probs is None else jnp.zeros_like(empty, jnp.float32)
     block = dataclasses.replace(
-        state, tokens=empty, log_probabilities=scores, sampling_log_probabilities=scores, step=jnp.int32(0), states=()
+        state, tokens=empty, log_probs=scores, sampling_log_probs=scores, step=jnp.int32(0), states=()
     )
 
     def step(carry, column):
@@ -311,8 +311,8 @@ def _insert(state: DecodeState, block: DecodeState) -> DecodeState:
         block,
         states=state.states,
         tokens=write(state.tokens, block.tokens),
-        log_probabilities=write(state.log_probabilities, block.log_probabilities),
-        sampling_log_probabilities=write(state.sampling_log_probabilities, block.sampling_log_probabilities),
+        log_probs=write(state.log_probs, block.log_probs),
+        sampling_log_probs=write(state.sampling_log_probs, block.sampling_log_probs),
         step=state.step + 1,
     )
 

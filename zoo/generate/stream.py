@@ -45,9 +45,9 @@ class StreamedTokens(NamedTuple):
     """Tokens since the last event of this request."""
     ended: bool
     """True for the last event of the request."""
-    log_probabilities: tuple[float, ...] | None = None
+    log_probs: tuple[float, ...] | None = None
     """With `details`, the log-probability of each token under softmax(logits)."""
-    sampling_log_probabilities: tuple[float, ...] | None = None
+    sampling_log_probs: tuple[float, ...] | None = None
     """With `details`, the log-probability of each token under the distribution that it was drawn from."""
 
 
@@ -175,7 +175,7 @@ class _Pool:
         fixed = self._unstacked, self._options
         state = run_jitted(on_mesh(_decode_on, self._mesh), (fixed,), (self._state, until), donate=True)
         self._state = state
-        scores = state.log_probabilities, state.sampling_log_probabilities
+        scores = state.log_probs, state.sampling_log_probs
         step, tokens, done, *scores = jax.device_get((state.step, state.tokens, state.done, *scores))
         for number, row in enumerate(self._rows):
             if row is None:
@@ -240,12 +240,12 @@ def _decode_on(
 def _clear(state: DecodeState) -> DecodeState:
     """Return the state with room for the next tokens."""
     empty = jnp.broadcast_to(jnp.full_like(state.newest, -1)[:, None], (len(state.newest), _MOST_STEPS))
-    scores = None if state.log_probabilities is None else jnp.zeros_like(empty, jnp.float32)
+    scores = None if state.log_probs is None else jnp.zeros_like(empty, jnp.float32)
     return dataclasses.replace(
         state,
         tokens=empty,
-        log_probabilities=scores,
-        sampling_log_probabilities=scores,
+        log_probs=scores,
+        sampling_log_probs=scores,
         step=jnp.int32(0),
         running=jnp.array(True),
     )

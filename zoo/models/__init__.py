@@ -15,6 +15,7 @@ from .encoders.image import ImageEncoder, build_image_encoder
 from .encoders.text import Encoder, build_encoder
 from .hf.spec import Family, TensorMapping, fused, prefixed
 from .load_balancing import balance_loss, count_active_parameters, router_z_loss, tokens_per_expert, update_expert_bias
+from .log_probs import log_probs
 from .loss import cross_entropy, cross_entropy_and_routing, token_losses
 from .observe import find_first_nonfinite, observe, tabulate_observations, unobserve
 from .parameter_paths import list_parameter_paths
@@ -101,6 +102,7 @@ __all__ = [
     "hidden_states",
     "list_parameter_paths",
     "list_presets",
+    "log_probs",
     "observe",
     "pack_positions",
     "prefixed",

@@ -1,24 +1,20 @@
 """Hidden states of all layers, and log-probabilities of given tokens."""
 
-from collections.abc import Callable
-from functools import partial
-from typing import Any
-
 import equinox as eqx
-import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from zoo._checks import check_chunk, check_tokens
 from zoo.layers import TokenInfo
 from zoo.layers.token_info import token_info
-from zoo.parallel import all_gather, gather, num_shards, scan, shard
+from zoo.parallel import all_gather, gather, num_shards, shard
 from zoo.parallel.tokens import replicate_tokens
-from zoo.shapes import HiddenStates, PaddingMask, Positions, SegmentIds, Tokens
+from zoo.shapes import PaddingMask, Positions, SegmentIds, Tokens
 
 from .decoder import AbstractBlock, Decoder, UnrolledStack, find_checkable_vocab
 from .encoders.image import ImageEncoder
 from .encoders.text import Encoder
+from .log_probs import map_targets
 from .loss import token_losses
 from .stack import Stack
 
@@ -95,13 +91,10 @@ def score(
     if tokens.shape[1] * num_shards(tokens, "seq") < 2:
         raise ValueError(f"the first token has no score, so that a row needs 2 or more: {tokens.shape=}")
     info = token_info(tokens, mask=mask, segment_ids=segment_ids, positions=positions).mask_padding()
-    hidden, _ = model.hidden(tokens, info)
-    x, following = _pair_with_next_tokens(hidden.x, tokens)
-    unembedding = model.gather_unembedding()
-    scores = -map_logits(token_losses, unembedding, x.reshape(-1, x.shape[-1]), following.reshape(-1), chunk)
-    scores = jnp.where(following < 0, jnp.nan, scores.reshape(x.shape[:2]))  # no id here is to be ignored
-    if num_shards(tokens, "seq") > 1:
-        scores = all_gather(scores, "seq", axis=1)[:, :-1]
+    following = _shift_tokens(tokens)
+    scores = -map_targets(token_losses, model, tokens, info, following, chunk)
+    scores = jnp.where(following < 0, jnp.nan, scores)  # no id here is to be ignored
+    scores = all_gather(scores, "seq", axis=1)[:, :-1]
     if info.segment_ids is None:
         return scores
     segment_ids = all_gather(info.segment_ids, "seq", axis=1)
@@ -109,36 +102,11 @@ def score(
     return jnp.where(is_scored, scores, 0)
 
 
-def _pair_with_next_tokens(
-    x: HiddenStates, tokens: Tokens
-) -> tuple[Float[Array, "batch _ embed"], Int[Array, "batch _"]]:
-    """Return hidden states and the next token of each, without the last one, which has no next token.
+def _shift_tokens(tokens: Tokens) -> Tokens:
+    """Return the next token of each; the last token of a row, which has none, is paired with the first.
 
-    Where the sequence is sharded, the last token of a shard is followed by the first of the next. Shards have one size,
-    so that the last of the row keeps its place, paired with the first.
+    Where the sequence is sharded, the last token of a shard is followed by the first of the next.
     """
     if num_shards(tokens, "seq") == 1:
-        return x[:, :-1], tokens[:, 1:]
-    return x, shard(jnp.roll(all_gather(tokens, "seq", axis=1), -1, axis=1), "seq", axis=1)
-
-
-def map_logits(
-    function: Callable[[Float[Array, "tokens vocab"], Int[Array, "tokens"]], Any],
-    head: eqx.Module,
-    x: Float[Array, "tokens embed"],
-    targets: Int[Array, "tokens"],
-    chunk: int,
-) -> Any:
-    """Compute `function(head(x), targets)`, `chunk` tokens at a time: one array or a tree of arrays "tokens ..."."""
-    size = min(chunk, len(x))
-    padding = -len(x) % size
-    rows = jnp.pad(x, ((0, padding), (0, 0))).reshape(-1, size, x.shape[-1])
-    arrays, static = eqx.partition(head, eqx.is_array)
-
-    @partial(jax.checkpoint, prevent_cse=False)
-    def map_chunk(x: Array, targets: Array) -> Any:
-        return function(eqx.combine(arrays, static)(x), targets)
-
-    chunks = rows, jnp.pad(targets, (0, padding)).reshape(-1, size)
-    _, results = scan(lambda carry, chunk: (carry, map_chunk(*chunk)), (), chunks)
-    return jax.tree.map(lambda y: y.reshape(-1, *y.shape[2:])[: len(x)], results)
+        return jnp.roll(tokens, -1, axis=1)
+    return shard(jnp.roll(all_gather(tokens, "seq", axis=1), -1, axis=1), "seq", axis=1)

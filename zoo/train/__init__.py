@@ -19,6 +19,7 @@ from zoo.text.records import Records, RecordStream, load_records, mix, stream_re
 from zoo.text.synthetic import AssociativeRecall, GroupWords, NeedleRetrieval
 from zoo.text.tokenizers import read_tokenizer
 
+from . import objectives
 from .checkpoint import Checkpoints
 from .command import check_names, run_cli
 from .digits import load_digits
@@ -29,6 +30,7 @@ from .health import measure_updates
 from .interrupt import Interrupt
 from .loss_scale import dynamic_loss_scale, loss_scale
 from .metrics import Metrics, read_metrics
+from .objectives.texts import Pairs, average_pairs, sum_pairs, sum_segments
 from .optimizer.adam import adamw
 from .optimizer.apply_updates import apply_updates
 from .optimizer.by_name import OptimizerName, make_optimizer
@@ -69,6 +71,7 @@ __all__ = [
     "NeedleRetrieval",
     "OptimizerName",
     "PackedRows",
+    "Pairs",
     "Profile",
     "RecordOptions",
     "RecordStream",
@@ -84,6 +87,7 @@ __all__ = [
     "WeightsAndBiases",
     "adamw",
     "apply_updates",
+    "average_pairs",
     "bits_per_byte",
     "by_dim",
     "check_names",
@@ -107,6 +111,7 @@ __all__ = [
     "measure_updates",
     "mix",
     "muon",
+    "objectives",
     "plan_rows",
     "read_chat_template",
     "read_docstrings",
@@ -118,6 +123,8 @@ __all__ = [
     "skip_spikes",
     "stack_rows",
     "stream_records",
+    "sum_pairs",
+    "sum_segments",
     "summary",
     "sweep_grid",
     "sweep_map",

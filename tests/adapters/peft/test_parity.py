@@ -64,8 +64,8 @@ def test_peft_case_matches_pytorch(case, adapter, bases, tmp_path):
     def compute(model):
         def loss(trainable):
             logits = eqx.combine(trainable, model)(tokens)
-            log_probabilities = jax.nn.log_softmax(logits[:, :-1])
-            return -jnp.take_along_axis(log_probabilities, tokens[:, 1:, None], -1).mean(), logits
+            log_probs = jax.nn.log_softmax(logits[:, :-1])
+            return -jnp.take_along_axis(log_probs, tokens[:, 1:, None], -1).mean(), logits
 
         return jax.value_and_grad(loss, has_aux=True)(zoo.trainable(model))
 

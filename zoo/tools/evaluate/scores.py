@@ -13,8 +13,8 @@ from jaxtyping import Array, Bool, Float, Int
 from zoo._checks import is_host_readable
 from zoo.layers.token_info import token_info
 from zoo.models import Decoder
+from zoo.models.log_probs import map_targets
 from zoo.models.loss import token_losses
-from zoo.models.scoring import map_logits
 from zoo.parallel import reduce, shard_offset
 
 _CHUNK = 1024
@@ -33,11 +33,8 @@ def score_targets(
     not all-gathered.
     """
     tokens = batch["tokens"]
-    hidden, _ = model.hidden(tokens, token_info(tokens))
-    x = hidden.x.reshape(-1, hidden.x.shape[-1])
-    scores = map_logits(_score_logits, model.gather_unembedding(), x, batch["targets"].reshape(-1), _CHUNK)
-    log_probabilities, is_likeliest = (y.reshape(tokens.shape) for y in scores)
-    return log_probabilities, is_likeliest, batch["numbers"]
+    scores = map_targets(_score_logits, model, tokens, token_info(tokens), batch["targets"], _CHUNK)
+    return *scores, batch["numbers"]
 
 
 def _score_logits(

@@ -1,0 +1,35 @@
+"""Objectives of post-training: pure functions of log-probabilities, of scores, and of two models' logits."""
+
+from .policy_gradient import (
+    cispo_loss,
+    group_advantages,
+    kl_estimate,
+    per_length,
+    per_row,
+    per_token,
+    policy_loss,
+    sequence_log_ratio,
+    truncate_ratio,
+)
+from .preference import apo_down, apo_zero, dpo, hinge, ipo, kto, orpo, robust_dpo, simpo
+
+__all__ = [
+    "apo_down",
+    "apo_zero",
+    "cispo_loss",
+    "dpo",
+    "group_advantages",
+    "hinge",
+    "ipo",
+    "kl_estimate",
+    "kto",
+    "orpo",
+    "per_length",
+    "per_row",
+    "per_token",
+    "policy_loss",
+    "robust_dpo",
+    "sequence_log_ratio",
+    "simpo",
+    "truncate_ratio",
+]
