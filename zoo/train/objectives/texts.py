@@ -24,7 +24,9 @@ def sum_segments(
 ) -> Float[Array, "batch segments"]:
     """Sum over the tokens of each segment: segments 1 to `count`, by default as many as a row has tokens.
 
-    Padding, segment 0, is left out. Where the sequence is sharded, partial sums are all-reduced.
+    Padding, segment 0, is left out. Where the sequence is sharded, partial sums are all-reduced, and every device of a
+    row has all of them. A second term of the loss has to be summed alike: `sum_segments(x, segment_ids).sum()`, where
+    `x.sum()` would be the part of one device.
     """
     if count is None:
         count = x.shape[1] * num_shards(segment_ids, "seq")
