@@ -44,6 +44,7 @@ from .presets.vision_transformer import VisionTransformer
 from .restack import split_ends
 from .scoring import hidden_states, score
 from .second_derivatives import twice_differentiable
+from .sequence_score import SequenceScore
 from .stack import Stack, describe_loop, swap_stack
 from .text_embeddings import embed
 
@@ -80,6 +81,7 @@ __all__ = [
     "ModernBERT",
     "ParallelBlock",
     "RetNet",
+    "SequenceScore",
     "Stack",
     "TensorMapping",
     "TokenClassificationHead",

@@ -18,6 +18,8 @@ from .parameter_paths import IndexRanges, format_path, iterate_indices, walk_par
 
 Targets = str | Sequence[str] | Callable[[str], bool]
 ALL_LINEAR = "all-linear"
+_HEADS = ("head", "score", "embedding")
+"""Modules outside of the layers, which read or write tokens or classes."""
 
 
 class LinearSite(NamedTuple):
@@ -48,7 +50,7 @@ class LinearSite(NamedTuple):
     @property
     def supports_dropout(self) -> bool:
         """True if the module reads rows of tokens inside a layer. Heads, embeddings and experts do not."""
-        return self.name not in ("head", "embedding") and len(self.ranges) <= 1
+        return self.name not in _HEADS and len(self.ranges) <= 1
 
     def tabulate(self, value: Callable[[str], Any], dtype: Any) -> np.ndarray:
         """Return an array of `value(name)` over the stacked dims."""
@@ -111,7 +113,7 @@ def match_targets(targets: Targets, sites: Sequence[LinearSite]) -> Callable[[st
 def matches(target: str, name: str) -> bool:
     """Return True if one target, a name or a pattern, matches the path of a module."""
     if target == ALL_LINEAR:
-        return name not in ("head", "embedding")
+        return name not in _HEADS
     if name == target or name.endswith("." + target):
         return True
     if target.replace(".", "").replace("_", "").isalnum():  # no pattern but for its dots: not worth compiling
