@@ -13,8 +13,10 @@ import jax
 import numpy as np
 
 from zoo._checks import parse_dtype
+from zoo.models.hf.errors import ConfigError
 from zoo.models.hf.families import get_family
 from zoo.models.hf.kinds import is_mxfp4
+from zoo.models.hf.score_head import choose_head
 from zoo.models.hf.spec import Family
 from zoo.parallel import Mesh
 
@@ -72,6 +74,10 @@ def read_state(
     ignore: Collection[str] = (),
 ) -> LoadedModel:
     """Read the tensors of a module in memory into a model of the family."""
+    try:
+        family = choose_head(family, config_json)
+    except ConfigError as error:
+        raise CheckpointError(f"the config: {error}") from None
     checkpoint = resolve_checkpoint(
         config_json, tensors, _with_memory_names(family, tensors), ignore, "the config: ", "the state dict"
     )

@@ -16,8 +16,9 @@ def write_model_card(directory: Path, text: str) -> None:
         write_text(directory / CARD_FILE, text)
 
 
-def describe_model(model_type: str, base: str | None) -> str:
-    """Return the model card of a checkpoint. It does not depend on the directory: equal models have equal files."""
+def describe_model(model_type: str, base: str | None, reader: str = "AutoModel") -> str:
+    """Return the model card of a checkpoint. It does not depend on the directory: equal models have equal files.
+    `reader` is the class of transformers that reads it."""
     origin = f" It was made from `{base}`." if base else ""
     return f"""{_format_header("transformers", base, ["equizoo", "jax"])}
 # A {model_type} model
@@ -30,7 +31,7 @@ import zoo
 model = zoo.load("DIRECTORY")  # or its name on the hub
 ```
 
-`transformers.AutoModel.from_pretrained` reads it too.
+`transformers.{reader}.from_pretrained` reads it too.
 """
 
 

@@ -13,6 +13,7 @@ from zoo.models.hf.config import read_config
 from zoo.models.hf.errors import ConfigError, shorten_repr, suggest_nearest
 from zoo.models.hf.families import ALIASES, FAMILIES, get_family
 from zoo.models.hf.not_read import find_nearest, find_reason
+from zoo.models.hf.score_head import choose_head
 from zoo.models.hf.shapes import build_shapes
 from zoo.models.hf.spec import Config, Family, NameMap, Origin, replace_ending
 from zoo.models.hf.wrappers import TEXT_CONFIG, TIE, WRAPPERS, read_text_config, rename, rename_all, unwrap_config
@@ -46,7 +47,7 @@ _MOST_SHARED_LAYERS = 128
 
 
 LoadedModel = Any
-"""A `zoo.models.Decoder`, or of images a `zoo.models.ImageEncoder`: the config says which."""
+"""A `zoo.models.Decoder`, `SequenceScore`, `Encoder` or, of images, `ImageEncoder`: the config says which."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,6 +147,7 @@ def resolve_checkpoint(
     if isinstance(text := config_json.get(TEXT_CONFIG), Mapping):
         config_json[TEXT_CONFIG] = {key: value for key, value in text.items() if key not in ignore}
     try:
+        family = choose_head(family, config_json)
         config_json, wrapping = unwrap_config(config_json, family, tensors)
         plain_json, quantized = split_quantization(config_json)
         if not packed:

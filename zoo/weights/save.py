@@ -20,10 +20,12 @@ from zoo.layers import FP8Linear
 from zoo.models.hf.config import IGNORED_KEYS, read_config
 from zoo.models.hf.errors import ConfigError, suggest_nearest
 from zoo.models.hf.families import FAMILIES, get_family
+from zoo.models.hf.score_head import has_score, is_of_transformers, score_family, score_origin
 from zoo.models.hf.shapes import build_shapes
 from zoo.models.hf.spec import Family, NameMap, Origin, replace_ending
 from zoo.models.hf.wrappers import rename_all, wrap_config
 from zoo.models.parameter_paths import find_differences, list_parameter_paths
+from zoo.models.sequence_score import SequenceScore
 
 from .directory import CONFIG_NAME, resolve_directory
 from .formats import split_quantization
@@ -134,7 +136,7 @@ def resolve_model(
     **Raises** `CheckpointError` for adapters, `ValueError` for edits, and as `resolve_origin` does.
     """
     _refuse_adapters(model)
-    if edits := getattr(model, "edits", ()):
+    if edits := getattr(getattr(model, "decoder", model), "edits", ()):  # a SequenceScore's are its decoder's
         raise ValueError(
             f"a checkpoint has no place for edits, and the model has one of {edits[0].name}: save zoo.unpatch(model)"
         )
@@ -181,6 +183,11 @@ def resolve_origin(model: Any, requested: str | Family | None, overrides: dict[s
     """
     family = _get_family(requested) if isinstance(requested, str) else requested
     origin = getattr(model, "origin", None)
+    is_score = isinstance(model, SequenceScore)
+    if is_score and family is not None and has_score(family):
+        family = score_family(family)
+    if is_score and origin is not None and has_score(origin.family):
+        origin = score_origin(origin, model)
     reasons = []
     if origin is not None and family in (None, origin.family):
         wrapping = origin.wrapping if family is None else None
@@ -197,13 +204,20 @@ def resolve_origin(model: Any, requested: str | Family | None, overrides: dict[s
         family = origin.family  # changed since it was loaded: the new model may still be one of the family
         reasons.append(f"it was read as {family.name}, and {reason}")
     read_alone = []
-    candidates = FAMILIES.values() if family is None else [family]
+    if family is not None:
+        candidates = [family]
+    elif is_score:
+        candidates = filter(has_score, FAMILIES.values())
+    else:
+        candidates = FAMILIES.values()
     sentence_files = () if origin is None else origin.sentence_files
     for candidate in candidates:
-        if candidate.describe is None:
-            read_alone.append(candidate.name)
-            continue
         try:
+            if is_score:
+                candidate = score_family(candidate)
+            if candidate.describe is None:
+                read_alone.append(candidate.name)
+                continue
             config = {**_describe_config(model, candidate), **overrides}
             reason = _find_config_mismatch(model, candidate, config)
         except ConfigError as error:
@@ -329,9 +343,10 @@ def _write_checkpoint(
                 old.unlink()
         if source is not None:
             copy_tokenizer(Path(source), directory)
-        if FAMILIES.get(origin.family.name) is origin.family:  # transformers does not read a family of one's own
+        if is_of_transformers(origin.family):  # transformers does not read a family of one's own
             base = None if source is None else name_base(Path(source))
-            write_model_card(directory, describe_model(origin.family.name, base))
+            reader = "AutoModelForSequenceClassification" if isinstance(model, SequenceScore) else "AutoModel"
+            write_model_card(directory, describe_model(origin.family.name, base, reader))
     else:
         for name in specs:  # take part in the all-gather of each tensor
             tensor(name)

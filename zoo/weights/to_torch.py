@@ -17,6 +17,7 @@ from zoo.models.hf.config import read_config
 from zoo.models.hf.spec import Family, Origin, prefixed
 from zoo.models.hf.wrappers import TIE, name_as_modules, rename
 from zoo.models.parameter_paths import walk_parameters
+from zoo.models.sequence_score import SequenceScore
 
 from .formats import split_quantization
 from .plan import invert_name_map, plan_tensors
@@ -92,7 +93,7 @@ def list_state(model: PyTree, family: str | Family | None, names: str) -> StateD
         )
     files = origin
     if names == "module":
-        origin = _with_module_names(files, is_decoder=isinstance(model, Decoder))
+        origin = _with_module_names(files, has_head=isinstance(model, Decoder | SequenceScore))
     name_map = read_name_map(origin)
     specs, assemble = export_tensors(model, name_map)
     specs = {name: spec for name, spec in specs.items() if name not in origin.lacking}
@@ -122,16 +123,16 @@ def _refuse_packed(model: PyTree) -> None:
             )
 
 
-def _with_module_names(origin: Origin, *, is_decoder: bool) -> Origin:
-    """Return an origin with the names of modules in memory, whatever the names in its files are. A decoder has a head,
-    and so its other modules have the base model's prefix."""
+def _with_module_names(origin: Origin, *, has_head: bool) -> Origin:
+    """Return an origin with the names of modules in memory, whatever the names in its files are. Beside the head of a
+    decoder, or a score, the other modules have the base model's prefix."""
     family = origin.family
     if family.memory_names is not None:
         family = dataclasses.replace(family, names=family.memory_names)
     wrapping = origin.wrapping
     if wrapping is not None:
         wrapping = name_as_modules(wrapping)
-    lacks_base_prefix = origin.lacks_base_prefix and not is_decoder
+    lacks_base_prefix = origin.lacks_base_prefix and not has_head
     return dataclasses.replace(origin, family=family, wrapping=wrapping, lacks_base_prefix=lacks_base_prefix)
 
 
