@@ -155,6 +155,29 @@ def test_items_of_several_texts_are_not_split(lengths, texts_per_item, seq_len, 
         assert items == sorted(items) and len(rows) == len(items)
 
 
+@given(lengths_of_texts, st.integers(1, 2), st.integers(1, 60), st.booleans())
+@few_examples
+def test_whole_texts_end_with_a_weight_and_without_a_target(lengths, texts_per_item, seq_len, pack):
+    lengths = lengths[: len(lengths) // texts_per_item * texts_per_item]
+    tokens, mask, starts = make_texts(lengths)
+    tokens = np.arange(len(tokens)).astype(np.uint16)[: starts[-1]]  # the last text ends with the tokens
+    options = {"texts_per_item": texts_per_item, "too_long": "drop", "whole": True, "pack": pack}
+    rows = PackedRows(tokens, mask[: starts[-1]], starts, seq_len, **options)
+    segments = [segment for row in list_segments(rows) for segment in row]
+    texts = [list(range(start, stop)) for start, stop in itertools.pairwise(starts.tolist())]
+    items = [texts[i : i + texts_per_item] for i in range(0, len(texts), texts_per_item)]
+    kept = [item for item in items if all(item) and sum(map(len, item)) <= seq_len]
+    assert sorted(segment["tokens"] for segment in segments) == sorted(text for item in kept for text in item)
+    for segment in segments:
+        size = len(segment["tokens"])
+        assert segment["targets"] == [*segment["tokens"][1:], -1]
+        assert segment["weights"] == [0] * (size - 1) + [1] and segment["positions"] == list(range(size))
+    positions = sum(len(segment["tokens"]) for segment in segments)
+    assert rows.num_trained == len(segments) and rows.num_targets == positions - len(segments)
+    assert rows.num_dropped == len(items) - len(kept) and rows.num_cut == 0
+    assert rows.fill == pytest.approx(positions / max(len(rows) * seq_len, 1))
+
+
 def test_parts_of_a_text_have_its_label():
     tokens, mask, starts = make_texts([3, 12])
     rows = PackedRows(tokens, mask, starts, 4, pack=False, labels=np.array([7.0, 9.0], np.float32))
@@ -194,6 +217,7 @@ def test_rows_are_found_by_number_only():
         ({"too_long": "crop"}, "too_long is 'crop': 'cut' or 'drop' was expected"),
         ({"texts_per_item": 2, "too_long": "drop"}, "3 texts do not make items of 2 texts each"),
         ({"texts_per_item": 3}, "an item of 3 texts is not cut: take too_long='drop'"),
+        ({"whole": True}, "a whole text is not cut: take too_long='drop'"),
         ({"labels": np.ones(2, np.float32)}, "2 labels for 3 items"),
         ({"mask": np.ones(4, np.uint8)}, "the mask has 4 values for 20 tokens"),
         ({"starts": np.array([0, 5, 4, 20])}, "text 1 starts at 5 and ends at 4, before its start"),

@@ -75,7 +75,11 @@ class PackedRows:
     A row has `tokens`, `targets` (-1 where there is none), `weights` (float32, the mask of the target), `segment_ids`
     (from 1 in each row, 0 for padding), `positions` (from 0 in each segment) and, if they are given, `labels`.
 
-    - `num_items`: items in the texts. `num_dropped`: items left out, too long or with a text of fewer than 2 tokens.
+    `zoo.models.SequenceScore` reads a text at its last token. In `whole` rows a text of n tokens takes n positions: the
+    last has no target, and `weights` are 1 there and 0 elsewhere.
+
+    - `num_items`: items in the texts. `num_dropped`: items left out, too long or with a text of fewer than 2 tokens (in
+      whole rows, of none).
     - `num_cut`: texts that were cut. Each part begins with the last token of the part before it, which is only a target
       there: every target of a text occurs exactly once.
 
@@ -93,6 +97,7 @@ class PackedRows:
         texts_per_item: int = 1,
         too_long: TooLong = "cut",
         pack: bool = True,
+        whole: bool = False,
         labels: Float[np.ndarray, "items"] | None = None,
     ):
         """- `tokens`, `mask`: of all texts, one after the other, such as memory-mapped files. They are not copied.
@@ -100,12 +105,13 @@ class PackedRows:
         - `items`: the items to take, all by default.
         - `texts_per_item`: consecutive texts that stay together in a row, each a segment: 2 for pairs.
         - `too_long`: "cut" a text of more than `seq_len` targets, or "drop" the item.
+        - `whole`: keep the last token of each text, for a score there.
         - `pack`: if False, every item, or part of a cut text, has a row of its own, in the order of the texts.
         - `labels`: of each item. The labels of a row, "texts", are the labels of its segments, parts of a cut text
           included, and 0 beyond the last segment. Their number is the largest number of segments in a row.
 
         **Raises** `ValueError` for texts that do not fit to tokens, mask or labels, and for `too_long="cut"` with items
-        of several texts.
+        of several texts or with `whole`.
         """
         starts = np.asarray(starts, np.int64)
         _check_texts(tokens, mask, starts)
@@ -118,6 +124,8 @@ class PackedRows:
             raise ValueError(f"{num_texts:,} texts do not make items of {texts_per_item} texts each")
         if texts_per_item > 1 and too_long == "cut":
             raise ValueError(f"an item of {texts_per_item} texts is not cut: take too_long='drop'")
+        if whole and too_long == "cut":
+            raise ValueError("a whole text is not cut: take too_long='drop'")
         self.seq_len = seq_len
         num_items = num_texts // texts_per_item
         for name, values in {"labels": labels, "items": items}.items():
@@ -126,7 +134,9 @@ class PackedRows:
         is_asked = np.ones(num_items, bool) if items is None else items
         self.num_items = int(np.count_nonzero(is_asked))
 
-        sizes = np.maximum(np.diff(starts) - 1, 0)  # in targets
+        sizes = np.diff(starts)  # in positions
+        if not whole:
+            sizes = np.maximum(sizes - 1, 0)
         item_sizes = sizes.reshape(-1, texts_per_item)
         is_kept = is_asked & (item_sizes > 0).all(axis=1)
         if too_long == "drop":
@@ -151,6 +161,7 @@ class PackedRows:
         self._labels = None
         if labels is not None:
             self._labels = labels[texts[order] // texts_per_item].astype(np.float32)
+        self._is_whole = whole
         self._most_segments = int(np.diff(self._first).max(initial=0))
         # Still the same files: every index into a `np.memmap` would make another one of its result.
         self._tokens = np.asarray(tokens)
@@ -159,11 +170,18 @@ class PackedRows:
     @property
     def num_targets(self) -> int:
         """Number of targets in all rows."""
+        return self._num_positions - len(self._sizes) * self._is_whole
+
+    @property
+    def _num_positions(self) -> int:
         return int(self._sizes.sum())
 
     @cached_property
     def num_trained(self) -> int:
-        """Number of targets with a weight other than 0. Reads the whole mask, once."""
+        """Number of targets with a weight other than 0, which reads the whole mask, once; in whole rows the number of
+        texts."""
+        if self._is_whole:
+            return len(self._sizes)
         begins = np.sort(self._starts) + 1  # of the targets of each segment, which do not overlap
         ends = np.sort(self._starts + self._sizes) + 1
         trained = 0
@@ -178,7 +196,7 @@ class PackedRows:
     @property
     def fill(self) -> float:
         """Share of the positions of all rows that hold a token."""
-        return self.num_targets / max(len(self) * self.seq_len, 1)
+        return self._num_positions / max(len(self) * self.seq_len, 1)
 
     def __len__(self) -> int:
         return len(self._first) - 1
@@ -199,8 +217,14 @@ class PackedRows:
             "positions": np.zeros(self.seq_len, np.int32),
         }
         row["tokens"][:used] = self._tokens[source]
-        row["targets"][:used] = self._tokens[source + 1]
-        row["weights"][:used] = self._mask[source + 1]
+        if self._is_whole:
+            following = np.minimum(source + 1, len(self._tokens) - 1)
+            row["targets"][:used] = self._tokens[following]
+            row["targets"][ends - 1] = -1
+            row["weights"][ends - 1] = 1
+        else:
+            row["targets"][:used] = self._tokens[source + 1]
+            row["weights"][:used] = self._mask[source + 1]
         row["segment_ids"][:used] = np.repeat(np.arange(1, len(sizes) + 1), sizes)
         row["positions"][:used] = source - np.repeat(starts, sizes)
         if self._labels is not None:

@@ -147,6 +147,23 @@ def test_pairs_and_labels_are_in_the_rows(load):
     assert row["labels"].tolist() == [1.0]
 
 
+def test_whole_texts_are_scored_at_their_last_token(load):
+    """Classes of texts without a prompt are held out by the text."""
+    labeled = [{"prompt": "", "completion": f"text {n}", "label": n % 3} for n in range(40)]
+    data = load(labeled, whole=True, validation=0.2)
+    assert 0 < data.counts["validation"] < 20
+    assert f"{data.counts['train']} texts in {len(data.train.rows)} rows, scored at the last token of each" in str(data)
+    assert data.digest != load(labeled, validation=0.2).digest
+    for row in (data.train.rows[number] for number in range(len(data.train.rows))):
+        ends = np.flatnonzero(row["weights"])
+        assert row["tokens"][ends].tolist() == [0] * len(ends) and (row["targets"][ends] == -1).all()
+        for segment, label in enumerate(row["labels"][: len(ends)], start=1):
+            text = row["tokens"][row["segment_ids"] == segment].astype(np.uint8).tobytes()
+            assert text.startswith(b"\0text ") and int(text[6:-1]) % 3 == label
+    long = [{"messages": [{"role": "user", "content": "a" * 99}, {"role": "assistant", "content": "b"}]}]
+    assert load([*make_chats(3), *long], whole=True).counts["dropped"] == 1
+
+
 def test_prompts_keep_their_fields(load):
     data = load([{"prompt": f"{n} + 1 =", "answer": n + 1} for n in range(9)], validation=0.0)
     assert data.kind == "prompts" and data.counts["trained"] == 0
@@ -192,9 +209,12 @@ def test_bad_arguments_and_empty_sources_are_named(load, tmp_path):
         ({"processes": 0}, "processes is 0: 1 or more"),
         ({"validation": 1.0}, "validation is 1.0: a share"),
         ({"kind": "chats"}, "kind"),
+        ({"whole": True, "too_long": "cut"}, "whole texts are not cut"),
     ]:
         with pytest.raises((ValueError, TypeError), match=said):
             load(make_chats(3), **options)
+    with pytest.raises(ValueError, match="whole is for texts with a score, and prompts records are to be completed"):
+        load([{"prompt": "1?"}], whole=True)
     (tmp_path / "blank.jsonl").write_text("\n\n")
     with pytest.raises(ValueError, match=r"blank\.jsonl: no records there"):
         load(tmp_path / "blank.jsonl")

@@ -187,7 +187,7 @@ class CompletionKind(RecordKind):
         return [Item((_encode_answer(record, prompt, "completion", encoding, self),))]
 
     def find_key(self, record: _Record, encoding: Encoding) -> str:
-        return _find_question(record["prompt"])
+        return _find_question(record["prompt"] or record["completion"])
 
 
 class LabeledKind(CompletionKind):

@@ -167,7 +167,9 @@ class Records:
             f"{counts['validation']:,} held out",
             f"{counts['targets']:,} targets in {counts['rows']:,} rows, {counts['trained']:,} trained on",
         ]
-        if self.template is not None and self.kind != "prompts":
+        if counts.get("whole"):
+            lines[-1] = f"{counts['trained']:,} texts in {counts['rows']:,} rows, scored at the last token of each"
+        elif self.template is not None and self.kind != "prompts":
             lines[-1] += f", answers found {'by marks' if self.template.marks_generation else 'turn by turn'}"
         omitted = [f"{counts[name]:,} {said}" for name, said in _OMITTED.items() if counts[name]]
         if omitted:
@@ -193,6 +195,7 @@ def load_records(
     train_on: Literal["all", "last"] = "all",
     too_long: TooLong | None = None,
     pack: bool = True,
+    whole: bool = False,
     validation: float = 0.05,
     bad_records: Literal["stop", "skip"] = "stop",
     chat_date: str | None = None,
@@ -211,6 +214,8 @@ def load_records(
     - `train_on`: every answer of a chat, or the "last" of each rendering.
     - `too_long`: "cut" texts longer than a row, or "drop" them. By default plain text is cut, all else dropped.
     - `pack`: if False, each text has a row of its own.
+    - `whole`: keep the last token of each text, at which `zoo.models.SequenceScore` reads it, and drop what is too
+      long: see `PackedRows`.
     - `validation`: share of the records that is held out, by a hash of their first question.
     - `bad_records`: "skip" leaves out at most 1% of the records, and writes them to a file with their faults.
     - `chat_date`: the day, as 2026-01-31, for templates that write a date; today by default.
@@ -225,6 +230,8 @@ def load_records(
     """
     if processes is not None and processes < 1:
         raise ValueError(f"processes is {processes}: 1 or more workers tokenize")
+    if whole and too_long == "cut":
+        raise ValueError("whole texts are not cut: leave too_long out, or take a longer seq_len")
     if not 0 <= validation < 1:
         raise ValueError(f"validation is {validation}: a share from 0 up to, but not including, 1 is held out")
     options = _Options(
@@ -236,6 +243,7 @@ def load_records(
         train_on=train_on,
         too_long=too_long,
         pack=pack,
+        whole=whole,
         validation=validation,
         skips=bad_records == "skip",
         variables=variables,
@@ -261,6 +269,7 @@ class _Options:
     train_on: Literal["all", "last"]
     too_long: TooLong | None
     pack: bool
+    whole: bool
     validation: float
     skips: bool
     variables: Mapping[str, Any]
@@ -275,6 +284,8 @@ def _load_source(source: Any, options: _Options) -> Records:
     first, _ = read_first_record(files)
     template = options.template if kind.has_messages(first) else None
     check_too_long(options.too_long, kind)
+    if options.whole and kind.has_fields:
+        raise ValueError(f"whole is for texts with a score, and {kind.name} records are to be completed: leave it out")
     encoding = Encoding(
         tokenizer=options.tokenizer,
         template=options.template,  # for a later record of messages, too
@@ -292,11 +303,16 @@ def _load_source(source: Any, options: _Options) -> Records:
     store = TokenStore.open(options.cache / name, options.tokenizer.vocab, is_labeled=kind.is_labeled)
     if not len(store.shares):
         raise ValueError(f"{name_files(files)}: no records there")
-    digest = digest_values(digests, options.seq_len, options.too_long, options.pack, options.validation)
+    shape = [options.seq_len, options.too_long, options.pack, options.validation]
+    if options.whole:
+        shape.append("whole")
+    digest = digest_values(digests, *shape)
     held_out = _hold_out(store.shares, options.validation)
     chosen = {"train": ~held_out, "validation": held_out}
     rows = {name: _make_rows(store, items, kind, options) for name, items in chosen.items()}
     counts = _count(about, rows)
+    if options.whole:
+        counts["whole"] = True
     token_bytes = options.tokenizer.token_bytes
     splits = {name: RecordSplit(name, part, token_bytes, digest, counts) for name, part in rows.items()}
     return Records(
@@ -339,6 +355,9 @@ def _make_rows(
 ) -> PackedRows | PromptRows:
     if kind.has_fields:
         return PromptRows(store, options.seq_len, items=items)
+    too_long = options.too_long or kind.too_long
+    if options.whole:
+        too_long = "drop"
     return PackedRows(
         store.tokens,
         store.mask,
@@ -346,8 +365,9 @@ def _make_rows(
         options.seq_len,
         items=items,
         texts_per_item=kind.texts_per_item,
-        too_long=options.too_long or kind.too_long,
+        too_long=too_long,
         pack=options.pack,
+        whole=options.whole,
         labels=store.labels,
     )
 
