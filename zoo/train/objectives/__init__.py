@@ -12,6 +12,7 @@ from .policy_gradient import (
     truncate_ratio,
 )
 from .preference import apo_down, apo_zero, dpo, hinge, ipo, kto, orpo, robust_dpo, simpo
+from .reward import pairwise_reward
 
 __all__ = [
     "apo_down",
@@ -24,6 +25,7 @@ __all__ = [
     "kl_estimate",
     "kto",
     "orpo",
+    "pairwise_reward",
     "per_length",
     "per_row",
     "per_token",
