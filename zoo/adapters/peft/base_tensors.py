@@ -21,6 +21,8 @@ from .targeting import is_saved, is_saved_by
 _BASE_LAYER = ".base_layer."
 _EMBEDDING_MODULES = ("embed_tokens", "lm_head")
 """Modules whose base weight PEFT saves with their adapter, since the vocabulary may have been extended."""
+_CLASSIFIERS = ("classifier", "score")
+"""Heads of classifiers. For the task SEQ_CLS, PEFT trains the one that the model has in full, and names both."""
 _ParameterKey = tuple[str, IndexRanges]
 """Name and index ranges of one of our arrays. The name is not unique: alternating kinds of layers share names."""
 _TrainedValues = dict[_ParameterKey, tuple[np.ndarray, np.ndarray]]
@@ -96,7 +98,15 @@ def _check_complete(
 ) -> None:
     """**Raises** `CheckpointError` for a bias, or a tensor of `modules_to_save`, that is missing."""
     modules = {name.rpartition(".")[0] for name in plan}
+    has_classifier = any(is_saved_by(name, module) for name in _CLASSIFIERS for module in modules)
     for saved in config["modules_to_save"] or ():
+        if config.get("task_type") == "SEQ_CLS" and saved in _CLASSIFIERS:
+            if has_classifier:
+                continue
+            raise CheckpointError(
+                f"{path}: the adapter is for a classifier, task_type = 'SEQ_CLS', and the model has no classes: load "
+                "it onto zoo.models.SequenceScore.from_decoder(model, classes, key=key)"
+            )
         if not any(is_saved_by(saved, module) for module in modules):
             raise CheckpointError(f"{path}: modules_to_save has {saved!r}, which no module of the model is")
     for name in plan:

@@ -121,7 +121,7 @@ class _AdapterReader:
         """Return a module that the config targets, by itself or by its parameter; None for another."""
         config = self.source.config
         is_embedding = isinstance(module.site.module, AbstractEmbedding)
-        in_all_linear = not is_embedding and module.site.name != "head"
+        in_all_linear = not is_embedding and module.site.name not in ("head", "score")
         if not module.parameter and is_targeted(config, module.peft_name, in_all_linear=in_all_linear):
             return module
         parameter = module.parameter or f"{module.peft_name}.weight"

@@ -11,6 +11,7 @@ import numpy as np
 
 from zoo._files import create_files
 from zoo.models.hf.spec import NameMap
+from zoo.models.sequence_score import SequenceScore
 from zoo.models.targets import find_linears
 from zoo.parallel.rounds import merge_rounds
 from zoo.weights import CheckpointError
@@ -176,6 +177,6 @@ def _build_adapter_config(model: Any, adapter_name: str, base: str | None) -> di
         "base_model_name_or_path": base,
         "inference_mode": True,
         "modules_to_save": base_options["modules_to_save"],
-        "task_type": "CAUSAL_LM",
+        "task_type": "SEQ_CLS" if isinstance(model, SequenceScore) else "CAUSAL_LM",
         **build_config(by_module, bias=base_options["bias"]),
     }
