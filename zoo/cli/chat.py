@@ -17,6 +17,7 @@ from zoo._compile_cache import enable_compile_cache
 from zoo._files import write_text
 from zoo._terminal import show
 from zoo.generate import Conversation
+from zoo.generate.request import check_decoder
 from zoo.parallel.devices import make_device_mesh
 from zoo.text.chat import ChatError, ChatTemplate, NoChatTemplateError, encode_rendered, protect
 from zoo.text.stream_decoder import StoppingDecoder, cut_at_stop
@@ -90,6 +91,7 @@ def chat(
     path = resolve_directory(directory)
     mesh = make_device_mesh(data=1, fsdp=fsdp, expert=expert, context=context, tensor=tensor, pipe=1)
     model = zoo.load(path, mesh=mesh, dtype=dtype)
+    check_decoder(model)
     if adapter is not None:
         model = zoo.adapters.merge(zoo.adapters.load(model, adapter))
     vocab, _ = model.embedding.table_shape

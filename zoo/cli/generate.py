@@ -14,6 +14,7 @@ import tyro
 import zoo
 from zoo._compile_cache import enable_compile_cache
 from zoo._terminal import show
+from zoo.generate.request import check_decoder
 from zoo.parallel.devices import make_device_mesh
 from zoo.text.stream_decoder import StoppingDecoder
 from zoo.text.tokenizer_file import TOKENIZER_FILE
@@ -108,6 +109,7 @@ def generate(
     stops = read_stop_tokens(path) if stop_token is None else stop_token
     mesh = make_device_mesh(data=data, fsdp=fsdp, expert=expert, context=context, tensor=tensor, pipe=pipe)
     model = zoo.load(path, mesh=mesh, dtype=dtype)
+    check_decoder(model)
     vocab, _ = model.embedding.table_shape
     text = find_tokenizer(path, vocab)
     prompts = list(tokens) or [_encode_prompt(text, each, path) for each in prompt]

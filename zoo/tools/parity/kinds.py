@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from zoo.models import Encoder, ImageEncoder, MaskedLMHead, classification_loss, token_losses
+from zoo.models import Encoder, ImageEncoder, MaskedLMHead, SequenceScore, classification_loss, token_losses
 from zoo.models.encoders.heads import EncoderFeatures
 from zoo.models.loss import cross_entropy
 from zoo.weights.resolve import LoadedModel
@@ -29,7 +29,11 @@ class ModelKind(NamedTuple):
 
 
 def find_model_kind(model: LoadedModel) -> ModelKind:
-    """Return the kind of a model."""
+    """Return the kind of a model. **Raises** `TypeError` for a `SequenceScore`."""
+    if isinstance(model, SequenceScore):
+        raise TypeError(
+            "a SequenceScore has scores of texts, and logits of tokens are compared: compare its language model"
+        )
     if isinstance(model, ImageEncoder):
         return _IMAGES
     if isinstance(model, Encoder):
