@@ -1,6 +1,7 @@
 """Decoders that score texts equal transformers on reference cases, and their files are read and written."""
 
 import json
+import re
 from pathlib import Path
 
 import equinox as eqx
@@ -94,8 +95,13 @@ def test_a_model_from_scratch_is_saved_as_the_first_family_that_computes_it(tmp_
     assert "AutoModelForSequenceClassification" in (tmp_path / "a" / "README.md").read_text()
     assert load_file(tmp_path / "a" / "model.safetensors")["score.weight"].shape == (5, 32)
     assert have_equal_arrays(zoo.load(tmp_path / "a"), model)
-    zoo.save(model, tmp_path / "b", family="mistral")
-    assert read(tmp_path / "b" / "config.json")["architectures"] == ["MistralForSequenceClassification"]
+    labels = dict(enumerate("abcde"))
+    zoo.save(model, tmp_path / "b", family="mistral", config={"id2label": labels})
+    config = read(tmp_path / "b" / "config.json")
+    assert config["architectures"] == ["MistralForSequenceClassification"]
+    assert list(config["id2label"].values()) == list(config["label2id"]) == list("abcde")
+    with pytest.raises(zoo.CheckpointError, match=r"score\.weight has the shape \[5, 32\], not \[2, 32\]"):
+        zoo.save(model, tmp_path / "c", family="mistral", config={"id2label": {0: "a", 1: "b"}})
     with pytest.raises(zoo.CheckpointError, match=r"transformers has no GraniteForSequenceClassification\. Texts are"):
         zoo.save(model, tmp_path / "c", family="granite")
     with pytest.raises(zoo.CheckpointError, match="qwen3: .*query_norm is None, not RMSNorm"):
@@ -159,7 +165,7 @@ def test_other_heads_are_refused_by_name(tmp_path: Path, architecture, change, m
         zoo.from_torch(tensors, config)
 
 
-def test_families_with_a_score_have_decoders():
+def test_families_with_a_score_have_decoders_and_are_listed():
     scored = {name: family for name, family in FAMILIES.items() if has_score(family)}
     assert len(scored) > 50 and {"llama", "qwen3", "gpt2", "zamba2"} <= scored.keys()
     for name, family in scored.items():
@@ -167,3 +173,6 @@ def test_families_with_a_score_have_decoders():
         assert with_score is score_family(family) is score_family(with_score)
         assert with_score.architecture.endswith("ForSequenceClassification") and with_score.name == name
         assert "architectures" not in family.defaults and "architectures" in with_score.defaults
+    page = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text().partition("of decoders\n")[2]
+    listed = re.findall(r"`([a-z0-9_]+)`", page.partition("For other families")[0])
+    assert sorted(listed) == sorted(scored)

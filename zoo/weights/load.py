@@ -63,6 +63,8 @@ def load(
       round to `dtype`, by default the dtype of the other tensors. The model is then like any other: `save` writes plain
       tensors and a config without quantization. Activations are not quantized. Formats: `zoo.weights.formats`.
 
+    A decoder that `architectures` names `XForSequenceClassification` is read as a `zoo.models.SequenceScore`.
+
     A multimodal directory (Gemma 3 and 4, Mistral 3, Llama 4, Qwen3.5: `zoo.models.hf.wrappers`) is read as its
     language model. Tensors that the language model does not use, and modules of multi-token prediction, are left aside,
     with one line in the log; `save(source=)` writes them back.

@@ -18,6 +18,7 @@ from jaxtyping import PyTree
 from zoo._files import create_files
 from zoo.layers import FP8Linear
 from zoo.models.hf.config import IGNORED_KEYS, read_config
+from zoo.models.hf.encoder_heads import name_label_ids
 from zoo.models.hf.errors import ConfigError, suggest_nearest
 from zoo.models.hf.families import FAMILIES, get_family
 from zoo.models.hf.score_head import has_score, is_of_transformers, score_family, score_origin
@@ -141,7 +142,7 @@ def resolve_model(
             f"a checkpoint has no place for edits, and the model has one of {edits[0].name}: save zoo.unpatch(model)"
         )
     model = _take_master_weights(model)
-    return model, *resolve_origin(model, family, overrides or {})
+    return model, *resolve_origin(model, family, name_label_ids(overrides or {}))
 
 
 def _require_directory(directory: Path) -> None:

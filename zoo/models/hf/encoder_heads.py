@@ -64,6 +64,15 @@ def count_classes(config: Config) -> int:
     return count or 2  # transformers' default
 
 
+def name_label_ids(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a part of a config with the `label2id` of its `id2label`, which transformers reads apart."""
+    labels = config.get("id2label")
+    if not isinstance(labels, Mapping) or "label2id" in config:
+        return dict(config)
+    labels = {str(number): name for number, name in labels.items()}
+    return {**config, "id2label": labels, "label2id": {name: int(number) for number, name in labels.items()}}
+
+
 def make_feature_head_factory(pooler: Callable[..., AbstractPooler] | None = None) -> HeadFactory:
     """Return a factory of a `FeatureHead`; `pooler` is the factory of its pooler, called with `key=`, if it has one."""
 

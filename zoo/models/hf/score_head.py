@@ -13,7 +13,7 @@ import jax
 from jaxtyping import Array, Key
 
 from ..sequence_score import SequenceScore
-from .encoder_heads import HEAD_DEFAULTS, count_classes
+from .encoder_heads import HEAD_DEFAULTS, count_classes, name_label_ids
 from .errors import ConfigError
 from .families import FAMILIES
 from .spec import Config, Family, NameMap, Origin
@@ -133,11 +133,7 @@ def score_origin(origin: Origin, model: SequenceScore) -> Origin:
 
 def _name_labels(model: SequenceScore) -> dict[str, Any]:
     """Return the labels that transformers gives to classes without names."""
-    names = [f"LABEL_{number}" for number in range(model.score.out_size)]
-    return {
-        "id2label": {str(number): name for number, name in enumerate(names)},
-        "label2id": {name: number for number, name in enumerate(names)},
-    }
+    return name_label_ids({"id2label": {number: f"LABEL_{number}" for number in range(model.score.out_size)}})
 
 
 def _name_architecture(family: Family) -> str:
