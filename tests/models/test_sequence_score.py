@@ -166,6 +166,8 @@ def test_rows_are_read_where_the_sequence_is_sharded(model, plain):
 
     scores = zoo.spmd(read, mesh, out="batch classes")(zoo.place(model, mesh), zoo.place_batch(batch, mesh))
     np.testing.assert_allclose(scores, expected, atol=2e-6)
+    with pytest.raises(ValueError, match="instead of a mask, pass segment_ids"):
+        zoo.value(classify, mesh)(zoo.place(model, mesh), {"tokens": tokens, "mask": mask, "labels": LABELS})
 
 
 def test_pairs_are_two_segments_of_a_row(model, plain):
@@ -178,6 +180,9 @@ def test_pairs_are_two_segments_of_a_row(model, plain):
     most = int(together["segment_ids"].max())
     scores = np.asarray(score_texts(model, together, most + 2))
     assert most > 6 and not scores[:, most:].any()  # texts that are not there
+    with pytest.raises(ValueError, match=f"a row has {most} texts, and scores of 2 were asked for"):
+        model.score_texts(together, 2)
+    assert np.isnan(score_texts(model, together, 2)).any()
     differences = (scores[:, 0::2] - scores[:, 1::2]).reshape(-1, 3)
     found = differences[differences.any(1)]
     np.testing.assert_allclose(np.sort(found, 0), np.sort(expected[0::2] - expected[1::2], 0), atol=4e-6)

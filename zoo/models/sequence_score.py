@@ -6,13 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int, Key
 
-from zoo._checks import check_tokens
+from zoo._checks import check_tokens, is_host_readable
 from zoo.layers import AbstractLinear, Linear, TokenInfo
 from zoo.layers.token_info import batch_token_info, token_info
-from zoo.parallel import Dim, Module, gather, implementation_option, reduce, shard_offset, wrapped
+from zoo.parallel import Dim, Module, gather, implementation_option, num_shards, reduce, shard_offset, wrapped
 from zoo.parallel.trainable_copy import materialize
 from zoo.shapes import PaddingMask, Positions, SegmentIds, Tokens
 
@@ -114,8 +115,14 @@ class SequenceScore(Module):
 
         Arguments are as for `zoo.models.Decoder`. `score_texts` reads packed rows, which hold several texts.
 
-        **Raises** `ValueError` and `TypeError` as `zoo.models.Decoder`.
+        **Raises** `ValueError` and `TypeError` as `zoo.models.Decoder`; `ValueError` for a mask where the mesh shards
+        the sequence, which `segment_ids` and `positions` take the place of.
         """
+        if mask is not None and num_shards(tokens, "seq") > 1:
+            raise ValueError(
+                "the mesh shards the sequence, and positions cannot be counted there: instead of a mask, pass "
+                "segment_ids, 1 for real tokens and 0 for padding, and positions"
+            )
         check_tokens(tokens, find_checkable_vocab(self.decoder))
         info = token_info(tokens, mask=mask, segment_ids=segment_ids, positions=positions, key=key)
         scores = self._score(tokens, info)
@@ -148,14 +155,22 @@ class SequenceScore(Module):
         - `batch`: rows of `zoo.train.PackedRows(..., whole=True)`, whose `weights` mark the last token of each text. A
           weight on a token that has a target gives NaN: other rows lack the last token of each text.
 
-        **Raises** `ValueError` for a batch without `weights` or `segment_ids`, and as `score_tokens`.
+        **Raises** `ValueError` for a batch without `weights` or `segment_ids`, for a row of more texts (inside
+        programs, its scores are NaN), and as `score_tokens`.
         """
         require_whole_texts(batch)
+        segment_ids = batch["segment_ids"]
+        if is_host_readable(segment_ids) and np.max(segment_ids, initial=0) > texts:
+            raise ValueError(
+                f"a row has {np.max(segment_ids)} texts, and scores of {texts} were asked for: ask for all of them, or "
+                "take rows with pack=False"
+            )
         scores = self.score_tokens(batch, key=key) * batch["weights"][..., None]
         if "targets" in batch:
             is_wrong = (batch["targets"] >= 0) & (batch["weights"] != 0)
             scores = jnp.where(is_wrong[..., None], jnp.nan, scores)
-        return sum_texts(scores, batch["segment_ids"], texts)
+        most = reduce(segment_ids.max(1), over="seq", by=lax.pmax)
+        return jnp.where((most > texts)[:, None, None], jnp.nan, sum_texts(scores, segment_ids, texts))
 
     def _score(self, tokens: Tokens, info: TokenInfo) -> Float[Array, "batch seq classes"]:
         hidden, _ = self.decoder.hidden(tokens, info)

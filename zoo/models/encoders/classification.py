@@ -1,6 +1,7 @@
 """Cross-entropy over classes: of images, of texts, or of tokens; of tokens that were replaced or not.
 
-Texts are classified by an encoder, or by a decoder with scores."""
+Texts are classified by an encoder, or by a decoder with scores.
+"""
 
 from collections.abc import Mapping, Sequence
 
