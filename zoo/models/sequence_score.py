@@ -19,6 +19,7 @@ from zoo.shapes import PaddingMask, Positions, SegmentIds, Tokens
 
 from .decoder import Decoder, find_checkable_vocab
 from .hf.spec import Origin
+from .segment_sums import sum_segments
 from .targets import get_linear_shape
 from .torch_habits import explain_torch_habit, hash_for_jit
 
@@ -170,7 +171,7 @@ class SequenceScore(Module):
             is_wrong = (batch["targets"] >= 0) & (batch["weights"] != 0)
             scores = jnp.where(is_wrong[..., None], jnp.nan, scores)
         most = reduce(segment_ids.max(1), over="seq", by=lax.pmax)
-        return jnp.where((most > texts)[:, None, None], jnp.nan, sum_texts(scores, segment_ids, texts))
+        return jnp.where((most > texts)[:, None, None], jnp.nan, sum_segments(scores, segment_ids, texts))
 
     def _score(self, tokens: Tokens, info: TokenInfo) -> Float[Array, "batch seq classes"]:
         hidden, _ = self.decoder.hidden(tokens, info)
@@ -184,13 +185,6 @@ def require_whole_texts(batch: Mapping[str, Array]) -> None:
             f"the batch has no {' and no '.join(missing)}: a text is read at the token of its segment that weights "
             "mark, as zoo.train.PackedRows(..., whole=True) does"
         )
-
-
-def sum_texts(x: Float[Array, "batch seq *rest"], segment_ids: SegmentIds, texts: int) -> Float[Array, "batch _ *rest"]:
-    """Sum over the tokens of each text: text t is segment t + 1."""
-    is_in_text = segment_ids[..., None] == jnp.arange(1, texts + 1)
-    is_in_text = is_in_text.reshape(*is_in_text.shape, *[1] * (x.ndim - 2))
-    return reduce(jnp.where(is_in_text, x[:, :, None], 0).sum(1), over="seq")
 
 
 def _find_last_tokens(tokens: Tokens, info: TokenInfo) -> Int[Array, "batch seq"]:

@@ -7,6 +7,7 @@ from zoo._optional import require_installed
 
 require_installed("optax", "grain", "orbax.checkpoint", extra="train")  # before anything that needs them is imported
 
+from zoo.models.segment_sums import sum_segments
 from zoo.parallel.fingerprint import fingerprint
 from zoo.text.batches import BatchIterator, ShuffledBatches, TokenWindows, bits_per_byte, stack_rows
 from zoo.text.chat import ChatTemplate, read_chat_template, tool_schema
@@ -30,7 +31,7 @@ from .health import measure_updates
 from .interrupt import Interrupt
 from .loss_scale import dynamic_loss_scale, loss_scale
 from .metrics import Metrics, read_metrics
-from .objectives.texts import Pairs, average_pairs, sum_pairs, sum_segments
+from .objectives.pairs import Pairs, average_pairs, sum_pairs
 from .optimizer.adam import adamw
 from .optimizer.apply_updates import apply_updates
 from .optimizer.by_name import OptimizerName, make_optimizer

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
 from ..loss import token_losses
-from ..sequence_score import SequenceScore, require_whole_texts, sum_texts
+from ..segment_sums import sum_segments
+from ..sequence_score import SequenceScore, require_whole_texts
 from .heads import EncoderFeatures, MaskedLMHead, ReplacedTokenHead
 from .image import ImageEncoder
 from .text import Encoder
@@ -67,7 +68,7 @@ def _score_loss(
         return _sum_losses(model(batch[inputs], key=key, **options), batch["labels"])
     require_whole_texts(batch)
     scores = model.score_texts(batch, labels.shape[1], key=key)
-    is_there = sum_texts(batch["weights"], batch["segment_ids"], labels.shape[1]) > 0
+    is_there = sum_segments(batch["weights"], batch["segment_ids"], labels.shape[1]) > 0
     classes = jnp.where(labels == jnp.floor(labels), labels, scores.shape[-1])  # a label of 0.5 gives NaN
     return _sum_losses(scores, jnp.where(is_there, classes, -1).astype(jnp.int32))
 

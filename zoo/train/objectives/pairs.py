@@ -1,4 +1,4 @@
-"""Sums over the texts of packed rows: a text is a segment, a preference pair two segments of one row."""
+"""Sums over the pairs of packed rows: a preference pair is two segments of one row."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -6,8 +6,8 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from zoo.parallel import num_shards, reduce
-from zoo.shapes import SegmentIds
+from zoo.models.segment_sums import sum_segments
+from zoo.parallel import num_shards
 
 
 class Pairs(NamedTuple):
@@ -17,22 +17,6 @@ class Pairs(NamedTuple):
     rejected: Float[Array, "batch pairs"]
     mask: Float[Array, "batch pairs"]
     """1 for a pair, 0 for an empty place."""
-
-
-def sum_segments(
-    x: Float[Array, "batch seq"], segment_ids: SegmentIds, count: int | None = None
-) -> Float[Array, "batch segments"]:
-    """Sum over the tokens of each segment: segments 1 to `count`, by default as many as a row has tokens.
-
-    Padding, segment 0, is left out. Where the sequence is sharded, partial sums are all-reduced, and every device of a
-    row has all of them. A second term of the loss has to be summed alike: `sum_segments(x, segment_ids).sum()`, where
-    `x.sum()` would be the part of one device.
-    """
-    if count is None:
-        count = x.shape[1] * num_shards(segment_ids, "seq")
-    # Comparing each token with each segment adds in a fixed order. A scatter does not, on a GPU.
-    is_in = segment_ids[..., None] == jnp.arange(1, count + 1)
-    return reduce(jnp.where(is_in, x[..., None], 0).sum(axis=1), over="seq")
 
 
 def sum_pairs(x: Float[Array, "batch seq"], batch: Mapping[str, Array]) -> Pairs:
