@@ -19,7 +19,7 @@ def test_the_loss_is_the_formula(margin, center):
     np.testing.assert_allclose(losses, expected, rtol=1e-6)
 
 
-def test_gradients_stay_finite_and_halves_are_computed_in_float32():
+def test_gradients_are_finite_and_halves_use_float32():
     far = jnp.array([300.0, -300.0], jnp.bfloat16)
     losses, gradient = jax.value_and_grad(lambda x: pairwise_reward(x, -x).sum())(far)
     assert losses == 600 and gradient.tolist() == [0, -2]

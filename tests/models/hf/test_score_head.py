@@ -17,8 +17,8 @@ from zoo.models.hf.families import FAMILIES
 from zoo.models.hf.score_head import has_score, score_family
 from zoo.weights.to_torch import list_state
 
-FIXTURES = Path(__file__).parents[1] / "fixtures" / "scores"
-MODELS = Path(__file__).parents[1] / "fixtures" / "models"
+FIXTURES = Path(__file__).parents[2] / "fixtures" / "scores"
+MODELS = Path(__file__).parents[2] / "fixtures" / "models"
 
 
 def read(path):
@@ -86,7 +86,7 @@ def test_scores_gradients_and_files_are_those_of_transformers(folder: Path, tmp_
     assert have_equal_arrays(converted, model)
 
 
-def test_a_model_from_scratch_is_saved_as_the_first_family_that_computes_it(tmp_path: Path):
+def test_a_model_from_scratch_finds_its_family(tmp_path: Path):
     model = make_score(5, tied=True)
     zoo.save(model, tmp_path / "a", config={"pad_token_id": 0})
     config = read(tmp_path / "a" / "config.json")
@@ -173,6 +173,6 @@ def test_families_with_a_score_have_decoders_and_are_listed():
         assert with_score is score_family(family) is score_family(with_score)
         assert with_score.architecture.endswith("ForSequenceClassification") and with_score.name == name
         assert "architectures" not in family.defaults and "architectures" in with_score.defaults
-    page = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text().partition("of decoders\n")[2]
+    page = (Path(__file__).parents[3] / "docs" / "checkpoints.md").read_text().partition("of decoders\n")[2]
     listed = re.findall(r"`([a-z0-9_]+)`", page.partition("For other families")[0])
     assert sorted(listed) == sorted(scored)
