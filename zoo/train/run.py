@@ -314,11 +314,12 @@ class Run:
         key: Key[Array, ""] | None = None,
         samples: Sequence[tuple[str, str]] = (),
         export_seq_len: int | None = None,
+        unit: str | None = None,
     ) -> None:
         """Sample, write `results.json`, print the result, and export the model if asked.
 
-        - `before`: an evaluation before training, `{name: value}`, in the unit of `data`. Without it only "validation"
-          is reported.
+        - `before`: an evaluation before training, `{name: value}`. Without it only "validation" is reported.
+        - `unit`: of these values, by default the unit of `data`.
         - `prompts`: continued by `model` with `key`; `samples` are earlier prompts and continuations, shown before.
         - `export_seq_len`: `export` the model, for contexts of this length.
 
@@ -337,7 +338,7 @@ class Run:
         finally:  # also of a model that trains, and cannot decode yet
             if jax.process_index() == 0:
                 write_results(
-                    self.directory, model, mesh, steps=self.step, unit=data.unit, before=before, samples=samples
+                    self.directory, model, mesh, steps=self.step, unit=unit or data.unit, before=before, samples=samples
                 )
         if export_seq_len is not None:
             self.export(model, data, seq_len=export_seq_len)

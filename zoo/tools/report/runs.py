@@ -34,12 +34,13 @@ def report_run(
     samples: Sequence[tuple[str, str]] = (),
     export_seq_len: int | None = None,
     parameters: PyTree = None,
+    unit: str | None = None,
     config: Any = None,
     **sections: Any,
 ) -> None:
     """Finish a run (`zoo.train.Run.finish`), write `report.html` into its folder, and then export the model if asked.
 
-    - `before`, `prompts`, `key`, `samples`, `export_seq_len`: arguments of `Run.finish`.
+    - `before`, `prompts`, `key`, `samples`, `export_seq_len`, `unit`: arguments of `Run.finish`.
     - `headline`: further figures, label to text.
     - `parameters`: the tree to tabulate, by default `model`.
     - `config`: the recipe's configuration, a dataclass; values that differ from its defaults come first.
@@ -50,7 +51,7 @@ def report_run(
     if run.stopped:
         return
     try:
-        run.finish(model, mesh, data, before=before, prompts=prompts, key=key, samples=samples)
+        run.finish(model, mesh, data, before=before, prompts=prompts, key=key, samples=samples, unit=unit)
     finally:  # also of a model that trains, and cannot decode yet
         if jax.process_index() == 0 and (run.directory / "results.json").exists():
             results = read_json(run.directory / "results.json")
@@ -63,7 +64,7 @@ def report_run(
                 summary=results["result"],
                 curves={data.metric: "training", **{name: name for name in figures}},
                 baselines=data.baselines,
-                unit=data.unit,
+                unit=unit or data.unit,
                 headline={**figures, "parameters": f"{results['parameters']:,}", **(headline or {})},
                 samples=results["samples"],
                 parameters=tabulate_parameters(tabulated, mesh),
