@@ -89,7 +89,7 @@ BATCHES = {
     "mask": (
         BATCH | {"mask": TOKENS},
         ValueError,
-        r"key 'mask' that nothing reads; The keys are tokens, targets, weights, segment_ids, positions",
+        r"key 'mask' that nothing reads; The keys are tokens, targets, weights, segment_ids, positions, reference",
     ),
 }
 

@@ -15,8 +15,10 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Key
 
-BATCH_KEYS = ("tokens", "targets", "weights", "segment_ids", "positions")
-"""Names of the arrays of a token batch, all of dims "batch seq"."""
+BATCH_KEYS = ("tokens", "targets", "weights", "segment_ids", "positions", "reference")
+"""Names of the arrays of a token batch, all of dims "batch seq". No model reads `reference`: it is log p of the targets
+under a reference model, for a loss of preferences (`zoo.train.precompute_reference`)."""
+_FLOAT_KEYS = ("weights", "reference")
 _DTYPES = ("float32", "bfloat16", "float16")
 _DTYPE_WORDS = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "full": "float32"}
 """Other names of dtypes, and the dtype."""
@@ -228,7 +230,7 @@ def check_batch(batch: Any, vocab: int | None = None) -> None:
             else:
                 hint = ""
             raise ValueError(f"{key}: the shape of tokens, {shape}, was expected, not {np.shape(x)}{hint}")
-        if key != "weights":
+        if key not in _FLOAT_KEYS:
             _check_integers(x, key)
         check_numpy_values(x, key)
     if vocab is not None:

@@ -48,7 +48,7 @@ def test_damaged_cache_is_made_again(tmp_path, caplog, damage):
     change(first.directory)
     again = load_text(TEXTS, vocab=vocab, cache=tmp_path)
     (record,) = caplog.records
-    assert message in record.getMessage() and "the text is tokenized again" in record.getMessage()
+    assert message in record.getMessage() and "it is written again" in record.getMessage()
     assert {path.name: path.read_bytes() for path in again.directory.iterdir()} == written
     assert again.digest == first.digest and list(tmp_path.iterdir()) == [again.directory]
     assert load_text(TEXTS, vocab=vocab, cache=tmp_path).digest == first.digest and len(caplog.records) == 1

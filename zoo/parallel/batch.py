@@ -22,8 +22,9 @@ from .place import copy_buffer, refuse_imagined
 def name_batch_dims(name: str) -> tuple[str, ...]:
     """Return the leading dims of a batch array that is in no module, by its path in the tree.
 
-    They are `batch seq` for the arrays of a token batch (`tokens`, `targets`, `weights`, `segment_ids`, `positions`)
-    and for an array without a name: an argument by itself or an element of a tuple. Any other name has only rows.
+    They are `batch seq` for the arrays of a token batch (`tokens`, `targets`, `weights`, `segment_ids`, `positions`,
+    `reference`) and for an array without a name: an argument by itself or an element of a tuple. Any other name has
+    only rows.
     """
     names = {part for part in name.split(".") if part and not part.isdigit()}
     if not names or names.intersection(BATCH_KEYS):
@@ -41,8 +42,8 @@ def find_batch_axis(leaf: Leaf, x: Any) -> int | None:
 def place_batch(batch: PyTree, mesh: Mesh, *, vocab: int | None = None) -> PyTree:
     """Shard a batch over the mesh: its rows over the axes of `batch`, its tokens over the axes of `seq`.
 
-    - `tokens`, `targets`, `weights`, `segment_ids` and `positions` of a mapping are `batch seq`, and so is an array
-      without a name: `batch` itself or an element of a tuple.
+    - `tokens`, `targets`, `weights`, `segment_ids`, `positions` and `reference` of a mapping are `batch seq`, and so is
+      an array without a name: `batch` itself or an element of a tuple.
     - An array of any other name has only rows: `images` are never sharded along a second dim.
     - A `zoo.parallel.Module` declares its own dims: `logits: Float[Array, "batch seq vocab"]`.
 

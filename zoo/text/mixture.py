@@ -9,6 +9,7 @@ integer, as in a dataset, on any number of processes.
 """
 
 import bisect
+import copy
 import itertools
 import math
 import sys
@@ -49,6 +50,12 @@ class Mixture:
             if not any(phase_weights[name] for _, phase_weights in phases):
                 raise ValueError(f"the weight of {name!r} is 0 at every step: leave that part out")
         self._phases = [(step, _round_shares([w[name] for name in self.parts])) for step, w in phases]
+
+    def with_parts(self, parts: Mapping[str, Dataset]) -> "Mixture":
+        """Return the same mixture of other datasets, with as many rows each."""
+        mixture = copy.copy(self)
+        mixture.parts = dict(parts)
+        return mixture
 
     def rows_forever(self, seed: int, batch_size: int) -> Any:
         """Return a `grain.MapDataset` without an end: the rows of step s are `batch_size * s` and those that follow.

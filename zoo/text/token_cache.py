@@ -44,7 +44,7 @@ def open_cache(directory: Path, write: Callable[[Path], dict[str, Any]]) -> tupl
     try:
         return _read_verified(directory)
     except ValueError as damage:
-        _log.warning("%s: the cached tokens are damaged, %s: the text is tokenized again", directory, damage)
+        _log.warning("%s: the cache is damaged, %s: it is written again", directory, damage)
     _write_atomically(directory, write)
     return _read_verified(directory)
 

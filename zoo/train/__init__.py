@@ -44,6 +44,7 @@ from .optimizer.schedules import warmup_stable_decay
 from .optimizer.width_transfer import scale_by_width, transfer_width, width_factors
 from .options import MeshOptions, RunOptions
 from .profile import Profile
+from .reference import precompute_reference
 from .remat import count_residual_bytes, fit_remat
 from .run import Run
 from .samples import continue_prompts
@@ -114,6 +115,7 @@ __all__ = [
     "muon",
     "objectives",
     "plan_rows",
+    "precompute_reference",
     "read_chat_template",
     "read_docstrings",
     "read_metrics",
