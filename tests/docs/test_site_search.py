@@ -36,6 +36,8 @@ FIRST = {
     "XLA flags": "read-a-program.html",
     "evaluate": "evaluate.html",
     "muon": "optimizers.html",
+    "DPO": "preferences.html",
+    "KTO": "preferences.html",
     "size": None,
     "cuda": None,
 }

@@ -1,6 +1,9 @@
 """The reference of preference losses: computed once, kept by model, rows and dtype, and equal to the model's log p."""
 
 import dataclasses
+import socket
+import subprocess
+import sys
 
 import equinox as eqx
 import jax
@@ -8,6 +11,7 @@ import numpy as np
 import pytest
 
 import zoo
+from tests.processes import ROOT, make_environment
 from zoo import train
 from zoo.layers.rotary import Rotary
 from zoo.text.batches import OrderedBatches
@@ -163,3 +167,42 @@ def test_splits_without_rows_stay_without(load, precompute):
     data = precompute(load(validation=0))
     assert not len(data.validation.rows) and "reference" in data.train.rows[0]
     assert dataclasses.replace(data, train=data.validation).train.rows is data.validation.rows
+
+
+IN_TWO_PROCESSES = """
+import sys
+from pathlib import Path
+from zoo._processes import initialize
+initialize()
+import jax, numpy as np, zoo
+from tests.train.test_reference import ByteTokenizer, MODEL, make_pairs, stack, train
+folder, mesh = Path(sys.argv[1]), zoo.make_mesh()
+data = train.load_records(make_pairs(), tokenizer=ByteTokenizer(), seq_len=64, cache=folder / "records", processes=1)
+for _ in range(2):
+    found = train.precompute_reference(zoo.place(MODEL, mesh), data, mesh, batch_size=8, cache=folder / "cache")
+np.save(folder / f"{jax.process_index()}.npy", stack(found.train)["reference"])
+"""
+
+
+@pytest.mark.ci
+def test_two_processes_compute_one_store(load, precompute, tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    folder = tmp_path / "two"
+    started = []
+    for index in range(2):
+        place = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": str(index)}
+        command = [sys.executable, "-c", IN_TWO_PROCESSES, str(folder)]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        started.append(subprocess.Popen(command, cwd=ROOT, env=make_environment(1) | place, **pipes))
+    try:
+        outputs = [process.communicate(timeout=240)[0] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    assert [process.returncode for process in started] == [0, 0], "\n".join(outputs)
+    expected = stack(precompute(load()).train)["reference"]
+    for index in range(2):
+        np.testing.assert_allclose(np.load(folder / f"{index}.npy"), expected, atol=1e-5)
+    assert len(list((folder / "cache").iterdir())) == 2
+    assert outputs[0].count("log p of 0 of") == 2 and "log p of" not in outputs[1]

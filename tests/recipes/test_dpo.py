@@ -1,0 +1,194 @@
+"""Preference optimization: from pairs to a model, resumed to the bit, with each loss and each kind of reference."""
+
+import json
+import shutil
+
+import jax
+import numpy as np
+import pytest
+
+import zoo
+from recipes import dpo
+from tests.recipes.flags import MESH_FLAGS, RUN_FLAGS, call, flag_names, unexplained_flags
+from tests.recipes.optimization import check_optimization
+from zoo import train
+
+pytestmark = pytest.mark.ci
+
+TINY = {"seq_len": 96, "batch_size": 8, "steps": 4, "warmup_steps": 1, "eval_every": 2, "data_processes": 1}
+TINY |= {"learning_rate": 1e-2}
+SHARDED = {"microbatches": 2, "fsdp": 2, "tensor": 2}
+METRICS = ("loss", "accuracy", "margin", "chosen_reward", "rejected_reward", "gradient_norm")
+HELD_OUT = ("validation", "validation_accuracy", "validation_margin", "validation_chosen_reward")
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory):
+    """A file of 200 pairs, two of them too long for a row."""
+    path = tmp_path_factory.mktemp("pairs") / "pairs.jsonl"
+    with path.open("w") as file:
+        for number in range(200):
+            question = f"{number} + 1?" if number % 100 else "why? " * 30
+            texts = {"prompt": question, "chosen": str(number + 1), "rejected": "no"}
+            messages = {name: [{"role": "assistant", "content": text}] for name, text in texts.items()}
+            file.write(json.dumps(messages | {"prompt": [{"role": "user", "content": question}]}) + "\n")
+    return path
+
+
+@pytest.fixture(scope="module")
+def unbroken(pairs, start, tmp_path_factory):
+    """All parameters, with a precomputed reference, on data 2 x fsdp 2 x tensor 2."""
+    out = tmp_path_factory.mktemp("unbroken") / "run"
+    call(dpo.main, checkpoint=start, data=(str(pairs),), out=out, **TINY, **SHARDED)
+    return out
+
+
+def read(out):
+    return train.read_metrics(out / "metrics.jsonl")
+
+
+def test_dpo_learns_exports_and_reports(unbroken):
+    lines = read(unbroken)
+    assert [line["step"] for line in lines if "validation" in line] == [2, 4]
+    assert all(set(METRICS) <= set(line) for line in lines) and set(HELD_OUT) <= set(lines[-1])
+    first = lines[0]
+    assert first["loss"] == pytest.approx(np.log(2), abs=1e-6) and first["accuracy"] == pytest.approx(0.5, abs=0.5)
+    assert abs(first["margin"]) < 1e-5 and lines[-1]["loss"] < first["loss"]
+    assert lines[-1]["margin"] == pytest.approx(lines[-1]["chosen_reward"] - lines[-1]["rejected_reward"], abs=1e-6)
+    check_optimization(unbroken)
+    report = (unbroken / "report.html").read_text()
+    for part in ("per pair", "validation_accuracy", "→", "What does `random.shuffle` do?"):
+        assert part in report
+    result = json.loads((unbroken / "results.json").read_text())["result"]
+    assert "validation 0.693 → " in result and "validation_margin" in result and "per pair after 4 steps" in result
+    counts = json.loads((unbroken / "config.json").read_text())["records"]
+    assert counts["records"] == 200 and counts["dropped"] == 2
+
+
+def test_dpo_resumes_bitwise(pairs, start, unbroken, tmp_path, text):
+    """And not from another model."""
+    out = shutil.copytree(unbroken, tmp_path / "run")
+    shutil.rmtree(out / "checkpoints" / "4")
+    shutil.rmtree(out / "export")
+    call(dpo.main, checkpoint=start, data=(str(pairs),), out=out, resume=True, **TINY, **SHARDED)
+    for name in ("metrics.jsonl", "export/model.safetensors"):
+        assert (out / name).read_bytes() == (unbroken / name).read_bytes()
+    sizes = {"vocab": 256, "embed": 16, "layers": 2, "heads": 4, "mlp": 32, "qk_norm": True}
+    model = zoo.models.Transformer(**sizes, key=jax.random.key(1))
+    other = train.export(model, train.load_text((text,)), tmp_path / "other", seq_len=16)
+    with pytest.raises(ValueError, match="was trained on top of other parameters"):
+        call(dpo.main, checkpoint=other, data=(str(pairs),), out=out, resume=True, **TINY, **SHARDED)
+
+
+@pytest.mark.usefixtures("without_samples")
+@pytest.mark.parametrize("reference", ["precomputed", "copy"])
+def test_dpo_is_the_same_on_one_device(pairs, start, unbroken, tmp_path, monkeypatch, reference):
+    monkeypatch.setattr(train.MeshOptions, "make_mesh", lambda self: zoo.make_mesh(devices=jax.devices()[:1]))
+    call(dpo.main, checkpoint=start, data=(str(pairs),), out=tmp_path / "run", reference=reference, **TINY)
+    for line, expected in zip(read(tmp_path / "run"), read(unbroken), strict=True):
+        for name in {*METRICS, *HELD_OUT} & set(expected) - {"accuracy", "validation_accuracy"}:  # ties to rounding
+            assert line[name] == pytest.approx(expected[name], rel=2e-3, abs=2e-5), name
+
+
+@pytest.mark.usefixtures("without_samples")
+def test_dpo_with_adapters_has_no_other_reference(pairs, start, tmp_path):
+    """The model without its adapters: the log-ratios begin at exactly 0, and a copy of the model gives the same."""
+    options = {**TINY, "lora": 2, "targets": ("query", "value"), "context": 2}
+    for name in ("auto", "copy"):
+        call(dpo.main, checkpoint=start, data=(str(pairs),), out=tmp_path / name, reference=name, **options)
+    adapters, copied = read(tmp_path / "auto"), read(tmp_path / "copy")
+    assert adapters[0]["margin"] == 0 and adapters[0]["accuracy"] == 0.5
+    assert [line["loss"] for line in adapters] == pytest.approx([line["loss"] for line in copied], abs=1e-6)
+    assert adapters[-1]["validation"] != adapters[1]["validation"]
+    tuned = zoo.adapters.load(zoo.load(start), tmp_path / "auto" / "adapter")
+    tokens = jax.numpy.arange(32).reshape(2, 16)
+    np.testing.assert_allclose(tuned(tokens), zoo.load(tmp_path / "auto" / "export")(tokens), atol=1e-4)
+
+
+@pytest.mark.usefixtures("without_samples")
+@pytest.mark.parametrize(
+    "loss", ["robust", "ipo", "hinge", "orpo", *(pytest.param(name, marks=pytest.mark.slow) for name in dpo.LOSSES)]
+)
+def test_losses_begin_at_the_reference(pairs, start, tmp_path, loss):
+    options = {**TINY, "steps": 2, "lora": 2, "sft_weight": 0.1 * (loss == "hinge")}
+    call(dpo.main, checkpoint=start, data=(str(pairs),), out=tmp_path / "run", loss=loss, **options)
+    first = read(tmp_path / "run")[0]
+    at_the_reference = {"dpo": np.log(2), "robust": np.log(2), "ipo": 25.0, "apo_zero": 1.0, "apo_down": 1.0}
+    if loss in at_the_reference:
+        assert first["loss"] == pytest.approx(at_the_reference[loss], abs=1e-5) and first["margin"] == 0
+    elif loss == "hinge":  # 1, and a tenth of -log p per token
+        assert 1.4 < first["loss"] < 1.7
+    else:
+        assert first["chosen_reward"] < -0.1  # of log p, not of its ratio
+
+
+@pytest.mark.usefixtures("without_samples")
+def test_a_pair_counts_the_same_in_any_row(pairs, start, tmp_path):
+    """Alone in a row, in a row with others, and as two rows of one text each."""
+    tokenizer, options = train.read_tokenizer(start), train.RecordOptions(kind="preference", data_processes=1)
+    load = {"tokenizer": tokenizer, "template": options.read_template(start, tokenizer)}
+    values = []
+    for seq_len in (80, 320):
+        shared = {**TINY, "seq_len": seq_len, "steps": 2, "learning_rate": 0.0}
+        call(dpo.main, checkpoint=start, data=(str(pairs),), out=tmp_path / f"{seq_len}", loss="simpo", **shared)
+        values.append(read(tmp_path / f"{seq_len}")[-1])
+        rows = options.load([str(pairs)], seq_len=seq_len, **load).validation.rows
+        assert (max(rows[n]["segment_ids"].max() for n in range(len(rows))) > 2) == (seq_len == 320)
+    average = []
+    for row in (rows[number] for number in range(len(rows))):
+        for segment in range(1, row["segment_ids"].max() + 1):
+            place = row["segment_ids"] == segment
+            tokens = np.append(row["tokens"][place], row["targets"][place][-1])
+            log_probs = zoo.score(zoo.load(start), jax.numpy.asarray(tokens)[None])[0]
+            average.append((log_probs * row["weights"][place]).sum() / row["weights"][place].sum())
+    margins = 2 * (np.array(average[0::2]) - np.array(average[1::2]))
+    expected = {"validation": np.log1p(np.exp(1 - margins)).mean(), "validation_margin": margins.mean()}
+    expected["validation_accuracy"] = (margins > 0).mean()
+    for found in values:
+        assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.usefixtures("without_samples")
+def test_dpo_on_the_default_pairs(start, tmp_path, monkeypatch):
+    few = train.read_docstrings()[:60]
+    monkeypatch.setattr(train, "read_docstrings", lambda: few)
+    call(dpo.main, checkpoint=start, out=tmp_path / "run", **{**TINY, "seq_len": 512, "steps": 2})
+    assert (tmp_path / "run" / "export" / "chat_template.jinja").exists()
+
+
+def complaint(capsys, *words):
+    """Return the line that a command ends with."""
+    with pytest.raises(SystemExit) as stopped:
+        train.run_cli(dpo.main, dpo.Config, arguments=[str(word) for word in words])
+    assert stopped.value.code == 2
+    return capsys.readouterr().err
+
+
+def test_dpo_bad_input_is_one_message(pairs, start, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert "runs/sft/export: no model there; `python recipes/sft.py` makes one" in complaint(capsys)
+    given = ("--checkpoint", start, "--data", pairs)
+    assert "add --lora 16, or take precomputed" in complaint(capsys, *given, "--reference", "adapters")
+    assert "--loss orpo has no reference" in complaint(capsys, *given, "--loss", "orpo", "--reference", "copy")
+    smoothed = ("--label-smoothing", "0.1")
+    assert "--label-smoothing: --loss ipo has no such" in complaint(capsys, *given, "--loss", "ipo", *smoothed)
+    assert "--gamma: --loss dpo has no such option" in complaint(capsys, *given, "--gamma", "1")
+    assert "--label-smoothing 0.6: a share" in complaint(capsys, *given, "--label-smoothing", "0.6")
+    assert "--beta 0.0: a number above 0" in complaint(capsys, *given, "--beta", "0")
+    (tmp_path / "chats.jsonl").write_text('{"messages": [{"role": "user", "content": "a"}]}\n')
+    assert "`chosen` is missing" in complaint(capsys, *given[:2], "--data", "chats.jsonl")
+    assert "the train split has no rows" in complaint(capsys, *given, "--seq-len", 8)
+    assert not (tmp_path / "runs").exists()
+
+
+FLAGS = [
+    *("checkpoint", "data", "kind", "field", "chat_template", "chat_date", "train_on", "too_long", "bad_records"),
+    *("data_processes", "loss", "beta", "label_smoothing", "gamma", "sft_weight", "reference", "lora", "targets"),
+    *("seq_len", "batch_size", "steps", "learning_rate", "warmup_steps", "weight_decay", "eval_every", "prompts"),
+    *MESH_FLAGS,
+    *RUN_FLAGS,
+]
+
+
+def test_dpo_flags():
+    assert flag_names(dpo.main) == FLAGS and not unexplained_flags(dpo.main)
