@@ -57,9 +57,8 @@ class Config:
     data: tuple[str, ...] = ()
     records: train.RecordOptions = train.RecordOptions(kind="preference")
     loss: Literal["dpo", "robust", "ipo", "hinge", "apo_zero", "apo_down", "simpo", "orpo"] = "dpo"  # Objective.
-    beta: float | None = (
-        None  # Scale of rewards: a larger one stays nearer to the reference. By default 0.1, simpo's 2.
-    )
+    # Scale of rewards: a larger one keeps the model nearer to the reference. By default 0.1, simpo's 2.
+    beta: float | None = None
     # With dpo (then it is cDPO) and robust, share of pairs with flipped labels, below 0.5. By default 0, robust's 0.1.
     label_smoothing: float | None = None
     gamma: float | None = None  # With simpo, margin by which the chosen reward is to be larger. By default 1.
@@ -195,7 +194,7 @@ def main(config: Config) -> None:
 
 
 def find_options(config):
-    """Return the options of the loss, with its own beta by default. **Raises** `ValueError` for one it does not have."""
+    """Return the options of the loss, beta always. **Raises** `ValueError` for options that it does not have."""
     defaults = inspect.signature(LOSSES[config.loss][0]).parameters
     given = {"beta": config.beta, "label_smoothing": config.label_smoothing, "gamma": config.gamma}
     options = {name: value for name, value in given.items() if value is not None}
