@@ -52,7 +52,7 @@ def test_dpo_learns_exports_and_reports(unbroken):
     assert [line["step"] for line in lines if "validation" in line] == [2, 4]
     assert all(set(METRICS) <= set(line) for line in lines) and set(HELD_OUT) <= set(lines[-1])
     first = lines[0]
-    assert first["loss"] == pytest.approx(np.log(2), abs=1e-6) and first["accuracy"] == pytest.approx(0.5, abs=0.5)
+    assert first["loss"] == pytest.approx(np.log(2), abs=1e-6)
     assert abs(first["margin"]) < 1e-5 and lines[-1]["loss"] < first["loss"]
     assert lines[-1]["margin"] == pytest.approx(lines[-1]["chosen_reward"] - lines[-1]["rejected_reward"], abs=1e-6)
     check_optimization(unbroken)
@@ -81,24 +81,27 @@ def test_dpo_resumes_bitwise(pairs, start, unbroken, tmp_path, text):
 
 
 @pytest.mark.usefixtures("without_samples")
-@pytest.mark.parametrize("reference", ["precomputed", "copy"])
-def test_dpo_is_the_same_on_one_device(pairs, start, unbroken, tmp_path, monkeypatch, reference):
+def test_dpo_is_the_same_on_one_device(pairs, start, unbroken, tmp_path, monkeypatch):
     monkeypatch.setattr(train.MeshOptions, "make_mesh", lambda self: zoo.make_mesh(devices=jax.devices()[:1]))
-    call(dpo.main, checkpoint=start, data=(str(pairs),), out=tmp_path / "run", reference=reference, **TINY)
+    call(dpo.main, checkpoint=start, data=(str(pairs),), out=tmp_path / "run", reference="copy", **TINY)
     for line, expected in zip(read(tmp_path / "run"), read(unbroken), strict=True):
         for name in {*METRICS, *HELD_OUT} & set(expected) - {"accuracy", "validation_accuracy"}:  # ties to rounding
             assert line[name] == pytest.approx(expected[name], rel=2e-3, abs=2e-5), name
 
 
 @pytest.mark.usefixtures("without_samples")
-def test_dpo_with_adapters_has_no_other_reference(pairs, start, tmp_path):
-    """The model without its adapters: the log-ratios begin at exactly 0, and a copy of the model gives the same."""
-    options = {**TINY, "lora": 2, "targets": ("query", "value"), "context": 2}
-    for name in ("auto", "copy"):
-        call(dpo.main, checkpoint=start, data=(str(pairs),), out=tmp_path / name, reference=name, **options)
+def test_dpo_with_adapters_has_no_other_reference(pairs, start, tmp_path, monkeypatch):
+    """The model without its adapters, here with sharded sequences: the log-ratios begin at exactly 0, and a copy of the
+    model on one device gives the same."""
+    options = {**TINY, "lora": 2, "targets": ("query", "value")}
+    call(dpo.main, checkpoint=start, data=(str(pairs),), out=tmp_path / "auto", context=2, microbatches=2, **options)
+    monkeypatch.setattr(train.MeshOptions, "make_mesh", lambda self: zoo.make_mesh(devices=jax.devices()[:1]))
+    call(dpo.main, checkpoint=start, data=(str(pairs),), out=tmp_path / "copy", reference="copy", **options)
     adapters, copied = read(tmp_path / "auto"), read(tmp_path / "copy")
     assert adapters[0]["margin"] == 0 and adapters[0]["accuracy"] == 0.5
-    assert [line["loss"] for line in adapters] == pytest.approx([line["loss"] for line in copied], abs=1e-6)
+    for line, expected in zip(adapters, copied, strict=True):
+        for name in {"loss", "margin", "validation", "gradient_norm"} & set(expected):
+            assert line[name] == pytest.approx(expected[name], rel=2e-3, abs=2e-5), name
     assert adapters[-1]["validation"] != adapters[1]["validation"]
     tuned = zoo.adapters.load(zoo.load(start), tmp_path / "auto" / "adapter")
     tokens = jax.numpy.arange(32).reshape(2, 16)
