@@ -185,6 +185,8 @@ def main(config: Config) -> None:
         config=config,
         before={name: x for name, x in before.items() if not name.endswith("reward")},
         unit="per pair",
+        curves={"loss": "training", "validation": "validation"},
+        plots=draw_curves(run.directory),
         samples=samples,
         prompts=config.prompts,
         key=key,
@@ -219,6 +221,20 @@ def find_reference(config):
     if config.reference == "auto":
         return "adapters" if config.lora else "precomputed"
     return config.reference
+
+
+def draw_curves(directory):
+    """Chart the accuracy and the rewards of the pairs trained on, and of the held-out ones."""
+    lines = train.read_metrics(directory / "metrics.jsonl")
+    charts = {}
+    for title, names in {"Accuracy": ["accuracy"], "Rewards": ["chosen_reward", "rejected_reward"]}.items():
+        curves = []
+        for name in names + [f"validation_{name}" for name in names]:
+            steps = [line["step"] for line in lines if name in line]
+            values = [line[name] for line in lines if name in line]
+            curves.append(tools.report.Curve(name.replace("_", " "), steps, values, smooth=name in names))
+        charts[title] = tools.report.LineChart(curves, title.lower())
+    return charts
 
 
 def average(sums):

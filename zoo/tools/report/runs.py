@@ -35,6 +35,7 @@ def report_run(
     export_seq_len: int | None = None,
     parameters: PyTree = None,
     unit: str | None = None,
+    curves: Mapping[str, str] | None = None,
     config: Any = None,
     **sections: Any,
 ) -> None:
@@ -43,6 +44,7 @@ def report_run(
     - `before`, `prompts`, `key`, `samples`, `export_seq_len`, `unit`: arguments of `Run.finish`.
     - `headline`: further figures, label to text.
     - `parameters`: the tree to tabulate, by default `model`.
+    - `curves`: names and labels of the metrics in the first chart, by default the training loss and those of `before`.
     - `config`: the recipe's configuration, a dataclass; values that differ from its defaults come first.
     - `sections`: further arguments of `write_report`.
 
@@ -62,7 +64,7 @@ def report_run(
                 title=title,
                 model=describe_model(model),
                 summary=results["result"],
-                curves={data.metric: "training", **{name: name for name in figures}},
+                curves=curves or {data.metric: "training", **{name: name for name in figures}},
                 baselines=data.baselines,
                 unit=unit or data.unit,
                 headline={**figures, "parameters": f"{results['parameters']:,}", **(headline or {})},
