@@ -109,6 +109,16 @@ def test_another_model_or_other_data_are_another_store(load, precompute, tmp_pat
         assert other.shape != first.shape or np.abs(other - first).max() > 1e-4, name
 
 
+def test_rows_of_another_plan_are_another_store(load, precompute, tmp_path):
+    """Of equal digests, as where a later version packs the same texts in another order."""
+    data = load()
+    reordered = dataclasses.replace(data.train, rows=[data.train.rows[n] for n in range(len(data.train.rows))][::-1])
+    precompute(data)
+    batch = stack(precompute(dataclasses.replace(data, train=reordered)).train)
+    assert len(list_stores(tmp_path)) == 3  # the validation rows are the same
+    np.testing.assert_allclose(batch["reference"], eqx.filter_jit(zoo.log_probs)(MODEL, batch), atol=1e-5)
+
+
 def test_an_interrupted_pass_leaves_nothing(load, precompute, tmp_path, monkeypatch):
     data = load()
     placed = []
