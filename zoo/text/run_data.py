@@ -9,23 +9,27 @@ from jaxtyping import Array, Int, Integer
 
 from .tokenizers import Tokenizer
 
-LossUnit = Literal["bits per byte", "nats per trained token"]
-"""Units of a loss."""
+LossUnit = Literal["bits per byte", "nats per trained token", "reward"]
+"""Units of what a run improves: of a loss, or of a reward."""
 
 
 @runtime_checkable
 class RunData(Protocol):
     """A `Corpus` or `Records`, as samples, reports and exports of a run need them.
 
-    - `unit`: of losses, "bits per byte" or "nats per trained token". `metric`: the name under which a training step
-      logs its loss in it.
+    - `unit`: of losses, "bits per byte" or "nats per trained token"; of prompts to sample from, "reward". `metric`: the
+      name under which a training step logs its loss, or reward, in it.
     - `baselines`: losses to compare with, by name.
     - `stop_tokens`: tokens that end a sample. `prompt_end`: written between a prompt and its sample.
     """
 
-    unit: ClassVar[LossUnit]
-    metric: ClassVar[str]
     prompt_end: ClassVar[str]
+
+    @property
+    def unit(self) -> LossUnit: ...
+
+    @property
+    def metric(self) -> str: ...
 
     @property
     def tokenizer(self) -> Tokenizer: ...

@@ -12,6 +12,7 @@ from zoo.parallel.fingerprint import fingerprint
 from zoo.text.batches import BatchIterator, ShuffledBatches, TokenWindows, bits_per_byte, stack_rows
 from zoo.text.chat import ChatTemplate, read_chat_template, tool_schema
 from zoo.text.corpus import load_text
+from zoo.text.digit_sorting import count_sorted_digits, list_sorting_examples, list_sorting_prompts
 from zoo.text.docstrings import read_docstrings
 from zoo.text.mixture import Mixture
 from zoo.text.packing import PackedRows, plan_rows
@@ -27,6 +28,8 @@ from .digits import load_digits
 from .ema import update_ema
 from .evaluation import Evaluation
 from .export import export
+from .group_sampler import GroupSampler
+from .groups import Groups, fill_groups, make_sampler, sample_groups
 from .health import measure_updates
 from .interrupt import Interrupt
 from .loss_scale import dynamic_loss_scale, loss_scale
@@ -46,6 +49,8 @@ from .options import MeshOptions, RunOptions
 from .profile import Profile
 from .reference import precompute_reference
 from .remat import count_residual_bytes, fit_remat
+from .rewards import Rewards, match_answer
+from .rollouts import Rollouts, pack_rollouts
 from .run import Run
 from .samples import continue_prompts
 from .skip import count_skips, skip_nonfinite, skip_spikes
@@ -64,7 +69,9 @@ __all__ = [
     "Evaluation",
     "FactoredMoment",
     "Float32Moment",
+    "GroupSampler",
     "GroupWords",
+    "Groups",
     "Interrupt",
     "MLflow",
     "MeshOptions",
@@ -78,6 +85,8 @@ __all__ = [
     "RecordOptions",
     "RecordStream",
     "Records",
+    "Rewards",
+    "Rollouts",
     "Run",
     "RunOptions",
     "ShuffledBatches",
@@ -96,24 +105,31 @@ __all__ = [
     "continue_prompts",
     "count_residual_bytes",
     "count_skips",
+    "count_sorted_digits",
     "decay_mask",
     "dynamic_loss_scale",
     "eval_params",
     "export",
+    "fill_groups",
     "fingerprint",
     "fit_remat",
     "format_groups",
     "linear_mask",
+    "list_sorting_examples",
+    "list_sorting_prompts",
     "load_digits",
     "load_records",
     "load_text",
     "loss_scale",
     "make_optimizer",
+    "make_sampler",
+    "match_answer",
     "matrix_mask",
     "measure_updates",
     "mix",
     "muon",
     "objectives",
+    "pack_rollouts",
     "plan_rows",
     "precompute_reference",
     "read_chat_template",
@@ -121,6 +137,7 @@ __all__ = [
     "read_metrics",
     "read_tokenizer",
     "run_cli",
+    "sample_groups",
     "scale_by_width",
     "skip_nonfinite",
     "skip_spikes",

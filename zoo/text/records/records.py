@@ -100,8 +100,11 @@ class RecordSplit:
 
     def require_rows(self) -> None:
         """**Raises** `ValueError` for a split without rows."""
-        if not isinstance(self.rows, Mixture) and not len(self.rows):
-            raise ValueError(f"the {self.name} split has no rows: take more records, or a longer seq_len")
+        if isinstance(self.rows, Mixture) or len(self.rows):
+            return
+        if isinstance(self.rows, PromptRows) and self.rows.num_dropped:
+            raise ValueError(f"the {self.name} split has no rows: its prompts are longer than a row (--prompt-len)")
+        raise ValueError(f"the {self.name} split has no rows: take more records, or a longer seq_len")
 
 
 @dataclass(frozen=True)
@@ -124,9 +127,17 @@ class Records:
     digest: str
     counts: Mapping[str, Any]
     parts: Mapping[str, "Records"] = dataclasses.field(default_factory=dict)
-    unit: ClassVar[LossUnit] = "nats per trained token"
-    metric: ClassVar[str] = "loss"
     prompt_end: ClassVar[str] = "\n"
+
+    @property
+    def unit(self) -> LossUnit:
+        """Unit of losses; of prompts, on which nothing is trained but what a model samples, "reward"."""
+        return "reward" if self.kind == "prompts" else "nats per trained token"
+
+    @property
+    def metric(self) -> str:
+        """Name under which a training step logs its loss, or its reward."""
+        return "reward" if self.kind == "prompts" else "loss"
 
     @property
     def vocab(self) -> int:

@@ -3,6 +3,7 @@
 from .policy_gradient import (
     cispo_loss,
     group_advantages,
+    is_clipped,
     kl_estimate,
     per_length,
     per_row,
@@ -22,6 +23,7 @@ __all__ = [
     "group_advantages",
     "hinge",
     "ipo",
+    "is_clipped",
     "kl_estimate",
     "kto",
     "orpo",

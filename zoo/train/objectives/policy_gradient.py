@@ -22,7 +22,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from zoo.parallel import reduce
 
@@ -105,6 +105,18 @@ def policy_loss(
     low, high = clip
     ratio = jnp.exp(log_ratio)
     return -jnp.minimum(ratio * advantages, jnp.clip(ratio, 1 - low, 1 + high) * advantages)
+
+
+def is_clipped(
+    log_ratio: Float[Array, "batch #seq"],
+    advantages: Float[Array, "batch seq"],
+    *,
+    clip: tuple[_Number, _Number] = (0.2, 0.2),
+) -> Bool[Array, "batch seq"]:
+    """Return True where `policy_loss` is clipped and has no gradient: the ratio has gone far enough already."""
+    low, high = clip
+    ratio = jnp.exp(log_ratio)
+    return ((advantages > 0) & (ratio > 1 + high)) | ((advantages < 0) & (ratio < 1 - low))
 
 
 def cispo_loss(
