@@ -58,6 +58,16 @@ def test_plan_without_a_mesh_suggests_one(run):
     assert "data 2 on h100:2: 2 devices, 2 rows of 128 tokens" in text and "1B tokens: " in text
 
 
+@pytest.mark.ci
+def test_plan_counts_what_sampling_holds(run, refused):
+    words = (*SMALL, "--on", "h100:2", "--fsdp", 2, "--rollouts")
+    text = run(*words, 8, 256)[0]
+    assert "sampling    8 rows of 256 tokens, " in text and "cache" in text.partition("sampling")[2]
+    found = json.loads(run(*words, 8, 256, "--json")[0])
+    assert found["sampling_memory"]["cache"] == 4 * 256 * 28 * (2 * 8 * 128 * 2 + 4) + 28 * 4 * (4 + 1)
+    assert "0 rows of 256 tokens" in refused(*words, 0, 256)
+
+
 def test_search_marks_what_fits_within_the_error_alone(run, monkeypatch):
     """Of three meshes one fits with a margin, one without, and one not."""
     found = planning.search_meshes(make_small, parse_topology("h100:2"), planning.TrainingOptions(2, 16), limit=3)

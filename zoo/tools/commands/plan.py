@@ -48,6 +48,7 @@ def plan(
     zero_stage: Literal[1, 2, 3] = 3,
     sequence_parallel: bool = False,
     tokens: float | None = None,
+    rollouts: Annotated[tuple[int, int] | None, tyro.conf.arg(metavar="ROWS LENGTH")] = None,
     search: bool = False,
     compiled: Annotated[bool, tyro.conf.arg(name="compile")] = False,
     as_json: Annotated[bool, tyro.conf.arg(name="json")] = False,
@@ -82,6 +83,8 @@ def plan(
         zero_stage: With fsdp, 1 shards the optimizer state, 2 gradients as well, 3 parameters too.
         sequence_parallel: Shard hidden states over tensor, too.
         tokens: Tokens of the training run, such as 1e12, to print its days.
+        rollouts: Completions that reinforcement learning samples between steps: rows at a time, and tokens of each,
+            prompt included. Counts their caches, and the sampler's copy of the parameters.
         search: Plan the most promising meshes instead of one, and show the best.
         compiled: Compile the step, or the best three of a search, which takes minutes each.
         as_json: Print a JSON object.
@@ -102,7 +105,9 @@ def plan(
     if not search and not is_suggested:
         sizes = _complete_sizes(sizes, topology)
         shards = sizes["data"] * sizes["fsdp"] * sizes["expert"]
-    options = planning.TrainingOptions(rows or microbatches * shards, seq_len, dtype, remat, microbatches)
+    sampled = None if rollouts is None else planning.RolloutOptions(*rollouts)
+    rows = rows or microbatches * shards
+    options = planning.TrainingOptions(rows, seq_len, dtype, remat, microbatches, rollouts=sampled)
     programs = []
     with _show_progress() as progress:
         if search:

@@ -8,9 +8,10 @@ from .chips import CHIPS, Chip
 from .compiled import compile_training
 from .format import format_plan
 from .links import time_transfer
+from .rollouts import count_sampling_memory
 from .search import Candidate, plan_training, search_meshes, suggest_mesh
 from .step import BudgetError, Plan, plan
-from .training import TrainingOptions, count_model_flops
+from .training import RolloutOptions, TrainingOptions, count_model_flops
 
 __all__ = [
     "CHIPS",
@@ -18,9 +19,11 @@ __all__ = [
     "Candidate",
     "Chip",
     "Plan",
+    "RolloutOptions",
     "TrainingOptions",
     "compile_training",
     "count_model_flops",
+    "count_sampling_memory",
     "format_plan",
     "plan",
     "plan_training",

@@ -1,6 +1,6 @@
 """Format a plan as a screen of text."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from zoo.inspect.report import format_decimal_prefix
@@ -51,8 +51,8 @@ def _list_options(plan: "Plan") -> list[str]:
 
 def _iter_memory(plan: "Plan") -> Iterator[tuple[str, str]]:
     verdict = "DOES NOT FIT"
-    if plan.fits:
-        if plan.fits_with_margin:
+    if plan.peak <= plan.chip.memory:
+        if plan.peak <= (1 - MARGIN) * plan.chip.memory:
             verdict = "fits"
         else:
             verdict = f"fits, with less than {MARGIN:.0%} to spare"
@@ -60,7 +60,19 @@ def _iter_memory(plan: "Plan") -> Iterator[tuple[str, str]]:
     yield "memory", f"about {_format(plan.peak)}B at the peak, {share:.0%} of {_format(plan.chip.memory)}B: {verdict}"
     compiler = "zoo.inspect.compiled" if plan.options is None else "--compile"
     yield "", f"(within {MARGIN:.0%} in 48 of 50 compiled steps; {compiler} asks the compiler)"
-    for kind, size in plan.memory.items():
+    yield from _iter_kinds(plan, plan.memory)
+    if plan.options is not None and plan.options.rollouts is not None:
+        total = sum(plan.sampling_memory.values())
+        rollouts = plan.options.rollouts
+        verdict = "fits" if total <= plan.chip.memory else "DOES NOT FIT"
+        share = f"{total / plan.chip.memory:.0%} of {_format(plan.chip.memory)}B: {verdict}"
+        yield "sampling", f"{rollouts.rows:,} rows of {rollouts.length:,} tokens, {_format(total)}B, {share}"
+        yield from _iter_kinds(plan, plan.sampling_memory)
+
+
+def _iter_kinds(plan: "Plan", memory: Mapping[str, int]) -> Iterator[tuple[str, str]]:
+    """Yield a line with a bar for each kind of memory."""
+    for kind, size in memory.items():
         bar = "#" * min(round(_BAR * size / plan.chip.memory), 2 * _BAR)
         yield "", f"{kind:<16} {_format(size) + 'B':>8}  {bar}"
 

@@ -14,6 +14,7 @@ from zoo.parallel.mesh import format_sizes, is_array_or_shape
 from zoo.parallel.topology import Topology
 
 from .chips import CHIPS
+from .rollouts import plan_sampling
 from .step import Plan, plan
 from .training import TrainingOptions, count_model_flops, make_training_step
 
@@ -45,14 +46,15 @@ def plan_training(
     *,
     model_flops: int | None = None,
 ) -> Plan:
-    """Plan the training step of `make_training_step` on a mesh of these sizes."""
+    """Plan the training step of `make_training_step` on a mesh of these sizes, and the sampling between steps."""
     mesh = make_stand_in_mesh(sizes, topology, layout)
     step, args = make_training_step(make_model, mesh, options)
     if model_flops is None:
         flops = count_model_flops(make_model, options)
     else:
         flops = model_flops
-    return dataclasses.replace(plan(step, *args, on=topology, model_flops=flops), options=options)
+    planned = plan(step, *args, on=topology, model_flops=flops)
+    return dataclasses.replace(planned, options=options, sampler=plan_sampling(make_model, mesh, options))
 
 
 def make_stand_in_mesh(sizes: Mapping[str, int], topology: Topology, layout: Layout | None = None) -> Mesh:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from zoo.inspect.report import format_decimal_prefix
@@ -37,6 +37,8 @@ class Plan:
     """FLOPs of the model per step over all devices, without recomputation and pipeline bubbles."""
     options: "TrainingOptions | None" = None
     """Rows, tokens and the rest of a step of `plan_training`; None for your own step."""
+    sampler: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    """Bytes per device that only sampling holds, by kind (`zoo.tools.plan.rollouts`)."""
 
     @property
     def memory(self) -> dict[str, int]:
@@ -61,18 +63,31 @@ class Plan:
 
     @property
     def peak(self) -> int:
-        """Estimate of the peak memory of a device, in bytes."""
+        """Estimate of the peak memory of a device in the step, in bytes."""
         return self.program.peak
 
     @property
+    def sampling_memory(self) -> dict[str, int]:
+        """Bytes per device while completions are sampled between two steps, by kind; {} if none are. Batch, gradients,
+        logits and activations of the step are not alive then, and the sampler's copy and caches not in the step."""
+        if not self.sampler:
+            return {}
+        resting = {kind: size for kind, size in self.memory.items() if kind in ("parameters", "optimizer state")}
+        return {**resting, **self.sampler}
+
+    @property
     def fits(self) -> bool:
-        """True if the estimated peak is at most the memory of a device."""
-        return self.peak <= self.chip.memory
+        """True if the estimated peak is at most the memory of a device, and so is what sampling holds."""
+        return self._largest <= self.chip.memory
 
     @property
     def fits_with_margin(self) -> bool:
         """True if the step fits even if its peak is underestimated by `MARGIN`."""
-        return self.peak <= (1 - MARGIN) * self.chip.memory
+        return self._largest <= (1 - MARGIN) * self.chip.memory
+
+    @property
+    def _largest(self) -> int:
+        return max(self.peak, sum(self.sampling_memory.values()))
 
     @property
     def seconds(self) -> dict[str, float]:
@@ -126,6 +141,12 @@ class Plan:
         memory."""
         if self.fits:
             return
+        if self.peak <= self.chip.memory:
+            parts = ", ".join(f"{kind} {_format(size)}" for kind, size in self.sampling_memory.items())
+            raise BudgetError(
+                f"{_format(self._largest)} while sampling, and {self.topology.kind} has {_format(self.chip.memory)}: "
+                f"{parts}. Sample fewer rows at a time, or shorter ones; tensor shards the heads of keys and values"
+            )
         lines = [f"  {name}: {_format(size)}" for name, size in self.list_largest(6)]
         kind = max(self.memory, key=lambda name: self.memory[name])
         raise BudgetError(
@@ -166,6 +187,7 @@ class Plan:
             "options": options,
             "memory": self.memory,
             "peak": self.peak,
+            "sampling_memory": self.sampling_memory,
             "budget": self.chip.memory,
             "fits": self.fits,
             "fits_with_margin": self.fits_with_margin,

@@ -19,6 +19,20 @@ ONE_FORWARD_ONE_BACKWARD = Schedule("1f1b")
 
 
 @dataclasses.dataclass(frozen=True)
+class RolloutOptions:
+    """Completions that a run samples between its training steps (`recipes/grpo.py`)."""
+
+    rows: int
+    """Rows that are sampled at a time, over all devices: prompts times samples of each."""
+    length: int
+    """Tokens of the longest row, prompt and completion."""
+
+    def __post_init__(self):
+        if self.rows < 1 or self.length < 2:
+            raise ValueError(f"{self.rows} rows of {self.length} tokens: 1 row of 2 tokens is the least to sample")
+
+
+@dataclasses.dataclass(frozen=True)
 class TrainingOptions:
     """Options of a training step that its cost depends on, besides the model and the mesh."""
 
@@ -32,6 +46,8 @@ class TrainingOptions:
     microbatches: int = 1
     schedule: Schedule = ONE_FORWARD_ONE_BACKWARD
     """Schedule of the pipeline, on meshes with `pipe`."""
+    rollouts: RolloutOptions | None = None
+    """Completions that are sampled between steps, in reinforcement learning."""
 
     def as_dict(self) -> dict[str, Any]:
         """Convert to plain values."""
