@@ -18,7 +18,7 @@ import zoo
 from zoo.models.hf import families
 
 PACKAGES = (
-    *("models", "weights", "layers", "parallel", "ops", "adapters", "precision", "train"),
+    *("models", "weights", "layers", "parallel", "ops", "adapters", "precision", "train", "train.objectives"),
     *("inspect", "tools.plan", "tools.report", "tools.draw", "tools.parity", "tools.testing", "tools.evaluate"),
     "tools.export",
 )

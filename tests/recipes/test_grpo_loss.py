@@ -20,7 +20,7 @@ from safetensors.numpy import load_file
 import zoo
 from recipes import grpo
 from zoo import train
-from zoo.train.groups import Samples
+from zoo.train.reinforcement.groups import Samples
 
 PARITY = Path(os.environ.get("ZOO_PARITY", "")) / "posttraining"
 LOSSES = ("grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo")
@@ -70,7 +70,7 @@ def compute(problem, rewards, config, dtype="bfloat16", reinforce=False):
 @pytest.mark.parametrize(
     "loss", ["grpo", *(pytest.param(loss, marks=pytest.mark.ci) for loss in LOSSES if loss != "grpo")]
 )
-def test_the_first_update_is_the_plain_policy_gradient_in_bfloat16(problem, loss):
+def test_first_update_is_the_plain_gradient_in_bfloat16(problem, loss):
     """The ratio is exactly 1: the gradient is that of -A log p."""
     rewards = np.random.default_rng(1).normal(size=(3, 4))
     config = grpo.Config(loss=loss)

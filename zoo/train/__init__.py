@@ -28,8 +28,6 @@ from .digits import load_digits
 from .ema import update_ema
 from .evaluation import Evaluation
 from .export import export
-from .group_sampler import GroupSampler
-from .groups import Groups, fill_groups, make_sampler, sample_groups
 from .health import measure_updates
 from .interrupt import Interrupt
 from .loss_scale import dynamic_loss_scale, loss_scale
@@ -48,9 +46,11 @@ from .optimizer.width_transfer import scale_by_width, transfer_width, width_fact
 from .options import MeshOptions, RunOptions
 from .profile import Profile
 from .reference import precompute_reference
+from .reinforcement.group_sampler import GroupSampler
+from .reinforcement.groups import Groups, fill_groups, make_sampler, sample_groups
+from .reinforcement.rewards import Rewards, match_answer
+from .reinforcement.rollouts import Rollouts, pack_rollouts
 from .remat import count_residual_bytes, fit_remat
-from .rewards import Rewards, match_answer
-from .rollouts import Rollouts, pack_rollouts
 from .run import Run
 from .samples import continue_prompts
 from .skip import count_skips, skip_nonfinite, skip_spikes

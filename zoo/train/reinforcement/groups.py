@@ -108,7 +108,7 @@ class Groups(NamedTuple):
     rewards: Float[np.ndarray, "prompts samples"]
     metrics: Mapping[str, float]
     """Means over all completions that were drawn: `reward`, `rewards/NAME` of each function if there are several,
-    `solved` (`zoo.train.rewards.RewardValues`), `length` in tokens; `unfinished`, the share without an end; and
+    `solved` (see `RewardValues`), `length` in tokens; `unfinished`, the share without an end; and
     `no_signal`, the share of groups with equal rewards, which teach nothing."""
 
     @classmethod

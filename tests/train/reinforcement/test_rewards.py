@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from zoo import train
-from zoo.train.rewards import RewardError
+from zoo.train.reinforcement.rewards import RewardError
 
 RECORDS = [{"prompt": "1 + 1?", "answer": 2}, {"prompt": "2 + 2?", "answer": "4"}, {"prompt": "Who?", "answer": "me"}]
 

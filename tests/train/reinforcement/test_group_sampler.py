@@ -6,8 +6,8 @@ import pytest
 
 from zoo import train
 from zoo.text.tokenizers import ByteTokenizer
-from zoo.train import group_sampler
-from zoo.train.groups import Samples
+from zoo.train.reinforcement import group_sampler
+from zoo.train.reinforcement.groups import Samples
 
 
 @pytest.fixture

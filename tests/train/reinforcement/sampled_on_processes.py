@@ -1,6 +1,6 @@
 """A program of one or two processes on data 2 x fsdp 2: samples, packs and computes a loss, and prints what it got.
 
-python tests/train/sampled_on_processes.py INDEX COUNT PORT
+python tests/train/reinforcement/sampled_on_processes.py INDEX COUNT PORT
 """
 
 import hashlib

@@ -156,7 +156,7 @@ def _call(
         values = np.empty(0)
     if values.shape != (len(texts),):
         raise RewardError(
-            f"reward {name} returned {_describe(found)} for {len(texts)} texts, and a number for each was expected"
+            f"reward {name} returned {_to_words(found)} for {len(texts)} texts, and a number for each was expected"
         )
     if len(faulty := np.flatnonzero(~np.isfinite(values))):
         row = int(faulty[0])
@@ -176,7 +176,7 @@ def _locate(
     return f"{type(error).__name__}: {error}, for {len(texts)} texts together, and for none by itself"
 
 
-def _describe(found: Any) -> str:
+def _to_words(found: Any) -> str:
     shape = np.shape(found) if isinstance(found, np.ndarray | list | tuple) else ()
     return f"{type(found).__name__} of shape {shape}" if shape else type(found).__name__
 

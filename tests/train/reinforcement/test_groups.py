@@ -8,8 +8,8 @@ import pytest
 
 import zoo
 from zoo import train
-from zoo.train.groups import Samples
-from zoo.train.rewards import RewardValues
+from zoo.train.reinforcement.groups import Samples
+from zoo.train.reinforcement.rewards import RewardValues
 
 VOCAB, PROMPT, NEW, SAMPLES = 64, 9, 8, 4
 MESHES = {"one device": ({"data": 1}, 1), "data 2 x fsdp 2 x tensor 2": ({"data": 2, "fsdp": 2, "tensor": 2}, 8)}

@@ -12,7 +12,7 @@ import pytest
 import zoo
 from tests.processes import ROOT, make_environment
 from zoo import train
-from zoo.train.groups import Samples
+from zoo.train.reinforcement.groups import Samples
 
 PROMPTS = {"tokens": np.array([[0, 0, 5, 6], [1, 2, 3, 4]]), "mask": np.array([[0, 0, 1, 1], [1, 1, 1, 1]], bool)}
 NEW = np.array([[7, 8, 9], [7, 9, -1], [9, -1, -1], [8, 8, 8]])
@@ -102,7 +102,7 @@ def test_two_processes_sample_and_learn_as_one():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    program = [sys.executable, ROOT / "tests/train/sampled_on_processes.py"]
+    program = [sys.executable, ROOT / "tests/train/reinforcement/sampled_on_processes.py"]
     options = {"cwd": ROOT, "stdout": subprocess.PIPE, "text": True}
 
     def start(index, count):

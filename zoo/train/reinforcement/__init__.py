@@ -1,0 +1,1 @@
+"""Reinforcement learning from rewards: groups of samples, their rewards, and rows to train on."""
