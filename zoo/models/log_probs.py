@@ -9,14 +9,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.core import Tracer
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Float, Int, Key, Shaped
 
 from zoo._checks import check_batch, check_chunk
 from zoo.layers import TokenInfo
 from zoo.layers.token_info import batch_token_info
 from zoo.ops.reduction import max_last_dim
 from zoo.parallel import reduce, scan, vary, varying
-from zoo.shapes import HiddenStates, Tokens
+from zoo.shapes import Tokens
 
 from .decoder import Decoder, find_checkable_vocab
 from .encoders.text import Encoder
@@ -108,21 +108,24 @@ def map_targets(
 
 def map_logits(
     function: Callable[..., Any],
-    models: Sequence[tuple[eqx.Module, HiddenStates]],
+    models: Sequence[tuple[eqx.Module, Float[Array, "batch seq _"]]],
     targets: Int[Array, "batch seq"],
     chunk: int,
+    *others: Shaped[Array, "batch seq ..."],
 ) -> Any:
-    """Compute `function(*logits, targets)`, `chunk` tokens at a time: a tree of arrays "batch seq ...".
+    """Compute `function(*logits, targets, *others)`, `chunk` tokens at a time: a tree of arrays "batch seq ...".
 
     - `models`: unembedding and hidden states of each model; its logits are `unembedding(x)`, "tokens vocab".
+    - `others`: further arrays of each token, which `function` gets as "tokens ...".
 
     The backward pass computes the logits again. Gradients of an unembedding are summed over chunks in float32.
     """
     heads = [head for head, _ in models]
     rows = [x.reshape(-1, x.shape[-1]) for _, x in models]
+    of_tokens = [x.reshape(-1, *x.shape[2:]) for x in (targets, *others)]
     tokens = targets.size
     size = min(chunk, tokens)
-    axes = frozenset().union(*map(varying, [*rows, targets]))
+    axes = frozenset().union(*map(varying, [*rows, *of_tokens]))
     parameters, rest = eqx.partition(heads, eqx.is_inexact_array)
     integer_arrays, static = eqx.partition(rest, eqx.is_array)
     dtypes = jax.tree.map(lambda p: p.dtype, parameters)
@@ -134,13 +137,13 @@ def map_logits(
         return padded.reshape(-1, size, *x.shape[1:])
 
     @partial(jax.checkpoint, prevent_cse=False)
-    def map_chunk(parameters: Any, rows: Sequence[Array], targets: Array) -> Any:
+    def map_chunk(parameters: Any, rows: Sequence[Array], of_tokens: Sequence[Array]) -> Any:
         parameters = jax.tree.map(lambda p, dtype: p.astype(dtype), parameters, dtypes)
         heads = eqx.combine(parameters, integer_arrays, static)
         with jax.named_scope("logits"):
-            return function(*[head(x) for head, x in zip(heads, rows, strict=True)], targets)
+            return function(*[head(x) for head, x in zip(heads, rows, strict=True)], *of_tokens)
 
-    chunks = [split(x) for x in rows], split(targets.reshape(-1))
+    chunks = [split(x) for x in rows], [split(x) for x in of_tokens]
     _, results = scan(lambda carry, chunk: (carry, map_chunk(parameters, *chunk)), (), chunks)
     return jax.tree.map(lambda y: y.reshape(-1, *y.shape[2:])[:tokens].reshape(*targets.shape, *y.shape[2:]), results)
 

@@ -1,5 +1,15 @@
 """Objectives of post-training: pure functions of log-probabilities, of scores, and of two models' logits."""
 
+from .distillation import (
+    DistillationTerms,
+    TopK,
+    distillation,
+    distillation_terms,
+    distillation_top_k,
+    top_k_log_probs,
+)
+from .divergence import jensen_shannon, top_k_divergence
+from .hidden_projections import HiddenProjections
 from .policy_gradient import (
     cispo_loss,
     group_advantages,
@@ -16,14 +26,21 @@ from .preference import apo_down, apo_zero, dpo, hinge, ipo, kto, orpo, robust_d
 from .reward import pairwise_reward
 
 __all__ = [
+    "DistillationTerms",
+    "HiddenProjections",
+    "TopK",
     "apo_down",
     "apo_zero",
     "cispo_loss",
+    "distillation",
+    "distillation_terms",
+    "distillation_top_k",
     "dpo",
     "group_advantages",
     "hinge",
     "ipo",
     "is_clipped",
+    "jensen_shannon",
     "kl_estimate",
     "kto",
     "orpo",
@@ -35,5 +52,7 @@ __all__ = [
     "robust_dpo",
     "sequence_log_ratio",
     "simpo",
+    "top_k_divergence",
+    "top_k_log_probs",
     "truncate_ratio",
 ]
