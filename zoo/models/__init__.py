@@ -41,7 +41,7 @@ from .presets.recurrent import (
 )
 from .presets.transformer import Transformer
 from .presets.vision_transformer import VisionTransformer
-from .restack import split_ends
+from .restack import keep_layers, split_ends
 from .scoring import hidden_states, score
 from .second_derivatives import twice_differentiable
 from .sequence_score import SequenceScore
@@ -102,6 +102,7 @@ __all__ = [
     "find_first_nonfinite",
     "fused",
     "hidden_states",
+    "keep_layers",
     "list_parameter_paths",
     "list_presets",
     "log_probs",

@@ -1,5 +1,7 @@
-"""Split the layers of a model anew into segments: for the stages of a pipeline, and for kinds of layers."""
+"""Split the layers of a model anew into segments: for the stages of a pipeline, for kinds of layers, and of fewer
+layers."""
 
+import dataclasses
 from collections.abc import Callable, Hashable, Sequence
 from typing import TypeVar
 
@@ -8,8 +10,8 @@ import jax
 
 from zoo.parallel import replace_option
 
-from .decoder import AbstractBlock
-from .segment import Segment
+from .decoder import AbstractBlock, Decoder
+from .segment import Segment, number_structures, stack_trees
 from .stack import Stack, is_stack, make_segments
 
 _Model = TypeVar("_Model")
@@ -36,6 +38,38 @@ def split_ends(model: _Model, stages: int) -> _Model:
         return replace_option(stack, "segments", tuple(part for segment in stack.segments for part in split(segment)))
 
     return _map_stacks(split_stack, model)
+
+
+def keep_layers(model: Decoder, layers: Sequence[int]) -> Decoder:
+    """Return a model with only these layers, in this order: a student that begins as a part of its teacher (DistilBERT,
+    Sanh et al., arXiv:1910.01108, section 3).
+
+        student = zoo.models.keep_layers(teacher, range(0, 28, 2))     # every second layer
+
+    All other parameters are the model's own. The result has no `origin`: it is saved as a model from scratch is.
+
+    **Raises** `ValueError` for no layers, and for a layer that the model does not have; `NotImplementedError` for a
+    model with layers that read what other layers computed or share parameters.
+    """
+    stack = model.stack
+    if not isinstance(stack, Stack):
+        raise TypeError(f"a model with a Stack was expected, not with {type(stack).__name__}")
+    blocks = list(stack.iter_blocks())
+    if stack.shared or model.layer_inputs is not None or any(block.extends_hidden for block in blocks):
+        raise NotImplementedError("layers of this model depend on one another, and cannot be taken out")
+    layers = list(layers)
+    if not layers:
+        raise ValueError("layers is empty: at least one layer was expected")
+    for layer in layers:
+        if not 0 <= layer < len(blocks):
+            raise ValueError(f"there is no layer {layer}: the model has layers 0 to {len(blocks) - 1}")
+    kept = [blocks[layer] for layer in layers]
+
+    def stack_kept(places: range) -> AbstractBlock:
+        return stack_trees([kept[place] for place in places])
+
+    stack = replace_option(stack, "segments", make_segments(number_structures(kept), stack_kept))
+    return dataclasses.replace(model, stack=stack, origin=None)
 
 
 def join_end_shapes(model: _Model) -> _Model:

@@ -78,6 +78,11 @@ def _find_inner_cost(pattern: tuple[Any, ...]) -> tuple[int, int]:
 def find_inner_patterns(blocks: Sequence[AbstractBlock]) -> list[tuple[int, int]]:
     """Split the blocks of a pattern into patterns `(period, repeats)` of blocks that differ only in the values of their
     arrays. A block that extends the hidden states is in none that repeats: it is a program of its own."""
+    return _find_split(tuple(number_structures(blocks)), lambda inner: (len(inner), 0)).patterns
+
+
+def number_structures(blocks: Sequence[AbstractBlock]) -> list[int]:
+    """Return a number for each block, equal for blocks that differ only in the values of their arrays."""
     kinds: list[AbstractBlock] = []
     numbers = []
     for block in blocks:
@@ -85,7 +90,7 @@ def find_inner_patterns(blocks: Sequence[AbstractBlock]) -> list[tuple[int, int]
         if number == len(kinds):
             kinds.append(block)
         numbers.append(number)
-    return _find_split(tuple(numbers), lambda inner: (len(inner), 0)).patterns
+    return numbers
 
 
 def _have_equal_structure(first: AbstractBlock, second: AbstractBlock) -> bool:
