@@ -1,9 +1,16 @@
-"""Chats about Python's standard library: a data set for instruction tuning that needs no download."""
+"""Python's standard library as records, texts or chats: data sets that need no download."""
 
 import ast
 from collections.abc import Iterator
 
 from .corpus import find_standard_library
+
+
+def read_standard_library() -> list[dict]:
+    """Return a record of text for each source of the standard library that is not empty, as `load_text()` reads them:
+    about ten million characters."""
+    texts = [path.read_text(encoding="utf-8", errors="replace") for _, path in find_standard_library()]
+    return [{"text": text} for text in texts if text.strip()]
 
 
 def read_docstrings() -> list[dict]:

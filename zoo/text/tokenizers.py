@@ -289,6 +289,12 @@ def train_bpe(documents: Iterable[bytes], vocab: int, path: Path) -> FileTokeniz
     return FileTokenizer(path, vocab)
 
 
+def have_equal_tokens(first: Tokenizer, second: Tokenizer) -> bool:
+    """Return True if two tokenizers make the same tokens of a text. Their models may pad the vocabulary to other sizes,
+    and begin and end texts with other tokens."""
+    return first.cache_key.split()[-1] == second.cache_key.split()[-1]
+
+
 def find_tokenizer(directory: str | Path, vocab: int) -> Tokenizer | None:
     """Return the tokenizer of a checkpoint: its `tokenizer.json`, else bytes if the vocabulary is 256, else None."""
     path = Path(directory) / TOKENIZER_FILE

@@ -13,7 +13,7 @@ from zoo.text.batches import BatchIterator, ShuffledBatches, TokenWindows, bits_
 from zoo.text.chat import ChatTemplate, read_chat_template, tool_schema
 from zoo.text.corpus import load_text
 from zoo.text.digit_sorting import count_sorted_digits, list_sorting_examples, list_sorting_prompts
-from zoo.text.docstrings import read_docstrings
+from zoo.text.docstrings import read_docstrings, read_standard_library
 from zoo.text.mixture import Mixture
 from zoo.text.packing import PackedRows, plan_rows
 from zoo.text.record_options import RecordOptions
@@ -33,6 +33,8 @@ from .interrupt import Interrupt
 from .loss_scale import dynamic_loss_scale, loss_scale
 from .metrics import Metrics, read_metrics
 from .objectives.pairs import Pairs, average_pairs, sum_pairs
+from .objectives.texts import Pairs, average_pairs, sum_pairs, sum_segments
+from .on_policy import sample_batch
 from .optimizer.adam import adamw
 from .optimizer.apply_updates import apply_updates
 from .optimizer.by_name import OptimizerName, make_optimizer
@@ -55,6 +57,7 @@ from .run import Run
 from .samples import continue_prompts
 from .skip import count_skips, skip_nonfinite, skip_spikes
 from .spikes import SpikeDetector
+from .stored_teacher import split_top_k, store_top_k
 from .summary import summary
 from .sweep import sweep_grid, sweep_map, sweep_models, sweep_step
 from .trackers import MLflow, TensorBoard, Tracker, Trackio, WeightsAndBiases
@@ -135,13 +138,17 @@ __all__ = [
     "read_chat_template",
     "read_docstrings",
     "read_metrics",
+    "read_standard_library",
     "read_tokenizer",
     "run_cli",
+    "sample_batch",
     "sample_groups",
     "scale_by_width",
     "skip_nonfinite",
     "skip_spikes",
+    "split_top_k",
     "stack_rows",
+    "store_top_k",
     "stream_records",
     "sum_pairs",
     "sum_segments",

@@ -1,0 +1,100 @@
+"""Batches in which a model has written the texts itself, for on-policy distillation."""
+
+from collections.abc import Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int, Key, Shaped
+
+from zoo.generate import generate
+from zoo.models import Decoder
+from zoo.parallel import Mesh, place_batch, reader
+
+_Batch = dict[str, Shaped[np.ndarray, "batch seq"]]
+
+
+def sample_batch(
+    model: Decoder,
+    batch: Mapping[str, Shaped[np.ndarray, "batch seq"]],
+    *,
+    max_new_tokens: int,
+    mesh: Mesh,
+    temperature: float = 1.0,
+    stop_tokens: Sequence[int] = (),
+    key: Key[Array, ""],
+) -> _Batch:
+    """Let a model continue the prompt of each row; return rows of the same shape, with weight 1 on sampled tokens.
+
+    - `batch`: on the host, rows of one text each, as records with `pack=False` have them. The prompt of a row is what
+      comes before the first target with a weight; its last `seq - max_new_tokens` tokens if it is longer. A row of
+      which all is trained on, or the first target, is a text: its first `seq - max_new_tokens` tokens are the prompt.
+    - `max_new_tokens`: less than the length of a row.
+    - `temperature`: tokens are drawn from softmax(logits / temperature).
+    - `stop_tokens`: end a text, and are trained on.
+
+    With several processes each passes its own rows, `zoo.parallel.reader(mesh)`, and gets them back.
+
+    **Raises** `ValueError` for `max_new_tokens` outside of 1 to the length of a row less 1, and for a temperature that
+    is not above 0.
+    """
+    width = batch["tokens"].shape[1]
+    if not 1 <= max_new_tokens < width:
+        raise ValueError(
+            f"max_new_tokens={max_new_tokens}: rows of {width} tokens hold a prompt and 1 to {width - 1} new tokens"
+        )
+    if not temperature > 0:
+        raise ValueError(f"temperature={temperature}: a number above 0 was expected, to sample with")
+    prompts, mask = _find_prompts(batch, width - max_new_tokens)
+    options = {"temperature": temperature, "stop_tokens": stop_tokens, "mesh": mesh, "key": key}
+    if jax.process_count() == 1:
+        made = generate(model, jnp.asarray(prompts), mask=jnp.asarray(mask), max_new_tokens=max_new_tokens, **options)
+        return _make_rows(prompts, mask, np.asarray(made), width)
+    from jax.experimental import multihost_utils
+
+    placed = place_batch({"tokens": prompts, "mask": mask}, mesh)
+    prompts, mask = (multihost_utils.process_allgather(placed[name], tiled=True) for name in ("tokens", "mask"))
+    made = generate(model, prompts, mask=mask, max_new_tokens=max_new_tokens, **options)
+    rows = _make_rows(prompts, mask, multihost_utils.process_allgather(made, tiled=True), width)
+    index, count = reader(mesh)
+    size = len(prompts) // count
+    return {name: x[index * size : (index + 1) * size] for name, x in rows.items()}
+
+
+def _find_prompts(
+    batch: Mapping[str, Shaped[np.ndarray, "batch seq"]], longest: int
+) -> tuple[Int[np.ndarray, "batch prompt"], Shaped[np.ndarray, "batch prompt"]]:
+    """Return the prompts, padded on the left, and where they have a token."""
+    prompts = np.zeros((len(batch["tokens"]), longest), np.int32)
+    mask = np.zeros(prompts.shape, bool)
+    is_trained = (batch["targets"] >= 0) & (batch.get("weights", np.ones(batch["targets"].shape)) > 0)
+    for row, tokens in enumerate(np.asarray(batch["tokens"])):
+        text_length = max(int((batch["targets"][row] >= 0).sum()), 1)
+        length = int(is_trained[row].argmax()) + 1
+        if length == 1:  # a text, or a row of padding
+            length = min(longest, text_length)
+        prompt = tokens[:length][-longest:]
+        prompts[row, longest - len(prompt) :] = prompt
+        mask[row, longest - len(prompt) :] = True
+    return prompts, mask
+
+
+def _make_rows(
+    prompts: Int[np.ndarray, "batch prompt"],
+    mask: Shaped[np.ndarray, "batch prompt"],
+    new: Int[np.ndarray, "batch new"],
+    width: int,
+) -> _Batch:
+    rows: _Batch = {name: np.zeros((len(new), width), np.int32) for name in ("tokens", "segment_ids", "positions")}
+    rows["targets"] = np.full((len(new), width), -1, np.int32)
+    rows["weights"] = np.zeros((len(new), width), np.float32)
+    for row in range(len(new)):
+        prompt = prompts[row][mask[row]]
+        text = np.concatenate([prompt, new[row][new[row] >= 0]])
+        length = len(text) - 1
+        rows["tokens"][row, :length] = text[:-1]
+        rows["targets"][row, :length] = text[1:]
+        rows["weights"][row, len(prompt) - 1 : length] = 1
+        rows["segment_ids"][row, :length] = 1
+        rows["positions"][row, :length] = np.arange(length)
+    return rows
