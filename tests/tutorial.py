@@ -3,7 +3,7 @@
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 from tests.processes import make_environment
@@ -14,9 +14,17 @@ _BLOCK = re.compile(
 )
 
 
-def run_tutorial(page: Path, folder: Path, *, replaced: Mapping[str, str], skips: Callable[[str], bool]) -> list[str]:
+def run_tutorial(
+    page: Path,
+    folder: Path,
+    *,
+    replaced: Mapping[str, str],
+    skips: Callable[[str], bool],
+    kinds: Collection[str] = ("bash", "python"),
+) -> list[str]:
     """Run the commands and programs of a page in `folder`; return what each printed. A block with a title is a file.
 
+    - `kinds`: languages of the blocks to run.
     - `replaced`: texts that take a minute to run, and what is run instead.
     - `skips`: a function of a block with the comment above it: True for a block that does not run here.
     """
@@ -31,7 +39,7 @@ def run_tutorial(page: Path, folder: Path, *, replaced: Mapping[str, str], skips
     environment |= {"PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(folder / "cache")}
     printed = []
     for comment, kind, title, source in _BLOCK.findall(page.read_text(encoding="utf-8")):
-        if skips(comment + source):
+        if kind not in kinds or skips(comment + source):
             continue
         if title:
             (folder / title).write_text(source)

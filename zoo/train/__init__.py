@@ -33,7 +33,6 @@ from .interrupt import Interrupt
 from .loss_scale import dynamic_loss_scale, loss_scale
 from .metrics import Metrics, read_metrics
 from .objectives.pairs import Pairs, average_pairs, sum_pairs
-from .objectives.texts import Pairs, average_pairs, sum_pairs, sum_segments
 from .on_policy import sample_batch
 from .optimizer.adam import adamw
 from .optimizer.apply_updates import apply_updates
