@@ -72,7 +72,7 @@ def test_a_pass_that_ends_early_leaves_nothing(data, tmp_path):
 
 
 def test_parts_of_a_mixture_keep_their_arrays(data, tmp_path):
-    mixed = train.mix({"a": data, "b": data}, {"a": 1, "b": 2})
+    mixed = train.mix({"a": data, "b": data}, {"a": 1.0, "b": 2.0})
     mesh = zoo.make_mesh(devices=jax.devices()[:1])
     options = {"identity": "a", "batch_size": 4, "folder": tmp_path / "stored"}
     stored = store_arrays(mixed, Compute(), mesh, **options)

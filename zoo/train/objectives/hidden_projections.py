@@ -17,8 +17,8 @@ from zoo.parallel.tokens import replicate_tokens
 class HiddenProjections(Module):
     """One linear map for each pair of layers, from the width of the student to the width of the teacher.
 
-    Hints of FitNets (Romero et al., arXiv:1412.6550, section 2.1) on several layers, as in TinyBERT (Jiao et al.,
-    arXiv:1909.10351, equation 8).
+    Hints of FitNets (Romero et al., arXiv:1412.6550) on several layers, as in TinyBERT (Jiao et al.,
+    arXiv:1909.10351).
     """
 
     linears: tuple[Linear, ...]
