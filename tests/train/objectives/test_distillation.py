@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
+import zoo
 from tests.train.objectives.trl import (
     FOLDER,
     MESHES,
@@ -20,8 +22,6 @@ from tests.train.objectives.trl import (
     read_arrays,
     read_values,
 )
-
-import zoo
 from zoo.train import objectives
 from zoo.train.objectives import HiddenProjections, jensen_shannon, top_k_divergence
 
