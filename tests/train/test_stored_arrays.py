@@ -42,7 +42,7 @@ def check_rows(split):
 
 def test_arrays_are_computed_once(data, tmp_path):
     mesh = zoo.make_mesh(devices=jax.devices()[:1])
-    options = {"batch_size": 4, "folder": tmp_path / "stored"}
+    options = {"name": "teacher", "batch_size": 4, "folder": tmp_path / "stored"}
     compute = Compute()
     num_batches = -(-len(data.train.rows) // 4)
     stored = store_arrays(data, compute, mesh, identity="a", **options)
@@ -64,7 +64,7 @@ def test_arrays_are_computed_once(data, tmp_path):
 
 def test_a_pass_that_ends_early_leaves_nothing(data, tmp_path):
     mesh = zoo.make_mesh(devices=jax.devices()[:1])
-    options = {"identity": "a", "batch_size": 4, "folder": tmp_path / "stored"}
+    options = {"name": "teacher", "identity": "a", "batch_size": 4, "folder": tmp_path / "stored"}
     with pytest.raises(RuntimeError, match="killed"):
         store_arrays(data, Compute(fails_at=2), mesh, **options)
     assert not list((tmp_path / "stored").iterdir())
@@ -74,7 +74,7 @@ def test_a_pass_that_ends_early_leaves_nothing(data, tmp_path):
 def test_parts_of_a_mixture_keep_their_arrays(data, tmp_path):
     mixed = train.mix({"a": data, "b": data}, {"a": 1.0, "b": 2.0})
     mesh = zoo.make_mesh(devices=jax.devices()[:1])
-    options = {"identity": "a", "batch_size": 4, "folder": tmp_path / "stored"}
+    options = {"name": "teacher", "identity": "a", "batch_size": 4, "folder": tmp_path / "stored"}
     stored = store_arrays(mixed, Compute(), mesh, **options)
     batch = next(stored.train.batches(8))
     np.testing.assert_array_equal(batch["shifted"], batch["targets"] + 1)

@@ -1,16 +1,20 @@
 """Arrays of every row of a dataset that a frozen model computes once, kept on the disk next to the tokens.
 
-data = store_arrays(data, compute, mesh, identity=(fingerprint(model), "top 64"), batch_size=8, folder=folder)
+identity = identify_model(model), "top 64"
+data = store_arrays(data, compute, mesh, name="teacher", identity=identity, batch_size=8, folder=folder)
 for batch in data.train.batches(batch_size=8): ...              # with the arrays that `compute` returned
 """
 
 import dataclasses
+import re
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+import zlib
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import equinox as eqx
 import jax
 import numpy as np
 from jaxtyping import Array, Shaped
@@ -18,9 +22,10 @@ from jaxtyping import Array, Shaped
 from zoo._checks import BATCH_KEYS
 from zoo._terminal import show
 from zoo.parallel import Mesh, place_batch, reader
+from zoo.parallel.fingerprint import fingerprint
 from zoo.text.batches import Dataset, OrderedBatches
 from zoo.text.mixture import Mixture
-from zoo.text.records import Records
+from zoo.text.records import Records, RecordSplit
 from zoo.text.records.source import digest_values
 from zoo.text.token_cache import open_cache, verify_cache
 
@@ -55,15 +60,18 @@ def store_arrays(
     compute: Callable[[Mapping[str, Array]], Mapping[str, Array]],
     mesh: Mesh,
     *,
+    name: str,
     identity: Any,
     batch_size: int,
     folder: Path,
+    splits: Collection[str] = ("train",),
 ) -> Records:
-    """Add arrays to each row of the training split. They are computed in one pass over the rows, unless they are there.
+    """Add arrays to each row of some splits. They are computed in one pass over the rows, unless they are there.
 
     - `compute`: from a placed batch to arrays "batch ...", by name. It runs in every process.
-    - `identity`: what the arrays depend on besides the rows, of values that JSON can write: a digest of the model,
-      options. Another identity, or other rows, are stored in another subfolder of `folder`.
+    - `name`: of the model, for the lines that say how far it is.
+    - `identity`: what the arrays depend on besides the rows, of values that JSON can write: `identify_model`, options.
+      Another identity, or other rows, are stored in another subfolder of `folder`.
     - `batch_size`: rows at a time, over all processes.
 
     The first process writes, batch by batch, and all processes read: they share `folder`. Arrays that are damaged are
@@ -72,23 +80,39 @@ def store_arrays(
     **Raises** `OSError` if a process does not see the folder.
     """
 
-    def add(rows: Dataset, digest: str) -> RowsWithArrays:
-        directory = folder / digest_values(identity, digest, "train")
+    def add(rows: Dataset, digest: str, split: str) -> Dataset:
+        if not len(rows):
+            return rows
+        directory = folder / digest_values(identity, digest, split, _describe_plan(rows))
         if is_set_on_any_process(not _is_whole(directory)):
             run_on_first(lambda: shutil.rmtree(directory, ignore_errors=True))
-            _write(directory, len(rows), _compute_batches(rows, compute, mesh, batch_size))
+            _write(directory, len(rows), _compute_batches(name, rows, compute, mesh, batch_size))
         paths = sorted(directory.glob("*.npy"))
         if not paths:
             raise FileNotFoundError(f"{directory}: not seen by process {jax.process_index()}: share it, or its cache")
         return RowsWithArrays(rows, {path.stem: np.load(path, mmap_mode="r") for path in paths})
 
+    def add_to_split(split: RecordSplit) -> RecordSplit:
+        if isinstance(split.rows, Mixture):
+            parts = {key: add(part.train.rows, part.digest, split.name) for key, part in data.parts.items()}
+            return dataclasses.replace(split, rows=split.rows.with_parts(parts))
+        return dataclasses.replace(split, rows=add(split.rows, data.digest, split.name))
+
     data.train.require_rows()
-    if isinstance(data.train.rows, Mixture):
-        parts = {name: add(part.train.rows, part.digest) for name, part in data.parts.items()}
-        rows = data.train.rows.with_parts(parts)
-    else:
-        rows = add(data.train.rows, data.digest)
-    return dataclasses.replace(data, train=dataclasses.replace(data.train, rows=rows))
+    return dataclasses.replace(data, **{split: add_to_split(getattr(data, split)) for split in splits})
+
+
+def identify_model(model: Any) -> list[str]:
+    """Return what the results of a model depend on: a digest of its arrays, and everything that it has besides them,
+    such as the base of its rotary embeddings."""
+    settings = eqx.tree_pformat(eqx.filter(model, eqx.is_array, inverse=True))
+    return [fingerprint(model), re.sub(r" at 0x[0-9a-f]+", "", settings)]  # addresses of functions
+
+
+def _describe_plan(rows: Dataset) -> list[int]:
+    """Return the number of rows and hashes of three of them: the same texts may be packed by another plan."""
+    numbers = (0, len(rows) // 2, len(rows) - 1)
+    return [len(rows), *(zlib.crc32(rows[number]["tokens"].tobytes()) for number in numbers)]
 
 
 def _is_whole(directory: Path) -> bool:
@@ -131,9 +155,9 @@ def _write(directory: Path, num_rows: int, batches: Iterator[_Arrays]) -> None:
 
 
 def _compute_batches(
-    rows: Dataset, compute: Callable[[Mapping[str, Array]], Mapping[str, Array]], mesh: Mesh, batch_size: int
+    name: str, rows: Dataset, compute: Callable[[Mapping[str, Array]], Mapping[str, Array]], mesh: Mesh, batch_size: int
 ) -> Iterator[_Arrays]:
-    """Yield the arrays of all rows, a batch at a time. Say how far it is every half minute."""
+    """Yield the arrays of all rows, a batch at a time. Say so, and after that how far it is every half minute."""
     batches = OrderedBatches(rows, batch_size, process=reader(mesh))
     pace = Throughput(len(batches))
     next_line = time.monotonic()
@@ -142,8 +166,8 @@ def _compute_batches(
         if jax.process_index() == 0 and time.monotonic() >= next_line:
             next_line += _LINE_SECONDS
             done = number * batch_size
-            show(f"the teacher has read {done:,} of {len(rows):,} rows  {format_metrics({}, measured)}".rstrip())
-        known = {name: batch[name] for name in BATCH_KEYS if name in batch}
+            show(f"the {name} has read {done:,} of {len(rows):,} rows  {format_metrics({}, measured)}".rstrip())
+        known = {key: batch[key] for key in BATCH_KEYS if key in batch}
         yield _fetch(compute(place_batch(known, mesh)))
 
 

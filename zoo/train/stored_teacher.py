@@ -5,24 +5,21 @@ for batch in data.train.batches(batch_size=8):
     batch, top_k = split_top_k(batch)
 """
 
-import re
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Shaped
 
 from zoo._files import user_cache_folder
 from zoo.models import Decoder
 from zoo.parallel import Mesh, cast, spmd
-from zoo.parallel.fingerprint import fingerprint
 from zoo.text.records import Records
 
 from .objectives.distillation import TopK, top_k_log_probs
-from .stored_arrays import store_arrays
+from .stored_arrays import identify_model, store_arrays
 
 _NAMES = {"teacher_ids": "ids", "teacher_log_probs": "log_probs"}
 _VERSION = 1  # raised whenever the format of a store changes, or how its numbers are computed
@@ -58,11 +55,12 @@ def store_top_k(
     """
     options = {"temperature": temperature, "vocab": vocab}
     find = spmd(partial(_find_top_k, k=k, dtype=dtype, **options), mesh, out=dict.fromkeys(_NAMES, "batch seq top"))
-    identity = [_VERSION, fingerprint(teacher), _describe_settings(teacher), k, options, dtype]
+    identity = [_VERSION, identify_model(teacher), k, options, dtype]
     return store_arrays(
         data,
         lambda batch: find(teacher, batch),
         mesh,
+        name="teacher",
         identity=identity,
         batch_size=batch_size,
         folder=Path(cache or user_cache_folder() / "teachers"),
@@ -82,9 +80,3 @@ def _find_top_k(
 ) -> dict[str, Array]:
     found = top_k_log_probs(cast(teacher, dtype), batch, k, **options)
     return {name: getattr(found, field) for name, field in _NAMES.items()}
-
-
-def _describe_settings(model: Decoder) -> str:
-    """Return everything that a model has besides its arrays, such as the base of its rotary embeddings."""
-    settings = eqx.tree_pformat(eqx.filter(model, eqx.is_array, inverse=True))
-    return re.sub(r" at 0x[0-9a-f]+", "", settings)  # addresses of functions
