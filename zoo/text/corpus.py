@@ -58,9 +58,17 @@ class Corpus:
     num_binary: int
     directory: Path
     digest: str
-    unit: ClassVar[LossUnit] = "bits per byte"
-    metric: ClassVar[str] = "bits_per_byte"
     prompt_end: ClassVar[str] = ""
+
+    @property
+    def unit(self) -> LossUnit:
+        """Unit of losses."""
+        return "bits per byte"
+
+    @property
+    def metric(self) -> str:
+        """Name of a loss in this unit among the metrics."""
+        return "bits_per_byte"
 
     @property
     def stop_tokens(self) -> tuple[int, ...]:
