@@ -10,13 +10,13 @@ import jax
 import numpy as np
 
 from .executions import Execution
-from .hlo import HloModule, Instruction, count_shape_bytes
+from .hlo import Computation, HloModule, Instruction, count_shape_bytes
 
 COLLECTIVE_OPCODES = (
     *("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all"),
     *("collective-permute", "collective-broadcast"),
 )
-_DeviceGroups = frozenset[frozenset[int]]
+DeviceGroups = frozenset[frozenset[int]]
 """Replica groups: device numbers in the program that take part in one collective together."""
 
 _EXPLICIT_GROUPS = re.compile(r"replica_groups=\{((?:\{[\d,]*\},?)*)\}")
@@ -45,6 +45,12 @@ class Collective:
     """Bytes per device: the larger of input and output."""
     asynchronous: int = 0
     """Number of executions that are split into a start and a done, between which other instructions may run."""
+    link_seconds: float | None = None
+    """Seconds on the chip's links, at their nominal rate. None, like the next two, if chip or schedule is unknown."""
+    product_seconds: float | None = None
+    """Seconds of the matrix products between start and done, at the chip's peak rate (`zoo.inspect.schedule`)."""
+    exposed_seconds: float | None = None
+    """Seconds of the transfers that these products do not cover."""
 
 
 def sum_collectives(
@@ -52,56 +58,79 @@ def sum_collectives(
 ) -> tuple[Collective, ...]:
     """Sum the collectives among `executions` by kind and axes; the result is sorted by bytes, largest first."""
     sums: dict[tuple, list[int]] = {}
-    for execution in _find_collectives(module, executions):
-        instruction = execution.instruction
-        computation = execution.computation
-        kind = instruction.opcode.removesuffix("-start")
-        groups = parse_groups(instruction, devices)
-        if groups is None:
-            axes = None
-        else:
-            axes = find_mesh_axes(groups, mesh, permute=kind == "collective-permute")
-        sizes = [count_shape_bytes(computation[name].shape) for name in instruction.operands if name in computation]
-        if kind == "all-gather":
-            group_size = max(map(len, groups or ()), default=1)
-        else:
-            group_size = 1
-        moved = sum(sizes) * group_size
-        if kind == "all-reduce":  # a TPU's may read bfloat16 and sum in float32
-            moved = max(moved, count_shape_bytes(instruction.shape))
-        groups = _format_groups(instruction) if axes is None else ""
-        key = kind, axes, groups
-        total = sums.setdefault(key, [0, 0, 0, 0])
-        for index, increment in enumerate((1, len(sizes), moved, execution.asynchronous)):
+    for execution in find_collectives(module, executions):
+        one = read_collective(execution.instruction, execution.computation, mesh, devices)
+        total = sums.setdefault((one.kind, one.axes, one.groups), [0, 0, 0, 0])
+        for index, increment in enumerate((one.count, one.arrays, one.bytes, execution.asynchronous)):
             total[index] += execution.times * increment
     rows = [Collective(*key, *total) for key, total in sums.items()]
     return tuple(sorted(rows, key=lambda row: (-row.bytes, row.kind, str(row.axes))))
 
 
-def _find_collectives(module: HloModule, executions: Iterable[Execution]) -> Iterator[Execution]:
+def read_collective(
+    instruction: Instruction, computation: Computation, mesh: jax.sharding.Mesh | None, devices: int
+) -> Collective:
+    """Return one execution of a collective, which may be its start."""
+    kind = instruction.opcode.removesuffix("-start")
+    groups = parse_groups(instruction, devices)
+    if groups is None:
+        axes = None
+    else:
+        axes = find_mesh_axes(groups, mesh, permute=kind == "collective-permute")
+    sizes = [count_shape_bytes(computation[name].shape) for name in instruction.operands if name in computation]
+    if kind == "all-gather":
+        group_size = max(map(len, groups or ()), default=1)
+    else:
+        group_size = 1
+    moved = sum(sizes) * group_size
+    if kind == "all-reduce":  # a TPU's may read bfloat16 and sum in float32
+        moved = max(moved, count_shape_bytes(instruction.shape))
+    return Collective(kind, axes, _format_groups(instruction) if axes is None else "", 1, len(sizes), moved)
+
+
+def find_collectives(module: HloModule, executions: Iterable[Execution]) -> Iterator[Execution]:
     """Yield the collectives among `executions`, each marked as asynchronous or not.
 
     The compiler for GPUs splits each into a `-start` and a `-done`, and marks the ones that it waits for as
-    synchronous. The compiler for TPUs cuts an asynchronous collective into pieces, fused with the instructions that run
-    at the same time: `async-...` fusions in one computation that hold a collective of the same channel.
+    synchronous. The compiler for TPUs cuts an asynchronous collective into pieces (`list_pieces`).
     """
     seen: set[tuple] = set()
     for execution in executions:
         instruction = execution.instruction
-        if instruction.opcode.removesuffix("-start") in COLLECTIVE_OPCODES:
-            started = instruction.opcode.endswith("-start") and not _SYNCHRONOUS.search(instruction.attributes)
-            yield dataclasses.replace(execution, asynchronous=execution.asynchronous or started)
-        elif instruction.opcode == "fusion":
-            for name in instruction.called_computations("calls"):
-                fused = module.computations.get(name, {})
-                for inner in fused.values():
-                    key = id(execution.computation), inner.opcode, *_CHANNEL.findall(inner.attributes)[:1]
-                    if inner.opcode in COLLECTIVE_OPCODES and key not in seen:
-                        seen.add(key)
-                        yield Execution(inner, fused, execution.times, instruction.name.startswith("async"))
+        if is_collective(instruction):
+            yield dataclasses.replace(execution, asynchronous=execution.asynchronous or is_started(instruction))
+        for key, inner, fused in list_pieces(module, instruction):
+            key = id(execution.computation), *key
+            if key not in seen:
+                seen.add(key)
+                yield Execution(inner, fused, execution.times, instruction.name.startswith("async"))
 
 
-def parse_groups(instruction: Instruction, devices: int) -> _DeviceGroups | None:
+def is_collective(instruction: Instruction) -> bool:
+    """Return True for a collective and for its start."""
+    return instruction.opcode.removesuffix("-start") in COLLECTIVE_OPCODES
+
+
+def is_started(instruction: Instruction) -> bool:
+    """Return True for a start after which other instructions run; after a start marked as synchronous none do."""
+    return instruction.opcode.endswith("-start") and not _SYNCHRONOUS.search(instruction.attributes)
+
+
+def list_pieces(module: HloModule, instruction: Instruction) -> Iterator[tuple[tuple, Instruction, Computation]]:
+    """Yield the collectives in a fusion, each with opcode and channel.
+
+    The compiler for TPUs cuts an asynchronous collective into pieces of the same channel, fused with the instructions
+    that run at the same time: `async-...` fusions in one computation.
+    """
+    if instruction.opcode == "fusion":
+        for name in instruction.called_computations("calls"):
+            fused = module.computations.get(name, {})
+            for inner in fused.values():
+                if inner.opcode in COLLECTIVE_OPCODES:
+                    yield (inner.opcode, *_CHANNEL.findall(inner.attributes)[:1]), inner, fused
+
+
+def parse_groups(instruction: Instruction, devices: int) -> DeviceGroups | None:
     """Parse the replica groups of a collective; None for an unknown notation. XLA has four:
 
     - `replica_groups={{0,1},{2,3}}`: explicit; empty braces are all devices in one group.
@@ -173,12 +202,12 @@ def _parse_axis(axis: str, sizes: dict[str, int]) -> tuple[str, int, int]:
     return name, preceding, preceding * size
 
 
-def _rows_to_groups(ids: np.ndarray) -> _DeviceGroups:
+def _rows_to_groups(ids: np.ndarray) -> DeviceGroups:
     return frozenset(frozenset(row.tolist()) for row in ids)
 
 
 def find_mesh_axes(
-    groups: _DeviceGroups, mesh: jax.sharding.Mesh | None, *, permute: bool = False
+    groups: DeviceGroups, mesh: jax.sharding.Mesh | None, *, permute: bool = False
 ) -> tuple[str, ...] | None:
     """Return the mesh axes that have these groups; for a permutation, the axes along which its pairs differ. None if no
     set of axes fits: a group can be a part of an axis, or cut across several."""

@@ -19,40 +19,56 @@ class Execution:
     """True inside an `async-start`, whose instructions run at the same time as the instructions that follow it."""
 
 
-def list_executions(module: HloModule) -> tuple[list[Execution], list[str]]:
-    """List executed instructions, with fusions as one, and the names of loops without a known trip count.
+def list_executions(module: HloModule, name: str | None = None) -> tuple[list[Execution], list[str]]:
+    """List executed instructions, with fusions as one, and the names of loops without a known trip count: of the
+    program, or of one computation and those that it calls.
 
     Such a loop counts as one iteration; of a conditional, the branch that moves most bytes counts.
     """
     endless: list[str] = []
+    return _list_executions(module, name or module.entry, 1, False, endless), endless
 
-    def walk(name: str, times: int, asynchronous: bool = False) -> list[Execution]:
-        executions = []
-        computation = module.computations.get(name, {})
-        for instruction in computation.values():
-            match instruction.opcode:
-                case "while":
-                    trips = find_trip_count(module, instruction, computation)
-                    if trips is None:
-                        endless.append(instruction.name)
-                        trips = 1
-                    for body in instruction.called_computations("body"):
-                        executions += walk(body, times * trips, asynchronous)
-                case "conditional":
-                    names = instruction.called_computations("branch_computations") or (
-                        *instruction.called_computations("true_computation"),
-                        *instruction.called_computations("false_computation"),
-                    )
-                    branches = [walk(branch, times, asynchronous) for branch in names]
-                    executions += max(branches, key=lambda branch: count_bytes_moved(module, branch), default=[])
-                case "call" | "async-start" as opcode:
-                    for body in instruction.called_computations("to_apply") or instruction.called_computations("calls"):
-                        executions += walk(body, times, asynchronous or opcode == "async-start")
-                case opcode if not opcode.endswith(("-done", "-update")):
-                    executions.append(Execution(instruction, computation, times, asynchronous))
-        return executions
 
-    return walk(module.entry, 1), endless
+def _list_executions(
+    module: HloModule, name: str, times: int, asynchronous: bool, endless: list[str]
+) -> list[Execution]:
+    """List the executed instructions of a computation, and append the names of its loops without a trip count."""
+    executions = []
+    computation = module.computations.get(name, {})
+    for instruction in computation.values():
+        match instruction.opcode:
+            case "while":
+                trips = find_trip_count(module, instruction, computation)
+                if trips is None:
+                    endless.append(instruction.name)
+                    trips = 1
+                for body in instruction.called_computations("body"):
+                    executions += _list_executions(module, body, times * trips, asynchronous, endless)
+            case "conditional":
+                for branch in choose_branch(module, instruction):
+                    executions += _list_executions(module, branch, times, asynchronous, endless)
+            case "call" | "async-start" | "call-start" as opcode:
+                for body in list_called(instruction):
+                    is_started = asynchronous or opcode != "call"
+                    executions += _list_executions(module, body, times, is_started, endless)
+            case opcode if not opcode.endswith(("-done", "-update")):
+                executions.append(Execution(instruction, computation, times, asynchronous))
+    return executions
+
+
+def list_called(call: Instruction) -> tuple[str, ...]:
+    """Return the computation of a call or an asynchronous one."""
+    return call.called_computations("to_apply") or call.called_computations("calls")
+
+
+def choose_branch(module: HloModule, conditional: Instruction) -> list[str]:
+    """Return the branch of a conditional that moves most bytes, or none."""
+    names = conditional.called_computations("branch_computations") or (
+        *conditional.called_computations("true_computation"),
+        *conditional.called_computations("false_computation"),
+    )
+    moved = {name: count_bytes_moved(module, _list_executions(module, name, 1, False, [])) for name in names}
+    return sorted(moved, key=lambda name: moved[name])[-1:]
 
 
 def find_trip_count(module: HloModule, loop: Instruction, computation: Computation) -> int | None:
@@ -65,10 +81,10 @@ def find_trip_count(module: HloModule, loop: Instruction, computation: Computati
         test = module.computations[condition][module.roots[condition]]
         if test.opcode != "compare" or not re.search(r"\bdirection=LT\b", test.attributes):
             return None
-        index = _get_tuple_index(module.computations[condition][test.operands[0]])
+        index = get_tuple_index(module.computations[condition][test.operands[0]])
         following = module.computations[body]
         increment = _skip_copies(following, following[module.roots[body]].operands[index])
-        if increment.opcode != "add" or _get_tuple_index(_skip_copies(following, increment.operands[0])) != index:
+        if increment.opcode != "add" or get_tuple_index(_skip_copies(following, increment.operands[0])) != index:
             return None
         start = _get_constant(computation, computation[loop.operands[0]].operands[index])
         stop = _get_constant(module.computations[condition], test.operands[1])
@@ -84,7 +100,7 @@ def _skip_copies(computation: Computation, name: str) -> Instruction:
     return instruction
 
 
-def _get_tuple_index(instruction: Instruction) -> int:
+def get_tuple_index(instruction: Instruction) -> int:
     if instruction.opcode != "get-tuple-element":
         raise ValueError(f"{instruction.name} is not a get-tuple-element")
     return int(re.findall(r"\bindex=(\d+)", instruction.attributes)[0])

@@ -9,7 +9,7 @@ import jax
 import jax.extend.core
 from jax.sharding import Mesh
 
-from zoo.ops.platform import Platform, current_platform, normalize_platform, stand_in_platform, target_platform
+from zoo.ops.platform import Platform, normalize_platform, stand_in_platform, target_platform
 from zoo.parallel.imagined import is_imagined
 
 
@@ -91,12 +91,12 @@ def get_step_name(step: Any) -> str:
     return getattr(step, "__name__", type(step).__name__)
 
 
-def find_platform(mesh: Mesh | None, leaves: Sequence[Any]) -> Platform:
-    """Return the platform that a step with this mesh and these arguments is compiled for."""
-    devices = _find_devices(leaves) if mesh is None else [mesh.devices.flat[0]]
-    if not devices:
-        return current_platform()
-    return normalize_platform(devices[0].platform)
+def list_devices(mesh: Mesh | None, leaves: Sequence[Any]) -> list[Any]:
+    """List the devices that a step with this mesh and these arguments is compiled for, in the order of the program's
+    device numbers."""
+    if mesh is not None:
+        return list(mesh.devices.flat)
+    return _find_devices(leaves) or jax.devices()[:1]
 
 
 def _find_devices(leaves: Sequence[Any]) -> list[Any]:

@@ -8,11 +8,17 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 
+import numpy as np
+
 from .executions import Execution
-from .hlo import Computation, HloModule, Instruction, list_dims
+from .hlo import Computation, HloModule, Instruction, count_shape_bytes, list_dims
 from .report import Rows
 from .scopes import find_scope
 
+_CUBLAS_CONTRACTED = re.compile(r'__cublas.*"lhs_contracting_dimensions":\[([^\]]*)\]')
+_DIM_LABELS = re.compile(r"\bdim_labels=(\w+)_(\w+)->(\w+)")
+_DTYPES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32", **dict.fromkeys(("s8", "u8", "s4", "u4"), "int8")}
+"""Names of dtypes in HLO, and in a data sheet's rates."""
 _LIBRARY_CALL = re.compile(r"custom_call_target=\"[^\"]*(gemm|matmul|dot|conv|fmha|tpu_custom_call|triton)")
 
 
@@ -77,10 +83,71 @@ def iterate_fused(
             yield from iterate_fused(module, inner, fused)
 
 
+def count_product_flops(instruction: Instruction, computation: Computation) -> int | None:
+    """Count the FLOPs of one matrix product: a dot, a convolution, or cuBLAS. None for any other kernel."""
+    if instruction.opcode == "dot":
+        return _count_dot(instruction, computation)
+    if instruction.opcode == "convolution":
+        return _count_convolution(instruction, computation)
+    if contracted := _CUBLAS_CONTRACTED.search(instruction.attributes):
+        return _count_contracted(instruction, computation, contracted[1])
+    return None
+
+
+def find_product_dtype(instruction: Instruction, computation: Computation) -> str:
+    """Return the dtype of the wider operand of a product, as `zoo.parallel.chips.Chip.rate` names it.
+
+    A dtype without a rate on the data sheets, such as float64, takes the rate of float32 at the highest precision.
+    """
+    shapes = [computation[name].shape for name in instruction.operands[:2]]
+    name = max((shape.partition("[")[0] for shape in shapes), key=lambda dtype: count_shape_bytes(f"{dtype}[8]"))
+    if name.startswith(("f8", "f4")):
+        return "float8"
+    if name == "f32" and "operand_precision={highest" in instruction.attributes:
+        return "float32 highest"
+    return _DTYPES.get(name, "float32 highest")
+
+
 def _count_dot(dot: Instruction, computation: Computation) -> int:
     contracted = re.search(r"\blhs_contracting_dims=\{([\d,]*)\}", dot.attributes)
-    left = list_dims(computation[dot.operands[0]].shape)
-    depth = 1
-    if contracted:
-        depth = math.prod(left[int(dim)] for dim in re.findall(r"\d+", contracted[1]))
-    return 2 * math.prod(list_dims(dot.shape)) * depth
+    return _count_contracted(dot, computation, contracted[1] if contracted else "")
+
+
+def _count_contracted(product: Instruction, computation: Computation, contracted: str) -> int:
+    """Count 2 m n k, with the contracted dims of the left operand as numbers in a text."""
+    left = list_dims(computation[product.operands[0]].shape)
+    depth = math.prod(left[int(dim)] for dim in re.findall(r"\d+", contracted))
+    return 2 * math.prod(list_dims(product.shape)) * depth
+
+
+def _count_convolution(convolution: Instruction, computation: Computation) -> int:
+    """Count the multiply-adds of input elements, as XLA's `HloCostAnalysis` does.
+
+    A TPU multiplies matrices by convolutions: a batch dim is a window over a dilated input, and most of the products in
+    the window are with the zeros of its padding. They are not counted.
+    """
+    labels = _DIM_LABELS.search(convolution.attributes)
+    if labels is None:
+        raise ValueError(f"{convolution.name} is a convolution without dim_labels")
+    shapes = [*(computation[name].shape for name in convolution.operands[:2]), convolution.shape]
+    left, right, out = (
+        dict(zip(names, list_dims(shape), strict=True)) for names, shape in zip(labels.groups(), shapes, strict=True)
+    )
+    total = 2 * out["b"] * out["f"] * right["i"]
+    for number, dim in enumerate(sorted(set(left) - {"b", "f"})):
+        step = _read_window(convolution, "stride", number, default=1)
+        low = _read_window(convolution, "pad", number, default=0)
+        dilation = _read_window(convolution, "lhs_dilate", number, default=1)
+        spacing = _read_window(convolution, "rhs_dilate", number, default=1)
+        positions = np.arange(out[dim])[:, None] * step - low + np.arange(right[dim]) * spacing
+        is_data = (positions >= 0) & (positions < left[dim] * dilation) & (positions % dilation == 0)
+        total *= int(is_data.sum())
+    return total
+
+
+def _read_window(convolution: Instruction, name: str, dim: int, *, default: int) -> int:
+    """Read an option of a dim in `window={size=3x4 stride=2x1 pad=0_1x1_1}`: of `pad`, the low end."""
+    found = re.search(rf"\bwindow=\{{[^}}]*\b{name}=([-\dx_]+)", convolution.attributes)
+    if found is None:
+        return default
+    return int(found[1].split("x")[dim].partition("_")[0])

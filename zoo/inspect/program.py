@@ -13,6 +13,8 @@ import equinox as eqx
 import jax
 from jax.sharding import Mesh, NamedSharding
 
+from zoo.ops.platform import normalize_platform
+from zoo.parallel.chips import count_domain, find_chip
 from zoo.parallel.mesh import is_array_or_shape
 
 from . import hlo, lowering
@@ -22,6 +24,7 @@ from .executions import count_bytes_moved, list_executions
 from .operations import Flops, count_flops
 from .products import RecomputedProducts, count_compiled_flops, sum_recomputed
 from .report import Rows, format_program
+from .schedule import ScheduledCollective, add_seconds, read_schedule
 from .unfused import UnfusedTraffic, sum_unfused
 
 _CACHE_HIT_EVENT = "/jax/compilation_cache/cache_hits"
@@ -89,6 +92,9 @@ class CompiledProgram:
     devices: int
     platform: str
     """The platform that the step was compiled for: cpu, gpu or tpu."""
+    chip: str | None
+    """Name in `zoo.tools.plan.CHIPS` of the chip that it was compiled for; None for a CPU and any other that is not
+    listed there."""
     seconds: CompileTimes
     flops: Flops
     """FLOPs of matrix products and convolutions in the jaxpr, summed over all devices."""
@@ -108,6 +114,9 @@ class CompiledProgram:
     memory: MemoryStats | None
     """None if the backend does not report it."""
     collectives: tuple[Collective, ...]
+    schedule: Rows[ScheduledCollective] | None
+    """The collectives one by one, with the products that run between start and done and the seconds that these do not
+    cover. None on CPUs, whose threads take instructions in any order."""
     donations: tuple[Donation, ...]
     text: str = dataclasses.field(repr=False)
     """The optimized HLO."""
@@ -135,6 +144,14 @@ class CompiledProgram:
     def failed_donations(self) -> tuple[Donation, ...]:
         return tuple(donation for donation in self.donations if not donation.aliased)
 
+    @property
+    def exposed_seconds(self) -> float | None:
+        """Seconds of all transfers that products do not cover, in one step: see `zoo.inspect.schedule`. None without a
+        schedule or a known chip."""
+        if self.chip is None or self.schedule is None:
+            return None
+        return sum((row.exposed_seconds or 0.0 for row in self.schedule), 0.0)
+
     def require_donations(self) -> None:
         """**Raises** `DonationError`, with the names, if a donated buffer is not reused by an output.
 
@@ -154,10 +171,11 @@ class CompiledProgram:
             )
 
     def as_dict(self) -> dict[str, Any]:
-        """Convert the fields except the HLO text to plain values."""
+        """Convert the fields except the HLO text, and the sum `exposed_seconds`, to plain values."""
         left_out = {"text", "_read_stablehlo", "_read_buffers"}
         plain = dataclasses.asdict(dataclasses.replace(self, **dict.fromkeys(left_out)))
-        return {name: value for name, value in plain.items() if name not in left_out}
+        fields = {name: value for name, value in plain.items() if name not in left_out}
+        return {**fields, "exposed_seconds": self.exposed_seconds}
 
     def __str__(self) -> str:
         return format_program(self)
@@ -205,7 +223,12 @@ def compiled(step: Callable, *args: Any, **kwargs: Any) -> CompiledProgram:
     devices = hlo.count_devices(module)
     mesh = _find_mesh(jaxpr, (args, kwargs), devices)
     shape = {} if mesh is None else mesh.shape
-    platform = lowering.find_platform(mesh, leaves)
+    targets = lowering.list_devices(mesh, leaves)
+    platform = normalize_platform(targets[0].platform)
+    chip = find_chip(targets[0])
+    schedule = None
+    if platform != "cpu":
+        schedule = read_schedule(module, mesh, devices, chip, count_domain(targets))
     arguments = list(_list_arguments(call, name_arguments(step, jaxpr, args, kwargs), executable, module))
     names = {argument.number: argument.name for argument in arguments if argument.used}
     return CompiledProgram(
@@ -213,6 +236,7 @@ def compiled(step: Callable, *args: Any, **kwargs: Any) -> CompiledProgram:
         mesh={axis: size for axis, size in shape.items() if size > 1},
         devices=devices,
         platform=platform,
+        chip=None if chip is None else chip.name,
         seconds=seconds,
         flops=count_flops(jaxpr),
         compiled_flops=count_compiled_flops(module, executions),
@@ -221,7 +245,8 @@ def compiled(step: Callable, *args: Any, **kwargs: Any) -> CompiledProgram:
         unfused=sum_unfused(module, executions),
         endless=tuple(endless),
         memory=_read_memory_stats(executable),
-        collectives=sum_collectives(module, executions, mesh, devices),
+        collectives=add_seconds(sum_collectives(module, executions, mesh, devices), schedule),
+        schedule=schedule,
         donations=tuple(_check_donations(arguments, module)),
         text=text,
         _read_stablehlo=stage.as_text,

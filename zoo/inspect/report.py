@@ -41,7 +41,16 @@ def format_rows(rows: Any) -> str:
 def _format_cell(name: str, value: Any) -> str:
     if name in _UNITS:
         return format_decimal_prefix(value) + _UNITS[name]
-    return f"{value:,}" if isinstance(value, int) else value
+    match value:
+        case None:
+            return "unknown"
+        case int():
+            return f"{value:,}"
+        case float():
+            return f"{value:.3g}"
+        case tuple():
+            return ", ".join(value) or "no axis"
+    return value
 
 
 def format_program(program: Any) -> str:
@@ -80,17 +89,27 @@ def _format_lines(program: Any) -> Iterator[tuple[str, str]]:
     if not program.collectives:
         yield "collectives", "none"
         return
-    widths = [
-        max(len(row.kind) for row in program.collectives),
-        max(len(_format_axes(row)) for row in program.collectives),
-    ]
-    any_asynchronous = any(row.asynchronous for row in program.collectives)
-    beside = f"  {'asynchronous':>12}" if any_asynchronous else ""
-    yield "collectives", f"{'':{widths[0]}}  {'along':{widths[1]}}  {'times':>6}  {'bytes per device':>16}{beside}"
+    yield from _format_collectives(program)
+
+
+def _format_collectives(program: Any) -> Iterator[tuple[str, str]]:
+    """Format the collectives as a table, and below it the sum of their exposed seconds."""
+    columns = [("times", "count", 6), ("bytes per device", "bytes", 16)]
+    if any(row.asynchronous for row in program.collectives):
+        columns.append(("asynchronous", "asynchronous", 12))
+    if program.exposed_seconds is not None:
+        columns += [(name, f"{name[:-2]}_seconds", 10) for name in ("link s", "product s", "exposed s")]
+    kinds = max(len(row.kind) for row in program.collectives)
+    along = max(len(_format_axes(row)) for row in program.collectives)
+    header = "".join(f"  {name:>{width}}" for name, _, width in columns)
+    yield "collectives", f"{'':{kinds}}  {'along':{along}}{header}"
     for row in program.collectives:
-        size = f"{format_decimal_prefix(row.bytes)}B"
-        beside = f"  {row.asynchronous:>12,}" if any_asynchronous else ""
-        yield "", f"{row.kind:{widths[0]}}  {_format_axes(row):{widths[1]}}  {row.count:>6,}  {size:>16}{beside}"
+        cells = "".join(f"  {_format_cell(name, getattr(row, name)):>{width}}" for _, name, width in columns)
+        yield "", f"{row.kind:{kinds}}  {_format_axes(row):{along}}{cells}"
+    if program.exposed_seconds is not None:
+        total = sum(row.link_seconds for row in program.collectives)
+        products = f"{program.exposed_seconds:.3g} of {total:.3g} s on the links are not covered by products"
+        yield "exposed", f"{products}, at the rates of {program.chip}'s data sheet"
 
 
 def _format_memory(stats: Any, platform: str) -> str:

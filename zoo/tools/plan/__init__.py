@@ -3,11 +3,11 @@
 from typing import TYPE_CHECKING
 
 from zoo._moved import explain_moved_names
+from zoo.inspect.links import time_transfer
+from zoo.parallel.chips import CHIPS, Chip
 
-from .chips import CHIPS, Chip
 from .compiled import compile_training
 from .format import format_plan
-from .links import time_transfer
 from .rollouts import count_sampling_memory
 from .search import Candidate, plan_training, search_meshes, suggest_mesh
 from .step import BudgetError, Plan, plan
@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 _MOVED = {
-    "Transfer": "zoo.tools.plan.links.Transfer",
+    "Transfer": "zoo.inspect.links.Transfer",
     "make_stand_in_mesh": "zoo.tools.plan.search.make_stand_in_mesh",
     "make_training_step": "zoo.tools.plan.training.make_training_step",
 }

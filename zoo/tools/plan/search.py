@@ -10,10 +10,10 @@ import jax
 
 from zoo.models.parameter_paths import list_parameter_paths
 from zoo.parallel import Layout, Mesh, make_mesh
+from zoo.parallel.chips import CHIPS
 from zoo.parallel.mesh import format_sizes, is_array_or_shape
 from zoo.parallel.topology import Topology
 
-from .chips import CHIPS
 from .rollouts import plan_sampling
 from .step import Plan, plan
 from .training import TrainingOptions, count_model_flops, make_training_step

@@ -5,12 +5,12 @@ import re
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from zoo.inspect.links import Transfer, time_transfer
 from zoo.inspect.report import format_decimal_prefix
+from zoo.parallel.chips import CHIPS, Chip
 from zoo.parallel.mesh import format_sizes
 from zoo.parallel.topology import Topology, parse_topology
 
-from .chips import CHIPS, Chip
-from .links import Transfer, time_transfer
 from .traced import TracedProgram, trace_program
 
 if TYPE_CHECKING:

@@ -98,15 +98,6 @@ def find_collective_axes(equation: Any) -> tuple[str, ...]:
     return tuple(axis for axis in named if isinstance(axis, str))
 
 
-def count_sent_bytes(collective: Collective, shape: Mapping[str, int]) -> float:
-    """Return the bytes that each device sends in a ring: of n devices, (n - 1) / n of the bytes, twice for an
-    all-reduce; all for a permutation."""
-    size = math.prod(shape[axis] for axis in collective.axes or ())
-    share = (size - 1) / size
-    factor = {"all-reduce": 2 * share, "collective-permute": 1.0}.get(collective.kind, share)
-    return factor * collective.bytes
-
-
 def _iterate_device_equations(
     jaxpr: Any, kept: Sequence[bool], values: NeededValues, times: int = 1, local: bool = False
 ) -> Iterator[tuple[Equation, int, bool, set[Any]]]:

@@ -3,6 +3,7 @@
 import pytest
 
 from zoo.inspect import Collective
+from zoo.inspect.links import time_groups
 from zoo.parallel.topology import parse_topology
 from zoo.tools.plan import CHIPS, time_transfer
 
@@ -37,3 +38,25 @@ def test_devices_of_different_hosts_use_the_network_alone():
     """Along data each device of a group is in a host of its own."""
     assert time("all-gather", "data").seconds == pytest.approx(3 / 4 * BYTES / CHIP.network)
     assert time("all-to-all", "data").seconds == pytest.approx(3 / 4 * BYTES / CHIP.network)
+
+
+GROUPS = {
+    "expert": frozenset(frozenset(range(16 * data, 16 * data + 16)) for data in range(4)),
+    "data": frozenset(frozenset(range(expert, 64, 16)) for expert in range(16)),
+}
+
+
+@pytest.mark.parametrize("kind", ["all-gather", "reduce-scatter", "all-reduce", "all-to-all"])
+@pytest.mark.parametrize("axis", GROUPS)
+def test_replica_groups_take_as_long_as_their_axis(kind, axis):
+    found = time(kind, axis)
+    assert time_groups(kind, BYTES, GROUPS[axis], TOPOLOGY.domain, CHIP) == (found.seconds, found.crosses)
+
+
+def test_slowest_pair_of_a_permutation_counts():
+    within = [(number, number + 1) for number in range(7)]
+    for pairs, rate in ((within, CHIP.link), ([*within, (7, 8)], CHIP.network)):
+        groups = frozenset(map(frozenset, pairs))
+        found = time_groups("collective-permute", BYTES, groups, 8, CHIP)
+        assert found == (BYTES / rate, rate == CHIP.network)
+    assert time_groups("collective-permute", BYTES, frozenset([frozenset([3])]), 8, CHIP) == (0.0, False)

@@ -2,13 +2,13 @@
 
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Mapping
 
-from zoo.inspect import Collective
+from zoo.parallel.chips import Chip
 from zoo.parallel.topology import Topology
 
-from .chips import Chip
-from .work import count_sent_bytes
+from .collectives import Collective, DeviceGroups
 
 _EXCHANGES = ("all-to-all", "ragged-all-to-all")
 
@@ -37,15 +37,40 @@ def time_transfer(collective: Collective, shape: Mapping[str, int], topology: To
     """
     inside = count_inside(collective.axes or (), shape, topology.domain)
     size = math.prod(shape[axis] for axis in collective.axes or ())
-    sent = count_sent_bytes(collective, shape)
-    crosses = inside < size
+    sent = _count_sent_bytes(collective.kind, collective.bytes, size)
+    return Transfer(collective, sent, inside < size, _time_group(collective.kind, sent, size, inside, chip))
+
+
+def time_groups(kind: str, size: int, groups: DeviceGroups, domain: int, chip: Chip) -> tuple[float, bool]:
+    """Return the seconds of one collective of `size` bytes, and whether it uses the network, as `time_transfer` does,
+    from its replica groups: the slowest group counts. Each `domain` devices in order are a host or a slice."""
+    times = [0.0]
+    crosses = False
+    for group in groups:
+        inside = max(Counter(device // domain for device in group).values())
+        sent = _count_sent_bytes(kind, size, len(group))
+        times.append(_time_group(kind, sent, len(group), inside, chip))
+        crosses = crosses or inside < len(group)
+    return max(times), crosses
+
+
+def _count_sent_bytes(kind: str, size: int, devices: int) -> float:
+    """Return the bytes that each device sends in a ring: of n devices, (n - 1) / n of the bytes, twice for an
+    all-reduce; all for a permutation."""
+    share = (devices - 1) / devices
+    factor = {"all-reduce": 2 * share, "collective-permute": 1.0}.get(kind, share)
+    return factor * size
+
+
+def _time_group(kind: str, sent: float, size: int, inside: int, chip: Chip) -> float:
+    """Return the seconds of a group of `size` devices, of which `inside` are in each host or slice."""
     on_links = float(inside > 1)
-    on_network = float(crosses)
-    if collective.kind in _EXCHANGES:
+    on_network = float(inside < size)
+    if kind in _EXCHANGES:
         on_links, on_network = ((peers / max(size - 1, 1)) for peers in (inside - 1, size - inside))
-    elif collective.kind != "collective-permute":
+    elif kind != "collective-permute":
         on_network /= inside
-    return Transfer(collective, sent, crosses, max(on_links * sent / chip.link, on_network * sent / chip.network))
+    return max(on_links * sent / chip.link, on_network * sent / chip.network)
 
 
 def count_inside(axes: tuple[str, ...], shape: Mapping[str, int], domain: int) -> int:

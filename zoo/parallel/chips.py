@@ -1,9 +1,14 @@
 """Accelerators: memory, peak FLOPs and links of one device, from the data sheets of their makers."""
 
 import dataclasses
-from collections.abc import Mapping
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from zoo.ops.platform import Platform
+
+from .imagined import is_imagined
 
 GIB = 2.0**30
 GB = 1e9
@@ -104,3 +109,33 @@ CHIPS: Mapping[str, Chip] = {
     )
 }
 """By the word that begins a topology: `h100:8x8`."""
+
+_KINDS = {
+    **dict.fromkeys(("TPU v5 lite", "TPU v5e"), "v5e"),
+    **dict.fromkeys(("TPU v5", "TPU v5p"), "v5p"),
+    **dict.fromkeys(("TPU v6 lite", "TPU v6e"), "v6e"),
+    "TPU7x": "tpu7x",
+}
+"""Names of chips by JAX's `device_kind`."""
+_SXM = re.compile(r"NVIDIA (A100|H100|H200|B200)\b(?!.*(PCIE|NVL))", re.IGNORECASE)
+"""GPUs of an HGX board; the cards for PCIe have other rates and links."""
+
+
+def find_chip(device: Any) -> Chip | None:
+    """Return the chip of a JAX device by its `device_kind`; None for a CPU and any other kind that is not listed."""
+    kind = device.device_kind
+    if found := _SXM.match(kind):
+        return CHIPS[found[1].lower()]
+    return CHIPS.get(_KINDS.get(kind, ""))
+
+
+def count_domain(devices: Sequence[Any]) -> int:
+    """Count the devices that fast links join: those of a slice or host, at most.
+
+    JAX numbers slices of TPUs, and hosts of GPUs, by `slice_index`. Imagined GPUs have only the `process_index` of a
+    host.
+    """
+    name = "slice_index"
+    if devices[0].platform != "tpu" and is_imagined(devices[0]):
+        name = "process_index"
+    return max(Counter(getattr(device, name, None) for device in devices).values())
