@@ -133,6 +133,8 @@ def main(config: Config) -> None:
         row["loss"] = losses[-1]
         row["largest difference"] = f"{largest_difference(losses, serial_losses):.1e}"
         row["bytes sent"] = sum(each.bytes for each in program.collectives)
+        if program.exposed_seconds is not None:
+            row["exposed seconds"] = program.exposed_seconds
         rows.append(row)
         collectives += tabulate_collectives(name, program)
 

@@ -143,6 +143,8 @@ def main(config: Config) -> None:
             "loss": losses[-1],
             "largest difference": f"{largest_difference(losses, first_losses):.1e}",
         }
+        if program.exposed_seconds is not None:
+            row["exposed seconds"] = program.exposed_seconds
         rows.append(row)
 
     plots, costs = draw_schedules(config.mesh.rounds, stages=config.mesh.pipe, microbatches=config.mesh.microbatches)

@@ -82,6 +82,10 @@ def test_training_step_compiles_without_hardware(topology, platform):
     assert found.platform == platform and platforms == {platform}
     assert found.mesh == {"fsdp": 4, "tensor": 2} and found.devices == 8 and not found.endless
 
+    assert found.chip == topology.partition(":")[0] and 0 < found.exposed_seconds
+    assert sum(row.times for row in found.schedule) == sum(row.count for row in found.collectives)
+    assert sum(row.bytes for row in found.schedule) == sum(row.bytes for row in found.collectives)
+
     found.require_donations()
     assert len(found.donations) == 3 * len(jax.tree.leaves(eqx.filter(model, lambda x: hasattr(x, "dtype")))) + 1
     assert found.memory.aliased >= sum(row.bytes for row in found.donations)  # a TPU pads to whole tiles

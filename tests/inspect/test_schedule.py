@@ -11,13 +11,13 @@ import jax.numpy as jnp
 import pytest
 
 import zoo
+from scripts.exposed import Sizes, compile_step
 from tests.aot import imagine
 from zoo.inspect.collectives import sum_collectives
 from zoo.inspect.executions import list_executions
 from zoo.inspect.hlo import parse_module
 from zoo.inspect.schedule import add_seconds, read_schedule
-from zoo.parallel.chips import Chip
-from zoo.tools.plan.training import TrainingOptions, make_training_step
+from zoo.parallel.chips import CHIPS, Chip
 
 FLOPS = 2 * 16 * 32 * 32
 RATES = {"float32": FLOPS, "bfloat16": 2 * FLOPS, "float32 highest": FLOPS / 4, "float8": 4 * FLOPS}
@@ -256,3 +256,26 @@ def test_report_prints_seconds(program):
     table = str(found.schedule).splitlines()
     assert table[0].split()[:7] == "bytes times kind axes products link_seconds product_seconds".split()
     assert table[1].split()[:2] == ["8.19", "kB"] and "4" in table[1].split()
+
+
+@pytest.mark.aot
+def test_no_product_runs_beside_the_gathers_of_a_scan():
+    """XLA joins the gathers of a layer into one and puts its done behind its start: docs/compilers.md has the table."""
+    imagine("h100:8")
+    found = compile_step(Sizes(), "h100:8", "scan")
+    links = CHIPS["h100"].link
+    in_loops = {(row.kind, row.phase): row for row in found.schedule if row.times > 1}
+    assert set(in_loops) == {("all-gather", "forward"), ("all-gather", "recomputed"), ("reduce-scatter", "backward")}
+    for (kind, _), row in in_loops.items():
+        assert row.link_seconds == pytest.approx(7 / 8 * row.bytes / links) and row.axes == ("fsdp",)
+        assert (row.products == 0) == (row.exposed_seconds == row.link_seconds) == (kind == "all-gather")
+    scatter = in_loops["reduce-scatter", "backward"]
+    assert scatter.products == 23 * scatter.times
+    assert scatter.exposed_seconds == pytest.approx(scatter.link_seconds - scatter.product_seconds)
+
+    for total in found.collectives:
+        rows = [row for row in found.schedule if (row.kind, row.axes) == (total.kind, total.axes)]
+        assert (total.count, total.bytes) == (sum(row.times for row in rows), sum(row.bytes for row in rows))
+        assert total.exposed_seconds == pytest.approx(sum(row.exposed_seconds for row in rows))
+    assert 0 < found.exposed_seconds < sum(total.link_seconds for total in found.collectives)
+    assert f"rates of {found.chip}'s data sheet" in str(found) and found.chip == "h100"

@@ -120,7 +120,7 @@ def _count_contracted(product: Instruction, computation: Computation, contracted
     return 2 * math.prod(list_dims(product.shape)) * depth
 
 
-def _count_convolution(convolution: Instruction, computation: Computation) -> int:
+def _count_convolution(convolution: Instruction, computation: Computation) -> int | None:
     """Count the multiply-adds of input elements, as XLA's `HloCostAnalysis` does.
 
     A TPU multiplies matrices by convolutions: a batch dim is a window over a dilated input, and most of the products in
@@ -128,7 +128,7 @@ def _count_convolution(convolution: Instruction, computation: Computation) -> in
     """
     labels = _DIM_LABELS.search(convolution.attributes)
     if labels is None:
-        raise ValueError(f"{convolution.name} is a convolution without dim_labels")
+        return None
     shapes = [*(computation[name].shape for name in convolution.operands[:2]), convolution.shape]
     left, right, out = (
         dict(zip(names, list_dims(shape), strict=True)) for names, shape in zip(labels.groups(), shapes, strict=True)

@@ -9,15 +9,14 @@ collective is on the links from its start on, and the chip waits for it at its d
 
     exposed = max(0, link - products)
 
-Link: bytes over the nominal rate of the chip's links (`zoo.inspect.links`). Products: FLOPs over the peak rate of their
-dtype. Both are the least that they take. In detail:
+Link seconds are bytes over the nominal rate of the chip's links (`zoo.inspect.links`), product seconds FLOPs over the
+peak rate of their dtype: neither takes less. In detail:
 
-- Loops are followed, iteration by iteration, until one leaves the links as the one before did. A done may be of a start
-  in the iteration before.
+- Loops are followed iteration by iteration. A done may wait for a start in the iteration before.
 - Fast links and the network each carry transfers one by one, in the order of their starts. A product's seconds go to
   the oldest transfer that is not complete, and what is left of them to the next.
-- Only products count. Norms, softmaxes and copies hide some of a transfer, too, but the links and they share the main
-  memory, and products are the time that a step is meant to take. Kernels without FLOPs in the HLO count as 0 seconds.
+- Only products count. Norms, softmaxes and copies hide transfers, too, but share the main memory with them. A kernel
+  without FLOPs in the HLO counts as 0 seconds.
 - A synchronous collective is exposed.
 - On TPUs an asynchronous collective is in pieces, fused with products: it lasts from the first piece to the last.
 """
@@ -57,7 +56,7 @@ class ScheduledCollective:
     link_seconds: float | None
     """Seconds on the chip's links. None, like the next two, if the chip is unknown."""
     product_seconds: float | None
-    """Seconds of these products; those that overlapping collectives share are given to one."""
+    """Seconds of these products. If transfers overlap on a link, a product's seconds count for one of them."""
     exposed_seconds: float | None
     """Seconds of the transfers that the products do not cover."""
     instruction: str
@@ -73,17 +72,18 @@ class ScheduledCollective:
 def read_schedule(
     module: HloModule, mesh: jax.sharding.Mesh | None, devices: int, chip: Chip | None, domain: int
 ) -> Rows[ScheduledCollective] | None:
-    """Return the collectives of a program with what hides them, the longest exposed first.
+    """Return the collectives of a program with the products that hide them, the longest exposed first.
 
-    `domain` devices in order are joined by fast links. None for a module that is not scheduled. A CPU's module says
-    that it is, but its threads run whatever has its operands: do not ask for it.
+    Each `domain` devices in order are joined by fast links. None for a module that is not scheduled. A CPU's module has
+    an order, but its threads do not follow it: the result would have no meaning.
     """
     if "is_scheduled=true" not in module.header:
         return None
-    run = _Run(module, mesh, devices, chip, domain)
-    run.run(module.entry)
-    run.transfers.finish_all()
-    rows = [_make_row(module, collective, run.transfers.totals[key], chip) for key, collective in run.collectives.items()]
+    walk = _Walk(module, mesh, devices, chip, domain)
+    walk.walk(module.entry)
+    walk.transfers.finish_all()
+    totals = walk.transfers.totals
+    rows = [_make_row(module, found, totals[key], chip) for key, found in walk.collectives.items()]
     return Rows(sorted(rows, key=lambda row: (-(row.exposed_seconds or 0), -row.bytes, row.instruction)))
 
 
@@ -134,7 +134,7 @@ class _Found:
     """The same on the links; 0 seconds if the chip is unknown."""
 
 
-class _Run:
+class _Walk:
     """Goes through the instructions of a program in order, and tells `transfers` what starts, ends and multiplies."""
 
     def __init__(
@@ -148,8 +148,8 @@ class _Run:
         self.collectives: dict[int, _Found] = {}
         self.transfers = Transfers()
 
-    def run(self, name: str) -> None:
-        """Run a computation."""
+    def walk(self, name: str) -> None:
+        """Follow the instructions of a computation."""
         computation = self.module.computations.get(name, {})
         last = {
             key: instruction.name
@@ -160,15 +160,15 @@ class _Run:
         for instruction in computation.values():
             match instruction.opcode:
                 case "while":
-                    self._run_loop(instruction, computation)
+                    self._walk_loop(instruction, computation)
                 case "conditional":
                     for branch in choose_branch(self.module, instruction):
-                        self.run(branch)
+                        self.walk(branch)
                 case "call":
                     for called in list_called(instruction):
-                        self.run(called)
+                        self.walk(called)
                 case "async-start" | "call-start":
-                    self._run_asynchronous(instruction)
+                    self._walk_asynchronous(instruction)
                 case opcode if opcode.endswith("-done"):
                     self.transfers.finish(find_starts(self.module, instruction, computation))
                 case "fusion":
@@ -185,8 +185,8 @@ class _Run:
                 case _:
                     self._multiply(instruction, computation)
 
-    def _run_loop(self, loop: Instruction, computation: Computation) -> None:
-        """Run a loop, an unknown number of iterations as one. An iteration that leaves the links as it found them is
+    def _walk_loop(self, loop: Instruction, computation: Computation) -> None:
+        """Follow a loop, an unknown number of iterations as one. An iteration that leaves the links as it found them is
         the same as each after it."""
         trips = find_trip_count(self.module, loop, computation)
         if trips is None:
@@ -195,12 +195,12 @@ class _Run:
             before = self.transfers.copy_totals()
             opened = self.transfers.describe_open()
             for body in loop.called_computations("body"):
-                self.run(body)
+                self.walk(body)
             if self.transfers.describe_open() == opened:
                 self.transfers.repeat(before, trips - iteration - 1)
                 return
 
-    def _run_asynchronous(self, start: Instruction) -> None:
+    def _walk_asynchronous(self, start: Instruction) -> None:
         """Start the collectives of a computation that runs next to the instructions that follow."""
         transfers = []
         for called in list_called(start):

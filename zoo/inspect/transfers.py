@@ -41,7 +41,7 @@ class _OpenTransfer:
 
 
 class Transfers:
-    """Follows transfers from their starts to their dones. A link carries them one by one, in the order of the starts."""
+    """Follows transfers from start to done. A link carries them one by one, in the order of their starts."""
 
     def __init__(self) -> None:
         self.totals: dict[int, Totals] = {}
