@@ -52,7 +52,7 @@ def test_report_names_both_counts_where_they_differ():
     assert "compiled program" not in str(zoo.inspect.compiled(jax.jit(multiply_in_a_loop), X, W))
 
 
-def test_products_of_kernels_are_not_counted():
+def test_products_are_counted_if_the_text_says_their_sizes():
     text = """HloModule jit_f
 
 ENTRY %main (x: f32[16,32], w: f32[32,32]) -> f32[16,32] {
@@ -61,12 +61,13 @@ ENTRY %main (x: f32[16,32], w: f32[32,32]) -> f32[16,32] {
   ROOT %product = f32[16,32]{1,0} OPCODE
 }
 """
-    for opcode in (
-        "convolution(%x, %w), dim_labels=bf_io->bf",
-        'custom-call(%x, %w), custom_call_target="__cublas$gemm"',
+    for opcode, flops in (
+        ("convolution(%x, %w), dim_labels=bf_io->bf", ONE),
+        ("convolution(%x, %w)", None),
+        ('custom-call(%x, %w), custom_call_target="__cublas$gemm"', None),
     ):
         module = parse_module(text.replace("OPCODE", opcode))
-        assert count_compiled_flops(module, list_executions(module)[0]) is None
+        assert count_compiled_flops(module, list_executions(module)[0]) == flops
 
 
 @pytest.mark.parametrize(

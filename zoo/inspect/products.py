@@ -35,16 +35,17 @@ class RecomputedProducts:
 def count_compiled_flops(module: HloModule, executions: Sequence[Execution]) -> int | None:
     """Count the FLOPs of all products that a device executes, 2 m n k each.
 
-    None if one of them is a convolution, as all are on TPUs, or a library kernel, since the HLO does not say what such
-    a kernel computes. A loop without a known trip count counts once.
+    None if one of them is a kernel of another library than cuBLAS, since the HLO does not say what such a kernel
+    computes. A loop without a known trip count counts once.
     """
     total = 0
     for execution in executions:
         for instruction, computation in iterate_fused(module, execution.instruction, execution.computation):
-            if instruction.opcode == "dot":
-                total += execution.times * _count_dot(instruction, computation)
-            elif is_product(instruction):
-                return None
+            if is_product(instruction):
+                flops = count_product_flops(instruction, computation)
+                if flops is None:
+                    return None
+                total += execution.times * flops
     return total
 
 
@@ -55,12 +56,12 @@ def sum_recomputed(module: HloModule, executions: Sequence[Execution]) -> Rows[R
         for instruction, computation in iterate_fused(module, execution.instruction, execution.computation):
             if not is_product(instruction):
                 continue
-            if instruction.opcode != "dot":
+            flops = count_product_flops(instruction, computation)
+            if flops is None:
                 return None
             scope = find_scope(module, instruction, computation)
             if scope.phase == "recomputed":
-                flops = execution.times * _count_dot(instruction, computation)
-                sums[scope.modules] = sums.get(scope.modules, 0) + flops
+                sums[scope.modules] = sums.get(scope.modules, 0) + execution.times * flops
     rows = [RecomputedProducts(flops, scope) for scope, flops in sums.items()]
     return Rows(sorted(rows, key=lambda row: (-row.flops, row.scope)))
 

@@ -100,7 +100,8 @@ class CompiledProgram:
     """FLOPs of matrix products and convolutions in the jaxpr, summed over all devices."""
     compiled_flops: int | None
     """FLOPs of the matrix products in the optimized HLO, on one device: without products that XLA drops, and with the
-    products that it recomputes. None if some are convolutions, as all are on TPUs, or library calls."""
+    products that it recomputes. None if some are kernels, such as Pallas' and cuDNN's, that do not say
+    how many they are."""
     recomputed: Rows[RecomputedProducts] | None
     """Matrix products that rematerialization computes again in the backward pass, by module: part of `compiled_flops`,
     and None where they are None."""

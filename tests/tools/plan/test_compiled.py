@@ -4,7 +4,7 @@
 
 - the arguments, to the byte; a TPU pads the smallest, of norms and decays, to tiles of 8 x 128;
 - FLOPs of the products in the step as it is traced for GPUs with those in the compiled program, where both count loops
-  of unknown length, as of causal attention, once; on TPUs products are convolutions and kernels, which are not counted;
+  of unknown length, as of causal attention, once; those of TPUs are not in the file;
 - collectives: bytes by axes, of gathers, of sums, of permutations and of exchanges. Compilers combine several arrays
   into one collective, split one, and make of a reduce-scatter an all-reduce and a slice: numbers and kinds are theirs;
 - the peak: no estimate is more than 30% too low, 48 of 50 are within 30%, and the median error is at most 12%.
