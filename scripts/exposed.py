@@ -103,7 +103,7 @@ def _format_collectives(program: CompiledProgram, kind: str, phase: str) -> str:
     between = sorted({row.products // row.times for row in repeated})
     products = str(between[0]) if len(between) == 1 else f"{between[0]} to {between[-1]}"
     exposed = sum(row.exposed_seconds or 0 for row in rows) / sum(row.link_seconds or 0 for row in rows)
-    return f"{products} between, {exposed:.0%} exposed"
+    return f"{products}; {exposed:.0%}"
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ def test_row_has_products_of_the_loop_and_the_exposed_share_of_all():
         platform="gpu",
         memory=SimpleNamespace(peak=468_000_000),
     )
-    expected = "| scan | 0 between, 75% exposed | none | 1 to 18 between, 25% exposed | 20 ms | 12 ms | 468 MB |"
+    expected = "| scan | 0; 75% | none | 1 to 18; 25% | 20 ms | 12 ms | 468 MB |"
     assert format_row("scan", program) == expected
     program.exposed_seconds = None
     with pytest.raises(ValueError, match="scan: no schedule and chip are known for gpu; compile for h100"):

@@ -98,7 +98,7 @@ def _format_collectives(program: Any) -> Iterator[tuple[str, str]]:
     if any(row.asynchronous for row in program.collectives):
         columns.append(("asynchronous", "asynchronous", 12))
     if program.exposed_seconds is not None:
-        columns += [(name, f"{name[:-2]}_seconds", 10) for name in ("link s", "product s", "exposed s")]
+        columns += [(name, f"{name[:-2]}_seconds", 9) for name in ("link s", "product s", "exposed s")]
     kinds = max(len(row.kind) for row in program.collectives)
     along = max(len(_format_axes(row)) for row in program.collectives)
     header = "".join(f"  {name:>{width}}" for name, _, width in columns)
@@ -108,8 +108,7 @@ def _format_collectives(program: Any) -> Iterator[tuple[str, str]]:
         yield "", f"{row.kind:{kinds}}  {_format_axes(row):{along}}{cells}"
     if program.exposed_seconds is not None:
         total = sum(row.link_seconds for row in program.collectives)
-        products = f"{program.exposed_seconds:.3g} of {total:.3g} s on the links are not covered by products"
-        yield "exposed", f"{products}, at the rates of {program.chip}'s data sheet"
+        yield "exposed", f"{program.exposed_seconds:.3g} of {total:.3g} s on the links (nominal rates of {program.chip})"
 
 
 def _format_memory(stats: Any, platform: str) -> str:
