@@ -48,9 +48,9 @@ def _list_executions(
                 for branch in choose_branch(module, instruction):
                     executions += _list_executions(module, branch, times, asynchronous, endless)
             case "call" | "async-start" | "call-start" as opcode:
+                started = asynchronous or opcode != "call"
                 for body in list_called(instruction):
-                    is_started = asynchronous or opcode != "call"
-                    executions += _list_executions(module, body, times, is_started, endless)
+                    executions += _list_executions(module, body, times, started, endless)
             case opcode if not opcode.endswith(("-done", "-update")):
                 executions.append(Execution(instruction, computation, times, asynchronous))
     return executions
@@ -68,7 +68,9 @@ def choose_branch(module: HloModule, conditional: Instruction) -> list[str]:
         *conditional.called_computations("false_computation"),
     )
     moved = {name: count_bytes_moved(module, _list_executions(module, name, 1, False, [])) for name in names}
-    return sorted(moved, key=lambda name: moved[name])[-1:]
+    if not moved:
+        return []
+    return [max(moved, key=lambda name: moved[name])]
 
 
 def find_trip_count(module: HloModule, loop: Instruction, computation: Computation) -> int | None:

@@ -108,7 +108,10 @@ def _format_collectives(program: Any) -> Iterator[tuple[str, str]]:
         yield "", f"{row.kind:{kinds}}  {_format_axes(row):{along}}{cells}"
     if program.exposed_seconds is not None:
         total = sum(row.link_seconds for row in program.collectives)
-        yield "exposed", f"{program.exposed_seconds:.3g} of {total:.3g} s on the links (nominal rates of {program.chip})"
+        yield (
+            "exposed",
+            f"{program.exposed_seconds:.3g} of {total:.3g} s on the links (nominal rates of {program.chip})",
+        )
 
 
 def _format_memory(stats: Any, platform: str) -> str:

@@ -35,7 +35,7 @@ from .products import count_product_flops, find_product_dtype, is_product, itera
 from .report import Rows
 from .scopes import find_scope
 from .starts import find_starts
-from .transfers import Totals, Transfer, Transfers
+from .transfers import Totals, TimedTransfer, Transfers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,7 +130,7 @@ class _Found:
     computation: Computation
     collective: Collective
     """One execution."""
-    transfer: Transfer
+    transfer: TimedTransfer
     """The same on the links; 0 seconds if the chip is unknown."""
 
 
@@ -211,14 +211,14 @@ class _Walk:
                     self._multiply(execution.instruction, execution.computation, execution.times)
         self._start(id(start), transfers, is_started(start))
 
-    def _start(self, start: int, transfers: list[Transfer], asynchronous: bool) -> None:
+    def _start(self, start: int, transfers: list[TimedTransfer], asynchronous: bool) -> None:
         if asynchronous:
             self.transfers.start(start, transfers)
         else:
             for transfer in transfers:
                 self.transfers.wait(transfer)
 
-    def _make_transfer(self, instruction: Instruction, computation: Computation) -> Transfer:
+    def _make_transfer(self, instruction: Instruction, computation: Computation) -> TimedTransfer:
         """Return an execution of a collective, of which it keeps the description."""
         key = id(instruction)
         if key not in self.collectives:
@@ -228,7 +228,7 @@ class _Walk:
             if self.chip is not None:
                 groups = parse_groups(instruction, self.devices) or frozenset([frozenset(range(self.devices))])
                 seconds, crosses = time_groups(one.kind, one.bytes, groups, self.domain, self.chip)
-            self.collectives[key] = _Found(instruction, computation, one, Transfer(key, seconds, crosses))
+            self.collectives[key] = _Found(instruction, computation, one, TimedTransfer(key, seconds, crosses))
         return self.collectives[key].transfer
 
     def _multiply(self, instruction: Instruction, computation: Computation, times: int = 1) -> None:

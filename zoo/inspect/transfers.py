@@ -18,8 +18,8 @@ class Totals:
 
 
 @dataclasses.dataclass(frozen=True)
-class Transfer:
-    """One execution of a collective."""
+class TimedTransfer:
+    """One execution of a collective, with its seconds."""
 
     key: int
     """The collective, for `Transfers.totals`."""
@@ -33,7 +33,7 @@ class Transfer:
 class _OpenTransfer:
     """A transfer between start and done."""
 
-    transfer: Transfer
+    transfer: TimedTransfer
     start: int
     launch: int
     left: float
@@ -49,14 +49,14 @@ class Transfers:
         self._open: list[_OpenTransfer] = []
         self._launches = 0
 
-    def start(self, start: int, transfers: Collection[Transfer]) -> None:
+    def start(self, start: int, transfers: Collection[TimedTransfer]) -> None:
         """Start transfers that one done waits for. `start` is the identity of the start, which a loop repeats."""
         self._launches += 1
         for transfer in transfers:
             self._get_totals(transfer.key).times += 1
             self._open.append(_OpenTransfer(transfer, start, self._launches, transfer.seconds))
 
-    def wait(self, transfer: Transfer) -> None:
+    def wait(self, transfer: TimedTransfer) -> None:
         """Add a synchronous transfer, which nothing covers."""
         totals = self._get_totals(transfer.key)
         totals.times += 1
