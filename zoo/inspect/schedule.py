@@ -35,7 +35,7 @@ from .products import count_product_flops, find_product_dtype, is_product, itera
 from .report import Rows
 from .scopes import find_scope
 from .starts import find_starts
-from .transfers import Totals, TimedTransfer, Transfers
+from .transfers import TimedTransfer, Totals, Transfers
 
 
 @dataclasses.dataclass(frozen=True)
