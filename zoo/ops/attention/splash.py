@@ -9,22 +9,16 @@ in the kernel. It does not take positions, such as a KV cache has.
 """
 
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from einops import rearrange
-from jax._src import config  # JAX's kernel has no argument for it
-from jax.core import ShapedArray
-from jax.extend.core import Primitive
-from jax.interpreters import batching, mlir
 from jaxtyping import Array, Float
 
-from ..custom_vjps import refuse_forward_mode, refuse_second_derivative
 from ..implementations import find_kernel_obstacle
 from ..platform import current_platform
-from ..varying import align_varying, vary, varying
+from ..unchecked import call_kernel
 from .grouped import group_size
 from .mask import AttentionMask
 from .request import AttentionRequest
@@ -65,9 +59,9 @@ def splash_attention(
     else:
         sinks_by_head = sinks.astype(jnp.float32).reshape(-1, group)
     static = _Static(group, request.query_seq, request.causal, request.window, soft_cap, current_platform() == "cpu")
-    operands: Any = refuse_forward_mode((query, key, value, sinks_by_head), *_REFUSED)
-    operands = align_varying(*operands, attention_mask.query_segments)
-    output: Any = _attend(static, *operands)
+    operands = query, key, value, sinks_by_head
+    attend = functools.partial(_attend, static)
+    output = call_kernel(attend, operands, attention_mask.query_segments, refused=_REFUSED)
     return rearrange(output, "batch kv_heads group seq dim -> batch seq (kv_heads group) dim").astype(value.dtype)
 
 
@@ -108,33 +102,10 @@ class _Static(NamedTuple):
     is_interpreted: bool
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(static: _Static, query: Array, key: Array, value: Array, sinks: Array | None, segments: Array | None):
-    """Run the kernel for all rows and key heads: "batch kv_heads group seq value_dim"."""
-    run = lambda segments, *operands: _make_attend(static, segments)(*operands)
-    return vary(_run_unchecked(run, segments, query, key, value, sinks), varying(query))
-
-
-def _attend_fwd(static: _Static, query: Array, key: Array, value: Array, sinks: Array | None, segments: Array | None):
-    """Return the output, and the kernel's own backward pass."""
-    run = lambda segments, *operands: jax.vjp(_make_attend(static, segments), *operands)
-    operands = refuse_second_derivative((query, key, value, sinks), *_REFUSED)
-    output, backward = _run_unchecked(run, segments, *operands)
-    return vary(output, varying(query)), backward
-
-
-def _attend_bwd(static: _Static, backward: Callable, gradient: Array):
-    """Run the kernel's backward pass. Segments have no gradient."""
-    gradient = refuse_second_derivative(gradient, *_REFUSED)
-    gradients = _run_unchecked(lambda backward, gradient: backward(gradient), backward, gradient)
-    return *vary(gradients, varying(gradient)), None
-
-
-_attend.defvjp(_attend_fwd, _attend_bwd)
-
-
-def _make_attend(static: _Static, segments: Array | None) -> Callable:
-    """Make the kernel of one key head, and map it over rows and key heads."""
+def _attend(
+    static: _Static, query: Array, key: Array, value: Array, sinks: Array | None, segments: Array | None
+) -> Array:
+    """Run the kernel of one key head, mapped over rows and key heads: "batch kv_heads group seq value_dim"."""
     # Pallas takes longer to import than the rest of the library.
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask
 
@@ -161,22 +132,4 @@ def _make_attend(static: _Static, segments: Array | None) -> Callable:
         return run(query, key, value, segment_ids, sinks)
 
     run_row = jax.vmap(run_head, in_axes=(0, 0, 0, 0, None))
-    return lambda query, key, value, sinks: jax.vmap(run_row, in_axes=(0, 0, 0, None, 0))(
-        query, key, value, sinks, segments
-    )
-
-
-def _run_unchecked(function: Callable, *args: Any) -> Any:
-    """Run a function of trees of arrays without the check of varying mesh axes: JAX's kernel does not say along which
-    its outputs vary. The types of the results name no axes."""
-    with config._check_vma(False):
-        return function(*jax.tree.map(_drop_varying.bind, args))
-
-
-_drop_varying = Primitive("drop_varying")
-"""The identity, with a result type that names no varying axes, as every result has without the check. A primitive,
-since JAX evaluates the equations again, with the check, where it differentiates a scan over layers."""
-_drop_varying.def_impl(lambda x: x)
-_drop_varying.def_abstract_eval(lambda x: ShapedArray(x.shape, x.dtype, weak_type=x.weak_type))
-mlir.register_lowering(_drop_varying, lambda context, x: [x])
-batching.primitive_batchers[_drop_varying] = lambda args, dims: (_drop_varying.bind(*args), dims[0])
+    return jax.vmap(run_row, in_axes=(0, 0, 0, None, 0))(query, key, value, sinks, segments)
