@@ -22,7 +22,8 @@ def test_unknown_topologies_are_refused(topology):
 
 
 @pytest.mark.parametrize(
-    ("topology", "extra"), [("v5e:2x4", "aot-tpu"), ("v5p:2x2x2*2", "aot-tpu"), ("h100:8", "aot-cuda")]
+    ("topology", "extra"),
+    [("v5e:2x4", "aot-tpu"), ("v5p:2x2x2*2", "aot-tpu"), ("h100:8", "aot-cuda"), ("b200:8", "aot-cuda")],
 )
 def test_missing_compilers_are_named_with_their_extra(topology, extra, monkeypatch):
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # the error sets it: put it back

@@ -32,7 +32,20 @@ device_description_str: "NVIDIA H100 80GB HBM3"
 """XLA's `GpuTargetConfigProto` of an H100 SXM: its data sheet, and the limits of compute capability 9.0 in NVIDIA's
 CUDA C++ Programming Guide."""
 
-_GPU_TARGETS = {"h100": _H100}
+_B200 = """
+gpu_device_info {
+  threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152 shared_memory_per_core: 233472
+  threads_per_core_limit: 2048 core_count: 148 fpus_per_core: 128 block_dim_limit_x: 2147483647 block_dim_limit_y: 65535
+  block_dim_limit_z: 65535 memory_bandwidth: 7672320000000 l2_cache_size: 132644864 clock_rate_ghz: 1.965
+  device_memory_size: 191505104896 shared_memory_per_block_optin: 232448 cuda_compute_capability { major: 10 }
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
+}
+platform_name: "CUDA" dnn_version_info { major: 9 minor: 10 } runtime_version { major: 12 minor: 9 patch: 0 }
+device_description_str: "NVIDIA B200"
+"""
+"""The same of a B200: limits of compute capability 10.0."""
+
+_GPU_TARGETS = {"h100": _H100, "b200": _B200}
 
 _TPU_ENVIRONMENT = {
     "TPU_SKIP_MDS_QUERY": "1",  # asks no metadata server which TPU this machine has
@@ -49,7 +62,7 @@ def imagined(topology: str) -> list[Any]:
 
     - `"v5e:2x4"`, `"v6e:4x4"`, `"v5p:4x4x4"`, `"tpu7x:2x2x1"`: TPU chips in a grid or torus. `"v5p:4x4x4*2"` are two
       slices. A tpu7x has two devices per chip.
-    - `"h100:8"`: the GPUs of one host; `"h100:8x8"`: hosts x GPUs.
+    - `"h100:8"`, `"b200:8"`: the GPUs of one host; `"h100:8x8"`: hosts x GPUs.
 
     libtpu reads a few environment variables when it is first loaded: they are set for that moment and then put back.
 
@@ -63,7 +76,8 @@ def imagined(topology: str) -> list[Any]:
         return _make_tpus(f"{found.kind}:{sizes}", found.slices)
     if found.kind not in _GPU_TARGETS:
         raise ValueError(
-            f"XLA's description of {found.kind} is missing here, and programs compile only for h100: {topology}"
+            f"XLA's description of {found.kind} is missing here, and programs compile only for "
+            f"{' and '.join(_GPU_TARGETS)}: {topology}"
         )
     return _make_gpus(_GPU_TARGETS[found.kind], f"1x{sizes}")
 
