@@ -16,8 +16,9 @@ from zoo.models.decoder import AbstractBlock, AbstractStack, LayerStates, Unroll
 from zoo.models.loss import cross_entropy
 from zoo.models.stack import describe_loop
 from zoo.ops.implementations import Choice, Decision, observe_decisions
-from zoo.ops.platform import Platform, normalize_platform, target_platform
+from zoo.ops.platform import Platform, normalize_platform, target_device, target_platform
 from zoo.parallel import Mesh, all_gather, spmd
+from zoo.parallel.imagined import is_imagined
 from zoo.parallel.module import find_operations
 from zoo.parallel.scope import calling_modules
 
@@ -139,7 +140,14 @@ def implementations(
 
     tokens = jax.ShapeDtypeStruct((batch, seq_len), jnp.int32)
     run = call if mesh is None else spmd(call, mesh, out="batch seq")
-    with target_platform(platform or target_platform.value), observe_decisions(recorder.record):
+    device = None
+    if mesh is not None and is_imagined(mesh.devices.devices.flat[0]):
+        device = mesh.devices.devices.flat[0]
+    with (
+        target_platform(platform or target_platform.value),
+        target_device(device),
+        observe_decisions(recorder.record),
+    ):
         eqx.filter_eval_shape(run, model, tokens)
     target = normalize_platform(platform or target_platform.value or jax.default_backend())
     if mesh is not None:

@@ -9,7 +9,13 @@ import jax
 import jax.extend.core
 from jax.sharding import Mesh
 
-from zoo.ops.platform import Platform, normalize_platform, stand_in_platform, target_platform
+from zoo.ops.platform import (
+    Platform,
+    normalize_platform,
+    stand_in_platform,
+    target_device,
+    target_platform,
+)
 from zoo.parallel.imagined import is_imagined
 
 
@@ -23,7 +29,8 @@ def trace(
     """Return the jaxpr of a call of a jitted step, and its only equation, the jitted function's. `leaves` are the
     arrays and shapes of the arguments; their devices may stand in for devices of `platform`. **Raises** `TypeError` if
     there is another equation."""
-    with target_platform(platform or _choose_platform(leaves)), stand_in_platform(platform):
+    chosen = platform or _choose_platform(leaves)
+    with target_platform(chosen), stand_in_platform(platform), target_device(_find_imagined(leaves)):
         closed = eqx.filter_make_jaxpr(step)(*args, **kwargs)[0]
     calls = [equation for equation in closed.jaxpr.eqns if "donated_invars" in equation.params]
     if len(calls) != 1:
@@ -51,7 +58,7 @@ def lower(step: Any, closed: Any, call: Any, args: tuple, kwargs: dict, leaves: 
 
         run.__name__ = get_step_name(step)
         donated = tuple(index for index, is_donated in enumerate(call.params["donated_invars"]) if is_donated)
-        with target_platform(_choose_platform(leaves)):
+        with target_platform(_choose_platform(leaves)), target_device(_find_imagined(leaves)):
             return jax.jit(run, donate_argnums=donated, keep_unused=call.params["keep_unused"]).lower(*arguments)
 
 
@@ -80,9 +87,8 @@ class _Path(str):
 def choose_compiler_options(leaves: Sequence[Any]) -> dict[str, Any]:
     """Return the options to compile a step with: none, but for GPUs that this machine does not have. There autotuning
     is off, since nothing can be timed."""
-    devices = _find_devices(leaves)
-    cannot_time = bool(devices) and devices[0].platform == "gpu" and is_imagined(devices[0])
-    if cannot_time:
+    device = _find_imagined(leaves)
+    if device is not None and device.platform == "gpu":
         return {"xla_gpu_autotune_level": 0}
     return {}
 
@@ -105,6 +111,14 @@ def _find_devices(leaves: Sequence[Any]) -> list[Any]:
     first = sorted(leaves, key=lambda x: not isinstance(x, jax.ShapeDtypeStruct))
     shardings = [x.sharding for x in first if isinstance(getattr(x, "sharding", None), jax.sharding.Sharding)]
     return [device for sharding in shardings[:1] for device in sharding._device_assignment]
+
+
+def _find_imagined(leaves: Sequence[Any]) -> Any:
+    """Return the first device of the shapes if this machine does not have it, else None."""
+    devices = _find_devices(leaves)
+    if devices and is_imagined(devices[0]):
+        return devices[0]
+    return None
 
 
 def _choose_platform(leaves: Sequence[Any]) -> str | None:

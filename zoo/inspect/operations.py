@@ -14,13 +14,15 @@ import jax.numpy as jnp
 
 OPAQUE_PRIMITIVES = (
     "pallas_call",
+    "mpmd_map",
     "ffi_call",
     "pure_callback",
     "io_callback",
     "tpu_custom_call",
     "triton_kernel_call",
 )
-"""Primitives whose FLOPs are not in the jaxpr; cuDNN attention is another one."""
+"""Primitives whose FLOPs are not in the jaxpr, such as Pallas' for TPUs and, `mpmd_map`, for GPUs; cuDNN attention is
+another one."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,7 +19,7 @@ _CUBLAS_CONTRACTED = re.compile(r'__cublas.*"lhs_contracting_dimensions":\[([^\]
 _DIM_LABELS = re.compile(r"\bdim_labels=(\w+)_(\w+)->(\w+)")
 _DTYPES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32", **dict.fromkeys(("s8", "u8", "s4", "u4"), "int8")}
 """Names of dtypes in HLO, and in a data sheet's rates."""
-_LIBRARY_CALL = re.compile(r"custom_call_target=\"[^\"]*(gemm|matmul|dot|conv|fmha|tpu_custom_call|triton)")
+_LIBRARY_CALL = re.compile(r"custom_call_target=\"[^\"]*(gemm|matmul|dot|conv|fmha|tpu_custom_call|triton|mosaic_gpu)")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,6 +21,11 @@ stand_in_platform = jax.make_user_context(None)
 """Context manager that sets the platform for which the devices of meshes stand in, while a step is traced in shapes."""
 
 
+target_device = jax.make_user_context(None)
+"""Context manager that sets the device of the functions traced inside, for devices that this machine does not have. A
+kernel of another library asks which GPU or TPU it is compiled for."""
+
+
 for_export = jax.make_user_context(False)
 """Context manager, `with for_export(True):`, to trace programs that are written to files. They run elsewhere and later,
 so kernels of other libraries than XLA have an obstacle."""
