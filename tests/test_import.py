@@ -26,6 +26,7 @@ HEAVY = {
     "pyarrow",
     "rich",
     "tensorstore",
+    "tokamax",
     "tokenizers",
     "tyro",
     "zstandard",

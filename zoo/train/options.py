@@ -48,11 +48,11 @@ class MeshOptions:
     """Activations that the backward pass recomputes, to save memory."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Compute dtype. Parameters, optimizer state, routers and recurrent states are float32."""
-    attention: Literal["auto", "cudnn", "splash", "grouped", "blockwise", "reference"] = "auto"
+    attention: Literal["auto", "cudnn", "splash", "tokamax", "grouped", "blockwise", "reference"] = "auto"
     """Implementation of attention; auto chooses by platform, shapes and options."""
-    recurrence: Literal["auto", "pallas", "chunked", "recurrent"] = "auto"
+    recurrence: Literal["auto", "pallas", "tokamax", "chunked", "recurrent"] = "auto"
     """Implementation of recurrences."""
-    grouped_matmul: Literal["auto", "padded", "ragged", "masked", "reference"] = "auto"
+    grouped_matmul: Literal["auto", "padded", "ragged", "tokamax", "masked", "reference"] = "auto"
     """Implementation of the matrix products of mixtures of experts."""
 
     def apply(self, model: _Model) -> _Model:

@@ -107,6 +107,8 @@ def test_check_mixer_compares_names_and_says_what_it_leaves_out():
     report = check_mixer(partial(zoo.layers.Attention, 8, 2), meshes=[])
     compared = [check.compared for check in report.checks if check.name == "modes agree" and check.difference]
     left_out = [check.cause for check in report.checks if check.name == "modes agree" and not check.difference]
+    compared = [each for each in compared if "tokamax" not in each]  # if it is installed
+    left_out = [each for each in left_out if "tokamax" not in each]
     names = ("blockwise", "grouped", "reference")
     assert sorted(compared) == [
         f"outputs and gradients with implementation={name!r}, and with 'auto'" for name in names
@@ -114,6 +116,7 @@ def test_check_mixer_compares_names_and_says_what_it_leaves_out():
     assert ["'cudnn' cannot" in left_out[0], "'splash' cannot" in left_out[1], len(left_out)] == [True, True, 2]
     module = zoo.layers.GatedDeltaNet(8, 2, key=jax.random.key(0))
     values = {value: bool(reason) for _, value, reason in list_implementations(module, {})}
+    del values["tokamax"]
     assert values == {"pallas": True, "chunked": False, "recurrent": False}
 
 

@@ -8,6 +8,7 @@ from jaxtyping import Array, Float
 from ..implementations import AUTO, Implementation, Operation
 from ..platform import current_platform, stand_in_platform
 from ..symbolic import always_holds
+from ..tokamax import UNMEASURED
 from .blockwise import blockwise_attention, blockwise_attention_with_lse
 from .fused import find_cudnn_obstacle, fused_attention
 from .grouped import grouped_query_attention, grouped_query_attention_with_lse
@@ -15,6 +16,7 @@ from .mask import AttentionMask
 from .reference import reference_attention
 from .request import AttentionRequest
 from .splash import find_splash_drawback, find_splash_obstacle, splash_attention
+from .tokamax_attention import find_tokamax_attention_obstacle, tokamax_attention
 
 
 def attention(
@@ -87,6 +89,7 @@ ATTENTION = Operation[AttentionRequest](
             "cudnn", functools.partial(fused_attention, implementation="cudnn"), find_obstacle=find_cudnn_obstacle
         ),
         Implementation("splash", splash_attention, find_splash_obstacle, find_splash_drawback),
+        Implementation("tokamax", tokamax_attention, find_tokamax_attention_obstacle, lambda _: UNMEASURED),
         Implementation("grouped", grouped_query_attention, find_drawback=_find_grouped_drawback),
         Implementation("blockwise", blockwise_attention, _find_blockwise_obstacle),
         Implementation("reference", reference_attention, find_drawback=lambda _: "it is slow, for tests"),

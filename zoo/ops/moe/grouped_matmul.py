@@ -30,7 +30,9 @@ from ..implementations import AUTO, Implementation, Operation
 from ..matmul import einsum_dot_general, einsum_fp32_accum, einsum_in_dtype
 from ..platform import current_platform
 from ..symbolic import always_holds
+from ..tokamax import UNMEASURED
 from ..varying import align_varying, vary, varying
+from .tokamax_grouped_matmul import find_tokamax_grouped_obstacle, grouped_matmul_tokamax
 
 MAX_BLOCK_ROWS = 64
 """Maximal number of rows per step of the loop over overflowing rows."""
@@ -280,11 +282,16 @@ def _find_ragged_drawback(request: GroupedMatmulRequest) -> str | None:
     return costs.get(current_platform())
 
 
+def _find_tokamax_obstacle(request: GroupedMatmulRequest) -> str | None:
+    return find_tokamax_grouped_obstacle(request.rows, request.in_size, request.out_size, request.dtype)
+
+
 GROUPED_MATMUL = Operation[GroupedMatmulRequest](
     "grouped matmul",
     (
         Implementation("padded", grouped_matmul_padded, find_drawback=_find_padded_drawback),
         Implementation("ragged", grouped_matmul_ragged, find_drawback=_find_ragged_drawback),
+        Implementation("tokamax", grouped_matmul_tokamax, _find_tokamax_obstacle, lambda _: UNMEASURED),
         Implementation(
             "masked", grouped_matmul_masked, find_drawback=lambda _: "it multiplies every row by every matrix"
         ),

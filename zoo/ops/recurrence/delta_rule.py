@@ -26,6 +26,7 @@ from .generalized_delta import chunked_delta, recurrent_delta, scan_heads
 from .pallas.common import make_pallas_implementation
 from .pallas.delta_rule import find_delta_rule_obstacle, pallas_delta_rule
 from .select import RecurrenceRequest, make_recurrence
+from .tokamax_delta_rule import TOKAMAX
 
 
 def delta_rule(
@@ -176,7 +177,7 @@ def _apply_delta_rule(
     implementation: str,
 ) -> tuple[Array, Array]:
     """Compute a delta rule by an implementation of `DELTA_RULE`."""
-    request = RecurrenceRequest.from_heads(query, value, log_decay, steps=steps, state=state)
+    request = RecurrenceRequest.from_heads(query, value, log_decay, steps=steps, state=state, segment_ids=segment_ids)
     run = DELTA_RULE.select(implementation, request).function
     return run(query, key, value, beta, log_decay, state=state, segment_ids=segment_ids)
 
@@ -212,5 +213,6 @@ DELTA_RULE = make_recurrence(
     partial(_apply_generalized_delta, recurrent_delta),
     partial(_apply_generalized_delta, chunked_delta),
     make_pallas_implementation(pallas_delta_rule, find_delta_rule_obstacle),
+    TOKAMAX,
 )
 """Implementations of the delta rules, in the order in which `"auto"` tries them."""

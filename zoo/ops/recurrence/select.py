@@ -29,6 +29,7 @@ class RecurrenceRequest:
     """Writes per token: more than one in DeltaProduct."""
     has_incoming_state: bool = False
     """True if the state is an `IncomingState`: the tokens are a shard of a sequence."""
+    has_segments: bool = False
 
     @classmethod
     def from_heads(
@@ -40,6 +41,7 @@ class RecurrenceRequest:
         has_bonus: bool = False,
         steps: int = 1,
         state: Any = None,
+        segment_ids: Array | None = None,
     ) -> "RecurrenceRequest":
         """Describe a recurrence with a matrix state per head, of arrays [batch, seq, heads, dim]."""
         decay = "channel"
@@ -59,6 +61,7 @@ class RecurrenceRequest:
             has_bonus=has_bonus,
             steps=steps,
             has_incoming_state=callable(state),
+            has_segments=segment_ids is not None,
         )
 
     @classmethod
