@@ -1,6 +1,5 @@
 """Chunked cross-entropy that never materializes all logits, for a replicated or a sharded vocabulary."""
 
-import dataclasses
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -18,12 +17,15 @@ from zoo.layers.token_info import batch_token_info
 from zoo.ops.custom_vjps import refuse_forward_mode
 from zoo.ops.implementations import Implementation, Operation
 from zoo.ops.reduction import max_last_dim
+from zoo.ops.tokamax import UNMEASURED
 from zoo.parallel import num_shards, reduce, scan, shard_offset, vary, varying
 
 from .decoder import Decoder, find_checkable_vocab
 from .encoders.text import Encoder
 from .load_balancing import BalanceOver, balance_loss, router_z_loss
+from .loss_request import LossRequest
 from .observe import observe_logits
+from .tokamax_loss import find_tokamax_loss_obstacle, tokamax_cross_entropy
 
 
 def cross_entropy(
@@ -49,7 +51,8 @@ def cross_entropy(
       tokens. Both leave out tokens of segment 0, which is padding.
     - `chunk`: tokens whose logits are in memory at a time. The gradient of a chunk is computed together with its loss,
       from the same logits: three matrix products per chunk, none of them repeated; in float16 four.
-    - `implementation`: a name in `zoo.models.loss.LOSS`: "auto", "chunked", or "reference" with all logits in memory.
+    - `implementation`: a name in `zoo.models.loss.LOSS`: "auto", "chunked", "reference" with all logits in memory, or
+      "tokamax" (docs/implementations.md).
 
     The loss is computed in float32. A sharded vocabulary is not all-gathered: see `token_losses`.
 
@@ -88,8 +91,9 @@ def cross_entropy_and_routing(
         weights = weights.astype(jnp.float32)
     weights = jnp.where(targets < 0, 0, weights)
     x = hidden.x.reshape(-1, hidden.x.shape[-1])
-    sum_losses = LOSS.select(implementation, LossRequest(len(x), chunk)).function
-    total = sum_losses(model.gather_unembedding(), x, targets.reshape(-1), weights.reshape(-1), z_loss, chunk)
+    head = model.gather_unembedding()
+    sum_losses = LOSS.select(implementation, LossRequest.from_head(head, x, z_loss, chunk)).function
+    total = sum_losses(head, x, targets.reshape(-1), weights.reshape(-1), z_loss, chunk)
     total = observe_logits(total, model, x, chunk)
     count = weights.sum()
     # The library divides the total by the count, so an auxiliary loss, which is a mean, is multiplied by it here.
@@ -235,17 +239,10 @@ def _sum_chunk_losses_bwd(chunk_loss: Callable, residuals: Any, cotangent: Any):
 _sum_chunk_losses.defvjp(_sum_chunk_losses_fwd, _sum_chunk_losses_bwd, symbolic_zeros=True)
 
 
-@dataclasses.dataclass(frozen=True)
-class LossRequest:
-    """Facts of a call, by which an implementation is chosen."""
-
-    tokens: int
-    chunk: int
-
-
 LOSS = Operation[LossRequest](
     "loss",
     (
+        Implementation("tokamax", tokamax_cross_entropy, find_tokamax_loss_obstacle, lambda _: UNMEASURED),
         Implementation("chunked", chunked_cross_entropy),
         Implementation(
             "reference", reference_cross_entropy, find_drawback=lambda _: "it has the logits of all tokens in memory"
