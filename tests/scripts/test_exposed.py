@@ -13,7 +13,7 @@ def make_row(kind, phase, times, products, exposed):
     )
 
 
-def test_row_has_products_of_the_loop_and_the_exposed_share_of_all():
+def test_row_has_products_and_the_exposed_share():
     schedule = [
         make_row("all-gather", "forward", 8, 0, 0.004),
         make_row("all-gather", "forward", 1, 2, 0.002),

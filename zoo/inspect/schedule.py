@@ -18,7 +18,7 @@ peak rate of their dtype: neither takes less. In detail:
 - Only products count. Norms, softmaxes and copies hide transfers, too, but share the main memory with them. A kernel
   without FLOPs in the HLO counts as 0 seconds.
 - A synchronous collective is exposed.
-- On TPUs an asynchronous collective is in pieces, fused with products: it lasts from the first piece to the last.
+- On TPUs an asynchronous collective is cut up and fused with products: it lasts from the first part to the last.
 """
 
 import dataclasses

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Collection, Mapping
 
 _LINKS = (False, True)
-"""Whether a transfer crosses the network; fast links and the network are used at the same time."""
+"""Values of `crosses`: fast links and the network are used at the same time."""
 
 
 @dataclasses.dataclass

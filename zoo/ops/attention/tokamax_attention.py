@@ -53,7 +53,7 @@ def tokamax_attention(
     elif attention_mask.window is not None:
         mask = materialized
     operands = query, key, value
-    attend = functools.partial(_attend, options)
+    attend = functools.partial(_call_attention, options)
     output = call_tokamax(attend, operands, mask, operation="attention", instead=_INSTEAD)
     return zero_masked_queries(output, mask)
 
@@ -93,7 +93,7 @@ def _takes_windows() -> bool:
     return current_platform() == "cpu" or (current_platform() == "gpu" and find_capability() < 10)
 
 
-def _attend(
+def _call_attention(
     options: dict[str, Any], tokamax: ModuleType, query: Array, key: Array, value: Array, mask: Array | None
 ) -> Array:
     if mask is not None:

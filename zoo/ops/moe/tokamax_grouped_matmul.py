@@ -1,7 +1,8 @@
 """Grouped matrix products by `tokamax.ragged_dot`: Pallas kernels on TPUs and NVIDIA GPUs.
 
 The kernels take one [in, out] matrix per group, so ours are transposed before, which reads and writes each once more.
-They leave rows beyond all groups unwritten, in the product and in the gradient of the rows: `_multiply` zeros these.
+They leave rows beyond all groups unwritten, in the product and in the gradient of the rows: `_call_ragged_dot` zeros
+these.
 """
 
 import functools
@@ -26,7 +27,7 @@ def grouped_matmul_tokamax(
     **Raises** `ValueError` with tokamax's reason: its kernel for Blackwell has no gradient.
     """
     name = "xla" if current_platform() == "cpu" else "mosaic"
-    multiply = functools.partial(_multiply, name)
+    multiply = functools.partial(_call_ragged_dot, name)
     return call_tokamax(multiply, (x, weight), group_sizes, operation="grouped matmul", instead=_INSTEAD)
 
 
@@ -44,7 +45,7 @@ def find_tokamax_grouped_obstacle(rows: int, in_size: int, out_size: int, dtype:
     return None
 
 
-def _multiply(name: str, tokamax: ModuleType, x: Array, weight: Array, group_sizes: Array) -> Array:
+def _call_ragged_dot(name: str, tokamax: ModuleType, x: Array, weight: Array, group_sizes: Array) -> Array:
     is_real = (jnp.arange(len(x)) < group_sizes.sum())[:, None]
     rows = jnp.where(is_real, x, 0)
     y = tokamax.ragged_dot(

@@ -62,7 +62,7 @@ def tokamax_delta_rule(
     sequences = query, key, value, log_decay, beta.astype(jnp.float32)
     operands = *(_to_chunks(x) for x in sequences), state[:, None]
     name = "xla" if current_platform() == "cpu" else "mosaic"
-    run = functools.partial(_run, name)
+    run = functools.partial(_call_delta_rule, name)
     output, last = call_tokamax(run, operands, operation="delta rule", instead=_INSTEAD)
     output = jnp.moveaxis(output, 0, 2)[:, :seq]
     output = jnp.where(is_exact[:, None, :, None], output, jnp.nan).astype(value.dtype)
@@ -96,7 +96,7 @@ def _to_chunks(x: Float[Array, "batch seq heads *dims"]) -> Float[Array, "heads 
     return jnp.moveaxis(jnp.pad(x, padding), 2, 0)
 
 
-def _run(
+def _call_delta_rule(
     name: str,
     tokamax: ModuleType,
     query: Array,
