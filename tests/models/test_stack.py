@@ -3,6 +3,7 @@
 import re
 from collections import Counter
 from functools import partial
+from types import SimpleNamespace
 
 import equinox as eqx
 import jax
@@ -13,11 +14,11 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 import zoo
-from tests.jaxprs import arrays
+from tests.jaxprs import arrays, equations
 from tests.parallel.any_mesh import make_any_mesh
 from zoo.layers import TokenInfo
 from zoo.models import Hidden, Stack, describe_loop, swap_stack
-from zoo.models.decoder import AbstractBlock, AbstractStack
+from zoo.models.decoder import AbstractBlock, AbstractStack, SharedBlock
 from zoo.models.parameter_paths import find_differences
 from zoo.models.segment import find_inner_patterns, find_patterns
 from zoo.ops.platform import target_platform
@@ -342,3 +343,123 @@ def test_describe_loop_gives_the_reason():
     assert describe_loop(zoo.configure(model, remat="full").stack) == "scan (remat=full)"
     with target_platform("tpu"):
         assert describe_loop(model.stack) == "scan (compiled for a tpu)"
+
+
+def check_loops(make, layout=None, loss_options=None, dtype="float32", adapt=None, **sizes):
+    """A scan that gathers ahead has the loss and the gradients of a scan, with dropout and packed texts."""
+    mesh = make_any_mesh(layout, **sizes)
+    model = zoo.init(make, KEY, mesh)
+    if adapt is not None:
+        model = zoo.place(adapt(model), mesh)
+    tokens = jax.random.randint(jax.random.key(1), (4, 16), 0, SIZES["vocab"])
+    segment_ids = jnp.broadcast_to(jnp.array([1] * 6 + [2] * 8 + [0] * 2), tokens.shape)
+    batch = {
+        "tokens": tokens,
+        "targets": jnp.where(segment_ids > 0, jnp.roll(tokens, -1, axis=1), -1),
+        "segment_ids": segment_ids,
+        "positions": zoo.models.pack_positions(segment_ids),
+    }
+
+    def loss_fn(model, batch, key):
+        return zoo.cross_entropy(zoo.cast(model, dtype), batch, key=key, **(loss_options or {}))
+
+    differentiate = eqx.filter_jit(zoo.value_and_grad(loss_fn, mesh))
+    batch = zoo.place_batch(batch, mesh)
+    found = [differentiate(zoo.configure(model, loop=loop), batch, key=KEY) for loop in ("scan", "ahead")]
+    scanned, ahead = jax.device_get(found)
+    assert any(np.abs(x).max() > 0 for x in jax.tree.leaves(scanned))
+    assert_close(scanned, ahead)
+
+
+DENSE = {"windows": (4, None), "dropout": 0.2, "remat": "full"}
+RECURRENT = {"vocab": 32, "embed": 16, "layers": 3, "heads": 2, "mlp": 24}
+ADAPTERS = {"targets": "all-linear", "rank": 2, "dropout": 0.1}
+
+
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [
+        (partial(zoo.models.Transformer, **SIZES | {"layers": 4}, **DENSE), {"fsdp": 2, "tensor": 2}),
+        pytest.param(
+            partial(zoo.models.MixtureOfExperts, **SIZES, experts=4, top=2, dense_layers=1, remat="full"),
+            {"fsdp": 2, "expert": 2, "loss_options": {"balance": 0.1}},
+            marks=pytest.mark.ci,
+        ),
+        pytest.param(
+            partial(zoo.models.Transformer, **SIZES, **DENSE),
+            {"fsdp": 2, "context": 2, "layout": zoo.parallel.ZERO2},
+            marks=pytest.mark.ci,
+        ),
+        pytest.param(
+            partial(zoo.models.Transformer, **SIZES, **DENSE),
+            {"fsdp": 4, "adapt": lambda model: zoo.adapters.lora(model, **ADAPTERS, key=KEY), "dtype": "bfloat16"},
+            marks=pytest.mark.ci,
+        ),
+        pytest.param(
+            partial(zoo.models.GLA, **RECURRENT, remat="full"), {"fsdp": 2}, marks=pytest.mark.ci
+        ),
+        pytest.param(
+            partial(zoo.models.Transformer, **SIZES | {"layers": 1}, remat="full"), {"fsdp": 2}, marks=pytest.mark.ci
+        ),
+    ],
+    ids=["transformer", "mixture", "ZeRO-2 and context", "LoRA in bfloat16", "GLA", "one layer"],
+)
+def test_gathering_ahead_equals_a_scan(make, options):
+    check_loops(lambda key: make(key=key), **options)
+
+
+def find_waiting(jaxpr):
+    """Count the equations of the bodies of loops that gather parameters, and that compute a product of what was
+    gathered in the same iteration."""
+    gathering = 0
+    waiting = 0
+    for loop in equations(jaxpr):
+        if loop.primitive.name != "scan":
+            continue
+        gathered = set()
+        for equation in loop.params["jaxpr"].jaxpr.eqns:
+            names = {inner.primitive.name for inner in equations(SimpleNamespace(eqns=[equation]))}
+            inputs = {variable for variable in equation.invars if not hasattr(variable, "val")}
+            if "dot_general" in names and inputs & gathered:
+                waiting += 1
+            if names & {"all_gather", "all_gather_invariant"}:
+                gathering += 1
+                gathered |= set(equation.outvars)
+            elif inputs & gathered:
+                gathered |= set(equation.outvars)
+    return gathering, waiting
+
+
+def test_gathering_ahead_leaves_no_product_to_wait():
+    mesh = make_any_mesh(fsdp=4)
+    model = zoo.init(lambda key: zoo.models.Transformer(**SIZES, remat="full", key=key), KEY, mesh)
+    batch = zoo.place_batch(BATCH, mesh)
+    counts = {}
+    for loop in ("scan", "ahead"):
+        differentiate = zoo.value_and_grad(lambda model, batch: zoo.cross_entropy(model, batch), mesh)
+        jaxpr = eqx.filter_make_jaxpr(differentiate)(zoo.configure(model, loop=loop), batch)[0]
+        counts[loop] = find_waiting(jaxpr)
+    assert counts["scan"][1] > 0
+    gathering, waiting = counts["ahead"]
+    assert gathering > 0 and waiting == 0
+
+
+def test_gathering_ahead_refuses_what_it_does_not_cover():
+    def call(**options):
+        return zoo.models.Transformer(**SIZES, loop="ahead", **options, key=KEY)(TOKENS)
+
+    with pytest.raises(NotImplementedError, match="take remat=\"full\", not 'dots'"):
+        call(remat="dots")
+    model = zoo.models.Transformer(**SIZES, key=KEY)
+    block = next(model.stack.iter_blocks())
+    layers = [lambda key: SharedBlock(0)] * 2
+    shared = Stack(layers, shared=[lambda key: block], remat="full", loop="ahead", key=KEY)
+    with pytest.raises(NotImplementedError, match='modules that several layers share: take loop="scan"'):
+        swap_stack(model, lambda stack: shared)(TOKENS)
+
+
+def test_gathering_ahead_is_a_scan_where_values_are_read():
+    model = zoo.models.Transformer(**SIZES, loop="ahead", remat="full", key=KEY)
+    logits, values = zoo.capture(model, "layers.*")(TOKENS)
+    assert values["layers.*"].shape[0] == SIZES["layers"]
+    np.testing.assert_allclose(logits, model(TOKENS), atol=1e-5)

@@ -36,7 +36,7 @@ def configure(
 
     - `remat`: what the backward pass recomputes to save memory: "none", "elementwise", "dots", "full", or a
       `zoo.parallel.SaveNames`.
-    - `loop`: "scan", "plain", "auto", or the number of repeats of a pattern per iteration of a scan.
+    - `loop`: "scan", "ahead", "plain", "auto", or the number of repeats of a pattern per iteration of a scan.
     - `attention`: "auto", "grouped", "blockwise" or another name in `zoo.ops.attention.ATTENTION`; or a function with
       the arguments of `zoo.ops.attention.reference_attention`.
     - `recurrence`: "auto", "chunked", "recurrent", and "pallas" for the recurrences that have such a kernel.

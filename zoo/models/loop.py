@@ -14,9 +14,10 @@ from zoo.ops.symbolic import always_holds
 from zoo.parallel import Remat
 from zoo.parallel.remat import rematerializes
 
-Loop = Literal["auto", "scan", "plain"] | int
+Loop = Literal["auto", "scan", "ahead", "plain"] | int
 """Loop over layers: "scan" over the repeats of a pattern, with a number for that many repeats per iteration
-(`lax.scan(unroll=)`), "plain" for the loop that compiles every layer, or "auto"."""
+(`lax.scan(unroll=)`), "ahead" for a scan that gathers the parameters of the next block while one runs
+(`zoo.parallel.scan_ahead`), "plain" for the loop that compiles every layer, or "auto"."""
 
 MAX_PLAIN_LAYERS = 24
 """Most layers that "auto" puts in a plain loop. Each takes 0.2 to 1.2 s of a core to compile."""

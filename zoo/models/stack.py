@@ -19,8 +19,9 @@ from zoo.layers.moe.routing import RoutingSums
 from zoo.parallel import Dim, Module, Remat, current_mesh, gather, implementation_option, scan
 from zoo.parallel.pipeline import run_stages
 from zoo.parallel.remat import check_remat, rematerialize
+from zoo.parallel.scan_ahead import scan_ahead
 from zoo.parallel.scope import has_value
-from zoo.parallel.taps import in_layer, refuse_layer_taps, slice_edits
+from zoo.parallel.taps import current_taps, in_layer, refuse_layer_taps, slice_edits
 
 from .decoder import (
     AbstractBlock,
@@ -220,6 +221,8 @@ class Stack(AbstractStack):
             loop = "plain"  # a layer may add to the hidden states, and the carry of a scan has one structure
         if loop == "plain":
             return self._run_plain
+        if loop == "ahead":
+            return self._scan_ahead
         unroll = 1 if loop == "scan" else min(int(loop), segment.local_repeats)
         return partial(self._scan, unroll=unroll)
 
@@ -293,6 +296,63 @@ class Stack(AbstractStack):
         routing = [decision for i, repeat in order for decision in index_tree(routing[i], repeat)]
         hidden = dataclasses.replace(output, routing=(*hidden.routing, *routing))
         return hidden, None if new_states is None else tuple(index_tree(new_states[i], repeat) for i, repeat in order)
+
+    def _scan_ahead(
+        self,
+        segment: Segment,
+        first: int | Int[Array, ""],
+        hidden: Hidden,
+        info: TokenInfo,
+        states: LayerStates | None,
+    ) -> tuple[Hidden, LayerStates | None]:
+        """Scan over the repeats of a pattern, and gather the next block while one runs. A plain scan with states, or
+        with values that are read or edited.
+
+        **Raises** `NotImplementedError` for a rematerialization that saves more than the inputs of blocks, for shared
+        modules, and for a block that extends the hidden states.
+        """
+        if states is not None or current_taps() is not None:
+            return self._scan(segment, first, hidden, info, states, unroll=1)
+        self._check_ahead(segment)
+        period = len(segment.blocks)
+        static = eqx.filter(segment.blocks, eqx.is_array, inverse=True)
+        gathered_static: dict[int, Any] = {}
+        constants = {name: getattr(hidden, name) for name in hidden.constant_fields}
+        nothing = dict.fromkeys(constants)
+
+        def gather_block(i: int, arrays: Any) -> Any:
+            block = gather(eqx.combine(arrays, static[i]))
+            arrays, gathered_static[i] = eqx.partition(block, eqx.is_array)
+            return arrays
+
+        def run_block(i: int, arrays: Any, repeat: Int[Array, ""], carry: Hidden) -> tuple[Hidden, Any]:
+            layer_info = info.fold_keys(first + period * repeat + i)
+            block = set_dropout_keys(eqx.combine(arrays, gathered_static[i]), layer_info)
+            output, _ = block(dataclasses.replace(carry, **constants), layer_info, None)
+            output = output.sum_decisions(info, self.routing)
+            return dataclasses.replace(output.drop_routing(), **nothing), output.routing
+
+        gathers = [partial(gather_block, i) for i in range(period)]
+        runs = [partial(run_block, i) for i in range(period)]
+        carry = dataclasses.replace(hidden.drop_routing(), **nothing)
+        stacked = [vary_arrays(block) for block in segment.blocks]
+        carry, routing = scan_ahead(gathers, runs, stacked, carry, segment.local_repeats)
+        repeats = range(segment.local_repeats)
+        routing = [decision for repeat in repeats for block in routing for decision in index_tree(block, repeat)]
+        return dataclasses.replace(carry, **constants, routing=(*hidden.routing, *routing)), None
+
+    def _check_ahead(self, segment: Segment) -> None:
+        """**Raises** `NotImplementedError` for what the scan that gathers ahead does not cover."""
+        if self.remat != "full":
+            raise NotImplementedError(
+                f'loop="ahead" computes blocks again in the backward pass: take remat="full", not {self.remat!r}'
+            )
+        if self.shared:
+            raise NotImplementedError('loop="ahead" with modules that several layers share: take loop="scan"')
+        if extending := [block for block in segment.blocks if block.extends_hidden]:
+            raise NotImplementedError(
+                f'loop="ahead" with {type(extending[0]).__name__}, which extends the hidden states: take loop="scan"'
+            )
 
     def _add_edits(self, segment: Segment, first: int | Int[Array, ""]) -> tuple[tuple[Any, Any], ...]:
         """Return the arrays of each block of a pattern, and its rows of the arrays of edits (`zoo.parallel.taps`)."""
