@@ -29,8 +29,11 @@ STEPS: dict[str, dict[str, str]] = {
     "the same, pipelined collectives": {"XLA_FLAGS": _PIPELINED},
     "the same, `JAX_OPTIMIZATION_LEVEL=O1`": {"JAX_OPTIMIZATION_LEVEL": "O1"},
     "plain loop": {},
+    "gathering ahead": {},
 }
 """Steps of the table, and the environment variables that each is compiled with."""
+LOOPS: dict[str, Loop] = {"plain loop": "plain", "gathering ahead": "ahead"}
+"""Loops of the steps that are not a scan."""
 _COLUMNS = {
     "forward gathers": ("all-gather", "forward"),
     "backward gathers": ("all-gather", "recomputed"),
@@ -60,7 +63,7 @@ def main(*, sizes: tyro.conf.OmitArgPrefixes[Sizes] = Sizes(), on: str = "h100:8
         only: Compile this step, in this process.
     """
     if only:
-        print(format_row(only, compile_step(sizes, on, "plain" if only.startswith("plain") else "scan")), flush=True)
+        print(format_row(only, compile_step(sizes, on, LOOPS.get(only, "scan"))), flush=True)
         return
     columns = ["step", *_COLUMNS, "on the links", "exposed", "peak"]
     print(f"| {' | '.join(columns)} |\n|---|{'---|' * len(_COLUMNS)}--:|--:|--:|", flush=True)
