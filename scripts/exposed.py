@@ -34,11 +34,12 @@ STEPS: dict[str, dict[str, str]] = {
 """Steps of the table, and the environment variables that each is compiled with."""
 LOOPS: dict[str, Loop] = {"plain loop": "plain", "gathering ahead": "ahead"}
 """Loops of the steps that are not a scan."""
-_COLUMNS = {
-    "forward gathers": ("all-gather", "forward"),
-    "backward gathers": ("all-gather", "recomputed"),
-    "scatters": ("reduce-scatter", "backward"),
+_COLUMNS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "forward gathers": ("all-gather", ("forward",)),
+    "backward gathers": ("all-gather", ("recomputed", "backward")),
+    "scatters": ("reduce-scatter", ("backward",)),
 }
+"""Kind and phases of the collectives of each column."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,10 +97,10 @@ def format_row(name: str, program: CompiledProgram) -> str:
     return f"| {' | '.join([name, *cells, *seconds, f'{peak}B'])} |"
 
 
-def _format_collectives(program: CompiledProgram, kind: str, phase: str) -> str:
+def _format_collectives(program: CompiledProgram, kind: str, phases: tuple[str, ...]) -> str:
     """Format how many products run between start and done, in the loop over layers if there is one, and the exposed
     share of all."""
-    rows = [row for row in program.schedule or () if (row.kind, row.phase) == (kind, phase)]
+    rows = [row for row in program.schedule or () if row.kind == kind and row.phase in phases]
     if not rows:
         return "none"
     repeated = [row for row in rows if row.times == max(row.times for row in rows)]

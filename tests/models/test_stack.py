@@ -395,9 +395,7 @@ ADAPTERS = {"targets": "all-linear", "rank": 2, "dropout": 0.1}
             {"fsdp": 4, "adapt": lambda model: zoo.adapters.lora(model, **ADAPTERS, key=KEY), "dtype": "bfloat16"},
             marks=pytest.mark.ci,
         ),
-        pytest.param(
-            partial(zoo.models.GLA, **RECURRENT, remat="full"), {"fsdp": 2}, marks=pytest.mark.ci
-        ),
+        pytest.param(partial(zoo.models.GLA, **RECURRENT, remat="full"), {"fsdp": 2}, marks=pytest.mark.ci),
         pytest.param(
             partial(zoo.models.Transformer, **SIZES | {"layers": 1}, remat="full"), {"fsdp": 2}, marks=pytest.mark.ci
         ),

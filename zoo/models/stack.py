@@ -19,7 +19,6 @@ from zoo.layers.moe.routing import RoutingSums
 from zoo.parallel import Dim, Module, Remat, current_mesh, gather, implementation_option, scan
 from zoo.parallel.pipeline import run_stages
 from zoo.parallel.remat import check_remat, rematerialize
-from zoo.parallel.scan_ahead import scan_ahead
 from zoo.parallel.scope import has_value
 from zoo.parallel.taps import current_taps, in_layer, refuse_layer_taps, slice_edits
 
@@ -34,6 +33,7 @@ from .decoder import (
     insert_shared,
     set_dropout_keys,
 )
+from .gather_ahead import scan_segment_ahead
 from .loop import MIN_PLAIN_SIZE, Loop, check_loop, find_drawback, nests_patterns, select_loop
 from .segment import Segment, find_inner_patterns, find_patterns, index_tree, stack_trees, unstack_tree, vary_arrays
 
@@ -306,53 +306,16 @@ class Stack(AbstractStack):
         states: LayerStates | None,
     ) -> tuple[Hidden, LayerStates | None]:
         """Scan over the repeats of a pattern, and gather the next block while one runs. A plain scan with states, or
-        with values that are read or edited.
-
-        **Raises** `NotImplementedError` for a rematerialization that saves more than the inputs of blocks, for shared
-        modules, and for a block that extends the hidden states.
-        """
+        with values that are read or edited."""
         if states is not None or current_taps() is not None:
             return self._scan(segment, first, hidden, info, states, unroll=1)
-        self._check_ahead(segment)
-        period = len(segment.blocks)
-        static = eqx.filter(segment.blocks, eqx.is_array, inverse=True)
-        gathered_static: dict[int, Any] = {}
-        constants = {name: getattr(hidden, name) for name in hidden.constant_fields}
-        nothing = dict.fromkeys(constants)
-
-        def gather_block(i: int, arrays: Any) -> Any:
-            block = gather(eqx.combine(arrays, static[i]))
-            arrays, gathered_static[i] = eqx.partition(block, eqx.is_array)
-            return arrays
-
-        def run_block(i: int, arrays: Any, repeat: Int[Array, ""], carry: Hidden) -> tuple[Hidden, Any]:
-            layer_info = info.fold_keys(first + period * repeat + i)
-            block = set_dropout_keys(eqx.combine(arrays, gathered_static[i]), layer_info)
-            output, _ = block(dataclasses.replace(carry, **constants), layer_info, None)
-            output = output.sum_decisions(info, self.routing)
-            return dataclasses.replace(output.drop_routing(), **nothing), output.routing
-
-        gathers = [partial(gather_block, i) for i in range(period)]
-        runs = [partial(run_block, i) for i in range(period)]
-        carry = dataclasses.replace(hidden.drop_routing(), **nothing)
-        stacked = [vary_arrays(block) for block in segment.blocks]
-        carry, routing = scan_ahead(gathers, runs, stacked, carry, segment.local_repeats)
-        repeats = range(segment.local_repeats)
-        routing = [decision for repeat in repeats for block in routing for decision in index_tree(block, repeat)]
-        return dataclasses.replace(carry, **constants, routing=(*hidden.routing, *routing)), None
-
-    def _check_ahead(self, segment: Segment) -> None:
-        """**Raises** `NotImplementedError` for what the scan that gathers ahead does not cover."""
         if self.remat != "full":
             raise NotImplementedError(
                 f'loop="ahead" computes blocks again in the backward pass: take remat="full", not {self.remat!r}'
             )
         if self.shared:
             raise NotImplementedError('loop="ahead" with modules that several layers share: take loop="scan"')
-        if extending := [block for block in segment.blocks if block.extends_hidden]:
-            raise NotImplementedError(
-                f'loop="ahead" with {type(extending[0]).__name__}, which extends the hidden states: take loop="scan"'
-            )
+        return scan_segment_ahead(segment, first, hidden, info, self.routing), None
 
     def _add_edits(self, segment: Segment, first: int | Int[Array, ""]) -> tuple[tuple[Any, Any], ...]:
         """Return the arrays of each block of a pattern, and its rows of the arrays of edits (`zoo.parallel.taps`)."""

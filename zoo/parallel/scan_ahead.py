@@ -77,10 +77,10 @@ def scan_ahead(
     converted = [jax.closure_convert(run, x, start, carry) for run, x in zip(runs, gathered, strict=True)]
     loop = _Loop(tuple(gathers), tuple(run for run, _ in converted), repeats)
     operands = tuple(stacked), carry, tuple(tuple(constants) for _, constants in converted)
-    return _run(loop, *refuse_forward_mode(operands, "a scan that gathers ahead", 'take loop="scan"'))
+    return _run_loop(loop, *refuse_forward_mode(operands, "a scan that gathers ahead", 'take loop="scan"'))
 
 
-def _run_forward(
+def _run_blocks(
     loop: _Loop, stacked: tuple[PyTree, ...], carry: PyTree, constants: tuple[tuple[Array, ...], ...], *, save: bool
 ) -> tuple[PyTree, tuple[PyTree, ...], tuple[PyTree, ...]]:
     """Return the last carry, the outputs of each block, and if asked for the input of each block."""
@@ -104,23 +104,23 @@ def _run_forward(
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _run(
+def _run_loop(
     loop: _Loop, stacked: tuple[PyTree, ...], carry: PyTree, constants: tuple[tuple[Array, ...], ...]
 ) -> tuple[PyTree, tuple[PyTree, ...]]:
-    carry, outputs, _ = _run_forward(loop, stacked, carry, constants, save=False)
+    carry, outputs, _ = _run_blocks(loop, stacked, carry, constants, save=False)
     return carry, outputs
 
 
-def _run_fwd(loop: _Loop, *perturbed_args: Any):
+def _run_loop_fwd(loop: _Loop, *perturbed_args: Any):
     stacked, carry, constants = jax.tree.map(lambda x: x.value, perturbed_args)
     is_trained = jax.tree.map(lambda x: x.perturbed, perturbed_args[0])
     # Trained and frozen arrays, each with None in place of the other: a tree of residuals holds arrays only.
     trained, frozen = eqx.partition(stacked, is_trained)
-    last, outputs, inputs = _run_forward(loop, stacked, carry, constants, save=True)
+    last, outputs, inputs = _run_blocks(loop, stacked, carry, constants, save=True)
     return (last, outputs), (trained, frozen, inputs, constants)
 
 
-def _run_bwd(loop: _Loop, residuals: Any, cotangents: Any):
+def _run_loop_bwd(loop: _Loop, residuals: Any, cotangents: Any):
     trained, frozen, inputs, constants = residuals
     d_carry, d_outputs = jax.tree.map(_instantiate, cotangents, is_leaf=_is_symbolic_zero)
 
@@ -167,7 +167,7 @@ def _run_bwd(loop: _Loop, residuals: Any, cotangents: Any):
     return (d_first, *totals[1:]), d_carry, d_constants
 
 
-_run.defvjp(_run_fwd, _run_bwd, symbolic_zeros=True)
+_run_loop.defvjp(_run_loop_fwd, _run_loop_bwd, symbolic_zeros=True)
 
 
 def _run_float(

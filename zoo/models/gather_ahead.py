@@ -1,0 +1,55 @@
+"""A scan over the layers of a segment that gathers the next block while one runs (`zoo.parallel.scan_ahead`)."""
+
+import dataclasses
+from functools import partial
+from typing import Any
+
+import equinox as eqx
+from jaxtyping import Array, Int
+
+from zoo.layers import TokenInfo
+from zoo.parallel import gather
+from zoo.parallel.scan_ahead import scan_ahead
+
+from .decoder import Hidden, RoutingDetail, set_dropout_keys
+from .segment import Segment, index_tree, vary_arrays
+
+
+def scan_segment_ahead(
+    segment: Segment, first: int | Int[Array, ""], hidden: Hidden, info: TokenInfo, routing: RoutingDetail
+) -> Hidden:
+    """Run the repeats of a pattern, whose first layer is number `first`.
+
+    **Raises** `NotImplementedError` for a block that extends the hidden states.
+    """
+    if extending := [block for block in segment.blocks if block.extends_hidden]:
+        raise NotImplementedError(
+            f'loop="ahead" with {type(extending[0]).__name__}, which extends the hidden states: take loop="scan"'
+        )
+    period = len(segment.blocks)
+    static = eqx.filter(segment.blocks, eqx.is_array, inverse=True)
+    gathered_static: dict[int, Any] = {}
+    # What layers read and do not change stays out of the carry, which is saved once per layer.
+    constants = {name: getattr(hidden, name) for name in hidden.constant_fields}
+    nothing = dict.fromkeys(constants)
+
+    def gather_block(i: int, arrays: Any) -> Any:
+        block = gather(eqx.combine(arrays, static[i]))
+        arrays, gathered_static[i] = eqx.partition(block, eqx.is_array)
+        return arrays
+
+    def run_block(i: int, arrays: Any, repeat: Int[Array, ""], carry: Hidden) -> tuple[Hidden, Any]:
+        layer_info = info.fold_keys(first + period * repeat + i)
+        block = set_dropout_keys(eqx.combine(arrays, gathered_static[i]), layer_info)
+        output, _ = block(dataclasses.replace(carry, **constants), layer_info, None)
+        output = output.sum_decisions(info, routing)
+        return dataclasses.replace(output.drop_routing(), **nothing), output.routing
+
+    gathers = [partial(gather_block, i) for i in range(period)]
+    runs = [partial(run_block, i) for i in range(period)]
+    carry = dataclasses.replace(hidden.drop_routing(), **nothing)
+    stacked = [vary_arrays(block) for block in segment.blocks]
+    carry, outputs = scan_ahead(gathers, runs, stacked, carry, segment.local_repeats)
+    repeats = range(segment.local_repeats)
+    decisions = [decision for repeat in repeats for output in outputs for decision in index_tree(output, repeat)]
+    return dataclasses.replace(carry, **constants, routing=(*hidden.routing, *decisions))
