@@ -195,8 +195,11 @@ def make_student(config: Config, teacher, tokenizer, key, mesh):
         model = zoo.cast(zoo.models.keep_layers(teacher, kept), "float32")
         return zoo.place(jax.tree.map(jnp.copy, model), mesh), tokenizer.vocab  # steps donate their arrays
     sizes = {"vocab": tokenizer.vocab, "embed": config.embed, "layers": config.layers, "heads": config.heads}
-    make = lambda key: zoo.models.Transformer(**sizes, mlp=3 * config.embed, qk_norm=True, key=key)
-    return zoo.init(lambda key: config.mesh.apply(make(key)), key, mesh), tokenizer.vocab
+
+    def make(key):
+        return config.mesh.apply(zoo.models.Transformer(**sizes, mlp=3 * config.embed, qk_norm=True, key=key))
+
+    return zoo.init(make, key, mesh), tokenizer.vocab
 
 
 if __name__ == "__main__":

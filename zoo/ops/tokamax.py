@@ -1,6 +1,6 @@
 """Calls of tokamax, OpenXLA's library of kernels for GPUs and TPUs (https://github.com/openxla/tokamax).
 
-On GPUs and TPUs its Pallas kernels run, on CPUs what it computes by XLA alone. It is imported when the first of its
+On GPUs and TPUs its Pallas kernels run, on CPUs what it computes by XLA only. It is imported when the first of its
 kernels is traced.
 """
 
