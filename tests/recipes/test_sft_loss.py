@@ -26,6 +26,7 @@ TRAINED = (39, 1, 2, 20, 1, 12, 1, 5, 1, 1, 4, 1, 2, 1, 1)
 MESHES = {
     "one device": ({}, 1, {}),
     "data 2 x fsdp 2 x tensor 2": ({"data": 2, "fsdp": 2, "tensor": 2}, 8, {"microbatches": 2}),
+    "fsdp 2 x context 2 x tensor 2": ({"data": 1, "fsdp": 2, "context": 2, "tensor": 2}, 8, {}),
 }
 """Sizes, devices and options."""
 
@@ -105,6 +106,8 @@ def test_loss_is_the_mean_over_all_trained_tokens(problem, mesh, pack):
         ("sft_all_tokens", "data 2 x fsdp 2 x tensor 2", 23, False, 16),
         ("sft_packed", "one device", 16 * 24, True, 1),
         ("sft_packed", "data 2 x fsdp 2 x tensor 2", 64, True, 8),
+        pytest.param("sft_packed", "fsdp 2 x context 2 x tensor 2", 64, True, 8, marks=pytest.mark.ci),
+        pytest.param("sft_all_tokens", "fsdp 2 x context 2 x tensor 2", 24, False, 16, marks=pytest.mark.ci),
     ],
 )
 def test_loss_is_that_of_trl(name, mesh, seq_len, pack, rows):
