@@ -15,7 +15,7 @@ QUICKLY = {
 """Commands that take a minute, and what is run instead."""
 
 
-@pytest.mark.ci
+@pytest.mark.slow  # tests/test_sft_tutorial.py runs one of this kind
 def test_the_commands_run(tmp_path):
     written = [{"prompt": f"{number} is", "completion": " a number"} for number in range(40)]
     (tmp_path / "written.jsonl").write_text("".join(json.dumps(record) + "\n" for record in written))

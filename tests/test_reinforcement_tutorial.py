@@ -11,7 +11,7 @@ QUICKLY = {
 """Commands that take a minute, and what is run instead."""
 
 
-@pytest.mark.ci
+@pytest.mark.slow  # tests/test_sft_tutorial.py runs one of this kind
 def test_the_tutorial_runs(tmp_path):
     """Blocks of Python that go on after each other are run by tests/docs/test_code_blocks.py."""
     skips = lambda block: "train." in block

@@ -41,7 +41,18 @@ DRAFTS = {"the model": lambda model: model, "another": lambda model: make_model(
 
 
 @pytest.mark.one_case
-@pytest.mark.parametrize(("name", "drafts"), [*itertools.product(MODELS, DRAFTS)])
+@pytest.mark.parametrize(
+    ("name", "drafts"),
+    [
+        ("window", "another"),
+        ("latents", "prompt"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in itertools.product(MODELS, DRAFTS)
+            if case not in (("window", "another"), ("latents", "prompt"))
+        ),
+    ],
+)
 def test_greedy_tokens_are_those_without_a_draft(name, drafts):
     """With every rule that changes logits or ends rows: the longest row has more tokens than the window holds."""
     model = MODELS[name]()

@@ -38,5 +38,7 @@ def test_drawback_says_what_stands_against_the_plain_loop():
 def test_check_loop_names_the_loops():
     assert [check_loop(loop) for loop in ("auto", "scan", "plain", 4)] == ["auto", "scan", "plain", 4]
     for loop in ("unrolled", 0, True):
-        with pytest.raises(ValueError, match="one of auto, scan, ahead, plain or a number of repeats per iteration, not"):
+        with pytest.raises(
+            ValueError, match="one of auto, scan, ahead, plain or a number of repeats per iteration, not"
+        ):
             check_loop(loop)

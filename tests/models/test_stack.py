@@ -388,14 +388,14 @@ ADAPTERS = {"targets": "all-linear", "rank": 2, "dropout": 0.1}
         pytest.param(
             partial(zoo.models.Transformer, **SIZES, **DENSE),
             {"fsdp": 2, "context": 2, "layout": zoo.parallel.ZERO2},
-            marks=pytest.mark.ci,
+            marks=pytest.mark.slow,
         ),
         pytest.param(
             partial(zoo.models.Transformer, **SIZES, **DENSE),
             {"fsdp": 4, "adapt": lambda model: zoo.adapters.lora(model, **ADAPTERS, key=KEY), "dtype": "bfloat16"},
             marks=pytest.mark.ci,
         ),
-        pytest.param(partial(zoo.models.GLA, **RECURRENT, remat="full"), {"fsdp": 2}, marks=pytest.mark.ci),
+        pytest.param(partial(zoo.models.GLA, **RECURRENT, remat="full"), {"fsdp": 2}, marks=pytest.mark.slow),
         pytest.param(
             partial(zoo.models.Transformer, **SIZES | {"layers": 1}, remat="full"), {"fsdp": 2}, marks=pytest.mark.ci
         ),

@@ -24,7 +24,7 @@ FAMILIES = [
         pytest.param(QUICK, id="quick"),
         pytest.param(["training"], id="training", marks=pytest.mark.ci),
         pytest.param(OTHERS[::2], id="mixers", marks=pytest.mark.ci),
-        pytest.param(OTHERS[1::2], id="more mixers", marks=pytest.mark.ci),
+        pytest.param(OTHERS[1::2], id="more mixers", marks=pytest.mark.slow),
         pytest.param(FAMILIES, id="families", marks=pytest.mark.slow),
     ],
 )
