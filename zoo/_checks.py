@@ -175,6 +175,12 @@ def check_chunk(chunk: int, shape: tuple[int, ...]) -> None:
         raise ValueError(f"tokens: at least 1 row and 1 token were expected, not shape {shape}")
 
 
+def check_temperature(temperature: Any) -> None:
+    """**Raises** `ValueError` for a number that is not above 0, if it can be read."""
+    if not isinstance(temperature, Tracer) and not temperature > 0:
+        raise ValueError(f"temperature={temperature}: a number above 0 was expected")
+
+
 def parse_dtype(dtype: Any, *, name: str = "dtype") -> np.dtype:
     """Return the dtype of parameters that `dtype` names.
 

@@ -242,8 +242,7 @@ class UnrolledStack(AbstractStack):
             state = None if states is None else states[number]
             edits = jax.tree.map(lambda x: x[0], slice_edits((number,), self._find_layers))
             with in_layer(number, (number,), edits):
-                hidden, state = set_dropout_keys(gather(block), layer_info)(hidden, layer_info, state)
-            hidden = hidden.sum_decisions(layer_info, self.routing)
+                hidden, state = run_block(gather(block), hidden, layer_info, state, self.routing)
             new_states.append(state)
         if states is None:
             return hidden, None
@@ -251,6 +250,22 @@ class UnrolledStack(AbstractStack):
 
     def _find_layers(self, name: str) -> list[int]:
         return [number for number, block in enumerate(self.iter_blocks()) if has_value(block, name)]
+
+
+def run_block(
+    block: AbstractBlock, hidden: Hidden, info: TokenInfo, state: Any, routing: RoutingDetail
+) -> tuple[Hidden, Any]:
+    """Run a gathered block with the PRNG keys of its layer, and sum its routing decisions.
+
+    **Raises** `TypeError` for a block that returns other hidden states than it was given, and does not say so.
+    """
+    output, state = set_dropout_keys(block, info)(hidden, info, state)
+    if type(output) is not type(hidden) and not block.extends_hidden:
+        raise TypeError(
+            f"{type(block).__name__} was given {type(hidden).__name__} and returns {type(output).__name__}: "
+            "change fields with dataclasses.replace, or set extends_hidden = True if the block adds some"
+        )
+    return output.sum_decisions(info, routing), state
 
 
 def set_dropout_keys(block: AbstractBlock, info: TokenInfo) -> AbstractBlock:

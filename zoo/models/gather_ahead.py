@@ -11,7 +11,7 @@ from zoo.layers import TokenInfo
 from zoo.parallel import gather
 from zoo.parallel.scan_ahead import scan_ahead
 
-from .decoder import Hidden, RoutingDetail, set_dropout_keys
+from .decoder import Hidden, RoutingDetail, run_block
 from .segment import Segment, index_tree, vary_arrays
 
 
@@ -38,15 +38,14 @@ def scan_segment_ahead(
         arrays, gathered_static[i] = eqx.partition(block, eqx.is_array)
         return arrays
 
-    def run_block(i: int, arrays: Any, repeat: Int[Array, ""], carry: Hidden) -> tuple[Hidden, Any]:
-        layer_info = info.fold_keys(first + period * repeat + i)
-        block = set_dropout_keys(eqx.combine(arrays, gathered_static[i]), layer_info)
-        output, _ = block(dataclasses.replace(carry, **constants), layer_info, None)
-        output = output.sum_decisions(info, routing)
+    def run_gathered(i: int, arrays: Any, repeat: Int[Array, ""], carry: Hidden) -> tuple[Hidden, Any]:
+        block = eqx.combine(arrays, gathered_static[i])
+        hidden = dataclasses.replace(carry, **constants)
+        output, _ = run_block(block, hidden, info.fold_keys(first + period * repeat + i), None, routing)
         return dataclasses.replace(output.drop_routing(), **nothing), output.routing
 
     gathers = [partial(gather_block, i) for i in range(period)]
-    runs = [partial(run_block, i) for i in range(period)]
+    runs = [partial(run_gathered, i) for i in range(period)]
     carry = dataclasses.replace(hidden.drop_routing(), **nothing)
     stacked = [vary_arrays(block) for block in segment.blocks]
     carry, outputs = scan_ahead(gathers, runs, stacked, carry, segment.local_repeats)

@@ -8,10 +8,9 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.core import Tracer
 from jaxtyping import Array, Float, Int, Key, Shaped
 
-from zoo._checks import check_batch, check_chunk
+from zoo._checks import check_batch, check_chunk, check_temperature
 from zoo.layers import TokenInfo
 from zoo.layers.token_info import batch_token_info
 from zoo.ops.reduction import max_last_dim
@@ -80,8 +79,7 @@ def log_probs(
     """
     check_batch(batch, find_checkable_vocab(model))
     check_chunk(chunk, batch["tokens"].shape)
-    if not isinstance(temperature, Tracer) and not temperature > 0:
-        raise ValueError(f"temperature={temperature}: a number above 0 was expected")
+    check_temperature(temperature)
 
     def measure(logits: Float[Array, "tokens vocab"], targets: Int[Array, "tokens"]) -> Any:
         logits = logits.astype(jnp.float32) / temperature

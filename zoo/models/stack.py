@@ -31,7 +31,7 @@ from .decoder import (
     UnrolledStack,
     find_shared_modules,
     insert_shared,
-    set_dropout_keys,
+    run_block,
 )
 from .gather_ahead import scan_segment_ahead
 from .loop import MIN_PLAIN_SIZE, Loop, check_loop, find_drawback, nests_patterns, select_loop
@@ -344,19 +344,11 @@ class Stack(AbstractStack):
         static = eqx.filter(segment.blocks, eqx.is_array, inverse=True)
         shared = eqx.combine(vary_arrays(self.shared), self.shared)
 
-        def run_block(i: int, arrays: Any, number: int | Int[Array, ""], hidden: Hidden, state: Any):
-            layer_info = info.fold_keys(number)
-            block = insert_shared(eqx.combine(arrays, static[i]), shared)
-            block = set_dropout_keys(gather(block), layer_info)
-            output, state = block(hidden, layer_info, state)
-            if type(output) is not type(hidden) and not block.extends_hidden:
-                raise TypeError(
-                    f"{type(block).__name__} was given {type(hidden).__name__} and returns {type(output).__name__}: "
-                    "change fields with dataclasses.replace, or set extends_hidden = True if the block adds some"
-                )
-            return output.sum_decisions(info, self.routing), state
+        def gather_and_run(i: int, arrays: Any, number: int | Int[Array, ""], hidden: Hidden, state: Any):
+            block = gather(insert_shared(eqx.combine(arrays, static[i]), shared))
+            return run_block(block, hidden, info.fold_keys(number), state, self.routing)
 
-        blocks = [partial(run_block, i) for i in range(len(segment.blocks))]
+        blocks = [partial(gather_and_run, i) for i in range(len(segment.blocks))]
         return [rematerialize(run, self.remat, prevent_cse=prevent_cse) for run in blocks]
 
 

@@ -52,7 +52,10 @@ class _Static(NamedTuple):
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _call_kernel(static: _Static, operands: tuple, others: tuple) -> Any:
     """Run the kernel of operands that vary over the same mesh axes."""
-    run = lambda operands, others: static.function(*operands, *others)
+
+    def run(operands: tuple, others: tuple) -> Any:
+        return static.function(*operands, *others)
+
     with static.within():
         output = _run_unchecked(run, operands, others)
     return vary(output, _find_axes(operands))
@@ -60,7 +63,10 @@ def _call_kernel(static: _Static, operands: tuple, others: tuple) -> Any:
 
 def _call_kernel_fwd(static: _Static, operands: tuple, others: tuple) -> tuple[Any, Callable]:
     """Return the output, and the kernel's own backward pass."""
-    run = lambda operands, others: jax.vjp(lambda *x: static.function(*x, *others), *operands)
+
+    def run(operands: tuple, others: tuple) -> tuple[Any, Callable]:
+        return jax.vjp(lambda *x: static.function(*x, *others), *operands)
+
     operands = refuse_second_derivative(operands, *static.refused)
     with static.within():
         output, backward = _run_unchecked(run, operands, others)

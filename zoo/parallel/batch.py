@@ -12,7 +12,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from zoo._checks import BATCH_KEYS, check_batch_ids, check_batch_types, check_numpy_values
+from zoo._checks import BATCH_KEYS, check_batch_ids, check_batch_types, check_numpy_values, is_host_readable
 
 from .mesh import Mesh
 from .module import Leaf, leaves, map_leaves
@@ -78,6 +78,17 @@ def place_batch(batch: PyTree, mesh: Mesh, *, vocab: int | None = None) -> PyTre
         _check_shared_rows(batch, mesh, rows.readers)
         rows.is_checked = True
     return _make_global_batch(batch, mesh, sorted(rows.shards[jax.process_index()]), parts)
+
+
+def fetch_arrays(tree: PyTree) -> PyTree:
+    """Return arrays on the host, whole in each of several processes: the way back from `place_batch`."""
+    return jax.tree.map(_fetch_array, tree)
+
+
+def _fetch_array(x: Any) -> np.ndarray:
+    if is_host_readable(x):
+        return np.asarray(jax.device_get(x))
+    return np.asarray(multihost_utils.process_allgather(x, tiled=True))
 
 
 def reader(mesh: Mesh) -> tuple[int, int]:

@@ -2,14 +2,17 @@
 
 from collections.abc import Mapping, Sequence
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int, Key, Shaped
 
+from zoo._checks import check_temperature
 from zoo.generate import generate
 from zoo.models import Decoder
 from zoo.parallel import Mesh, place_batch, reader
+from zoo.parallel.batch import fetch_arrays
+
+from .reinforcement.rollouts import make_rows
 
 _Batch = dict[str, Shaped[np.ndarray, "batch seq"]]
 
@@ -43,22 +46,19 @@ def sample_batch(
         raise ValueError(
             f"max_new_tokens={max_new_tokens}: rows of {width} tokens hold a prompt and 1 to {width - 1} new tokens"
         )
-    if not temperature > 0:
-        raise ValueError(f"temperature={temperature}: a number above 0 was expected, to sample with")
+    check_temperature(temperature)
     prompts, mask = _find_prompts(batch, width - max_new_tokens)
     options = {"temperature": temperature, "stop_tokens": stop_tokens, "mesh": mesh, "key": key}
-    if jax.process_count() == 1:
-        made = generate(model, jnp.asarray(prompts), mask=jnp.asarray(mask), max_new_tokens=max_new_tokens, **options)
-        return _make_rows(prompts, mask, np.asarray(made), width)
-    from jax.experimental import multihost_utils
-
-    placed = place_batch({"tokens": prompts, "mask": mask}, mesh)
-    prompts, mask = (multihost_utils.process_allgather(placed[name], tiled=True) for name in ("tokens", "mask"))
-    made = generate(model, prompts, mask=mask, max_new_tokens=max_new_tokens, **options)
-    rows = _make_rows(prompts, mask, multihost_utils.process_allgather(made, tiled=True), width)
     index, count = reader(mesh)
+    if count > 1:  # every process samples all rows
+        placed = fetch_arrays(place_batch({"tokens": prompts, "mask": mask}, mesh))
+        prompts = placed["tokens"]
+        mask = placed["mask"]
+    made = generate(model, jnp.asarray(prompts), mask=jnp.asarray(mask), max_new_tokens=max_new_tokens, **options)
+    new = fetch_arrays(made)
+    texts = [(prompts[row][mask[row]], new[row][new[row] >= 0]) for row in range(len(new))]
     size = len(prompts) // count
-    return {name: x[index * size : (index + 1) * size] for name, x in rows.items()}
+    return make_rows(texts[index * size : (index + 1) * size], width)
 
 
 def _find_prompts(
@@ -77,24 +77,3 @@ def _find_prompts(
         prompts[row, longest - len(prompt) :] = prompt
         mask[row, longest - len(prompt) :] = True
     return prompts, mask
-
-
-def _make_rows(
-    prompts: Int[np.ndarray, "batch prompt"],
-    mask: Shaped[np.ndarray, "batch prompt"],
-    new: Int[np.ndarray, "batch new"],
-    width: int,
-) -> _Batch:
-    rows: _Batch = {name: np.zeros((len(new), width), np.int32) for name in ("tokens", "segment_ids", "positions")}
-    rows["targets"] = np.full((len(new), width), -1, np.int32)
-    rows["weights"] = np.zeros((len(new), width), np.float32)
-    for row in range(len(new)):
-        prompt = prompts[row][mask[row]]
-        text = np.concatenate([prompt, new[row][new[row] >= 0]])
-        length = len(text) - 1
-        rows["tokens"][row, :length] = text[:-1]
-        rows["targets"][row, :length] = text[1:]
-        rows["weights"][row, len(prompt) - 1 : length] = 1
-        rows["segment_ids"][row, :length] = 1
-        rows["positions"][row, :length] = np.arange(length)
-    return rows

@@ -22,6 +22,7 @@ from jaxtyping import Array, Shaped
 from zoo._checks import BATCH_KEYS
 from zoo._terminal import show
 from zoo.parallel import Mesh, place_batch, reader
+from zoo.parallel.batch import fetch_arrays
 from zoo.parallel.fingerprint import fingerprint
 from zoo.text.batches import Dataset, OrderedBatches
 from zoo.text.mixture import Mixture
@@ -168,13 +169,4 @@ def _compute_batches(
             done = number * batch_size
             show(f"the {name} has read {done:,} of {len(rows):,} rows  {format_metrics({}, measured)}".rstrip())
         known = {key: batch[key] for key in BATCH_KEYS if key in batch}
-        yield _fetch(compute(place_batch(known, mesh)))
-
-
-def _fetch(arrays: Mapping[str, Array]) -> _Arrays:
-    """Return whole arrays on the host, in each of several processes."""
-    if jax.process_count() == 1:
-        return jax.device_get(dict(arrays))
-    from jax.experimental import multihost_utils
-
-    return multihost_utils.process_allgather(dict(arrays), tiled=True)
+        yield fetch_arrays(dict(compute(place_batch(known, mesh))))

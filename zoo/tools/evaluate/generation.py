@@ -10,10 +10,9 @@ import numpy as np
 from zoo.generate import generate
 from zoo.models import Decoder
 from zoo.parallel import Mesh
+from zoo.parallel.batch import fetch_arrays
 from zoo.text.stream_decoder import StoppingDecoder, cut_at_stop
 from zoo.text.tokenizers import Tokenizer
-
-from .scores import gather_values
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +72,7 @@ def generate_texts(
         key=key,
     )
     texts = []
-    for row in gather_values(new):
+    for row in fetch_arrays(new):
         kept = [token for token in row.tolist() if token >= 0]
         if kept and kept[-1] in stop_tokens:
             kept = kept[:-1]

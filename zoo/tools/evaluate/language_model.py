@@ -11,13 +11,14 @@ import numpy as np
 
 from zoo.models import Decoder
 from zoo.parallel import Mesh, place_batch, reader, spmd
+from zoo.parallel.batch import fetch_arrays
 from zoo.text.chat import ChatTemplate
 from zoo.text.tokenizers import Tokenizer
 
 from .generation import GenerationOptions, generate_texts
 from .progress import EvaluationProgress
 from .rows import pad_rows, split_rolling
-from .scores import gather_values, score_targets
+from .scores import score_targets
 
 _SHORTEST = 16
 """Smallest number of tokens that rows are padded to: shorter ones would only compile more programs."""
@@ -243,7 +244,7 @@ class LanguageModel:
             index, count = reader(self.mesh)
             own = slice(index * self._rows // count, (index + 1) * self._rows // count)
             placed = place_batch({name: x[own] for name, x in batch.items()}, self.mesh)
-        scores, is_likeliest, numbers = map(gather_values, self._score(self.model, placed))
+        scores, is_likeliest, numbers = fetch_arrays(self._score(self.model, placed))
         order = np.argsort(numbers)
         return scores[order], is_likeliest[order]
 

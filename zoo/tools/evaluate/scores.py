@@ -1,16 +1,11 @@
 """Log-probabilities of targets, and whether each target is the likeliest token."""
 
 from collections.abc import Mapping
-from typing import Any
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
-from jax.experimental import multihost_utils
 from jaxtyping import Array, Bool, Float, Int
 
-from zoo._checks import is_host_readable
 from zoo.layers.token_info import token_info
 from zoo.models import Decoder
 from zoo.models.log_probs import map_targets
@@ -49,10 +44,3 @@ def _score_logits(
     candidates = jnp.where(local_peak == peak, local + shard_offset(logits, "vocab", size), jnp.iinfo(jnp.int32).max)
     likeliest = reduce(candidates, over="vocab", by=lax.pmin)
     return -token_losses(logits, targets), likeliest == targets
-
-
-def gather_values(x: Any) -> np.ndarray:
-    """Return the values of an array. Of one that several processes hold, each gets all."""
-    if is_host_readable(x):
-        return np.asarray(jax.device_get(x))
-    return np.asarray(multihost_utils.process_allgather(x, tiled=True))

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, Key
 
-from zoo._checks import check_batch, check_chunk
+from zoo._checks import check_batch, check_chunk, check_temperature
 from zoo.layers.token_info import batch_token_info
 from zoo.models.capture import capture
 from zoo.models.decoder import Decoder, find_checkable_vocab
@@ -28,7 +28,6 @@ from zoo.shapes import HiddenStates
 from .divergence import (
     align_vocabularies,
     check_beta,
-    check_temperature,
     compute_log_probs,
     cut_vocabulary,
     jensen_shannon,

@@ -1,13 +1,11 @@
 """Divergences of a student's distribution over the next token from a teacher's, of logits that may be shards of the
 vocabulary."""
 
-from typing import Any
-
 import jax.numpy as jnp
 from jax import lax
-from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
+from zoo._checks import check_temperature
 from zoo.models.log_probs import log_softmax
 from zoo.parallel import num_shards, reduce, shard_offset
 from zoo.parallel.collectives import all_gather
@@ -143,9 +141,3 @@ def check_beta(beta: float) -> None:
     """**Raises** `ValueError` for a number outside of 0 to 1."""
     if not 0 <= beta <= 1:
         raise ValueError(f"beta={beta}: 0 for KL(teacher | student), 1 for KL(student | teacher), or a number between")
-
-
-def check_temperature(temperature: Any) -> None:
-    """**Raises** `ValueError` for a number that is not above 0, if it can be read."""
-    if not isinstance(temperature, Tracer) and not temperature > 0:
-        raise ValueError(f"temperature={temperature}: a number above 0 was expected")

@@ -21,6 +21,7 @@ from zoo.generate import generate
 from zoo.generate.decode import unstack_layers
 from zoo.models import Decoder
 from zoo.parallel import Mesh, cast, place
+from zoo.parallel.batch import fetch_arrays
 
 from .rewards import RewardValues
 
@@ -88,16 +89,7 @@ def sample_groups(
         mesh=mesh,
         key=key,
     )
-    return Samples(*_fetch((made.tokens, made.sampling_log_probs)))
-
-
-def _fetch(arrays: tuple[Array, ...]) -> tuple[np.ndarray, ...]:
-    """Return arrays on the host, in each of several processes."""
-    if jax.process_count() == 1:
-        return jax.device_get(arrays)
-    from jax.experimental import multihost_utils
-
-    return multihost_utils.process_allgather(arrays, tiled=True)
+    return Samples(*fetch_arrays((made.tokens, made.sampling_log_probs)))
 
 
 class Groups(NamedTuple):

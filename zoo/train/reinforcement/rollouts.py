@@ -6,7 +6,7 @@
 `loss_fn(model, batch, rollouts)` combines `zoo.log_probs` with functions of `zoo.train.objectives`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import jax.numpy as jnp
 import numpy as np
@@ -73,33 +73,45 @@ def pack_rollouts(
     _check_rollouts(mask, tokens, log_probs, advantages)
     (index, _), size = assign_rows(len(tokens), process)
     rows = range(index * size, (index + 1) * size)
-    dtypes = dict.fromkeys(("tokens", "targets", "segment_ids", "positions"), np.int32) | {"weights": np.float32}
-    batch = {name: np.zeros((size, seq_len), dtype) for name, dtype in dtypes.items()}
-    batch["targets"] -= 1
-    numbers = {name: np.zeros((size, seq_len), np.float32) for name in ("advantages", "sampler")}
-    for place, row in enumerate(rows):
-        group, sample = divmod(row, advantages.shape[1])
-        prompt = texts[row][mask[group]]
-        new = tokens[row][tokens[row] >= 0]
+    groups = [row // advantages.shape[1] for row in rows]
+    pairs = [(texts[row][mask[group]], tokens[row][tokens[row] >= 0]) for row, group in zip(rows, groups, strict=True)]
+    for row, (prompt, new) in zip(rows, pairs, strict=True):
         length = len(prompt) + len(new)
         if length - 1 > seq_len:
             raise ValueError(
                 f"row {row} has a prompt of {len(prompt)} tokens and a completion of {len(new)}, and seq_len={seq_len} "
                 f"holds {seq_len + 1} in all: use seq_len={length - 1} or more"
             )
-        sampled = slice(len(prompt) - 1, length - 1)
-        batch["tokens"][place, : length - 1] = np.concatenate([prompt, new])[:-1]
-        batch["targets"][place, sampled] = new
-        batch["weights"][place, sampled] = 1
-        batch["segment_ids"][place, : length - 1] = 1
-        batch["positions"][place, : length - 1] = np.arange(length - 1)
-        numbers["advantages"][place, sampled] = advantages[group, sample]
-        numbers["sampler"][place, sampled] = log_probs[row, : len(new)]
+    batch = make_rows(pairs, seq_len)
+    batch["targets"][batch["weights"] == 0] = -1
+    numbers = {name: np.zeros((size, seq_len), np.float32) for name in ("advantages", "sampler")}
+    for place, row in enumerate(rows):
+        is_sampled = batch["weights"][place] > 0
+        numbers["advantages"][place, is_sampled] = advantages.reshape(-1)[row]
+        numbers["sampler"][place, is_sampled] = log_probs[row, : is_sampled.sum()]
     return batch, Rollouts(
         advantages=jnp.asarray(numbers["advantages"]),
         sampler=jnp.asarray(numbers["sampler"]),
         rows=jnp.asarray(np.array(rows, np.int32)),
     )
+
+
+def make_rows(
+    texts: Sequence[tuple[Int[np.ndarray, "prompt"], Int[np.ndarray, "new"]]], seq_len: int
+) -> dict[str, Shaped[np.ndarray, "batch seq"]]:
+    """Make a row of each prompt with its completion, one segment, with weight 1 on the tokens of the completion."""
+    dtypes = dict.fromkeys(("tokens", "targets", "segment_ids", "positions"), np.int32) | {"weights": np.float32}
+    rows = {name: np.zeros((len(texts), seq_len), dtype) for name, dtype in dtypes.items()}
+    rows["targets"] -= 1
+    for row, (prompt, new) in enumerate(texts):
+        text = np.concatenate([prompt, new])
+        length = len(text) - 1
+        rows["tokens"][row, :length] = text[:-1]
+        rows["targets"][row, :length] = text[1:]
+        rows["weights"][row, len(prompt) - 1 : length] = 1
+        rows["segment_ids"][row, :length] = 1
+        rows["positions"][row, :length] = np.arange(length)
+    return rows
 
 
 def _check_rollouts(
