@@ -18,7 +18,7 @@ from .implementations import ObstacleError, find_kernel_obstacle
 from .platform import Platform, current_platform, normalize_platform, target_device
 from .unchecked import call_kernel
 
-UNMEASURED = "it has not been timed against the others, so only its name chooses it"
+UNMEASURED = "it has been measured on few devices, so only its name chooses it"
 """The drawback of all kernels of tokamax: why `"auto"` passes them over."""
 
 
