@@ -188,6 +188,30 @@ def mamba2(n: Any, i: Inputs) -> Result:
     return n.stack(o, 1), h
 
 
+def mamba3(n: Any, i: Inputs) -> Result:
+    """Compute s = exp(adt) (s + (1 - lam) dt b x of the token before) + lam dt b x; o = c . s + D x, with b and c turned
+    by the sum of pi tanh(angle) dt."""
+    s, o = i["s0"], []
+    phi, before = 0.0, 0.0
+    for t in range(i["x"].shape[1]):
+        x, dt, lam, decay = (i[name][:, t] for name in ("x", "dt", "lam", "adt"))
+        phi = phi + np.pi * n.tanh(i["angle"][:, t]) * dt[..., None]
+        b, c = (turn_pairs(n, i[name][:, t], phi) for name in "BC")
+        late, now = (weight[..., None, None] for weight in ((1 - lam) * dt, lam * dt))
+        s = n.exp(decay)[..., None, None] * (s + late * before) + now * outer(b, x)
+        o.append(read(c, s) + i["D"][:, None] * x)
+        before = outer(b, x)
+    return n.stack(o, 1), s
+
+
+def turn_pairs(n: Any, x: Any, phi: Any) -> Any:
+    """Turn the pairs (0, 1), (2, 3), ... of x by the angles phi, and leave the rest."""
+    size = 2 * phi.shape[-1]
+    first, second = x[..., 0:size:2], x[..., 1:size:2]
+    turned = [first * n.cos(phi) - second * n.sin(phi), first * n.sin(phi) + second * n.cos(phi)]
+    return n.concatenate([n.stack(turned, -1).reshape(*x.shape[:-1], size), x[..., size:]], -1)
+
+
 def rg_lru(n: Any, i: Inputs) -> Result:
     """Compute h = a h + sqrt(1 - a^2) sigmoid(i) x, with 1 instead of the root at the first token."""
     h, o = n.zeros_like(i["x"][:, 0]), []
@@ -221,7 +245,7 @@ OPERATIONS: dict[str, Callable[[Any, Inputs], Result]] = {
     f.__name__: f
     for f in (
         *(linear_attn, linear_attn_norm, retention, simple_gla, gla, delta_rule, gated_delta_rule, hgrn, rwkv4, rwkv6),
-        *(mamba1, mamba2, kda, gated_delta_product, rwkv7, rg_lru, mlstm),
+        *(mamba1, mamba2, mamba3, kda, gated_delta_product, rwkv7, rg_lru, mlstm),
     )
 }
 UNDECAYED = ("linear_attn", "linear_attn_norm", "retention", "delta_rule")
@@ -279,6 +303,11 @@ def draw(name: str, variant: str) -> dict[str, np.ndarray]:
             i = {"x": d.each(2 * HEADS, VALUE), "dt": dt, "A": -np.exp(d.normal(2 * HEADS)) * (3 if d.strong else 1)}
             i |= {"B": d.each(HEADS, STATE), "C": d.each(HEADS, STATE), "D": d.normal(2 * HEADS)}
             i |= {"s0": d.normal(BATCH, 2 * HEADS, VALUE, STATE)}
+        case "mamba3":
+            dt = np.logaddexp(0, d.each(HEADS) - 1)
+            i = {"x": d.each(HEADS, VALUE), "dt": dt, "adt": d.decay(HEADS), "lam": sigmoid(np, d.each(HEADS))}
+            i |= {"angle": 2 * d.each(HEADS, 1), "B": d.each(HEADS, STATE), "C": d.each(HEADS, STATE)}
+            i |= {"D": d.normal(HEADS), "s0": d.normal(BATCH, HEADS, STATE, VALUE)}
         case _:
             steps = 2 if name == "gated_delta_product" else 1
             i = {"q": d.each(HEADS, keys), "v": d.each(HEADS, VALUE, steps=steps)}

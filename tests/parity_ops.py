@@ -20,6 +20,8 @@ import numpy as np
 from jaxtyping import Array
 from safetensors.numpy import load_file
 
+from zoo.ops.recurrence.mamba3 import Mamba3State
+
 MODES = ("recurrent", "chunked")
 VALUES = {"recurrent": 5e-6, "chunked": 2e-5}
 """Tolerance of values, relative to the largest; five times that for chunked `strong`."""
@@ -35,6 +37,16 @@ class Op(NamedTuple):
     inputs: str
     convert_state: Callable[[Any], Array] = lambda state: state
     """Convert the state of the function to that of the files."""
+    make_state: Callable[[dict[str, Array]], Any] = lambda inputs: inputs.get("s0")
+    """Make the initial state of the function from the inputs."""
+
+
+def make_mamba3_state(inputs: dict[str, Array]) -> Mamba3State | None:
+    """Return the state before a first token, in which only the matrix is not zero."""
+    if "s0" not in inputs:
+        return None
+    B, x, turns = (jnp.zeros_like(inputs[name][:, :1]) for name in ("B", "x", "angle"))
+    return Mamba3State(inputs["s0"], B, x, turns[:, 0])
 
 
 OPS = {
@@ -50,6 +62,9 @@ OPS = {
     "rwkv6": Op("rwkv6", "rwkv6", "q k v g u"),
     "mamba1": Op("mamba", "selective_scan", "x dt A B C D"),
     "mamba2": Op("mamba2", "ssd", "x dt A B C D"),
+    "mamba3": Op(
+        *("mamba3", "mamba3", "x dt adt lam angle B C D"), lambda state: state.ssm_state, make_mamba3_state
+    ),
     "kda": Op("delta_rule", "kda", "q k v beta g"),
     "gated_delta_product": Op("delta_rule", "gated_delta_product", "q k v beta g"),
     "rwkv7": Op("rwkv7", "rwkv7", "q k v g a b"),
@@ -60,12 +75,12 @@ OPS = {
 
 def evaluate(op: str, mode: str, inputs: dict[str, Array]) -> tuple[Array, Array]:
     """Compute the output and the last state of an operation; the initial state is `s0`, or the default."""
-    module, function, names, convert_state = OPS[op]
+    module, function, names, convert_state, make_state = OPS[op]
     unknown = set(inputs) - set(names.split()) - {"s0"}
     if unknown:
         raise ValueError(f"{op} takes {names} and s0, not {', '.join(sorted(unknown))}")
     run = getattr(import_module(f"zoo.ops.recurrence.{module}"), function)
-    output, state = run(*(inputs[name] for name in names.split()), state=inputs.get("s0"), implementation=mode)
+    output, state = run(*(inputs[name] for name in names.split()), state=make_state(inputs), implementation=mode)
     return output, convert_state(state)
 
 

@@ -9,6 +9,7 @@ from . import hgrn as hgrn
 from . import linear_attention as linear_attention
 from . import mamba as mamba
 from . import mamba2 as mamba2
+from . import mamba3 as mamba3
 from . import mlstm as mlstm
 from . import rg_lru as rg_lru
 from . import rwkv4 as rwkv4
