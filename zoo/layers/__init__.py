@@ -45,6 +45,7 @@ from .recurrent.hgrn2 import HGRN2
 from .recurrent.linear_attention import GatedLinearAttention, Lightning, LinearAttention, Retention
 from .recurrent.mamba import Mamba
 from .recurrent.mamba2 import Mamba2
+from .recurrent.mamba3 import Mamba3
 from .recurrent.mlstm import MLSTM
 from .recurrent.rg_lru import RGLRU
 from .recurrent.rwkv4 import RWKV4
@@ -105,6 +106,7 @@ __all__ = [
     "MXFP4Linear",
     "Mamba",
     "Mamba2",
+    "Mamba3",
     "MixtureOfExperts",
     "NF4Linear",
     "PatchEmbedding",

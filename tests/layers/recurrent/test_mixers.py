@@ -28,6 +28,7 @@ from zoo.layers import (
     LinearAttention,
     Mamba,
     Mamba2,
+    Mamba3,
     Retention,
     RMSNorm,
 )
@@ -71,6 +72,8 @@ MIXERS = {
     "mamba2, bounded": partial(
         Mamba2, head_dim=4, state_dim=5, conv_width=2, dt_limit=(0.05, 0.5), norm_before_gate=True
     ),
+    "mamba3": partial(Mamba3, head_dim=4, groups=2, state_dim=5),
+    "mamba3, rank 2": partial(Mamba3, head_dim=4, state_dim=4, angles=2, rank=2, norm=True),
     "rwkv4": without_heads(RWKV4, inner=16),
     "gated_convolution": without_heads(GatedConvolution, conv_width=4),
     "double_gated_convolution": without_heads(DoubleGatedConvolution, bias=True),

@@ -161,14 +161,14 @@ def test_mamba3_of_bfloat16_is_near_float32(rank):
 
 
 def test_mamba3_angles_of_a_long_text_are_accurate():
-    """65,536 tokens of about a third of a turn each. A sum of radians in float32 is off by more than 0.05."""
+    """65,536 tokens of about a third of a turn each. A sum of radians in float32 is off by 0.9."""
     step = jnp.asarray(0.34 + 0.01 * np.random.default_rng(0).normal(size=(1, 2**16, 1, 1)), jnp.float32)
     turns = jax.jit(lambda step: op._sum_turns(step, None).offset)(step)
     exact = np.asarray(step, np.float64).cumsum(1)
     error = np.asarray(turns, np.float64) - exact
     assert np.abs(error - np.round(error)).max() < 1e-5  # turns: 256 roundings of 3e-8, as random ones add up
     radians = (2 * np.pi * np.asarray(step)).astype(np.float32).cumsum(1)
-    assert np.abs(radians - 2 * np.pi * exact).max() > 0.05
+    assert np.abs(radians - 2 * np.pi * exact).max() > 0.5
 
 
 def test_mamba3_padding_leaves_the_state():

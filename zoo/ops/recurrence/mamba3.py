@@ -48,7 +48,7 @@ class Mamba3State(NamedTuple):
     """B of the last token, turned by its angles."""
     x: Float[Array, "batch rank heads head_dim"]
     """Inputs of the last token."""
-    turns: Float[Array, "batch heads angles"]
+    turns: Float[Array, "batch heads pairs"]
     """Sum of the angles, in turns of 2π radians, from -1/2 to 1/2."""
 
     def write_late(self, late: Float[Array, "batch heads"]) -> Float[Array, "batch heads state head_dim"]:
@@ -85,9 +85,9 @@ class _TurnMap(NamedTuple):
 
     factor: Float[Array, "batch *seq 1 1"]
     """1, and 0 where a segment starts after the first token."""
-    offset: Float[Array, "batch *seq heads angles"]
+    offset: Float[Array, "batch *seq heads pairs"]
 
-    def apply(self, turns: Float[Array, "batch *seq heads angles"]) -> Float[Array, "batch *seq heads angles"]:
+    def apply(self, turns: Float[Array, "batch *seq heads pairs"]) -> Float[Array, "batch *seq heads angles"]:
         """Return the sum after the range."""
         total = self.factor * turns + self.offset
         return total - jnp.round(total)
@@ -106,7 +106,7 @@ def mamba3(
     dt: _Heads,
     log_decay: _Heads,
     trapezoid: _Heads,
-    angle: Float[Array, "batch seq heads angles"],
+    angle: Float[Array, "batch seq heads pairs"],
     B: Float[Array, "batch seq *rank heads state"],
     C: Float[Array, "batch seq *rank heads state"],
     D: Float[Array, "heads"] | None = None,
@@ -197,7 +197,7 @@ def mamba3(
     return y.astype(dtype), Mamba3State(last, last_B, last_x, turns[:, -1])
 
 
-def _sum_turns(step: Float[Array, "batch seq heads angles"], segment_ids: SegmentIds | None) -> _TurnMap:
+def _sum_turns(step: Float[Array, "batch seq heads pairs"], segment_ids: SegmentIds | None) -> _TurnMap:
     """Return for each token the map of all tokens up to it, which add `step` turns each."""
     continues = jnp.ones(step.shape[:2], jnp.float32)
     if segment_ids is not None:
@@ -206,7 +206,7 @@ def _sum_turns(step: Float[Array, "batch seq heads angles"], segment_ids: Segmen
     return lax.associative_scan(lambda earlier, later: earlier.then(later), each, axis=1)
 
 
-def _turn_pairs(x: _Rows, turns: Float[Array, "batch seq heads angles"]) -> _Rows:
+def _turn_pairs(x: _Rows, turns: Float[Array, "batch seq heads pairs"]) -> _Rows:
     """Turn the pairs (0, 1), (2, 3), ... of the last dim, as many as there are angles."""
     size = 2 * turns.shape[-1]
     cos, sin = jnp.cos(2 * jnp.pi * turns)[:, :, None], jnp.sin(2 * jnp.pi * turns)[:, :, None]
@@ -239,7 +239,7 @@ def mamba3_reference(
     dt: _Heads,
     log_decay: _Heads,
     trapezoid: _Heads,
-    angle: Float[Array, "batch seq heads angles"],
+    angle: Float[Array, "batch seq heads pairs"],
     B: _Rows,
     C: _Rows,
     D: Float[Array, "heads"],
