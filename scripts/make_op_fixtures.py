@@ -189,8 +189,8 @@ def mamba2(n: Any, i: Inputs) -> Result:
 
 
 def mamba3(n: Any, i: Inputs) -> Result:
-    """Compute s = exp(adt) (s + (1 - lam) dt b x of the token before) + lam dt b x; o = c . s + D x, with b and c turned
-    by the sum of pi tanh(angle) dt."""
+    """Compute s = exp(adt) (s + (1 - lam) dt b x of the last token) + lam dt b x; o = c . s + D x. Angles, the sums of
+    pi tanh(angle) dt, turn b and c."""
     s, o = i["s0"], []
     phi, before = 0.0, 0.0
     for t in range(i["x"].shape[1]):

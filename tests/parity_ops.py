@@ -62,9 +62,7 @@ OPS = {
     "rwkv6": Op("rwkv6", "rwkv6", "q k v g u"),
     "mamba1": Op("mamba", "selective_scan", "x dt A B C D"),
     "mamba2": Op("mamba2", "ssd", "x dt A B C D"),
-    "mamba3": Op(
-        *("mamba3", "mamba3", "x dt adt lam angle B C D"), lambda state: state.ssm_state, make_mamba3_state
-    ),
+    "mamba3": Op(*("mamba3", "mamba3", "x dt adt lam angle B C D"), lambda state: state.ssm_state, make_mamba3_state),
     "kda": Op("delta_rule", "kda", "q k v beta g"),
     "gated_delta_product": Op("delta_rule", "gated_delta_product", "q k v beta g"),
     "rwkv7": Op("rwkv7", "rwkv7", "q k v g a b"),

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 # A layer and the preset that builds a model of it share their paper's name, and are told apart by their folders.
 LAYER_AND_PRESET = {
     *("DeltaNet", "GatedDeltaNet", "GatedDeltaProduct", "HGRN2", "Mamba", "Mamba2", "MixtureOfExperts"),
-    *("RWKV6", "RWKV7"),
+    *("Mamba3", "RWKV6", "RWKV7"),
 }
 PRESETS = "zoo/models/presets"
 MOST_MODULES = 2

@@ -37,6 +37,7 @@ from .presets.recurrent import (
     KimiLinear,
     LightningTransformer,
     LinearTransformer,
+    Mamba3,
     RetNet,
 )
 from .presets.transformer import Transformer
@@ -75,6 +76,7 @@ __all__ = [
     "LinearTransformer",
     "Mamba",
     "Mamba2",
+    "Mamba3",
     "MaskedLMHead",
     "MixerBlock",
     "MixtureOfExperts",

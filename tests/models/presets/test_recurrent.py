@@ -26,6 +26,7 @@ from zoo.layers import (
     LinearAttention,
     Mamba,
     Mamba2,
+    Mamba3,
     Retention,
 )
 from zoo.models.presets import recurrent
@@ -46,7 +47,10 @@ PATTERNS = {
     "additive, the others": (LinearAttention, Retention, Lightning, HGRN2),
     "delta rule, the others": (DeltaNet, KimiDeltaAttention, GatedDeltaProduct),
     "elementwise, the others": (without_heads(Mamba, state_dim=4), without_heads(RWKV4)),
-    "state space, the others": (partial(Mamba2, head_dim=8, state_dim=4), GatedLinearAttention),
+    "state space, the others": (
+        partial(Mamba2, head_dim=8, state_dim=4),
+        partial(Mamba3, head_dim=8, state_dim=4, rank=2),
+    ),
 }
 SLOW = [pytest.param(name, marks=() if name == "delta rule" else pytest.mark.slow) for name in PATTERNS]
 """One or two mixers per kind, since a kind has its code in common; the others by `pytest -m slow tests/models`."""
@@ -158,7 +162,7 @@ def test_recurrent_generation_on_a_mesh_and_with_padding():
 def test_recurrent_presets_build_and_run():
     sizes = {"vocab": VOCAB, "embed": 16, "layers": 4, "heads": 2, "mlp": 24}
     names = {name for name in zoo.models.__all__ if getattr(zoo.models, name).__module__ == recurrent.__name__}
-    assert len(names) == 13
+    assert len(names) == 14
     for name in names:
         model_of = getattr(zoo.models, name)
         model = eqx.filter_eval_shape(partial(model_of, **sizes), key=KEY)

@@ -36,6 +36,7 @@ PRESETS = {
     models.Griffin: (FILTERS,),
     models.Mamba: (FILTERS, "Mamba.A_log"),
     models.Mamba2: (FILTERS,),
+    models.Mamba3: ("Mamba3.B_bias", "Mamba3.C_bias"),
     models.RWKV6: ("RWKV6.bonus",),
     models.RWKV7: ("RWKV7.removal", "RWKV7.replacement", "RWKV7.bonus"),
     models.ModernBERT: (),
@@ -44,6 +45,8 @@ PRESETS = {
 NEITHER = {
     "Mamba.A_log",
     "MambaHead.A_log",
+    "Mamba3.B_bias",
+    "Mamba3.C_bias",
     "RWKV6.bonus",
     "RWKV7.removal",
     "RWKV7.replacement",

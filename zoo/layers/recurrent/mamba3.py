@@ -28,7 +28,7 @@ _MIN_DECAY_RATE = 1e-4
 _Rows = Float[Array, "batch seq rank heads _"]
 
 
-class _RecurrentState(Module):
+class _Mamba3State(Module):
     """Recurrent state, in float32: see `zoo.ops.recurrence.mamba3.Mamba3State`. Its size does not depend on the
     sequence length."""
 
@@ -143,9 +143,7 @@ class Mamba3(AbstractMixer):
         self.B, self.C = (project(groups * rank * state_dim, out=group_states, key=key) for key in keys[2:4])
         self.dt, self.A, self.trapezoid = (project(heads, out=Dim("heads"), key=key) for key in keys[4:7])
         self.angle = project(angles, out=Dim("pairs"), key=keys[7])
-        self.B_norm, self.C_norm = (
-            RMSNorm(state_dim, features=Dim("state"), epsilon=float(epsilon)) for _ in range(2)
-        )
+        self.B_norm, self.C_norm = (RMSNorm(state_dim, features=Dim("state"), epsilon=float(epsilon)) for _ in range(2))
         self.dt_bias = inverse_softplus(sample_log_uniform(keys[8], heads, 1e-3, 1e-1))
         self.B_bias, self.C_bias = (jnp.ones((heads, rank, state_dim), jnp.float32) for _ in range(2))
         self.D = jnp.ones(heads, jnp.float32)
@@ -165,9 +163,9 @@ class Mamba3(AbstractMixer):
         self.group = heads // groups
         self.implementation = implementation
 
-    def init_state(self, batch: int, length: int, dtype: Any = jnp.float32) -> _RecurrentState:
+    def init_state(self, batch: int, length: int, dtype: Any = jnp.float32) -> _Mamba3State:
         heads, rank, state_dim = self.B_bias.shape
-        return _RecurrentState(
+        return _Mamba3State(
             jnp.zeros((batch, heads, state_dim, self.head_dim), jnp.float32),
             jnp.zeros((batch, rank, heads, state_dim), jnp.float32),
             jnp.zeros((batch, rank, heads, self.head_dim), jnp.float32),
@@ -175,8 +173,8 @@ class Mamba3(AbstractMixer):
         )
 
     def __call__(
-        self, x: HiddenStates, info: TokenInfo, state: _RecurrentState | None = None
-    ) -> tuple[ResidualStream, _RecurrentState | None]:
+        self, x: HiddenStates, info: TokenInfo, state: _Mamba3State | None = None
+    ) -> tuple[ResidualStream, _Mamba3State | None]:
         """With a `state`, tokens continue the sequence that it summarizes."""
         context = RecurrenceContext.from_info(x, info, state, self.implementation)
         before = None if state is None else Mamba3State(state.ssm_state, state.B, state.x, state.turns)
@@ -202,7 +200,7 @@ class Mamba3(AbstractMixer):
         y = self.out(self._gate_and_sum(y, gate))
         if state is None:
             return y, None
-        return y, _RecurrentState(*last)
+        return y, _Mamba3State(*last)
 
     def _normalize_rows(
         self,

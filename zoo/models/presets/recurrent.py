@@ -66,6 +66,12 @@ def XLSTM(*, heads: int, **options: Any) -> Decoder:
     return _build_uniform_hybrid(mixers.MLSTM, heads, options)
 
 
+def Mamba3(*, heads: int | None = None, **options: Any) -> Decoder:
+    """Mamba-3 (Lahoti et al., arXiv:2603.15569), `rank=` for several inputs and outputs: see `zoo.layers.Mamba3`."""
+    hybrid_options, mixer_options = _split_options(options)
+    return Hybrid(**hybrid_options, pattern=[partial(mixers.Mamba3, heads=heads, **mixer_options)])
+
+
 def DeltaNet(*, heads: int, **options: Any) -> Decoder:
     """DeltaNet (Yang et al., arXiv:2406.06484): see `zoo.layers.DeltaNet`."""
     return _build_uniform_hybrid(mixers.DeltaNet, heads, options)

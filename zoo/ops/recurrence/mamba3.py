@@ -29,7 +29,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
-from zoo.shapes import PaddingMask, SegmentIds
+from zoo.shapes import MatrixState, PaddingMask, SegmentIds
 
 from .affine import DiagonalAffineMap, IncomingState, mask_rows
 from .chunks import find_segment_starts
@@ -133,64 +133,50 @@ def mamba3(
     if not has_rank:
         x, B, C = (y[:, :, None] for y in (x, B, C))
     dtype = x.dtype
-    seq, rank = x.shape[1:3]
     if 2 * angle.shape[-1] > B.shape[-1]:
         raise ValueError(f"mamba3: {angle.shape[-1]} angles turn pairs, and there are {B.shape[-1]} states")
     dt, log_decay, trapezoid, angle = (y.astype(jnp.float32) for y in (dt, log_decay, trapezoid, angle))
     if token_mask is not None:
         dt, log_decay = (jnp.where(token_mask[..., None], y, 0) for y in (dt, log_decay))
         x = jnp.where(token_mask[..., None, None, None], x, 0)
-
     own_turns = _sum_turns(0.5 * jnp.tanh(angle) * dt[..., None], segment_ids)
     if state is None:
         turns = own_turns.offset
-    elif callable(state):
-        before_turns = state(_TurnMap(own_turns.factor[:, -1], own_turns.offset[:, -1]))
-        turns = own_turns.apply(before_turns[:, None])
-    else:
+    elif isinstance(state, Mamba3State):
         turns = own_turns.apply(state.turns[:, None])
+    else:
+        earlier_turns = state(_TurnMap(own_turns.factor[:, -1], own_turns.offset[:, -1]))
+        turns = own_turns.apply(earlier_turns[:, None])
     B, C = (_turn_pairs(y.astype(jnp.float32), turns) for y in (B, C))
 
     now = trapezoid * dt
     late = (1 - trapezoid) * dt  # of the token before
     next_late = _shift_left(late, segment_ids)
-    first_late = late[:, 0]
+    first_late = _find_first_late(late, token_mask)
     last_B, last_x = (y[:, -1].astype(jnp.float32) for y in (B, x))
-    if token_mask is not None:
-        first = token_mask.argmax(1)[:, None, None]
-        first_late = jnp.take_along_axis(late, first, axis=1)[:, 0]
-        if isinstance(state, Mamba3State):
-            has_tokens = token_mask.any(1)[:, None, None, None]
-            last_B = jnp.where(has_tokens, last_B, state.B)
-            last_x = jnp.where(has_tokens, last_x, state.x)
+    if token_mask is not None and isinstance(state, Mamba3State):
+        has_tokens = token_mask.any(1)[:, None, None, None]
+        last_B = jnp.where(has_tokens, last_B, state.B)
+        last_x = jnp.where(has_tokens, last_x, state.x)
 
-    def find_state(tokens: DiagonalAffineMap) -> Array:
-        after = Mamba3State(tokens.offset, last_B, last_x, turns[:, -1])
-        return state(_Mamba3Map(tokens.factor, first_late, after)).write_late(first_late)
-
-    initial = state
-    if callable(state):
-        initial = find_state
-    elif state is not None:
+    initial = None
+    if isinstance(state, Mamba3State):
         initial = state.write_late(first_late)
+    elif state is not None:
+
+        def find_initial(tokens: DiagonalAffineMap) -> Array:
+            after = Mamba3State(tokens.offset, last_B, last_x, turns[:, -1])
+            return state(_Mamba3Map(tokens.factor, first_late, after)).write_late(first_late)
+
+        initial = find_initial
     key = ((now + next_late)[:, :, None, :, None] * B).astype(dtype)
-    decay = jnp.pad(log_decay[:, :, None], [(0, 0), (0, 0), (0, rank - 1), (0, 0)])
-    ids = segment_ids
-    if segment_ids is not None:
-        ids = jnp.repeat(segment_ids, rank, axis=1)
-    query_rows, key_rows, value_rows, decay_rows = (
-        y.reshape(y.shape[0], seq * rank, *y.shape[3:]) for y in (C.astype(dtype), key, x, decay)
-    )
-    request = RecurrenceRequest.from_heads(query_rows, value_rows, decay_rows, state=initial)
-    # The rows of a single token are one step, however many they are.
-    run = GATED_LINEAR.select(implementation, dataclasses.replace(request, seq=seq)).function
-    y, last = run(query_rows, key_rows, value_rows, decay_rows, state=initial, segment_ids=ids)
-    y = y.reshape(x.shape).astype(jnp.float32) + _read_own_rows(B, C, x, now, next_late)
+    options = {"state": initial, "segment_ids": segment_ids, "implementation": implementation}
+    y, last = _mix_rows(C.astype(dtype), key, x, log_decay, **options)
+    y = y.astype(jnp.float32) + _read_own_rows(B, C, x, now, next_late)
     if D is not None:
         y = y + D.astype(jnp.float32)[:, None] * x
     if token_mask is not None:
-        padding = (~token_mask).sum(1, keepdims=True)
-        is_left = (token_mask == (jnp.arange(seq) >= padding)).all(1)
+        is_left = (token_mask == jnp.sort(token_mask, axis=1)).all(1)
         y = jnp.where(is_left[:, None, None, None, None], y, jnp.nan)
     if not has_rank:
         y = y[:, :, 0]
@@ -222,6 +208,37 @@ def _shift_left(late: _Heads, segment_ids: SegmentIds | None) -> _Heads:
         return following
     ends = jnp.pad(find_segment_starts(segment_ids)[:, 1:], [(0, 0), (0, 1)])
     return jnp.where(ends[..., None], 0, following)
+
+
+def _find_first_late(late: _Heads, token_mask: PaddingMask | None) -> Float[Array, "batch heads"]:
+    """Return the value of the first token of each row that is not padding."""
+    if token_mask is None:
+        return late[:, 0]
+    first = token_mask.argmax(1)
+    return jnp.take_along_axis(late, first[:, None, None], axis=1)[:, 0]
+
+
+def _mix_rows(
+    query: _Rows,
+    key: _Rows,
+    value: _Rows,
+    log_decay: _Heads,
+    *,
+    state: MatrixState | IncomingState | None,
+    segment_ids: SegmentIds | None,
+    implementation: str,
+) -> tuple[_Rows, MatrixState]:
+    """Compute `gated_linear` of the rows of all tokens. The first row of a token decays the state."""
+    batch, seq, rank = value.shape[:3]
+    decays = jnp.pad(log_decay[:, :, None], [(0, 0), (0, 0), (0, rank - 1), (0, 0)])
+    query, key, rows, decays = (x.reshape(batch, seq * rank, *x.shape[3:]) for x in (query, key, value, decays))
+    if segment_ids is not None:
+        segment_ids = jnp.repeat(segment_ids, rank, axis=1)
+    request = RecurrenceRequest.from_heads(query, rows, decays, state=state)
+    request = dataclasses.replace(request, seq=seq)  # the rows of a single token are one step of decoding
+    run = GATED_LINEAR.select(implementation, request).function
+    y, last = run(query, key, rows, decays, state=state, segment_ids=segment_ids)
+    return y.reshape(value.shape), last
 
 
 def _read_own_rows(B: _Rows, C: _Rows, x: _Rows, now: _Heads, next_late: _Heads) -> _Rows:
