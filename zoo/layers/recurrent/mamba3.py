@@ -51,12 +51,12 @@ class Mamba3(AbstractMixer):
     their biases per head; all heads share the angles before they are multiplied by dt. There is no convolution: the
     trapezoidal rule writes two tokens at a time.
 
-    Of rank r > 1 (MIMO), B and C have r vectors per token, and a head's inputs, gates and outputs are r copies, each
-    multiplied by a vector of its own:
+    With rank r > 1 (MIMO), B and C have r vectors per token, and a head has r copies of its inputs, gates and outputs,
+    each multiplied by a vector of its own:
 
         x_r = mimo_x_r * W_x u,    y = W_out Σ_r mimo_out_r * o_r * silu(mimo_gate_r * W_gate u)
 
-    The state is as large as of rank 1. dt_bias, D, biases and the vectors of MIMO keep their dtype under `cast`; dt,
+    The matrix state is as large as for rank 1. dt_bias, D, biases and the vectors of MIMO keep their dtype under `cast`; dt,
     decays and angles are float32. Heads and groups are sharded over `tensor`, as in `Mamba2`.
     """
 
@@ -78,7 +78,7 @@ class Mamba3(AbstractMixer):
     C_bias: Float[Array, "heads rank state"] = no_weight_decay(full_precision=True)
     D: Float[Array, "heads"] = full_precision()
     mimo_x: Float[Array, "heads rank head_dim"] | None = no_weight_decay(full_precision=True)
-    """None of rank 1, as are `mimo_gate` and `mimo_out`."""
+    """None for rank 1, as `mimo_gate` and `mimo_out` are."""
     mimo_gate: Float[Array, "heads rank head_dim"] | None = no_weight_decay(full_precision=True)
     mimo_out: Float[Array, "heads rank head_dim"] | None = no_weight_decay(full_precision=True)
     norm: GatedGroupNorm | None

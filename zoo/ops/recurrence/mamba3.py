@@ -4,8 +4,8 @@
     S_t = exp(g_t) (S_{t-1} + (1 - λ_t) dt_t Σ_r B_{t-1,r} x_{t-1,r}ᵀ) + λ_t dt_t Σ_r B_{t,r} x_{t,r}ᵀ
     y_{t,r} = C_{t,r} · S_t + D x_{t,r}                                 S: [state, head_dim] of each head
 
-(Lahoti et al., arXiv:2603.15569; g = dt A. The equations of rank r > 1, MIMO, are as in the step reference of the
-authors' code, state-spaces/mamba.) The first n pairs (0, 1), (2, 3), ... of B and C are turned, by n angles per head.
+(Lahoti et al., arXiv:2603.15569; g = dt A. The equations for rank r > 1, MIMO, are taken from the step reference of
+the authors' code, state-spaces/mamba.) The first n pairs (0, 1), (2, 3), ... of B and C are turned, by n angles per head.
 
 A token is written in two parts: λ dt when it comes, and (1 - λ) dt of the next token when that comes. With both parts
 written at once, H_t = S_t + (1 - λ_{t+1}) dt_{t+1} Σ_r B_{t,r} x_{t,r}ᵀ, this is `gated_linear`:
@@ -13,8 +13,8 @@ written at once, H_t = S_t + (1 - λ_{t+1}) dt_{t+1} Σ_r B_{t,r} x_{t,r}ᵀ, th
     H_t = exp(g_t) H_{t-1} + Σ_r w_t B_{t,r} x_{t,r}ᵀ,    w_t = λ_t dt_t + (1 - λ_{t+1}) dt_{t+1}
     C_{t,R} · S_t = C_{t,R} · H_t - (1 - λ_{t+1}) dt_{t+1} Σ_r (C_{t,R} · B_{t,r}) x_{t,r}
 
-Of rank r, a token is r rows of that recurrence, of which only the first decays. The read of row R has seen the rows up
-to R; the others are added to it like the difference above. The late part of the last token is not in the state: the
+With rank r, a token is r rows of that recurrence, of which only the first decays. Row R reads the state after the rows
+up to R; what the later rows write is added to its output, with the difference above. The late part of the last token is not in the state: the
 tokens that continue it write it, from the last B and x.
 
 Rounding: angles are summed in turns of 2π radians, and whole turns are dropped, which is exact. Each token then adds an
@@ -87,7 +87,7 @@ class _TurnMap(NamedTuple):
     """1, and 0 where a segment starts after the first token."""
     offset: Float[Array, "batch *seq heads pairs"]
 
-    def apply(self, turns: Float[Array, "batch *seq heads pairs"]) -> Float[Array, "batch *seq heads angles"]:
+    def apply(self, turns: Float[Array, "..."]) -> Float[Array, "..."]:
         """Return the sum after the range."""
         total = self.factor * turns + self.offset
         return total - jnp.round(total)
