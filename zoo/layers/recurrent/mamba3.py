@@ -56,8 +56,8 @@ class Mamba3(AbstractMixer):
 
         x_r = mimo_x_r * W_x u,    y = W_out Σ_r mimo_out_r * o_r * silu(mimo_gate_r * W_gate u)
 
-    The matrix state is as large as for rank 1. dt_bias, D, biases and the vectors of MIMO keep their dtype under `cast`; dt,
-    decays and angles are float32. Heads and groups are sharded over `tensor`, as in `Mamba2`.
+    The matrix state is as large as for rank 1. dt_bias, D, the biases and the vectors of MIMO keep their dtype under
+    `cast`; dt, decays and angles are float32. Heads and groups are sharded over `tensor`, as in `Mamba2`.
     """
 
     shards_sequence = True

@@ -5,17 +5,22 @@
     y_{t,r} = C_{t,r} · S_t + D x_{t,r}                                 S: [state, head_dim] of each head
 
 (Lahoti et al., arXiv:2603.15569; g = dt A. The equations for rank r > 1, MIMO, are taken from the step reference of
-the authors' code, state-spaces/mamba.) The first n pairs (0, 1), (2, 3), ... of B and C are turned, by n angles per head.
+the authors' code, state-spaces/mamba.) A head has n angles, which turn the first n of the pairs (0, 1), (2, 3), ... of
+B and C.
 
-A token is written in two parts: λ dt when it comes, and (1 - λ) dt of the next token when that comes. With both parts
-written at once, H_t = S_t + (1 - λ_{t+1}) dt_{t+1} Σ_r B_{t,r} x_{t,r}ᵀ, this is `gated_linear`:
+A token is written in two parts: the first, weighed by its λ dt, when it comes, and the late part, weighed by (1 - λ) dt
+of the next token, when that one comes. With both written at once,
+
+    H_t = S_t + (1 - λ_{t+1}) dt_{t+1} Σ_r B_{t,r} x_{t,r}ᵀ,
+
+this is `gated_linear`:
 
     H_t = exp(g_t) H_{t-1} + Σ_r w_t B_{t,r} x_{t,r}ᵀ,    w_t = λ_t dt_t + (1 - λ_{t+1}) dt_{t+1}
     C_{t,R} · S_t = C_{t,R} · H_t - (1 - λ_{t+1}) dt_{t+1} Σ_r (C_{t,R} · B_{t,r}) x_{t,r}
 
 With rank r, a token is r rows of that recurrence, of which only the first decays. Row R reads the state after the rows
-up to R; what the later rows write is added to its output, with the difference above. The late part of the last token is not in the state: the
-tokens that continue it write it, from the last B and x.
+up to R; what the later rows write is added to its output, with the difference above. The state after the last token
+holds the B and x of that token, whose late part is written by the token that continues it.
 
 Rounding: angles are summed in turns of 2π radians, and whole turns are dropped, which is exact. Each token then adds an
 error of at most 3e-8 turns, about the rounding of its own angle, however long the text is. For costs and other rounding
