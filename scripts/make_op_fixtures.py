@@ -125,6 +125,39 @@ def gated_delta_product(n: Any, i: Inputs) -> Result:
     return delta(n, i, lambda t: i["g"][:, t, :, None, None], steps=2)
 
 
+def gdn2(n: Any, i: Inputs) -> Result:
+    """Compute s = exp(g) s; s = s + k (w v - (b k) . s); o = q . s."""
+    s, o = heads_state(n, i), []
+    for t in range(i["q"].shape[1]):
+        k = i["k"][:, t]
+        s = n.exp(i["g"][:, t, :, :, None]) * s
+        s = s + outer(k, i["w"][:, t] * i["v"][:, t] - read(i["b"][:, t] * k, s))
+        o.append(read(i["q"][:, t], s) * k.shape[-1] ** -0.5)
+    return n.stack(o, 1), s
+
+
+def comba(n: Any, i: Inputs) -> Result:
+    """Compute s = exp(g) s; s = s + k (beta (v - p . s)); o = q . s: Comba that reads after the decay."""
+    s, o = heads_state(n, i), []
+    for t in range(i["q"].shape[1]):
+        s = n.exp(i["g"][:, t, :, None, None]) * s
+        s = s + outer(i["k"][:, t], i["beta"][:, t, :, None] * (i["v"][:, t] - read(i["p"][:, t], s)))
+        o.append(read(i["q"][:, t], s) * i["q"].shape[-1] ** -0.5)
+    return n.stack(o, 1), s
+
+
+def mesa(n: Any, i: Inputs) -> Result:
+    """Compute r = exp(g) r + beta k k; s = exp(g) s + beta k v; o = x . s with (r + diag(lam)) x = q."""
+    r, s, o = i["r0"], i["s0"], []
+    for t in range(i["q"].shape[1]):
+        decay, k = n.exp(i["g"][:, t, :, None, None]), i["k"][:, t]
+        r = decay * r + outer(i["beta"][:, t, :, None] * k, k)
+        s = decay * s + outer(i["beta"][:, t, :, None] * k, i["v"][:, t])
+        matrix = r + i["lam"][..., None] * n.eye(k.shape[-1])
+        o.append(read(n.linalg.solve(matrix, i["q"][:, t, ..., None])[..., 0], s))
+    return n.stack(o, 1), n.concatenate([r, s], -1)
+
+
 def hgrn(n: Any, i: Inputs) -> Result:
     """Compute s = exp(g) s + x; o = s."""
     s, o = i["s0"], []
@@ -245,7 +278,7 @@ OPERATIONS: dict[str, Callable[[Any, Inputs], Result]] = {
     f.__name__: f
     for f in (
         *(linear_attn, linear_attn_norm, retention, simple_gla, gla, delta_rule, gated_delta_rule, hgrn, rwkv4, rwkv6),
-        *(mamba1, mamba2, mamba3, kda, gated_delta_product, rwkv7, rg_lru, mlstm),
+        *(mamba1, mamba2, mamba3, kda, gated_delta_product, rwkv7, rg_lru, mlstm, gdn2, comba, mesa),
     )
 }
 UNDECAYED = ("linear_attn", "linear_attn_norm", "retention", "delta_rule")
@@ -311,14 +344,21 @@ def draw(name: str, variant: str) -> dict[str, np.ndarray]:
         case _:
             steps = 2 if name == "gated_delta_product" else 1
             i = {"q": d.each(HEADS, keys), "v": d.each(HEADS, VALUE, steps=steps)}
-            corrects = name in ("delta_rule", "gated_delta_rule", "kda", "gated_delta_product")
-            i["k"] = (d.unit if corrects else d.each)(HEADS, keys, steps=steps)
+            corrects = name in ("delta_rule", "gated_delta_rule", "kda", "gated_delta_product", "comba", "mesa")
+            i["k"] = (d.unit if corrects or name == "gdn2" else d.each)(HEADS, keys, steps=steps)
             if corrects:
                 i["beta"] = 1 / (1 + np.exp(-d.each(HEADS, steps=steps)))
-            if name in ("simple_gla", "gated_delta_rule", "gated_delta_product"):
+            if name in ("simple_gla", "gated_delta_rule", "gated_delta_product", "comba", "mesa"):
                 i["g"] = d.decay(HEADS)
-            if name in ("gla", "kda", "rwkv6", "rwkv7"):
+            if name in ("gla", "kda", "rwkv6", "rwkv7", "gdn2"):
                 i["g"] = d.decay(HEADS, keys)
+            if name == "gdn2":
+                i |= {"b": 2 / (1 + np.exp(-d.each(HEADS, keys))), "w": 1 / (1 + np.exp(-d.each(HEADS, VALUE)))}
+            if name == "comba":
+                i["p"] = i["k"] / (1 + np.exp(-d.normal(HEADS, 1)))
+            if name == "mesa":
+                root = d.normal(BATCH, HEADS, keys, keys)
+                i |= {"lam": d.random.uniform(0.25, 1.25, (HEADS, keys)), "r0": root @ root.swapaxes(-1, -2) / keys}
             if name == "rwkv6":
                 i["u"] = d.normal(HEADS, keys)
             if name == "rwkv7":

@@ -9,9 +9,9 @@ sum(o * weight.o) + sum(state * weight.state)), f64.o, f64.state and f64.grad.NA
 
 import functools
 import sys
-from collections.abc import Callable, Iterator
-from importlib import import_module
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -20,6 +20,7 @@ import numpy as np
 from jaxtyping import Array
 from safetensors.numpy import load_file
 
+from zoo.ops import recurrence
 from zoo.ops.recurrence.mamba3 import Mamba3State
 
 MODES = ("recurrent", "chunked")
@@ -37,16 +38,17 @@ class Op(NamedTuple):
     inputs: str
     convert_state: Callable[[Any], Array] = lambda state: state
     """Convert the state of the function to that of the files."""
-    make_state: Callable[[dict[str, Array]], Any] = lambda inputs: inputs.get("s0")
-    """Make the initial state of the function from the inputs."""
+    states: str = "s0"
+    """Names of the initial state in the files."""
+    make_state: Callable[[list[Array], dict[str, Array]], Any] = lambda given, _: jnp.concatenate(given, axis=-1)
+    """Make the initial state of the function from the given ones, and from all inputs."""
+    options: Mapping[str, Any] = MappingProxyType({})
 
 
-def make_mamba3_state(inputs: dict[str, Array]) -> Mamba3State | None:
+def make_mamba3_state(given: list[Array], inputs: dict[str, Array]) -> Mamba3State:
     """Return the state before a first token, in which only the matrix is not zero."""
-    if "s0" not in inputs:
-        return None
     B, x, turns = (jnp.zeros_like(inputs[name][:, :1]) for name in ("B", "x", "angle"))
-    return Mamba3State(inputs["s0"], B, x, turns[:, 0])
+    return Mamba3State(given[0], B, x, turns[:, 0])
 
 
 OPS = {
@@ -62,23 +64,32 @@ OPS = {
     "rwkv6": Op("rwkv6", "rwkv6", "q k v g u"),
     "mamba1": Op("mamba", "selective_scan", "x dt A B C D"),
     "mamba2": Op("mamba2", "ssd", "x dt A B C D"),
-    "mamba3": Op(*("mamba3", "mamba3", "x dt adt lam angle B C D"), lambda state: state.ssm_state, make_mamba3_state),
+    "mamba3": Op(
+        *("mamba3", "mamba3", "x dt adt lam angle B C D"),
+        lambda state: state.ssm_state,
+        make_state=make_mamba3_state,
+    ),
     "kda": Op("delta_rule", "kda", "q k v beta g"),
     "gated_delta_product": Op("delta_rule", "gated_delta_product", "q k v beta g"),
     "rwkv7": Op("rwkv7", "rwkv7", "q k v g a b"),
     "rg_lru": Op("rg_lru", "rg_lru", "x r i param"),
     "mlstm": Op("mlstm", "mlstm", "q k v i f", lambda state: state.sums[..., :-1]),
+    "gdn2": Op("decoupled_delta", "gdn2", "q k v g b w"),
+    "comba": Op("decoupled_delta", "comba", "q k v p beta g", options={"read_before_decay": False}),
+    "mesa": Op("mesa_net", "mesa_net", "q k v g beta lam", states="r0 s0"),
 }
 
 
 def evaluate(op: str, mode: str, inputs: dict[str, Array]) -> tuple[Array, Array]:
-    """Compute the output and the last state of an operation; the initial state is `s0`, or the default."""
-    module, function, names, convert_state, make_state = OPS[op]
-    unknown = set(inputs) - set(names.split()) - {"s0"}
+    """Compute the output and the last state of an operation; the initial state is in the inputs, or the default."""
+    module, function, names, convert_state, states, make_state, options = OPS[op]
+    unknown = set(inputs) - set(names.split()) - set(states.split())
     if unknown:
-        raise ValueError(f"{op} takes {names} and s0, not {', '.join(sorted(unknown))}")
-    run = getattr(import_module(f"zoo.ops.recurrence.{module}"), function)
-    output, state = run(*(inputs[name] for name in names.split()), state=make_state(inputs), implementation=mode)
+        raise ValueError(f"{op} takes {names} and {states}, not {', '.join(sorted(unknown))}")
+    run = getattr(getattr(recurrence, module), function)
+    given = [inputs[name] for name in states.split() if name in inputs]
+    state = make_state(given, inputs) if given else None
+    output, state = run(*(inputs[name] for name in names.split()), state=state, implementation=mode, **options)
     return output, convert_state(state)
 
 

@@ -1,6 +1,6 @@
 """Random operands of recurrences, and comparisons of their results."""
 
-from functools import cache, partial
+from functools import cache, partial, reduce
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +9,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from zoo.layers.recurrent.context import RecurrenceContext
+from zoo.ops.recurrence.affine import mask_rows
 from zoo.parallel.sequence import halo
 
 BATCH, HEADS, KEY_DIM, VALUE_DIM = 2, 2, 4, 3
@@ -87,6 +88,23 @@ def close(ours, theirs, tolerance=2e-6):
     """Assert equality of two trees, relative and absolute to the larger of one and the largest magnitude."""
     for mine, other in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
         np.testing.assert_allclose(mine, other, rtol=tolerance, atol=tolerance * max(1.0, float(np.abs(other).max())))
+
+
+def run_in_pieces(op, pieces, segment_ids):
+    """Run `op` on the shards of a sequence as its devices would: the state before each is found from the maps of those
+    before, composed from the last to the first."""
+    maps, outputs, last = [], [], None
+    for number, (piece, ids) in enumerate(zip(pieces, segment_ids, strict=True)):
+        fresh = jnp.full(len(ids), True) if number == 0 else ids[:, 0] != segment_ids[number - 1][:, -1]
+
+        def find_state(affine_map, fresh=fresh):
+            earlier = reduce(lambda later, one: one.then(later), reversed(maps)) if maps else affine_map
+            maps.append(affine_map.reset(fresh))
+            return mask_rows(earlier.offset, fresh)
+
+        output, last = op(piece, ids, find_state)
+        outputs.append(output)
+    return jnp.concatenate(outputs, axis=1), last
 
 
 def draw_documents(seq, seed, *, packed=True):

@@ -1,6 +1,6 @@
 """Affine maps of recurrences: the pieces of a sequence, joined by their maps, equal the whole, with gradients."""
 
-from functools import partial, reduce
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.recurrences import BATCH, KEY_DIM, all_close, draw_delta, draw_gated
-from zoo.ops.recurrence.affine import DenseAffineMap, DiagonalAffineMap, mask_rows
+from tests.recurrences import BATCH, KEY_DIM, all_close, draw_delta, draw_gated, run_in_pieces
+from zoo.ops.recurrence.affine import DenseAffineMap, DiagonalAffineMap
 from zoo.ops.recurrence.gated_linear import chunked_gated_linear
 from zoo.ops.recurrence.generalized_delta import chunked_delta
 
@@ -20,23 +20,6 @@ TWO, THREE, FOUR = (16,), (5, 17), (5, 16, 17)
 GATED = {"number": FOUR, "bonus": TWO}
 DELTA = {("number", 1, False): THREE, ("vector", 2, True): TWO}
 """Decays, steps and `read_before_decay`."""
-
-
-def run_in_pieces(op, pieces, segment_ids):
-    """Run `op` on the shards of a sequence as its devices would: the state before each is found from the maps of those
-    before, composed from the last to the first."""
-    maps, outputs, last = [], [], None
-    for number, (piece, ids) in enumerate(zip(pieces, segment_ids, strict=True)):
-        fresh = jnp.full(len(ids), True) if number == 0 else ids[:, 0] != segment_ids[number - 1][:, -1]
-
-        def find_state(affine_map, fresh=fresh):
-            earlier = reduce(lambda later, one: one.then(later), reversed(maps)) if maps else affine_map
-            maps.append(affine_map.reset(fresh))
-            return mask_rows(earlier.offset, fresh)
-
-        output, last = op(piece, ids, find_state)
-        outputs.append(output)
-    return jnp.concatenate(outputs, axis=1), last
 
 
 @partial(jax.jit, static_argnums=(0, 1))

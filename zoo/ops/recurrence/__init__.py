@@ -1,6 +1,7 @@
 """Linear recurrences: reference scans, chunked matrix-product algorithms, and one file per paper."""
 
 from . import chunks as chunks
+from . import decoupled_delta as decoupled_delta
 from . import delta_rule as delta_rule
 from . import diagonal_scan as diagonal_scan
 from . import gated_linear as gated_linear
@@ -10,6 +11,7 @@ from . import linear_attention as linear_attention
 from . import mamba as mamba
 from . import mamba2 as mamba2
 from . import mamba3 as mamba3
+from . import mesa_net as mesa_net
 from . import mlstm as mlstm
 from . import rg_lru as rg_lru
 from . import rwkv4 as rwkv4

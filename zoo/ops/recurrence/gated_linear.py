@@ -153,15 +153,7 @@ def chunked_gated_linear(
     # [batch chunks heads size size]
     scores = _compute_intra_chunk_scores(query, key, decays, bonus, count, no_decay=log_decay is None)
     intra_chunk = batched_matmul(scores.astype(dtype), value)
-    chunks = _compute_chunk_maps(key, value, decays, count)
-    if find_state is None:
-        last, states = lax.scan(lambda state, chunk: (chunk.apply(state), state), initial, chunks)
-    else:
-        total, before = _compose_chunk_maps(chunks, initial)
-        initial = find_state(total)
-        last = total.apply(initial)
-        states = before.apply(initial)
-    states = states.swapaxes(0, 1)  # before each chunk, [batch chunks heads key_dim value_dim]
+    last, states = scan_chunk_maps(compute_chunk_maps(key, value, decays, count), initial, find_state)
     continues = (count == 0)[..., None]
     if decays.ndim == 5:
         decay = jnp.where(continues, decay_from_start(decays, exclusive=bonus is not None), 0)
@@ -225,7 +217,7 @@ def _compute_intra_chunk_scores(
     return scores + jnp.where(jnp.eye(query.shape[-2], dtype=bool), diagonal[..., None], 0)
 
 
-def _compute_chunk_maps(
+def compute_chunk_maps(
     key: Float[Array, "batch chunks groups size key_dim"],
     value: Float[Array, "batch chunks heads size value_dim"],
     log_decay: Float[Array, "batch chunks heads size *key_dim"],
@@ -243,6 +235,21 @@ def _compute_chunk_maps(
         decayed = _merge_head_groups((value * to_end).astype(value.dtype), group)
         update = _split_head_groups(batched_matmul(key.mT, decayed), group)
     return DiagonalAffineMap(chunk_decay.swapaxes(0, 1)[..., None], update.swapaxes(0, 1))
+
+
+def scan_chunk_maps(
+    chunks: DiagonalAffineMap, initial: MatrixState, find_state: IncomingState | None
+) -> tuple[MatrixState, Float[Array, "batch chunks heads key_dim value_dim"]]:
+    """Return the last state and the state before each chunk, from the initial state, or with `find_state` from what it
+    returns for the map of all chunks; `initial` is then an empty state."""
+    if find_state is None:
+        last, states = lax.scan(lambda state, chunk: (chunk.apply(state), state), initial, chunks)
+    else:
+        total, before = _compose_chunk_maps(chunks, initial)
+        initial = find_state(total)
+        last = total.apply(initial)
+        states = before.apply(initial)
+    return last, states.swapaxes(0, 1)
 
 
 def _compose_chunk_maps(chunks: DiagonalAffineMap, zeros: MatrixState) -> tuple[DiagonalAffineMap, DiagonalAffineMap]:
