@@ -37,6 +37,7 @@ from .quantized.fp8 import FP8Linear
 from .quantized.linear import Int8Linear, MXFP4Linear, NF4Linear
 from .recurrent.base import AbstractRecurrence
 from .recurrent.context import RecurrenceContext
+from .recurrent.decoupled_delta import Comba, GatedDeltaNet2
 from .recurrent.delta_net import DeltaNet, GatedDeltaNet, GatedDeltaProduct, KimiDeltaAttention
 from .recurrent.double_gated_convolution import DoubleGatedConvolution
 from .recurrent.gated_convolution import GatedConvolution
@@ -46,6 +47,7 @@ from .recurrent.linear_attention import GatedLinearAttention, Lightning, LinearA
 from .recurrent.mamba import Mamba
 from .recurrent.mamba2 import Mamba2
 from .recurrent.mamba3 import Mamba3
+from .recurrent.mesa_net import MesaNet
 from .recurrent.mlstm import MLSTM
 from .recurrent.rg_lru import RGLRU
 from .recurrent.rwkv4 import RWKV4
@@ -77,6 +79,7 @@ __all__ = [
     "BiasedRouter",
     "BidirectionalAttention",
     "ClassTokenPooler",
+    "Comba",
     "CrossLayerAttention",
     "DeltaNet",
     "DensePooler",
@@ -88,6 +91,7 @@ __all__ = [
     "GatedAttention",
     "GatedConvolution",
     "GatedDeltaNet",
+    "GatedDeltaNet2",
     "GatedDeltaProduct",
     "GatedLinearAttention",
     "GatedMLP",
@@ -107,6 +111,7 @@ __all__ = [
     "Mamba",
     "Mamba2",
     "Mamba3",
+    "MesaNet",
     "MixtureOfExperts",
     "NF4Linear",
     "PatchEmbedding",

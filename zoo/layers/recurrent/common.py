@@ -32,7 +32,8 @@ class RecurrentState(Module):
 
 
 class QKVProjections(Module):
-    """Queries, keys and values activation(conv(W x)); convolution and activation are optional.
+    """Queries, keys and values activation(conv(W x)); convolution and activation are optional, and with `plain_values`
+    the values have neither.
 
     With `num_householder` n, each token has n keys and values per head, which follow one another along seq.
     """
@@ -41,11 +42,12 @@ class QKVProjections(Module):
     key: AbstractLinear
     value: AbstractLinear
     convolutions: tuple[ShortConvolution, ...]
-    """Those of queries, keys and values, or empty."""
+    """Those of queries, keys and, without `plain_values`, values; or empty."""
 
     key_dim: int = eqx.field(static=True)
     value_dim: int = eqx.field(static=True)
     activation: Callable | None = eqx.field(static=True)
+    plain_values: bool = eqx.field(static=True)
 
     def __init__(
         self,
@@ -57,10 +59,12 @@ class QKVProjections(Module):
         num_householder: int = 1,
         conv_width: int | None = None,
         activation: Callable | None = None,
+        plain_values: bool = False,
         key: Key[Array, ""],
     ):
         """- `conv_width`: width of the short convolutions; None for no convolution.
         - `activation`: after the convolutions, or after the projections.
+        - `plain_values`: values are W x, without convolution and activation.
 
         **Raises** `ValueError` for a size below 1.
         """
@@ -75,13 +79,15 @@ class QKVProjections(Module):
         )
         self.convolutions = ()
         if conv_width is not None:
-            self.convolutions = tuple(
+            convolutions = (
                 ShortConvolution(heads * features, conv_width, features=Dim("heads", features), key=conv_key)
                 for features, conv_key in zip(features_per_head, conv_keys, strict=True)
             )
+            self.convolutions = tuple(convolutions)[: 2 if plain_values else 3]
         self.key_dim = key_dim
         self.value_dim = value_dim
         self.activation = activation
+        self.plain_values = plain_values
 
     def __call__(
         self, x: HiddenStates, context: RecurrenceContext, conv_states: tuple[ConvState, ...] | None
@@ -89,9 +95,12 @@ class QKVProjections(Module):
         """Return queries, keys and values by head, keys and values with `num_householder` rows per token; and the
         updated convolution states, if there are any."""
         qkv = [linear(x) for linear in (self.query, self.key, self.value)]
+        plain = []
+        if self.plain_values:
+            plain = [qkv.pop()]
         new_states = []
         if self.convolutions:
-            old_states = (None, None, None) if conv_states is None else conv_states
+            old_states = [None] * len(qkv) if conv_states is None else conv_states
             convolved = [
                 convolution(context.mask_padding(y), context, conv_state)
                 for convolution, y, conv_state in zip(self.convolutions, qkv, old_states, strict=True)
@@ -102,7 +111,9 @@ class QKVProjections(Module):
             qkv = [self.activation(y) for y in qkv]
         sizes = (self.key_dim, self.key_dim, self.value_dim)
         heads = self.query.out_size // self.key_dim
-        query, key, value = (split_heads_and_steps(y, heads, size) for y, size in zip(qkv, sizes, strict=True))
+        query, key, value = (
+            split_heads_and_steps(y, heads, size) for y, size in zip([*qkv, *plain], sizes, strict=True)
+        )
         return query, key, value, tuple(new_states)
 
     def init_state(self, batch: int, columns: int | None = None, dtype: Any = jnp.float32) -> RecurrentState:

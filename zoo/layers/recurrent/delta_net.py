@@ -42,7 +42,7 @@ _DeltaRuleArrays = tuple[
 ]
 
 
-class _DeltaInputs(Module):
+class DeltaInputs(Module):
     """Queries, keys and values of a delta rule, and its write strengths beta = max_beta * sigmoid(W x)."""
 
     projections: QKVProjections
@@ -95,7 +95,7 @@ class _DeltaInputs(Module):
 class AbstractDeltaRule(AbstractRecurrence):
     """A recurrence by a delta rule, with queries, keys, values and betas that `corrector` makes of x."""
 
-    corrector: eqx.AbstractVar[_DeltaInputs]
+    corrector: eqx.AbstractVar[DeltaInputs]
 
     @property
     def projections(self) -> QKVProjections:
@@ -106,7 +106,7 @@ class DeltaNet(AbstractDeltaRule):
     """y = W_out norm(S_tᵀ q_t) with S_t = S_{t-1} + k_t (beta_t (v_t - S_{t-1}ᵀ k_t))ᵀ (Schlag et al.,
     arXiv:2102.11174; Yang et al., arXiv:2406.06484, section 3.3)."""
 
-    corrector: _DeltaInputs
+    corrector: DeltaInputs
     readout: OutputGate
 
     implementation: str = implementation_option(DELTA_RULE)
@@ -125,10 +125,10 @@ class DeltaNet(AbstractDeltaRule):
         key: Key[Array, ""],
     ):
         """`key_dim`: `embed / heads` by default. `value_dim`: `key_dim` by default."""
-        key_dim, value_dim = _resolve_head_dims(embed, heads, key_dim, value_dim)
+        key_dim, value_dim = resolve_head_dims(embed, heads, key_dim, value_dim)
         input_key, out_key = jax.random.split(key)
         options = {"conv_width": conv_width, "negative_eigenvalues": negative_eigenvalues}
-        self.corrector = _DeltaInputs(embed, heads, key_dim, value_dim, **options, key=input_key)
+        self.corrector = DeltaInputs(embed, heads, key_dim, value_dim, **options, key=input_key)
         self.readout = OutputGate(
             embed, heads, value_dim, norm=head_norm_factory(value_dim), out_scale=out_scale, key=out_key
         )
@@ -144,7 +144,7 @@ class GatedDeltaNet(AbstractDeltaRule):
     """y = W_out [silu(W_gate x) * norm(S_tᵀ q_t)] with R_t = exp(g_t) S_{t-1} and
     S_t = R_t + k_t (beta_t (v_t - R_tᵀ k_t))ᵀ, g_t one per head (Yang et al., arXiv:2412.06464, section 3)."""
 
-    corrector: _DeltaInputs
+    corrector: DeltaInputs
     decay: DecayGate
     readout: OutputGate
 
@@ -164,10 +164,10 @@ class GatedDeltaNet(AbstractDeltaRule):
         key: Key[Array, ""],
     ):
         """`key_dim`: `embed / heads` by default. `value_dim`: `key_dim` by default."""
-        key_dim, value_dim = _resolve_head_dims(embed, heads, key_dim, value_dim)
+        key_dim, value_dim = resolve_head_dims(embed, heads, key_dim, value_dim)
         input_key, decay_key, out_key = jax.random.split(key, 3)
         options = {"conv_width": conv_width, "negative_eigenvalues": negative_eigenvalues}
-        self.corrector = _DeltaInputs(embed, heads, key_dim, value_dim, **options, key=input_key)
+        self.corrector = DeltaInputs(embed, heads, key_dim, value_dim, **options, key=input_key)
         self.decay = DecayGate(partial(Linear, embed, in_=Dim("embed")), heads, key=decay_key)
         norm = head_norm_factory(value_dim)
         self.readout = OutputGate(embed, heads, value_dim, norm=norm, gate=True, out_scale=out_scale, key=out_key)
@@ -184,7 +184,7 @@ class KimiDeltaAttention(AbstractDeltaRule):
     Linear, arXiv:2510.26692, section 3). The projections of decays and gate have low rank, by default `key_dim`, or
     full rank."""
 
-    corrector: _DeltaInputs
+    corrector: DeltaInputs
     decay: DecayGate
     readout: OutputGate
 
@@ -211,13 +211,13 @@ class KimiDeltaAttention(AbstractDeltaRule):
         - `lower_bound`: of the log decays, see `DecayGate`.
         - `epsilon`: of the norm of each head's output.
         """
-        key_dim, value_dim = _resolve_head_dims(embed, heads, key_dim, value_dim)
+        key_dim, value_dim = resolve_head_dims(embed, heads, key_dim, value_dim)
         if rank is None:
             rank = key_dim
         input_key, decay_key, out_key = jax.random.split(key, 3)
         options = {"conv_width": conv_width, "negative_eigenvalues": negative_eigenvalues}
         project = Linear if rank == "full" else partial(LowRank, rank=rank)
-        self.corrector = _DeltaInputs(embed, heads, key_dim, value_dim, **options, key=input_key)
+        self.corrector = DeltaInputs(embed, heads, key_dim, value_dim, **options, key=input_key)
         self.decay = DecayGate(
             partial(project, embed, in_=Dim("embed")), heads, key_dim, lower_bound=lower_bound, key=decay_key
         )
@@ -237,7 +237,7 @@ class GatedDeltaProduct(AbstractDeltaRule):
     state transition is a product of generalized Householder matrices (DeltaProduct, Siems et al., arXiv:2502.10297,
     section 4)."""
 
-    corrector: _DeltaInputs
+    corrector: DeltaInputs
     decay: DecayGate
     readout: OutputGate
 
@@ -260,14 +260,14 @@ class GatedDeltaProduct(AbstractDeltaRule):
         """- `num_householder`: delta-rule steps per token.
         - `key_dim`: `embed / heads` by default. `value_dim`: `key_dim` by default.
         """
-        key_dim, value_dim = _resolve_head_dims(embed, heads, key_dim, value_dim)
+        key_dim, value_dim = resolve_head_dims(embed, heads, key_dim, value_dim)
         input_key, decay_key, out_key = jax.random.split(key, 3)
         options = {
             "num_householder": num_householder,
             "conv_width": conv_width,
             "negative_eigenvalues": negative_eigenvalues,
         }
-        self.corrector = _DeltaInputs(embed, heads, key_dim, value_dim, **options, key=input_key)
+        self.corrector = DeltaInputs(embed, heads, key_dim, value_dim, **options, key=input_key)
         self.decay = DecayGate(partial(Linear, embed, in_=Dim("embed")), heads, key=decay_key)
         norm = head_norm_factory(value_dim)
         self.readout = OutputGate(embed, heads, value_dim, norm=norm, gate=True, out_scale=out_scale, key=out_key)
@@ -279,7 +279,7 @@ class GatedDeltaProduct(AbstractDeltaRule):
         return mixed, RecurrentState(matrix, conv_states)
 
 
-def _resolve_head_dims(embed: int, heads: int, key_dim: int | None, value_dim: int | None) -> tuple[int, int]:
+def resolve_head_dims(embed: int, heads: int, key_dim: int | None, value_dim: int | None) -> tuple[int, int]:
     """Return key_dim and value_dim with their defaults, `embed / heads` and key_dim."""
     key_dim = resolve_head_dim(embed, heads, key_dim, "key_dim")
     if value_dim is None:
