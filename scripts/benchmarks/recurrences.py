@@ -14,11 +14,13 @@ from jaxtyping import Array
 
 import zoo
 from zoo.layers import GatedDeltaNet, Mamba, Mamba2, TokenInfo
+from zoo.ops.recurrence.decoupled_delta import comba, gdn2
 from zoo.ops.recurrence.delta_rule import delta_rule, gated_delta_product, gated_delta_rule, kda
 from zoo.ops.recurrence.hgrn import hgrn
 from zoo.ops.recurrence.linear_attention import gla, linear_attention, retention, simple_gla
 from zoo.ops.recurrence.mamba import selective_scan
 from zoo.ops.recurrence.mamba2 import ssd
+from zoo.ops.recurrence.mesa_net import mesa_net
 from zoo.ops.recurrence.mlstm import mlstm
 from zoo.ops.recurrence.rg_lru import rg_lru
 from zoo.ops.recurrence.rwkv4 import rwkv4
@@ -92,6 +94,21 @@ class Draw:
         removed = self.units()
         return *self.qkv(), self.decays(*HEADS), -removed, removed * self.rates()[..., None]
 
+    def gdn2_inputs(self) -> tuple[Array, ...]:
+        """Draw queries, keys, values, decays, and erase and write gates."""
+        gates = (jax.nn.sigmoid(self.rows(*HEADS)) for _ in range(2))
+        return self.heads(), self.units(), self.heads(), self.decays(*HEADS), *gates
+
+    def comba_inputs(self) -> tuple[Array, ...]:
+        """Draw queries, keys, values, read keys, rates and decays of Comba."""
+        query, key, value, rate = self.delta_rule_inputs()
+        return query, key, value, 0.7 * key, rate, self.decays(HEADS[0])
+
+    def mesa_net_inputs(self) -> tuple[Array, ...]:
+        """Draw queries, keys, values, decays and rates; lambda is 1."""
+        query, key, value, rate = self.delta_rule_inputs()
+        return query, key, value, self.decays(HEADS[0]), rate, jnp.ones(HEADS)
+
     def channels(self, count: int) -> tuple[Array, ...]:
         return tuple(self.rows(CHANNELS) for _ in range(count))
 
@@ -112,6 +129,9 @@ OPERATIONS: Mapping[str, tuple[Callable, Callable[[Draw], tuple[Array, ...]]]] =
         gated_delta_product,
         lambda draw: (*draw.delta_rule_inputs(steps=2), draw.decays(HEADS[0])),
     ),
+    "gdn2": (gdn2, Draw.gdn2_inputs),
+    "comba": (comba, Draw.comba_inputs),
+    "mesa_net": (mesa_net, Draw.mesa_net_inputs),
     "selective_scan": (selective_scan, Draw.mamba_inputs),
     "hgrn": (hgrn, lambda draw: (*draw.channels(1), draw.decays(CHANNELS))),
     "rg_lru": (rg_lru, lambda draw: (*draw.channels(3), draw.shared(CHANNELS))),

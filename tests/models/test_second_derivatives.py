@@ -137,13 +137,14 @@ ROWS = {
     "gated linear attention, HGRN2, RWKV-6, retention": Row(
         "yes yes yes", make_mixers("GatedLinearAttention", "HGRN2", "RWKV6", "Retention")
     ),
-    "convolutions, Mamba, Mamba-2, delta rules, RG-LRU, RWKV-4, RWKV-7, mLSTM": Row(
+    "convolutions, Mamba, Mamba-2, delta rules, MesaNet, RG-LRU, RWKV-4, RWKV-7, mLSTM": Row(
         "yes yes no",
         {
             "Mamba": partial(mix, partial(layers.Mamba, 8)),
             "GatedConvolution": partial(mix, partial(layers.GatedConvolution, 8)),
             "RWKV4": partial(mix, partial(layers.RWKV4, 8)),
             **make_mixers("Mamba2", "RGLRU", "DeltaNet", "GatedDeltaNet", "KimiDeltaAttention", "RWKV7", "MLSTM"),
+            **make_mixers("GatedDeltaNet2", "Comba", "MesaNet"),
         },
         "has no forward-mode derivative: take two reverse ones",
     ),

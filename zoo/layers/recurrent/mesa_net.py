@@ -76,8 +76,8 @@ class MesaNet(AbstractRecurrence):
         project = partial(Linear, embed, heads, in_=Dim("embed"), out=Dim("heads"), bias=True)
         self.decay = project(key=decay_key)
         self.rate = project(key=rate_key)
-        at_one = inverse_softplus(jnp.float32(1 - _LEAST_REGULARIZATION))
-        self.regularization = jnp.broadcast_to(at_one, (heads, key_dim))
+        above_least = jnp.full(heads * key_dim, 1 - _LEAST_REGULARIZATION, jnp.float32)
+        self.regularization = inverse_softplus(above_least).reshape(heads, key_dim)
         norm = head_norm_factory(value_dim)
         self.readout = OutputGate(embed, heads, value_dim, norm=norm, gate=gate, out_scale=out_scale, key=out_key)
         self.steps = steps

@@ -132,7 +132,7 @@ def recurrent_mesa_net(
         starts = jnp.zeros(value.shape[:2], bool)
     else:
         starts = find_segment_starts(segment_ids)
-    query, write, values, log_decay, regularization, state = _prepare_operands(
+    query, write, values, log_decay, regularization, initial = _prepare_operands(
         query, key, value, log_decay, beta, regularization, state
     )
     key_dim = query.shape[-1]
@@ -146,8 +146,8 @@ def recurrent_mesa_net(
         solution = _solve(multiply, query, steps)
         return state, (solution[..., None] * memory).sum(-2)
 
-    tokens = (query, write, values, log_decay, starts)
-    last, output = lax.scan(step, state, [x.swapaxes(0, 1) for x in tokens])
+    tokens = tuple(x.swapaxes(0, 1) for x in (query, write, values, log_decay, starts))
+    last, output = lax.scan(step, initial, tokens)
     return output.swapaxes(0, 1).astype(dtype), last
 
 
