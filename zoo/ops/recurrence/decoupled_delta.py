@@ -86,8 +86,8 @@ def comba(
     """Compute Comba: S_t = exp(g_t) S_{t-1} + k_t (beta_t (v_t - p_t · S_{t-1}))ᵀ,  o_t = key_dim ** -0.5 q_t · S_t,
     with p = `read`. The output correction of the paper is in the queries: q is its q_t - d k_t.
 
-    Without `read_before_decay` p reads exp(g_t) S_{t-1}, as in Gated DeltaNet, which this is for p = k. Of
-    flash-linear-attention the kernels read before the decay, and `naive_recurrent_comba` after it.
+    Without `read_before_decay` p reads exp(g_t) S_{t-1}, and p = k gives Gated DeltaNet. In flash-linear-attention the
+    kernels read before the decay, and `naive_recurrent_comba` reads after it.
     """
     request = RecurrenceRequest.from_heads(query, value, log_decay, state=state, segment_ids=segment_ids)
     rate = beta.astype(jnp.float32)[..., None]

@@ -86,7 +86,7 @@ def mesa_net(
     call, with the reason.
     """
     if steps < 1:
-        raise ValueError(f"mesa_net: {steps} steps of conjugate gradients solve nothing; take 1 or more, or 30")
+        raise ValueError(f"mesa_net: {steps} steps of conjugate gradients solve nothing; the default is 30")
     request = RecurrenceRequest.from_heads(query, value, log_decay, state=state, segment_ids=segment_ids)
     run = MESA_NET.select(implementation, request).function
     operands = (query, key, value, log_decay, beta, regularization)
@@ -227,6 +227,9 @@ def _conjugate_gradients(
     """Solve multiply(y) = x by up to `steps` conjugate gradient steps from 0 (Hestenes & Stiefel, 1952), each row with
     step lengths of its own."""
     square = lambda x: (x * x).sum(-1, keepdims=True)
+    size = jnp.abs(x).max(-1, keepdims=True)
+    size = jnp.where(size > 0, size, 1)
+    x = x / size  # squares of small cotangents would underflow
     bound = _TOLERANCE**2 * square(x)
 
     def is_open(norm: Array) -> Array:
@@ -245,7 +248,8 @@ def _conjugate_gradients(
         return step + 1, solution, residual, direction, new_norm
 
     start = (0, jnp.zeros_like(x), x, x, square(x))
-    return lax.while_loop(lambda carry: (carry[0] < steps) & is_open(carry[-1]).any(), improve, start)[1]
+    end = lax.while_loop(lambda carry: (carry[0] < steps) & is_open(carry[-1]).any(), improve, start)
+    return size * end[1]
 
 
 MESA_NET = make_recurrence("MesaNet", recurrent_mesa_net, chunked_mesa_net)
