@@ -101,7 +101,7 @@ MIXERS = {
     "Gated DeltaNet": partial(GatedDeltaNet, heads=HEADS, key_dim=4, value_dim=8),
     "Gated DeltaProduct": partial(GatedDeltaProduct, heads=HEADS),
     "KDA": partial(KimiDeltaAttention, heads=HEADS),
-    "Gated DeltaNet-2": partial(GatedDeltaNet2, heads=HEADS, key_dim=4, value_dim=8),
+    "Gated DeltaNet-2": partial(GatedDeltaNet2, heads=HEADS),
     "Comba": partial(Comba, heads=HEADS, key_dim=4, value_dim=8),
     "MesaNet": partial(MesaNet, heads=HEADS, key_dim=4, value_dim=8),
     "RG-LRU": partial(RGLRU, heads=HEADS, inner=16),
