@@ -138,7 +138,7 @@ def test_more_steps_solve_ill_conditioned_systems():
     assert errors[0] > 2 * errors[1] > 100 * errors[2] and errors[2] < 1e-4
 
 
-def test_mesa_net_keeps_nan_and_small_queries_and_refuses_no_steps():
+def test_mesa_net_keeps_nan_and_small_queries():
     operands, state = draw(5)
     query, *rest = operands
     expected, _ = jitted("chunked", operands, state)
@@ -146,6 +146,10 @@ def test_mesa_net_keeps_nan_and_small_queries_and_refuses_no_steps():
     all_close(1e25 * output, expected, 1e-5)
     output, _ = jitted("chunked", (query.at[0, 3].set(jnp.nan), *rest), state)
     assert bool(jnp.isnan(output[0, 3]).all()) and bool(jnp.isfinite(output[1]).all())
+
+
+def test_mesa_net_refuses_no_steps():
+    operands, state = draw(5)
     with pytest.raises(ValueError, match="0 steps of conjugate gradients solve nothing; the default is 30"):
         mesa_net(*operands, state=state, steps=0)
 
