@@ -8,6 +8,9 @@ Attention sinks add one score s per head to the softmax denominator:
 
     weights = exp(scores) / (exp(s) + sum(exp(scores)))
 
+With `decay_channels`, queries and keys hold running sums c of log decays in their last channels, and c_query - c_key is
+added to the scores, after the cap: `forgetting_attention`, by implementations in plain JAX.
+
 All implementations take the same arguments (Vaswani et al., arXiv 1706.03762, section 3.2; grouped queries: Ainslie et
 al., arXiv 2305.13245; windows: Beltagy et al., arXiv 2004.05150, section 3.1; the cap: Gemma 2, arXiv 2408.00118,
 section 2; sinks: GPT-OSS, arXiv 2508.10925, section 2.2, after StreamingLLM, arXiv 2309.17453, section 3; with s = 0
@@ -24,6 +27,7 @@ rows of a key head (its query heads times query_seq), d head_dim.
 """
 
 from .blockwise import blockwise_attention, blockwise_attention_gradients, blockwise_attention_with_lse
+from .forgetting import forgetting_attention
 from .fused import fused_attention
 from .grouped import grouped_query_attention, grouped_query_attention_with_lse
 from .mask import AttentionMask
@@ -44,6 +48,7 @@ __all__ = [
     "blockwise_attention",
     "blockwise_attention_gradients",
     "blockwise_attention_with_lse",
+    "forgetting_attention",
     "fused_attention",
     "grouped_query_attention",
     "grouped_query_attention_with_lse",

@@ -15,6 +15,9 @@ dL of L:
     ds = p * (do . v - D) * (1 - (s / soft_cap)**2)    the last factor only with a soft cap
     dq = scale * sum(ds k),    dk = scale * sum(ds q),    dv = sum(p do),    dz = -sum(exp(z - L) D)
 
+Sums c of log decays add c_q - c_k to s after the cap: of queries dc = sum(ds), of keys dc = -sum(ds), both without the
+last factor.
+
 The forward pass has two products of n queries, T keys and d features, 4 n T d FLOPs per head, the backward pass five,
 10 n T d; causality halves both. Blocks without a key to see are not visited: above the diagonal, outside a window (its
 cost is linear in length), in other segments, in empty slots of a KV cache. Temporaries are linear in length.
@@ -37,6 +40,7 @@ from zoo.ops.platform import current_platform
 from zoo.ops.varying import align_varying
 
 from .blocks import Marks, balance_blocks, find_ranges, mark_blocks, mask_blocks
+from .decays import append_decay_gradient, split_decay_sums, subtract_decay_sums
 from .grouped import group_size
 from .mask import MASK_VALUE, AttentionMask
 
@@ -53,6 +57,8 @@ _REFUSED = ("blockwise attention", 'set attention="grouped", as zoo.twice_differ
 
 _Queries = Float[Array, "query_blocks rows _"]
 _Keys = Float[Array, "key_blocks keys _"]
+_Decays = tuple[Float[Array, "*query_blocks rows 2"], Float[Array, "*key_blocks keys 2"]]
+"""Sums of log decays of queries and of keys."""
 
 _SEQUENCE = "batch (blocks size) (kv_heads group) dim"
 _IN_BLOCKS = "batch kv_heads blocks (group size) dim"
@@ -69,9 +75,15 @@ class _Options:
     soft_cap: float | None
     sizes: tuple[int, int]
     """Tokens of a block of queries, and of one of keys."""
+    decay_channels: bool
 
     def score(
-        self, query: Float[Array, "rows dim"], key: Float[Array, "keys dim"], queries: Marks, keys: Marks
+        self,
+        query: Float[Array, "rows dim"],
+        key: Float[Array, "keys dim"],
+        queries: Marks,
+        keys: Marks,
+        decays: _Decays | None,
     ) -> tuple[Float[Array, "rows keys"], Any]:
         """Return the scores of one pair of blocks, and their derivative by the scores without a cap, or 1."""
         scores = _multiply("rd,kd->rk", query, key) * self.scale
@@ -80,6 +92,8 @@ class _Options:
             capped = jnp.tanh(scores / self.soft_cap)
             scores = self.soft_cap * capped
             slope = 1 - jnp.square(capped)
+        if decays is not None:
+            scores = scores + subtract_decay_sums(*decays)
         mask = mask_blocks(self.causal, self.window, queries, keys)
         by_head = scores.reshape(-1, *mask.shape)
         return jnp.where(mask, by_head, MASK_VALUE).reshape(scores.shape), slope
@@ -94,6 +108,7 @@ def blockwise_attention(
     scale: float | None = None,
     soft_cap: float | None = None,
     sinks: Float[Array, "heads"] | None = None,
+    decay_channels: bool = False,
     block: int | None = None,
 ) -> Float[Array, "batch query_seq heads value_dim"]:
     """Compute attention block by block: the form for long sequences, in plain JAX on every platform.
@@ -102,10 +117,8 @@ def blockwise_attention(
     is a gradient and its derivative forward over reverse, but no forward-mode derivative (a custom VJP), and none
     reverse over reverse.
     """
-    output, _ = blockwise_attention_with_lse(
-        query, key, value, attention_mask, scale=scale, soft_cap=soft_cap, sinks=sinks, block=block
-    )
-    return output
+    options = {"scale": scale, "soft_cap": soft_cap, "sinks": sinks, "decay_channels": decay_channels, "block": block}
+    return blockwise_attention_with_lse(query, key, value, attention_mask, **options)[0]
 
 
 def blockwise_attention_with_lse(
@@ -117,6 +130,7 @@ def blockwise_attention_with_lse(
     scale: float | None = None,
     soft_cap: float | None = None,
     sinks: Float[Array, "heads"] | None = None,
+    decay_channels: bool = False,
     block: int | None = None,
 ) -> tuple[Float[Array, "batch query_seq heads value_dim"], Float[Array, "batch query_seq heads"]]:
     """Compute attention, and the log-sum-exp of the scores (sinks included) in float32, both with a gradient.
@@ -124,7 +138,7 @@ def blockwise_attention_with_lse(
     Outputs over two sets of keys, computed without sinks, merge with the weights exp(lse - logaddexp(lse, other_lse)).
     The log-sum-exp of a fully masked query is -5e29.
     """
-    options, marks = _plan(query, key, attention_mask, scale, soft_cap, block)
+    options, marks = _plan(query, key, attention_mask, scale, soft_cap, decay_channels, block)
     query, key, value, sinks = refuse_forward_mode((query, key, value, sinks), *_REFUSED)
     return _attend(options, *align_varying(query, key, value, sinks, marks))
 
@@ -140,6 +154,7 @@ def blockwise_attention_gradients(
     *,
     scale: float | None = None,
     soft_cap: float | None = None,
+    decay_channels: bool = False,
     block: int | None = None,
 ) -> tuple[Float[Array, "..."], Float[Array, "..."], Float[Array, "..."]]:
     """Compute the gradients of queries, keys and values in float32, from the gradient of the output, `lse` L and
@@ -148,12 +163,18 @@ def blockwise_attention_gradients(
     `key` and `value` may be a part of the keys and values that L and D are over, as in ring attention. The gradients of
     queries are then the contributions of this part, to be summed over the parts.
     """
-    options, marks = _plan(query, key, attention_mask, scale, soft_cap, block)
+    options, marks = _plan(query, key, attention_mask, scale, soft_cap, decay_channels, block)
     return _differentiate(options, *align_varying(query, key, value, gradient, lse, total, marks))
 
 
 def _plan(
-    query: Array, key: Array, mask: AttentionMask, scale: float | None, soft_cap: float | None, block: int | None
+    query: Array,
+    key: Array,
+    mask: AttentionMask,
+    scale: float | None,
+    soft_cap: float | None,
+    decay_channels: bool,
+    block: int | None,
 ) -> tuple[_Options, tuple[Marks, Marks]]:
     """Return the static arguments of both passes, and the marks of queries and keys. **Raises** `ValueError` for a mask
     with a selection of keys."""
@@ -167,8 +188,9 @@ def _plan(
         block = choose_block(mask.window)
     sizes = balance_blocks(query.shape[1], block), balance_blocks(key.shape[1], block)
     marks = mark_blocks(mask, query.shape[0], (query.shape[1], key.shape[1]), sizes)
-    scale_or_default = query.shape[-1] ** -0.5 if scale is None else scale
-    return _Options(mask.causal, mask.window, scale_or_default, soft_cap, sizes), marks
+    if scale is None:
+        scale = split_decay_sums(query, decay_channels)[0].shape[-1] ** -0.5
+    return _Options(mask.causal, mask.window, scale, soft_cap, sizes, decay_channels), marks
 
 
 def choose_block(window: int | None) -> int:
@@ -196,10 +218,12 @@ def _attend_fwd(
     query_size, key_size = options.sizes
     sink = jnp.full(heads, -jnp.inf) if sinks is None else sinks.astype(jnp.float32)
     start = jnp.repeat(sink.reshape(kv_heads, group), query_size, axis=1)[..., None]
+    (query_features, key_features), decays = _split_decays(options, query, key)
     blocks = (
-        _split(query, kv_heads, query_size),
-        *(_split(x, kv_heads, key_size) for x in (key, value)),
+        _split(query_features, kv_heads, query_size),
+        *(_split(x, kv_heads, key_size) for x in (key_features, value)),
         jnp.broadcast_to(start, (batch, *start.shape)),
+        decays,
     )
     ranges = find_ranges(options.causal, options.window, *marks)
     found = _map_heads(functools.partial(_attend_head, options), ranges, marks, blocks)
@@ -227,10 +251,12 @@ def _differentiate(
     """Return the cotangents of queries, keys and values in float32."""
     query_size, key_size = options.sizes
     kv_heads = key.shape[2]
+    (query_features, key_features), decays = _split_decays(options, query, key)
     blocks = (
-        _split(query, kv_heads, query_size),
-        *(_split(x, kv_heads, key_size) for x in (key, value)),
+        _split(query_features, kv_heads, query_size),
+        *(_split(x, kv_heads, key_size) for x in (key_features, value)),
         *(_split(x, kv_heads, query_size) for x in (gradient, lse[..., None], total[..., None])),
+        decays,
     )
     ranges = find_ranges(options.causal, options.window, *marks, of_keys=True)
     found = _map_heads(functools.partial(_differentiate_head, options), ranges, marks, blocks)
@@ -273,15 +299,17 @@ def _attend_head(
     key: _Keys,
     value: _Keys,
     start: Float[Array, "rows 1"],
+    decays: _Decays | None,
 ) -> tuple[_Queries, _Queries]:
     """Return the output and the log-sum-exp of the queries of one key head."""
 
     def attend_block(block: tuple) -> tuple[Array, Array]:
-        (first, end), queries, rows = block
+        (first, end), queries, rows, row_sums = block
 
         def visit(index: Array, carry: tuple) -> tuple:
             highest, total, output = carry
-            scores, _ = options.score(rows, key[index], queries, _at(marks[1], index))
+            block_decays = None if decays is None else (row_sums, decays[1][index])
+            scores, _ = options.score(rows, key[index], queries, _at(marks[1], index), block_decays)
             new = jnp.maximum(highest, scores.max(-1, keepdims=True))
             kept = jnp.exp(highest - new)
             weights = jnp.exp(scores - new)
@@ -296,7 +324,7 @@ def _attend_head(
         total = jnp.where(total > 0, total, 1)
         return output / total, highest + jnp.log(total)
 
-    return lax.map(attend_block, (ranges, marks[0], query))
+    return lax.map(attend_block, (ranges, marks[0], query, None if decays is None else decays[0]))
 
 
 def _differentiate_head(
@@ -309,43 +337,80 @@ def _differentiate_head(
     gradient: _Queries,
     lse: _Queries,
     total: _Queries,
+    decays: _Decays | None,
 ) -> tuple[_Queries, _Keys, _Keys]:
     """Return the cotangents of the queries, keys and values of one key head in float32."""
 
-    def differentiate_block(query_gradient: Array, block: tuple) -> tuple[Array, tuple[Array, Array]]:
-        (first, end), keys, key_block, value_block = block
+    def differentiate_block(query_gradients: tuple, block: tuple) -> tuple[tuple, tuple]:
+        (first, end), keys, key_block, value_block, key_sums = block
 
         def visit(index: Array, carry: tuple) -> tuple:
-            query_gradient, key_gradient, value_gradient = carry
+            query_gradients, key_gradients, value_gradient = carry
             rows = query[index]
             outgoing = gradient[index]
-            scores, slope = options.score(rows, key_block, _at(marks[0], index), keys)
+            block_decays = None if decays is None else (decays[0][index], key_sums)
+            scores, slope = options.score(rows, key_block, _at(marks[0], index), keys, block_decays)
             weights = jnp.exp(scores - lse[index])
-            score_gradient = weights * (_multiply("rd,kd->rk", outgoing, value_block) - total[index]) * slope
-            score_gradient = score_gradient.astype(key.dtype)
-            more = query_gradient[index] + _multiply("rk,kd->rd", score_gradient, key_block)
+            decay_gradient = weights * (_multiply("rd,kd->rk", outgoing, value_block) - total[index])
+            score_gradient = (decay_gradient * slope).astype(key.dtype)
+            of_query_sums = of_key_sums = None
+            if decays is not None:
+                of_query_sums = decay_gradient.sum(1, keepdims=True)
+                of_key_sums = -decay_gradient.sum(0)[:, None]
+            more_for_queries = _multiply("rk,kd->rd", score_gradient, key_block), of_query_sums
+            more_for_keys = _multiply("rk,rd->kd", score_gradient, rows), of_key_sums
             return (
-                lax.dynamic_update_index_in_dim(query_gradient, more, index, 0),
-                key_gradient + _multiply("rk,rd->kd", score_gradient, rows),
+                jax.tree.map(lambda x, more: _add_at(x, index, more), query_gradients, more_for_queries),
+                jax.tree.map(jnp.add, key_gradients, more_for_keys),
                 value_gradient + _multiply("rk,rd->kd", weights.astype(gradient.dtype), outgoing),
             )
 
-        empty = jnp.zeros(key_block.shape, jnp.float32), jnp.zeros(value_block.shape, jnp.float32)
-        query_gradient, *gradients = lax.fori_loop(
-            first, end, visit, align_varying((query_gradient, *empty), key_block)[0]
+        empty = _zeros_like(key_block, key_sums), jnp.zeros(value_block.shape, jnp.float32)
+        query_gradients, *gradients = lax.fori_loop(
+            first, end, visit, align_varying((query_gradients, *empty), key_block)[0]
         )
-        return query_gradient, tuple(gradients)
+        return query_gradients, tuple(gradients)
 
-    empty, _ = align_varying(jnp.zeros(query.shape, jnp.float32), query)
-    query_gradient, (key_gradient, value_gradient) = lax.scan(
-        differentiate_block, empty, (ranges, marks[1], key, value)
+    query_sums, key_sums = (None, None) if decays is None else decays
+    empty, _ = align_varying(_zeros_like(query, query_sums), query)
+    query_gradients, (key_gradients, value_gradient) = lax.scan(
+        differentiate_block, empty, (ranges, marks[1], key, value, key_sums)
     )
-    return query_gradient * options.scale, key_gradient * options.scale, value_gradient
+    joined = (append_decay_gradient(x * options.scale, of_sums) for x, of_sums in (query_gradients, key_gradients))
+    return *joined, value_gradient
 
 
-def _split(x: Float[Array, "batch seq heads dim"], kv_heads: int, size: int) -> Float[Array, "..."]:
-    """Split into blocks of `size` tokens, each with all heads of a key head, padded with zeros."""
-    x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % size), (0, 0), (0, 0)))
+def _zeros_like(x: Float[Array, "..."], sums: Float[Array, "..."] | None) -> tuple[Array, Array | None]:
+    """Return zeros in float32 for the gradient of queries or keys, and of their sums of log decays if there are any."""
+    zeros = jnp.zeros(x.shape, jnp.float32)
+    if sums is None:
+        return zeros, None
+    return zeros, jnp.zeros((*sums.shape[:-1], 1), jnp.float32)
+
+
+def _add_at(x: Float[Array, "blocks *dims"], index: Array, more: Float[Array, "*dims"]) -> Float[Array, "..."]:
+    """Add `more` to one block."""
+    return lax.dynamic_update_index_in_dim(x, x[index] + more, index, 0)
+
+
+def _split_decays(options: _Options, query: Array, key: Array) -> tuple[tuple[Array, Array], _Decays | None]:
+    """Return queries and keys without the channels of sums of log decays, and the blocks of these sums, if there are
+    any. Queries that pad the last block have the sums of the last one: their weights stay finite."""
+    query, query_sums = split_decay_sums(query, options.decay_channels)
+    key, key_sums = split_decay_sums(key, options.decay_channels)
+    if query_sums is None or key_sums is None:
+        return (query, key), None
+    query_size, key_size = options.sizes
+    kv_heads = key.shape[2]
+    decays = _split(query_sums, kv_heads, query_size, mode="edge"), _split(key_sums, kv_heads, key_size)
+    return (query, key), decays
+
+
+def _split(
+    x: Float[Array, "batch seq heads dim"], kv_heads: int, size: int, mode: str = "constant"
+) -> Float[Array, "..."]:
+    """Split into blocks of `size` tokens, each with all heads of a key head, padded with zeros or by `mode`."""
+    x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % size), (0, 0), (0, 0)), mode=mode)
     return rearrange(x, f"{_SEQUENCE} -> {_IN_BLOCKS}", kv_heads=kv_heads, size=size)
 
 

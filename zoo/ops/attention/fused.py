@@ -67,6 +67,8 @@ def find_cudnn_obstacle(request: AttentionRequest) -> str | None:
         return "scores have a soft cap"
     if request.has_sinks:
         return "there are attention sinks"
+    if request.has_decays:
+        return "scores have decays"
     if request.value_dim != request.head_dim:
         return f"values are {request.value_dim} wide and keys {request.head_dim}"
     if request.dtype not in (jnp.bfloat16, jnp.float16):

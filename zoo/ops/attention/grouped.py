@@ -8,6 +8,7 @@ from jaxtyping import Array, Float
 from zoo.ops.matmul import einsum_fp32_accum
 from zoo.ops.reduction import max_last_dim
 
+from .decays import DECAY_CHANNELS, split_decay_sums, subtract_decay_sums
 from .mask import MASK_VALUE, AttentionMask, zero_masked_queries
 
 
@@ -20,6 +21,7 @@ def grouped_query_attention(
     scale: float | None = None,
     soft_cap: float | None = None,
     sinks: Float[Array, "heads"] | None = None,
+    decay_channels: bool = False,
 ) -> Float[Array, "batch query_seq heads value_dim"]:
     """Compute grouped-query attention with all scores in memory, without repeating keys and values.
 
@@ -28,7 +30,7 @@ def grouped_query_attention(
     with the keys that its mask can allow: 10/16 of the products and of the softmax of a causal square. The attention
     weights of all blocks are residuals of the backward pass.
     """
-    options = {"scale": scale, "soft_cap": soft_cap, "sinks": sinks}
+    options = {"scale": scale, "soft_cap": soft_cap, "sinks": sinks, "decay_channels": decay_channels}
     return grouped_query_attention_with_lse(query, key, value, attention_mask, **options)[0]
 
 
@@ -41,6 +43,7 @@ def grouped_query_attention_with_lse(
     scale: float | None = None,
     soft_cap: float | None = None,
     sinks: Float[Array, "heads"] | None = None,
+    decay_channels: bool = False,
 ) -> tuple[Float[Array, "batch query_seq heads value_dim"], Float[Array, "batch query_seq heads"]]:
     """Compute grouped-query attention, and the log-sum-exp of the scores (sinks included) in float32.
 
@@ -51,6 +54,13 @@ def grouped_query_attention_with_lse(
     key, value = (rearrange(x, "batch seq kv_heads dim -> batch kv_heads seq dim") for x in (key, value))
     if sinks is not None:
         sinks = sinks.astype(jnp.float32).reshape(key.shape[1], group)
+    features = query.shape[-1]
+    _, query_sums = split_decay_sums(query, decay_channels)
+    _, key_sums = split_decay_sums(key, decay_channels)
+    if decay_channels:
+        # Zeros multiply the channels of keys: to leave these out, a cache would be copied for every token.
+        features -= DECAY_CHANNELS
+        query = query.at[..., features:].set(0)
     # The group is folded into the rows of one product: as a separate dim, XLA's CPU backend copies the weights.
     fold = "batch seq (kv_heads group) dim -> batch kv_heads (group seq) dim"
     unfold = "batch kv_heads (group seq) dim -> batch seq (kv_heads group) dim"
@@ -64,7 +74,10 @@ def grouped_query_attention_with_lse(
             rows, masked_score = lax.optimization_barrier((rows, jnp.float32(MASK_VALUE)))
             masked_score = lax.stop_gradient(masked_score)
         scores = einsum_fp32_accum("bnrd,bnkd->bnrk", rows, key[:, :, keys], dtype=jnp.float32)
-        scores = scale_scores(scores, query.shape[-1], scale, soft_cap)
+        scores = scale_scores(scores, features, scale, soft_cap)
+        if query_sums is not None and key_sums is not None:
+            row_sums = rearrange(query_sums[:, queries], fold, group=group)
+            scores = scores + subtract_decay_sums(row_sums, key_sums[:, :, keys])
         if mask is not None:
             scores = jnp.where(jnp.tile(mask[:, queries, keys], (1, group, 1))[:, None], scores, masked_score)
         if sinks is None:
@@ -93,7 +106,12 @@ def make_query_blocks(attention_mask: AttentionMask, query_seq: int, key_seq: in
     starts = range(0, query_seq, size)
     behind = key_seq if attention_mask.window is None else attention_mask.window - 1
     ends = [min(start + size, query_seq) for start in starts]
-    return [(slice(start, end), slice(max(0, start - behind), end)) for start, end in zip(starts, ends, strict=True)]
+    unit = 1 if attention_mask.block is None else attention_mask.block
+    last_keys = [min(-(-end // unit) * unit, key_seq) for end in ends]
+    return [
+        (slice(start, end), slice(max(0, start - behind), last))
+        for start, end, last in zip(starts, ends, last_keys, strict=True)
+    ]
 
 
 def _softmax_with_sinks(

@@ -1,4 +1,4 @@
-"""The attention mask: causality, windows, positions and segments, as rules that every implementation reads."""
+"""The attention mask: causality, windows, blocks, positions and segments, as rules that implementations read."""
 
 import dataclasses
 import functools
@@ -19,11 +19,15 @@ class AttentionMask:
     - `causal`: causal mask, key_position <= query_position.
     - `window`: sliding-window attention, query_position - key_position < window; if not causal,
       |query_position - key_position| < window.
+    - `block`: block-causal mask (block diffusion, Arriola et al., arXiv:2503.09573, section 3.2), a causal mask of
+      blocks: a query attends to all keys of its own block of `block` positions, and of earlier blocks. The last
+      position of its block replaces the position of a query in both rules above.
     - Segments (packed sequences): only tokens with equal ids attend to each other.
     - `selected`: the keys that each query may see at most, such as the top-k of an indexer (sparse attention). Only
       implementations with all scores in memory take it.
 
-    **Raises** `ValueError` where positions or segments are given for one side only, and for a window below 1.
+    **Raises** `ValueError` where positions or segments are given for one side only, for a window or a block below 1,
+    for blocks of a mask that is not causal, and for a window shorter than a block.
     """
 
     causal: bool
@@ -33,6 +37,7 @@ class AttentionMask:
     query_positions: Int[Array, "batch query_seq"] | None = None
     key_positions: Int[Array, "batch key_seq"] | None = None
     selected: Bool[Array, "batch _ _"] | None = None
+    block: int | None = None
 
     def __post_init__(self):
         if (self.query_positions is None) != (self.key_positions is None):
@@ -43,27 +48,46 @@ class AttentionMask:
             raise ValueError(
                 f"attention: window is {self.window}; a query attends at least to itself, so it is at least 1."
             )
+        if self.block is None:
+            return
+        if self.block < 1:
+            raise ValueError(f"attention: block is {self.block}; a query is in its own block, so it is at least 1.")
+        if not self.causal:
+            raise ValueError(f"attention: block={self.block} is a causal mask of blocks, and causal is False.")
+        if self.window is not None and self.window < self.block:
+            raise ValueError(
+                f"attention: a window of {self.window} is shorter than a block of {self.block}, all of which a query "
+                f"attends to. Use a window of at least {self.block}."
+            )
 
     @property
     def is_structural(self) -> bool:
         """Return True if the mask depends only on causality and the window, and so is the same for all rows."""
-        return self.query_positions is None and self.query_segments is None and self.selected is None
+        has_arrays = any(x is not None for x in (self.query_positions, self.query_segments, self.selected))
+        return not has_arrays and self.block is None
 
     def find_positions(
         self, query_seq: int, key_seq: int
     ) -> tuple[Int[Array, "rows query_seq"], Int[Array, "rows key_seq"]]:
-        """Return the positions of queries and keys, by default their order in the arrays, as one row.
+        """Return the positions of queries and keys, by default their order in the arrays, as one row. With blocks, a
+        query has the last position of its block.
 
         **Raises** `ValueError` if causality or a window needs positions: query_seq and key_seq differ and there are
         none.
         """
         if self.query_positions is not None and self.key_positions is not None:
-            return self.query_positions, self.key_positions
-        if query_seq == key_seq or (not self.causal and self.window is None):
-            return jnp.arange(query_seq)[None], jnp.arange(key_seq)[None]
-        raise ValueError(
-            f"attention: {query_seq} queries and {key_seq} keys have no common order in time. Give positions."
-        )
+            queries = self.query_positions
+            keys = self.key_positions
+        elif query_seq == key_seq or (not self.causal and self.window is None):
+            queries = jnp.arange(query_seq)[None]
+            keys = jnp.arange(key_seq)[None]
+        else:
+            raise ValueError(
+                f"attention: {query_seq} queries and {key_seq} keys have no common order in time. Give positions."
+            )
+        if self.block is not None:
+            queries = queries + count_block_ahead(queries, self.block)
+        return queries, keys
 
     def materialize(self, query_seq: int, key_seq: int) -> Bool[Array, "rows query_seq key_seq"] | None:
         """Return the boolean mask, True where a query attends to a key, or None if nothing is masked.
@@ -90,6 +114,11 @@ class AttentionMask:
             return None
         mask = functools.reduce(jnp.logical_and, rules)
         return jnp.broadcast_to(mask, (mask.shape[0], query_seq, key_seq))
+
+
+def count_block_ahead(positions: Int[Array, "*batch seq"], block: int) -> Int[Array, "*batch seq"]:
+    """Return the number of positions after each one in its block. Padding, at position -1, is the last of a block."""
+    return block - 1 - positions % block
 
 
 def zero_masked_queries(output: Float[Array, "..."], mask: Bool[Array, "..."] | None) -> Float[Array, "..."]:

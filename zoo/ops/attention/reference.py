@@ -4,6 +4,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from .decays import split_decay_sums, subtract_decay_sums
 from .grouped import group_size, scale_scores
 from .mask import MASK_VALUE, AttentionMask
 
@@ -17,9 +18,10 @@ def reference_attention(
     scale: float | None = None,
     soft_cap: float | None = None,
     sinks: Float[Array, "heads"] | None = None,
+    decay_channels: bool = False,
 ) -> Float[Array, "batch query_seq heads value_dim"]:
     """Compute attention by its definition in float32, with keys and values repeated for every query head."""
-    options = {"scale": scale, "soft_cap": soft_cap, "sinks": sinks}
+    options = {"scale": scale, "soft_cap": soft_cap, "sinks": sinks, "decay_channels": decay_channels}
     return average_values(attention_probabilities(query, key, attention_mask, **options), value)
 
 
@@ -31,13 +33,18 @@ def attention_probabilities(
     scale: float | None = None,
     soft_cap: float | None = None,
     sinks: Float[Array, "heads"] | None = None,
+    decay_channels: bool = False,
 ) -> Float[Array, "batch heads query_seq key_seq"]:
     """Compute the softmax over keys in float32, 0 for keys that are masked. With sinks, a row sums to less than 1."""
     query, key = (x.astype(jnp.float32) for x in (query, key))
     key = jnp.repeat(key, group_size(query, key), axis=2)
+    query, query_sums = split_decay_sums(query, decay_channels)
+    key, key_sums = split_decay_sums(key, decay_channels)
     mask = attention_mask.materialize(query.shape[1], key.shape[1])
     scores = jnp.einsum("bqhd,bkhd->bhqk", query, key, precision="highest")
     scores = scale_scores(scores, query.shape[-1], scale, soft_cap)
+    if query_sums is not None and key_sums is not None:
+        scores = scores + subtract_decay_sums(query_sums.swapaxes(1, 2), key_sums.swapaxes(1, 2))
     if mask is None:
         mask = jnp.ones_like(scores, bool)
     else:

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 from jaxtyping import Array, Float
 
@@ -28,15 +29,20 @@ def attention(
     scale: float | None = None,
     soft_cap: float | None = None,
     sinks: Float[Array, "heads"] | None = None,
+    decay_channels: bool = False,
     implementation: str | Callable = AUTO,
 ) -> Float[Array, "batch query_seq heads value_dim"]:
-    """Compute attention by an implementation of `ATTENTION`, or by a function of the same arguments.
+    """Compute attention by an implementation of `ATTENTION`, or by a function of the same arguments. A function needs
+    `decay_channels` only for layers that use them.
 
     **Raises** `ValueError` for an unknown name, and for an implementation that cannot compute this, with the reason.
     """
-    request = AttentionRequest.from_arrays(query, key, value, attention_mask, soft_cap, sinks)
+    request = AttentionRequest.from_arrays(query, key, value, attention_mask, soft_cap, sinks, decay_channels)
     run = ATTENTION.select(implementation, request).function
-    return run(query, key, value, attention_mask, scale=scale, soft_cap=soft_cap, sinks=sinks)
+    options: dict[str, Any] = {"scale": scale, "soft_cap": soft_cap, "sinks": sinks}
+    if decay_channels:
+        options["decay_channels"] = True
+    return run(query, key, value, attention_mask, **options)
 
 
 def attention_with_lse(
@@ -47,6 +53,7 @@ def attention_with_lse(
     *,
     scale: float | None = None,
     soft_cap: float | None = None,
+    decay_channels: bool = False,
     implementation: str | Callable = AUTO,
 ) -> tuple[Float[Array, "batch query_seq heads value_dim"], Float[Array, "batch query_seq heads"]]:
     """Compute attention to some of the keys, and the log-sum-exp of their scores, by an implementation of
@@ -58,9 +65,10 @@ def attention_with_lse(
         name = getattr(implementation, "__name__", type(implementation).__name__)
         names = ", ".join(ATTENTION_WITH_LSE.names)
         raise ValueError(f"{ATTENTION_WITH_LSE.name} needs the log-sum-exp, which {name} does not return: use {names}")
-    request = AttentionRequest.from_arrays(query, key, value, attention_mask, soft_cap, None)
+    request = AttentionRequest.from_arrays(query, key, value, attention_mask, soft_cap, None, decay_channels)
     run = ATTENTION_WITH_LSE.select(implementation, request).function
-    return run(query, key, value, attention_mask, scale=scale, soft_cap=soft_cap)
+    options = {"scale": scale, "soft_cap": soft_cap, "decay_channels": decay_channels}
+    return run(query, key, value, attention_mask, **options)
 
 
 def _find_grouped_drawback(request: AttentionRequest) -> str | None:

@@ -71,6 +71,10 @@ def find_splash_obstacle(request: AttentionRequest) -> str | None:
         return reason
     if request.has_positions:
         return "tokens have positions, and its masks compare places in the arrays"
+    if request.has_decays:
+        return "scores have decays"
+    if request.block is not None:
+        return "tokens see later ones of their block, and it has masks for causality and windows"
     if request.has_selection:
         return "queries select their keys, and its masks compare places in the arrays"
     if request.has_segments and not request.has_shared_segments:

@@ -42,7 +42,7 @@ def tokamax_attention(
         raise ValueError(f"tokamax_attention cannot compute this, because {obstacle}")
     group_size(query, key)
     options: dict[str, Any] = {"scale": scale, "logits_soft_cap": soft_cap, "implementation": _choose_kernel()}
-    options["is_causal"] = attention_mask.causal and not request.has_positions
+    options["is_causal"] = attention_mask.causal and not request.has_positions and attention_mask.block is None
     materialized = attention_mask.materialize(request.query_seq, request.key_seq)
     mask = None
     if not attention_mask.is_structural:
@@ -64,6 +64,8 @@ def find_tokamax_attention_obstacle(request: AttentionRequest) -> str | None:
         return reason
     if request.has_sinks:
         return "there are attention sinks"
+    if request.has_decays:
+        return "scores have decays"
     if not request.has_one_dtype:
         return "queries, keys and values have several dtypes"
     platform = current_platform()
