@@ -10,6 +10,7 @@ from .attention.attention import Attention
 from .attention.base import AbstractGroupedAttention
 from .attention.cross_layer import CrossLayerAttention
 from .attention.differential import DifferentialAttention
+from .attention.forgetting import ForgettingAttention
 from .attention.gated import GatedAttention
 from .attention.latent import LatentAttention
 from .attention.post_rotary import PostRotaryAttention
@@ -88,6 +89,7 @@ __all__ = [
     "Dropout",
     "Embedding",
     "FP8Linear",
+    "ForgettingAttention",
     "GatedAttention",
     "GatedConvolution",
     "GatedDeltaNet",

@@ -77,6 +77,33 @@ def test_attention_sink_joins_the_softmax_and_keeps_float32():
     assert zoo.cast(attention, jnp.bfloat16).sinks.dtype == jnp.float32
 
 
+@pytest.mark.ci
+def test_block_causal_attention_of_documents_equals_separate():
+    """A block begins at position 0 of its document, and its own tokens attend to all of it, in all implementations."""
+    make = lambda name: Attention(16, 4, kv_heads=2, rotary=Rotary(4), window=4, block=3, implementation=name, key=KEY)
+    x = jax.random.normal(KEY, (1, 12, 16))
+    ids, positions = jnp.array([[1] * 5 + [2] * 7]), jnp.array([[*range(5), *range(7)]])
+    ours = [eqx.filter_jit(make(name))(x, TokenInfo(positions, ids))[0] for name in ("grouped", "blockwise")]
+    call = eqx.filter_jit(lambda layer, x: layer(x, TokenInfo())[0])
+    separate = jnp.concatenate([call(make("reference"), part) for part in (x[:, :5], x[:, 5:])], axis=1)
+    assert all(jnp.allclose(y, separate, atol=1e-5) for y in ours)
+    gradient = eqx.filter_jit(jax.grad(lambda x: call(make("grouped"), x)[0, 3].sum()))(x)
+    attended = (jnp.abs(gradient[0]) > 0).any(1)
+    np.testing.assert_array_equal(jnp.flatnonzero(attended), [2, 3, 4, 5])
+
+
+def test_block_causal_attention_refuses_a_cache():
+    attention = Attention(16, 4, block=3, key=KEY)
+    state = eqx.filter_eval_shape(attention.init_state, 1, 8)
+    token = jax.ShapeDtypeStruct((1, 1, 16), "f4"), TokenInfo(jax.ShapeDtypeStruct((1, 1), "i4"))
+    with pytest.raises(NotImplementedError, match="with block=3 a token attends to the later ones of its block"):
+        eqx.filter_eval_shape(attention, *token, state)
+    causal = Attention(16, 4, block=1, key=KEY)
+    assert eqx.filter_eval_shape(causal, *token, state)[0].shape == (1, 1, 16)
+    with pytest.raises(ValueError, match="a window of 2 is shorter than a block of 3"):
+        Attention(16, 4, window=2, block=3, key=KEY)
+
+
 def make_decoder_with_norm_over_heads(key):
     """Return a decoder with QK norm over all heads, and with multipliers of residuals and logits."""
 

@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 import zoo
 from tests.aot import imagine
 from tests.layers.random_layers import activations, randomize
-from zoo.layers import Attention, LatentAttention, TokenInfo
+from zoo.layers import Attention, ForgettingAttention, LatentAttention, TokenInfo
 from zoo.layers.abstract import AbstractMixer
 from zoo.layers.attention.context import CONTEXT_ATTENTION
+from zoo.models import pack_positions
 from zoo.ops.rotary import Rotary
 from zoo.parallel import Layout, Module, gather
 from zoo.parallel.layout import CONTEXT_FORMS
@@ -26,6 +27,11 @@ ROWS, SEQ, EMBED, HEADS = 4, 32, 16, 8
 OPTIONS = {"head_dim": 4, "kv_heads": 4, "rotary": Rotary(4), "window": 6, "soft_cap": 1.5, "sinks": True}
 WINDOW = partial(Attention, EMBED, HEADS, **OPTIONS)
 LATENTS = partial(LatentAttention, EMBED, HEADS, latent=6, head_dim=4, value_dim=3, rotary=Rotary(2))
+FORGETS = partial(ForgettingAttention, EMBED, HEADS, head_dim=4, kv_heads=4)
+BLOCKS = partial(Attention, EMBED, HEADS, head_dim=4, kv_heads=4, window=11, block=7)
+"""Blocks that straddle shards of four tokens."""
+PLAIN = WINDOW, LATENTS
+MASKED = FORGETS, BLOCKS
 
 
 class Layers(Module):
@@ -40,8 +46,8 @@ class Layers(Module):
 
 
 @functools.cache
-def make_layers():
-    return Layers((randomize(WINDOW), randomize(LATENTS)))
+def make_layers(*factories):
+    return Layers(tuple(map(randomize, factories)))
 
 
 def make_batch(seq=SEQ):
@@ -53,8 +59,8 @@ def make_batch(seq=SEQ):
 
 
 def loss_fn(layers, batch):
-    x, weights, segment_ids = batch
-    y = layers(x, TokenInfo(segment_ids=segment_ids))
+    x, weights, segment_ids, *positions = batch
+    y = layers(x, TokenInfo(*positions, segment_ids=segment_ids))
     return (y * weights).sum(), jnp.float32(y.size)
 
 
@@ -64,9 +70,10 @@ def serial(layers, batch):
     return loss_fn(layers, batch)[0] / (ROWS * SEQ * EMBED)
 
 
-def check_equals_one_device(mesh, batch):
-    loss, gradients = jax.device_get(zoo.value_and_grad(loss_fn, mesh)(zoo.place(make_layers(), mesh), batch))
-    expected_loss, expected_gradients = jax.device_get(serial(make_layers(), batch))
+def check_equals_one_device(mesh, batch, factories=PLAIN):
+    layers = make_layers(*factories)
+    loss, gradients = jax.device_get(zoo.value_and_grad(loss_fn, mesh)(zoo.place(layers, mesh), batch))
+    expected_loss, expected_gradients = jax.device_get(serial(layers, batch))
     terms = float(jnp.abs(batch[1]).mean())
     assert abs(loss - expected_loss) < 1e-5 * max(abs(expected_loss), terms)
     for a, b in zip(jax.tree.leaves(gradients), jax.tree.leaves(expected_gradients), strict=True):
@@ -95,6 +102,22 @@ def test_context_attention_equals_one_device(form, sizes):
     check_equals_one_device(make_mesh(form, **sizes), make_batch())
 
 
+@pytest.mark.one_case
+@pytest.mark.parametrize(
+    ("form", "sizes"),
+    [
+        ("ring", {"context": 8}),
+        ("gathered", {"fsdp": 2, "context": 4}),
+        ("heads", {"data": 2, "context": 2, "tensor": 2}),
+    ],
+    ids=str,
+)
+def test_forget_gates_and_blocks_equal_one_device(form, sizes):
+    """Blocks of documents, which begin anywhere in a shard."""
+    x, weights, segment_ids = make_batch()
+    check_equals_one_device(make_mesh(form, **sizes), (x, weights, segment_ids, pack_positions(segment_ids)), MASKED)
+
+
 @pytest.mark.ci
 @settings(max_examples=8)
 @given(seed=st.integers(0, 999), often=st.sampled_from([0.0, 0.05, 0.3, 0.9]), padded=st.booleans())
@@ -105,7 +128,10 @@ def test_ring_attention_of_any_documents_equals_one_device(seed, often, padded):
     places = np.arange(SEQ)
     segment_ids = (1 + (draw.random((ROWS, SEQ)) < often).cumsum(1)) * ((first <= places) & (places < last))
     x, weights, _ = make_batch()
-    check_equals_one_device(make_mesh("ring", context=8), (x, weights, jnp.asarray(segment_ids)))
+    batch = x, weights, jnp.asarray(segment_ids)
+    mesh = make_mesh("ring", context=8)
+    check_equals_one_device(mesh, batch)
+    check_equals_one_device(mesh, (*batch, pack_positions(batch[2])), MASKED)
 
 
 def count_bytes(mesh, mixer, seq):

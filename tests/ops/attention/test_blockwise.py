@@ -60,6 +60,8 @@ CASES = {  # one compilation each: shapes, the mask, options, marks
     ),
     "wide values and a cap": (dict(seq=50, kv_heads=4, value_dim=11), dict(causal=False), dict(soft_cap=1.5), ""),
     "bidirectional in a window": (dict(seq=50), dict(causal=False, window=9), dict(scale=0.9), "segments"),
+    "block-causal in a window": (dict(seq=50), dict(causal=True, window=20, block=11), {}, "segments"),
+    "block-causal, cached": (dict(seq=20, key_seq=70), dict(causal=True, block=6), {}, "positions"),
     "half precision": (dict(seq=50, dtype=jnp.bfloat16), dict(causal=True), dict(soft_cap=1.5), ""),
     "cross-attention": (dict(seq=20, key_seq=70), dict(causal=False), {}, ""),
     "cached": (dict(seq=20, key_seq=70), dict(causal=True), dict(soft_cap=1.5), "positions"),
@@ -96,7 +98,7 @@ def check_equal(case, seed, platform):
         np.testing.assert_allclose(ours, theirs, atol=tolerance, rtol=tolerance)
 
 
-QUICK = ("one key head, a window, narrow values", "half precision", "cached")
+QUICK = ("one key head, a window, narrow values", "block-causal in a window", "half precision", "cached")
 
 
 @pytest.mark.ci

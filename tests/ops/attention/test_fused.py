@@ -30,6 +30,8 @@ def hopper(monkeypatch):
         ({"has_one_dtype": False}, "several dtypes"),
         ({"soft_cap": 3.0}, "soft cap"),
         ({"has_sinks": True}, "sinks"),
+        ({"has_decays": True}, "decays"),
+        ({"block": 4, "query_seq": 63}, "this one is 63 x 64"),
         ({"value_dim": 32}, "values are 32 wide"),
         ({"head_dim": 60, "value_dim": 60}, "heads have 60 features"),
         ({"head_dim": 264, "value_dim": 264}, "a multiple of 8 up to 256"),

@@ -73,13 +73,14 @@ def by_loops(query, key, value, sinks, sees, scale, soft_cap):
 @given(
     causal=st.booleans(),
     window=st.sampled_from([None, 1, 3, 20]),
+    block=st.sampled_from([None, 1, 2, 3]),
     soft_cap=st.sampled_from([None, 0.5, 5.0]),
     scale=st.sampled_from([None, 0.1, 1.0]),
     sinks=st.none() | st.lists(st.sampled_from([-9.0, -1.0, 0.0, 0.5, 12.0]), min_size=HEADS, max_size=HEADS),
     segments=st.none() | st.lists(st.integers(0, 2), min_size=2 * SEQ, max_size=2 * SEQ),
     places=st.none() | st.lists(st.integers(-2, 9), min_size=4 * SEQ, max_size=4 * SEQ),
 )
-def test_reference_attention_equals_python_loops(causal, window, soft_cap, scale, sinks, segments, places):
+def test_reference_attention_equals_python_loops(causal, window, block, soft_cap, scale, sinks, segments, places):
     (query, key, value), _ = inputs(value_dim=5)
     mask_options, rules = {}, []
     at = np.broadcast_to(np.arange(SEQ), (2, BATCH, SEQ))
@@ -91,14 +92,17 @@ def test_reference_attention_equals_python_loops(causal, window, soft_cap, scale
         at = np.array(places).reshape(2, BATCH, SEQ)
         mask_options |= dict(query_positions=jnp.array(at[0]), key_positions=jnp.array(at[1]))
         rules.append(lambda b, q, k: at[1, b, k] >= 0)
-    age = lambda b, q, k: at[0, b, q] - at[1, b, k]
+    if not causal or (window or SEQ) < (block or 1):
+        block = None
+    seen_from = at[0] if block is None else at[0] // block * block + block - 1
+    age = lambda b, q, k: seen_from[b, q] - at[1, b, k]
     if causal:
         rules.append(lambda b, q, k: age(b, q, k) >= 0)
     if window:
         rules.append(lambda b, q, k: age(b, q, k) < window and (causal or age(b, q, k) > -window))
 
     sink_array = None if sinks is None else jnp.array(sinks)
-    options = dict(causal=causal, window=window, soft_cap=soft_cap, scale=scale)
+    options = dict(causal=causal, window=window, block=block, soft_cap=soft_cap, scale=scale)
     output = IMPLEMENTATIONS["reference"](query, key, value, sink_array, **options, **mask_options)
     arrays = [np.asarray(x, np.float64) for x in (query, key, value)]
     sees = lambda b, q, k: all(rule(b, q, k) for rule in rules)
@@ -131,6 +135,10 @@ CASES = {
     "in blocks, and a window": (dict(causal=True, window=70), dict(seq=LONG)),
     "in blocks, packed in a window of one": (dict(causal=True, window=1, **LONG_PACKED), dict(seq=LONG)),
     "in blocks, packed": (dict(causal=True, **LONG_PACKED), dict(seq=LONG, kv_heads=1)),
+    "block-causal": (dict(causal=True, block=3), dict(value_dim=5)),
+    "block-causal in a window, cached": (dict(causal=True, block=2, window=3, **CACHED), dict(seq=2, key_seq=SEQ)),
+    "in blocks, block-causal in a window": (dict(causal=True, block=48, window=70), dict(seq=LONG)),
+    "in blocks, block-causal, packed": (dict(causal=True, block=33, **LONG_PACKED), dict(seq=LONG)),
     "sinks": (dict(causal=True), dict(sinks=SINKS)),
     "sinks and a cap, no mask": (dict(causal=False, soft_cap=1.5), dict(sinks=SINKS)),
     "sinks above all scores": (dict(causal=True), dict(sinks=(30.0, 60.0, 90.0, 120.0))),
@@ -146,9 +154,10 @@ ROUNDED = (
 QUICK = (
     *("one key head per query head, and a scale", "one key head, and a window", "cross-attention", "cap"),
     *("narrow values", "packed, bidirectional in a window", "cached", "in blocks, packed"),
+    "in blocks, block-causal in a window",
     *("sinks above all scores", "sinks, cached", "sinks, packed", "sinks, in blocks, and a window"),
 )
-BEYOND_FUSED = ("cap", "narrow values", *(case for case in CASES if case.startswith("sinks")))
+BEYOND_FUSED = ("cap", "narrow values", "block-causal", *(case for case in CASES if case.startswith("sinks")))
 
 
 @partial(jax.jit, static_argnames=("implementation", "options"))
@@ -199,6 +208,11 @@ def test_make_query_blocks_skips_masked_keys(window, first_keys):
     assert [(keys.start, keys.stop) for _, keys in found] == list(zip(first_keys, (64, 128, 192, 200), strict=True))
     assert len(make_query_blocks(attention.AttentionMask(False, window), LONG, LONG)) == 1
     assert make_query_blocks(attention.AttentionMask(True, window), 63, 63) == [(slice(0, 63), slice(0, 63))]
+
+
+def test_make_query_blocks_has_whole_blocks_of_keys():
+    found = make_query_blocks(attention.AttentionMask(True, 100, block=48), LONG, LONG)
+    assert [(keys.start, keys.stop) for _, keys in found] == [(0, 96), (0, 144), (29, 192), (93, 200)]
 
 
 @pytest.mark.one_case
@@ -286,6 +300,18 @@ def test_attention_on_a_mesh_equals_one_device(name):
         np.testing.assert_allclose(ours, alone, atol=2e-6)
 
 
+def test_block_causal_mask_has_whole_blocks():
+    """A key is seen from its own block, and from later ones. Padding stays masked."""
+    positions = jnp.array([[4, 5, 6, 7, 8, -1], [0, 1, 2, 0, 1, 2]])
+    mask = attention.AttentionMask(True, block=3, query_positions=positions, key_positions=positions)
+    numbers = positions // 3
+    expected = (numbers[:, None, :] <= numbers[:, :, None]) & (positions >= 0)[:, None, :]
+    np.testing.assert_array_equal(mask.materialize(6, 6), expected)
+    assert not mask.materialize(6, 6)[0, 5].any()
+    plain, single = (attention.AttentionMask(True, block=block).materialize(6, 6) for block in (None, 1))
+    np.testing.assert_array_equal(plain, single)
+
+
 def test_attention_mask_materializes_to_none_if_full():
     assert attention.AttentionMask(causal=False).materialize(3, 5) is None
     assert attention.AttentionMask(causal=True).materialize(3, 3).shape == (1, 3, 3)
@@ -299,6 +325,9 @@ def test_attention_mask_materializes_to_none_if_full():
     [
         (dict(causal=True), dict(seq=2, key_seq=SEQ), "2 queries and 7 keys"),
         (dict(causal=True, window=0), {}, "window is 0"),
+        (dict(causal=True, block=0), {}, "block is 0"),
+        (dict(causal=False, block=2), {}, "block=2 is a causal mask of blocks, and causal is False"),
+        (dict(causal=True, window=2, block=3), {}, "a window of 2 is shorter than a block of 3"),
         (dict(causal=True, query_segments=SEGMENTS), {}, "segments for queries and keys"),
         (dict(causal=True, key_positions=SEGMENTS), {}, "positions for queries and keys"),
         (dict(causal=True), dict(kv_heads=3), "4 query heads"),

@@ -101,6 +101,7 @@ def test_splash_says_what_it_cannot_compute():
     positions = AttentionMask(causal=True, query_positions=ids, key_positions=ids)
     assert find_splash_obstacle(request(AttentionMask(causal=True))) is None
     assert "positions" in str(find_splash_obstacle(request(positions)))
+    assert "later ones of their block" in str(find_splash_obstacle(request(AttentionMask(True, block=4))))
     assert "not a multiple of 128" in str(find_splash_obstacle(request(AttentionMask(causal=True), 100)))
     own = AttentionMask(causal=True, query_segments=ids, key_segments=ids + 1)
     assert "separate segments" in str(find_splash_obstacle(request(own)))

@@ -7,7 +7,7 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
-from zoo.ops.attention import ATTENTION
+from zoo.ops.attention import ATTENTION, AttentionMask
 from zoo.ops.rotary import Rotary
 from zoo.parallel import Dim, full_precision, implementation_option
 from zoo.shapes import HeadVectors, HiddenStates, KVHeads
@@ -28,7 +28,9 @@ class Attention(AbstractGroupedAttention):
 
     Optional: QK norm, over head_dim or over all heads together; a clip to ±`clip`; RoPE; a sliding `window` of w
     tokens, in which a token attends to itself and the w - 1 before it; `soft_cap` c, which bounds scores to c
-    tanh(score / c) (Gemma 2, arXiv:2408.00118, section 2); attention `sinks`, one learned logit per head that joins the
+    tanh(score / c) (Gemma 2, arXiv:2408.00118, section 2); a `block`-causal mask, in which a token also attends to the
+    later tokens of its block, counted from position 0 of its document (block diffusion, arXiv:2503.09573, section
+    3.2); attention `sinks`, one learned logit per head that joins the
     softmax and adds no value (GPT-OSS, arXiv:2508.10925, section 2.2). Sinks keep their dtype under `cast` and are used
     in float32; transformers rounds them, and all scores, to the compute dtype.
 
@@ -51,6 +53,7 @@ class Attention(AbstractGroupedAttention):
     """Query heads per KV head."""
     rotary: Rotary | None = eqx.field(static=True)
     window: int | None = eqx.field(static=True)
+    block: int | None = eqx.field(static=True)
     soft_cap: float | None = eqx.field(static=True)
     scale: float | None = eqx.field(static=True)
     clip: float | None = eqx.field(static=True)
@@ -70,6 +73,7 @@ class Attention(AbstractGroupedAttention):
         bias: bool = False,
         out_bias: bool = False,
         window: int | None = None,
+        block: int | None = None,
         soft_cap: float | None = None,
         scale: float | None = None,
         clip: float | int | None = None,
@@ -83,6 +87,8 @@ class Attention(AbstractGroupedAttention):
         - `qk_norm`: factory of a norm over head_dim, called once for queries and once for keys.
         - `norm_over_heads`: instead, factory of a norm over all heads together (OLMoE, arXiv:2409.02060), called with
           their number of features and `features=`.
+        - `block`: tokens of a block of a block-causal mask. It allows no KV cache: a step of a denoiser calls the model
+          on the text so far.
         - `scale`: of the scores, head_dim ** -0.5 by default.
         - `sinks`: add attention sinks, initialized to 0.
         - `out_embed`: channels of the output, if they are not as many as those of the input.
@@ -90,9 +96,10 @@ class Attention(AbstractGroupedAttention):
           `reference_attention`.
 
         **Raises** `ValueError` if kv_heads does not divide heads or heads does not divide embed, for an empty window, a
-        clip that is not above 0, or both norms.
+        block below 1 or longer than the window, a clip that is not above 0, or both norms.
         """
         kv_heads, head_dim = check_attention_sizes(embed, heads, kv_heads, head_dim, window)
+        AttentionMask(True, window, block=block)  # raises for a block that does not fit
         if clip is not None and clip <= 0:
             raise ValueError(f"a clip bounds values to more than 0, not to {clip}")
         if qk_norm is not None and norm_over_heads is not None:
@@ -111,6 +118,7 @@ class Attention(AbstractGroupedAttention):
         self.group = heads // kv_heads
         self.rotary = rotary
         self.window = window
+        self.block = block
         self.soft_cap = soft_cap
         self.scale = scale
         self.clip = None if clip is None else float(clip)
@@ -126,7 +134,7 @@ class Attention(AbstractGroupedAttention):
         return query, key, value
 
     def score_options(self) -> dict[str, Any]:
-        return {"scale": self.scale, "soft_cap": self.soft_cap, "sinks": self.sinks}
+        return {"block": self.block, "scale": self.scale, "soft_cap": self.soft_cap, "sinks": self.sinks}
 
     def _split_heads(
         self, x: Float[Array, "batch seq _"], norm: AbstractNorm | None

@@ -14,8 +14,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, Key
 
 from zoo.ops.attention import AttentionMask
+from zoo.ops.attention.mask import count_block_ahead
 from zoo.ops.rotary import Rotary, apply_rotary
-from zoo.parallel import Dim, all_gather, num_shards, sharded_axes
+from zoo.parallel import Dim, all_gather, num_shards, shard_offset, sharded_axes
 from zoo.shapes import HeadVectors, HiddenStates, KVHeads, Positions, ResidualStream, ValueHeads
 
 from ..abstract import AbstractLinear, AbstractMixer
@@ -61,7 +62,8 @@ class AbstractGroupedAttention(AbstractMixer):
         """Return the queries, keys and values of the tokens `x`, with RoPE applied."""
 
     def score_options(self) -> dict[str, Any]:
-        """Return the options `scale`, `soft_cap` and `sinks` of `attend` that this variant sets."""
+        """Return the options `block`, `scale`, `soft_cap`, `sinks` and `decay_channels` of `attend` that this variant
+        sets."""
         return {}
 
     def finish(self, mixed: Float[Array, "batch seq features"], x: HiddenStates) -> Float[Array, "batch seq features"]:
@@ -183,23 +185,34 @@ def attend(
     *,
     group: int,
     window: int | None = None,
+    block: int | None = None,
     **options: Any,
 ) -> tuple[HeadVectors, KeyValueCache | None]:
     """Attend causally within a sequence, or to the tokens of a KV cache as well, and return the updated cache.
 
     - `group`: query heads per KV head.
-    - `options`: `scale`, `soft_cap`, `sinks` and `implementation` of `zoo.ops.attention.attention`.
+    - `block`: tokens of a block, of which each attends to all.
+    - `options`: `scale`, `soft_cap`, `sinks`, `decay_channels` and `implementation` of `zoo.ops.attention.attention`.
 
-    **Raises** `ValueError` for a cache without positions.
+    **Raises** `ValueError` for a cache without positions; `NotImplementedError` for a cache and blocks.
     """
     require_positions(info, state)
+    if state is not None and block is not None and block > 1:
+        raise NotImplementedError(
+            f"a KV cache holds earlier tokens only, and with block={block} a token attends to the later ones of its "
+            "block: call the model without states, on the text so far"
+        )
     query, key, value = map(checkpoint_name, tap_heads(query, key, value), ("query", "key", "value"))
     if state is None:
         key, value = (select_kv_heads(x, query, group) for x in (key, value))
-        if sharded_axes(query, "seq"):
-            mixed = causal_attention(query, (key, value), info.segment_ids, window=window, **options)
+        is_sharded = bool(sharded_axes(query, "seq"))
+        ahead = None
+        if block is not None and (is_sharded or info.positions is not None):
+            ahead = count_block_ahead(_find_positions(query, info), block)
+        if is_sharded or ahead is not None:
+            mixed = causal_attention(query, (key, value), info.segment_ids, window=window, ahead=ahead, **options)
         else:
-            mask = AttentionMask(True, window, info.segment_ids, info.segment_ids)
+            mask = AttentionMask(True, window, info.segment_ids, info.segment_ids, block=block)
             mixed = tapped_attention(query, key, value, mask, **options)
     else:
         key, value, key_positions, state = update_cache(state, key, value, info.positions, window)
@@ -207,6 +220,14 @@ def attend(
         mask = AttentionMask(True, window, query_positions=info.positions, key_positions=key_positions)
         mixed = mark_overfull(cached_attention(query, key, value, mask, **options), state)
     return checkpoint_name(mixed, "attention"), state
+
+
+def _find_positions(query: HeadVectors, info: TokenInfo) -> Int[Array, "*batch seq"]:
+    """Return `info.positions`, or 0, 1, 2, ... along the sequence."""
+    if info.positions is not None:
+        return info.positions
+    seq = query.shape[1]
+    return jnp.broadcast_to(jnp.arange(seq) + shard_offset(query, "seq", seq), query.shape[:2])
 
 
 def make_cache(

@@ -18,6 +18,7 @@ a token, determines its device: a cache is then the same array on any mesh.
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -41,6 +42,7 @@ def cached_attention(
     scale: float | None = None,
     soft_cap: float | None = None,
     sinks: Float[Array, "heads"] | None = None,
+    decay_channels: bool = False,
     implementation: str | Callable = AUTO,
 ) -> HeadVectors:
     """Attend to the slots of a cache, whose positions are the key positions of `mask`. Where slots are sharded, a
@@ -48,7 +50,8 @@ def cached_attention(
 
     **Raises** `ValueError` where slots are sharded, for an implementation that returns no log-sum-exp.
     """
-    options = {"scale": scale, "soft_cap": soft_cap, "implementation": implementation}
+    options: dict[str, Any] = {"scale": scale, "soft_cap": soft_cap, "implementation": implementation}
+    options["decay_channels"] = decay_channels
     if mask.key_positions is None or not (axes := sharded_axes(mask.key_positions, "slots")):
         return tapped_attention(query, key, value, mask, sinks=sinks, **options)
     refuse_probabilities(f"no device has them where {' x '.join(axes)} shards the slots of a cache: leave it at 1")

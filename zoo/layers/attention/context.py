@@ -46,10 +46,15 @@ def causal_attention(
     scale: float | None = None,
     soft_cap: float | None = None,
     sinks: Float[Array, "heads"] | None = None,
+    decay_channels: bool = False,
+    ahead: Int[Array, "batch seq"] | None = None,
     selected: Bool[Array, "batch seq key_seq"] | None = None,
     implementation: str | Callable = AUTO,
 ) -> HeadVectors:
     """Attend from each token to those before it, and itself, in its segment; the sequence may be sharded.
+
+    `ahead`: the number of later tokens that each token attends to as well, as those of its block; a window counts from
+    the last of them.
 
     `selected`: the keys of the whole row that each token may attend to at most. Only "gathered" computes such sparse
     attention.
@@ -61,6 +66,8 @@ def causal_attention(
     can.
     """
     options = {"window": window, "scale": scale, "soft_cap": soft_cap, "sinks": sinks, "implementation": implementation}
+    options["decay_channels"] = decay_channels
+    options["ahead"] = ahead
     if selected is not None:
         options["selected"] = selected
     if not (axes := sharded_axes(query, "seq")):
@@ -104,6 +111,7 @@ def _heads_attention(
     *,
     expand: _Expand,
     sinks: Float[Array, "heads"] | None,
+    ahead: Int[Array, "batch seq"] | None,
     **options: Any,
 ) -> HeadVectors:
     """Attend with some of the heads, within the whole sequence."""
@@ -112,8 +120,8 @@ def _heads_attention(
     if sinks is not None:
         heads = query.shape[2]
         sinks = lax.dynamic_slice_in_dim(sinks, lax.axis_index(axes) * heads, heads)
-    every_id = _gather_tokens(segment_ids, axes)
-    return exchange(_attend_causally(query, key, value, every_id, every_id, sinks=sinks, **options), 1, 2)
+    every_id, ahead = _gather_tokens((segment_ids, ahead), axes)
+    return exchange(_attend_causally(query, key, value, every_id, every_id, sinks=sinks, ahead=ahead, **options), 1, 2)
 
 
 def _attend_causally(
@@ -126,10 +134,15 @@ def _attend_causally(
     key_positions: Int[Array, "batch key_seq"] | None = None,
     *,
     window: int | None,
+    ahead: Int[Array, "batch seq"] | None = None,
     selected: Bool[Array, "batch seq key_seq"] | None = None,
     **options: Any,
 ) -> HeadVectors:
     """Attend with a causal mask; positions default to the order in the arrays."""
+    if ahead is not None:
+        places = jnp.broadcast_to(jnp.arange(key.shape[1]), key.shape[:2])
+        query_positions = ahead + (places if query_positions is None else query_positions)
+        key_positions = places
     mask = AttentionMask(True, window, query_segments, key_segments, query_positions, key_positions, selected)
     return tapped_attention(query, key, value, mask, **options)
 

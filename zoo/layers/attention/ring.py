@@ -16,13 +16,14 @@ bytes per token of what travels and g of its gradient:
 Causality would let the first devices wait for the last. A row is therefore dealt out in zigzag (Brandon et al.,
 arXiv:2311.09431, balance the same work by stripes): of its 2n pieces device i takes i and 2n - 1 - i, inside of this
 function only. That moves queries, keys, values and outputs once. Sequences with a window w stay as they are, as do
-shards of an odd number of tokens; keys then travel ceil((w - 1) / S) steps, not n - 1.
+shards of an odd number of tokens; keys then travel ceil((w - 1) / S) steps, not n - 1, unless tokens attend to later
+ones of their block.
 """
 
 import dataclasses
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -54,30 +55,42 @@ def ring_attention(
     scale: float | None,
     soft_cap: float | None,
     sinks: Float[Array, "heads"] | None,
+    decay_channels: bool,
+    ahead: Int[Array, "batch seq"] | None,
     implementation: Any = None,
 ) -> HeadVectors:
     """Compute causal attention within a sequence that is sharded over `axes`, as `causal_attention` describes."""
     shards = lax.axis_size(axes)
     seq = query.shape[1]
     steps = shards - 1
-    if window is not None:
+    if window is not None and ahead is None:
         steps = min(steps, -(-(window - 1) // seq))
     is_zigzag = window is None and seq % 2 == 0
     if is_zigzag:
-        query, tokens, segment_ids = _deal((query, tokens, segment_ids), axes)
+        query, tokens, segment_ids, ahead = _deal((query, tokens, segment_ids, ahead), axes)
     arrays, static = eqx.partition(expand, eqx.is_array)
     query, tokens, arrays = refuse_forward_mode((query, tokens, arrays), "ring attention")
     value = jax.eval_shape(lambda tokens: expand(tokens)[1], tokens)
-    ring = _Ring(axes, shards, steps, is_zigzag, window, scale, soft_cap, static, value.dtype)
+    scores = {"scale": scale, "soft_cap": soft_cap, "decay_channels": decay_channels}
+    ring = _Ring(axes, shards, steps, is_zigzag, window, scores, static, value.dtype)
     shape = query.shape[:3]
     nothing = jnp.zeros((*shape, value.shape[-1]), jnp.float32), jnp.full(shape, _NO_KEYS, jnp.float32)
-    operands = align_varying(query, tokens, arrays, segment_ids, lax.axis_index(axes), nothing)
+    marks = _Marks(segment_ids, ahead)
+    operands = align_varying(query, tokens, arrays, marks, lax.axis_index(axes), nothing)
     output, lse = _go_around(ring, *operands)
     if sinks is not None:
         output = (output * jax.nn.sigmoid(lse - sinks.astype(jnp.float32))[..., None]).astype(output.dtype)
     if is_zigzag:
         output = _deal(output, axes, back=True)
     return output
+
+
+class _Marks(NamedTuple):
+    """What the mask knows of the tokens of this device, besides their places in the row."""
+
+    segments: SegmentIds | None
+    ahead: Int[Array, "batch seq"] | None
+    """Later tokens that each attends to as well."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -90,8 +103,8 @@ class _Ring:
     """Times that keys are sent on."""
     is_zigzag: bool
     window: int | None
-    scale: float | None
-    soft_cap: float | None
+    scores: dict[str, Any]
+    """Options `scale`, `soft_cap` and `decay_channels` of blockwise attention."""
     static: Any
     """`expand` without its arrays."""
     dtype: Any
@@ -106,14 +119,16 @@ class _Ring:
         return jax.tree.map(lambda x: lax.ppermute(x, self.axes, pairs), tree)
 
     def make_mask(
-        self, index: Int[Array, ""], step: Int[Array, ""], query_segments: SegmentIds | None, travels: PyTree[Array]
+        self, index: Int[Array, ""], step: Int[Array, ""], marks: _Marks, travels: PyTree[Array]
     ) -> AttentionMask:
         """Return the mask of this device's queries and the keys that have come in a step."""
         tokens, key_segments = travels
         batch, seq = jax.tree.leaves(tokens)[0].shape[:2]
         owners = index, (index - step) % self.shards
-        positions = (jnp.broadcast_to(self._find_positions(owner, seq), (batch, seq)) for owner in owners)
-        return AttentionMask(True, self.window, query_segments, key_segments, *positions)
+        places, key_places = (jnp.broadcast_to(self._find_positions(owner, seq), (batch, seq)) for owner in owners)
+        if marks.ahead is not None:
+            places = places + marks.ahead
+        return AttentionMask(True, self.window, marks.segments, key_segments, places, key_places)
 
     def _find_positions(self, owner: Int[Array, ""], seq: int) -> Int[Array, "seq"]:
         """Return the places in the row of the tokens that a device has."""
@@ -132,12 +147,12 @@ def _go_around(
     query: HeadVectors,
     tokens: PyTree,
     arrays: PyTree,
-    segments: SegmentIds | None,
+    marks: _Marks,
     index: Int[Array, ""],
     nothing: _Partial,
 ) -> _Partial:
     """Return outputs and log-sum-exps of operands that vary over the same mesh axes, starting from `nothing`."""
-    return _go_around_fwd(ring, query, tokens, arrays, segments, index, nothing)[0]
+    return _go_around_fwd(ring, query, tokens, arrays, marks, index, nothing)[0]
 
 
 def _go_around_fwd(
@@ -145,47 +160,47 @@ def _go_around_fwd(
     query: HeadVectors,
     tokens: PyTree,
     arrays: PyTree,
-    segments: SegmentIds | None,
+    marks: _Marks,
     index: Int[Array, ""],
     nothing: _Partial,
 ) -> tuple[_Partial, tuple]:
     """Return outputs and log-sum-exps, and the residuals."""
 
     def attend(found: _Partial, step: Int[Array, ""], travels: PyTree) -> _Partial:
-        mask = ring.make_mask(index, step, segments, travels)
+        mask = ring.make_mask(index, step, marks, travels)
         return _merge(found, evaluate(partial(attend_keys, mask), query, arrays, travels[0]))
 
     def attend_keys(mask: AttentionMask, query: HeadVectors, arrays: PyTree, tokens: PyTree) -> _Partial:
         key, value = ring.expand(arrays, tokens)
-        return blockwise_attention_with_lse(query, key, value, mask, scale=ring.scale, soft_cap=ring.soft_cap)
+        return blockwise_attention_with_lse(query, key, value, mask, **ring.scores)
 
     def turn(carry: tuple, step: Int[Array, ""]) -> tuple[tuple, None]:
         found, travels = carry
         return (attend(found, step, travels), ring.send(travels)), None  # sent while attending: neither needs the other
 
     found = nothing
-    travels = (tokens, segments)
+    travels = (tokens, marks.segments)
     if ring.steps:
         (found, travels), _ = lax.scan(turn, (found, travels), jnp.arange(ring.steps))
     output, lse = attend(found, jnp.int32(ring.steps), travels)
     output = output.astype(ring.dtype)
-    return (output, lse), (query, tokens, arrays, segments, index, output, lse)
+    return (output, lse), (query, tokens, arrays, marks, index, output, lse)
 
 
 def _go_around_bwd(ring: _Ring, residuals: tuple, cotangents: tuple[Array, Array]) -> tuple:
     """Return the cotangents of queries, of tokens, and of the parameters among `arrays`."""
-    query, tokens, arrays, segments, index, output, lse = residuals
+    query, tokens, arrays, marks, index, output, lse = residuals
     gradient, lse_gradient = cotangents
     total = (gradient.astype(jnp.float32) * output.astype(jnp.float32)).sum(-1) - lse_gradient
     parameters, others = eqx.partition(arrays, eqx.is_inexact_array)
     add = partial(jax.tree.map, lambda x, y: x + y.astype(jnp.float32))
 
     def differentiate(sums: PyTree, step: Int[Array, ""], travels: PyTree, token_sums: PyTree) -> tuple[PyTree, PyTree]:
-        mask = ring.make_mask(index, step, segments, travels)
+        mask = ring.make_mask(index, step, marks, travels)
         expand = lambda parameters, tokens: ring.expand(eqx.combine(parameters, others), tokens)
         (key, value), pull_back = jax.vjp(expand, parameters, travels[0])
         query_gradient, key_gradient, value_gradient = blockwise_attention_gradients(
-            query, key, value, mask, gradient, lse, total, scale=ring.scale, soft_cap=ring.soft_cap
+            query, key, value, mask, gradient, lse, total, **ring.scores
         )
         found = pull_back((key_gradient.astype(key.dtype), value_gradient.astype(value.dtype)))
         return add(sums, (query_gradient, found[0])), add(token_sums, found[1])
@@ -196,7 +211,7 @@ def _go_around_bwd(ring: _Ring, residuals: tuple, cotangents: tuple[Array, Array
         return (sums, *ring.send((travels, token_sums))), None
 
     zeros = partial(jax.tree.map, lambda x: jnp.zeros_like(x, jnp.float32))
-    carry = zeros((query, parameters)), (tokens, segments), zeros(tokens)
+    carry = zeros((query, parameters)), (tokens, marks.segments), zeros(tokens)
     if ring.steps:
         carry, _ = lax.scan(turn, carry, jnp.arange(ring.steps))
     sums, travels, token_sums = carry
