@@ -38,6 +38,7 @@ from zoo.layers import (
     DeltaNet,
     DifferentialAttention,
     DoubleGatedConvolution,
+    ForgettingAttention,
     GatedAttention,
     GatedConvolution,
     GatedDeltaNet,
@@ -77,13 +78,15 @@ SEEDS = range(3)
 SIBLINGS = {
     *(AlibiAttention, ChunkedAttention, CrossLayerAttention, GatedAttention, PostRotaryAttention, ValueScaledAttention),
     *(BidirectionalAttention, DisentangledAttention, GroupedGatedDeltaNet, MixtureOfAttention, SparseLatentAttention),
-    *(DifferentialAttention, DoubleGatedConvolution, MultiHeadMamba, RelativeBiasAttention, SideBySide),
+    *(DoubleGatedConvolution, MultiHeadMamba, RelativeBiasAttention, SideBySide),
 }
 """Mixers of checkpoint families, which compute as those of the tables do; each of their families is held on a mesh by
 `tests/weights/test_families_on_meshes.py`."""
 MIXERS = {
     "softmax attention": partial(Attention, heads=HEADS, rotary=Rotary(8)),
     "windowed attention": partial(Attention, heads=HEADS, kv_heads=1, window=5),
+    "forgetting attention": partial(ForgettingAttention, heads=HEADS),
+    "differential attention": partial(DifferentialAttention, heads=HEADS, rotary=Rotary(4)),
     "latent attention": partial(LatentAttention, heads=HEADS, latent=8, head_dim=4, rotary=Rotary(4)),
     "Mamba": partial(Mamba, state_dim=3, rank=2),
     "Mamba-2": partial(Mamba2, heads=HEADS, head_dim=8, groups=2, state_dim=3),
@@ -197,7 +200,8 @@ def compute_on_one_device(name, layers):
 
     model = eqx.filter_jit(make)(name, layers, KEY)
     loss, gradients = jax.device_get(serial(model))
-    perturbed = [jax.device_get(serial(perturb_last_place(model, seed))[1]) for seed in SEEDS]
+    gradients = zoo.trainable(gradients)  # as on a mesh, without buffers
+    perturbed = [zoo.trainable(jax.device_get(serial(perturb_last_place(model, seed))[1])) for seed in SEEDS]
     return model, loss, gradients, perturbed
 
 

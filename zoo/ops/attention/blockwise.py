@@ -188,9 +188,9 @@ def _plan(
         block = choose_block(mask.window)
     sizes = balance_blocks(query.shape[1], block), balance_blocks(key.shape[1], block)
     marks = mark_blocks(mask, query.shape[0], (query.shape[1], key.shape[1]), sizes)
-    if scale is None:
-        scale = split_decay_sums(query, decay_channels)[0].shape[-1] ** -0.5
-    return _Options(mask.causal, mask.window, scale, soft_cap, sizes, decay_channels), marks
+    features, _ = split_decay_sums(query, decay_channels)
+    scale_or_default = features.shape[-1] ** -0.5 if scale is None else scale
+    return _Options(mask.causal, mask.window, scale_or_default, soft_cap, sizes, decay_channels), marks
 
 
 def choose_block(window: int | None) -> int:
@@ -269,7 +269,7 @@ _attend.defvjp(_attend_fwd, _attend_bwd)
 
 
 def _map_heads(
-    function: Callable, ranges: tuple[Array, Array], marks: tuple[Marks, Marks], arrays: tuple[Array, ...]
+    function: Callable, ranges: tuple[Array, Array], marks: tuple[Marks, Marks], arrays: tuple[Any, ...]
 ) -> tuple[Array, ...]:
     """Map a function of ranges, marks and the blocks of one key head over [batch, kv_heads].
 
@@ -285,7 +285,7 @@ def _map_heads(
         return lax.map(scan_heads, (ranges, marks, arrays))
     ranges = ranges[0].min(0), ranges[1].max(0)
 
-    def map_heads(marks: tuple[Marks, Marks], arrays: tuple[Array, ...]) -> tuple[Array, ...]:
+    def map_heads(marks: tuple[Marks, Marks], arrays: tuple[Any, ...]) -> tuple[Array, ...]:
         return jax.vmap(lambda *head: function(ranges, marks, *head))(*arrays)
 
     return jax.vmap(map_heads)(marks, arrays)
@@ -376,8 +376,10 @@ def _differentiate_head(
     query_gradients, (key_gradients, value_gradient) = lax.scan(
         differentiate_block, empty, (ranges, marks[1], key, value, key_sums)
     )
-    joined = (append_decay_gradient(x * options.scale, of_sums) for x, of_sums in (query_gradients, key_gradients))
-    return *joined, value_gradient
+    query_gradient, key_gradient = (
+        append_decay_gradient(x * options.scale, of_sums) for x, of_sums in (query_gradients, key_gradients)
+    )
+    return query_gradient, key_gradient, value_gradient
 
 
 def _zeros_like(x: Float[Array, "..."], sums: Float[Array, "..."] | None) -> tuple[Array, Array | None]:

@@ -37,7 +37,7 @@ class AttentionMask:
     query_positions: Int[Array, "batch query_seq"] | None = None
     key_positions: Int[Array, "batch key_seq"] | None = None
     selected: Bool[Array, "batch _ _"] | None = None
-    block: int | None = None
+    block: int | None = dataclasses.field(default=None, kw_only=True)
 
     def __post_init__(self):
         if (self.query_positions is None) != (self.key_positions is None):
