@@ -95,7 +95,7 @@ def test_block_causal_attention_of_documents_equals_separate():
 def test_block_causal_attention_refuses_a_cache():
     attention = Attention(16, 4, block=3, key=KEY)
     state = eqx.filter_eval_shape(attention.init_state, 1, 8)
-    token = jax.ShapeDtypeStruct((1, 1, 16), "f4"), TokenInfo(jax.ShapeDtypeStruct((1, 1), "i4"))
+    token = jnp.zeros((1, 1, 16)), TokenInfo(jnp.zeros((1, 1), int))
     with pytest.raises(NotImplementedError, match="with block=3 a token attends to the later ones of its block"):
         eqx.filter_eval_shape(attention, *token, state)
     causal = Attention(16, 4, block=1, key=KEY)

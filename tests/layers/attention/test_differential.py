@@ -84,7 +84,7 @@ def test_more_meshes_equal_one_device():
 
 
 @pytest.mark.skipif(not MORE, reason="ZOO_PARITY names no folder of reference cases")
-@pytest.mark.parametrize("implementation", ["reference", "blockwise"])
+@pytest.mark.parametrize("implementation", ["grouped", "blockwise"])
 @pytest.mark.parametrize("variant", mark_slow(["base", "even", "one"], but=["base"]))
 def test_differential_attention_equals_reference_values(variant, implementation):
     """In float64: outputs, and the gradient of every input."""

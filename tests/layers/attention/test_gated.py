@@ -1,13 +1,17 @@
-"""Gated attention equals its formula, and a cache in pieces."""
+"""Gated attention equals its formula, a cache in pieces and, with a gate per head, one device on meshes."""
+
+from functools import partial
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import pytest
 
+import zoo
 from tests.layers.random_layers import activations, randomize, relative_error
 from zoo.layers import Attention, GatedAttention, TokenInfo
 from zoo.ops.rotary import Rotary
+from zoo.tools.testing import check_mixer
 
 OPTIONS = {"kv_heads": 2, "rotary": Rotary(4), "window": 3}
 
@@ -51,3 +55,17 @@ def test_gate_per_head_equals_equal_gates_of_its_channels():
     wide = eqx.tree_at(parts, wide, (*parts(layer)[:4], repeated))
     x = activations(2, 7, 16)
     assert relative_error(layer(x, TokenInfo())[0], wide(x, TokenInfo())[0]) < 1e-5
+
+
+@pytest.mark.ci
+def test_gate_per_head_keeps_its_promises():
+    """By default a sigmoid, of which 0 is a half."""
+    make = partial(GatedAttention, 16, 4, **OPTIONS, per_head=True)
+    check_mixer(make, meshes=[zoo.make_mesh(data=2, context=2, tensor=2)])
+    layer = randomize(make)
+    closed = eqx.tree_at(lambda layer: layer.gate.weight, layer, jnp.zeros((4, 16)))
+    heads = Attention(16, 4, **OPTIONS, key=jax.random.key(0))
+    parts = lambda node: (node.query, node.key, node.value, node.out)
+    heads = eqx.tree_at(parts, heads, parts(layer))
+    x = activations(2, 7, 16)
+    assert relative_error(2 * closed(x, TokenInfo())[0], heads(x, TokenInfo())[0]) < 1e-5

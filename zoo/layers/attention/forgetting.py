@@ -20,7 +20,7 @@ from zoo.ops.attention.decays import (
 from zoo.ops.rotary import Rotary
 from zoo.parallel import Dim, implementation_option, reduce, sharded_axes
 from zoo.parallel.sequence import exclusive_prefix
-from zoo.shapes import HeadVectors, HiddenStates, KVHeads
+from zoo.shapes import HeadVectors, HiddenStates, KVHeads, ValueHeads
 
 from ..abstract import AbstractLinear, AbstractNorm
 from ..heads import select_kv_heads, split_heads
@@ -110,7 +110,7 @@ class ForgettingAttention(AbstractGroupedAttention):
 
     def project(
         self, x: HiddenStates, info: TokenInfo, state: KeyValueCache | None
-    ) -> tuple[HeadVectors, KVHeads, KVHeads]:
+    ) -> tuple[HeadVectors, KVHeads, ValueHeads]:
         query = split_heads(self.query(x), self.head_dim, self.query_norm)
         key = split_heads(self.key(x), self.head_dim, self.key_norm)
         value = split_heads(self.value(x), self.head_dim)

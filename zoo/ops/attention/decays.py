@@ -10,6 +10,8 @@ sum to the 24 bits of high and 16 bits of low. A KV cache, a ring and an exchang
 key, in bfloat16 too. Gradients flow through high, and through its first channel.
 """
 
+from typing import Any
+
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
@@ -18,7 +20,7 @@ DECAY_CHANNELS = 5
 """Channels that hold c: three bfloat16 numbers for high, two for low."""
 _HIGH_CHANNELS = 3
 
-_Sums = Float[Array, "*batch seq heads 2"]
+_Sums = Float[Array, "#batch #seq heads 2"]
 """High and low of c."""
 
 
@@ -85,7 +87,7 @@ def append_decay_gradient(
     return jnp.concatenate([gradient, sum_gradient, others], axis=-1)
 
 
-def check_decay_dtype(dtype: jnp.dtype) -> None:
+def check_decay_dtype(dtype: Any) -> None:
     """**Raises** `ValueError` for a dtype whose range is smaller than the range of bfloat16."""
     if jnp.finfo(dtype).maxexp < jnp.finfo(jnp.bfloat16).maxexp:
         raise ValueError(
@@ -104,7 +106,7 @@ def _add_exactly(x: _Sums, y: _Sums) -> _Sums:
     return jnp.stack([total, low - (total - high)], axis=-1)
 
 
-def _with_gradient(sums: _Sums, linear: Float[Array, "*batch seq heads"]) -> _Sums:
+def _with_gradient(sums: _Sums, linear: Float[Array, "batch seq heads"]) -> _Sums:
     """Return `sums` with the gradient of `linear`, which is the same number but for its rounding, on high."""
     zero = linear - lax.stop_gradient(linear)
     return sums.at[..., 0].add(zero)
