@@ -10,6 +10,7 @@ import pytest
 import zoo
 from tests.layers.random_layers import activations, randomize, relative_error
 from zoo.layers import ForgettingAttention, RMSNorm, TokenInfo
+from zoo.layers.kv_cache import forget
 from zoo.ops.rotary import Rotary, apply_rotary
 from zoo.tools.testing import check_mixer
 
@@ -39,13 +40,15 @@ def compute_formula(layer, x):
 
 
 @eqx.filter_jit
-def run_in_pieces(layer, x, dtype=jnp.float32):
-    """Return the output through a cache of this dtype, in pieces."""
-    state = layer.init_state(x.shape[0], x.shape[1], dtype)
-    positions = jnp.broadcast_to(jnp.arange(x.shape[1]), x.shape[:2])
+def run_in_pieces(layer, x):
+    """Return the output through a cache, in pieces, after other tokens that are forgotten."""
+    state = layer.init_state(*x.shape[:2])
+    positions = jnp.broadcast_to(jnp.arange(SEQ), x.shape[:2])
     outputs = []
-    for start, stop in ((0, 4), (4, 5), (5, x.shape[1])):
-        output, state = layer(x[:, start:stop], TokenInfo(positions[:, start:stop]), state)
+    for start, stop in ((0, 4), (4, 5), (5, SEQ)):
+        info = TokenInfo(positions[:, start:stop])
+        state = forget(layer(-x[:, start:stop], info, state)[1], jnp.full(x.shape[0], start))
+        output, state = layer(x[:, start:stop], info, state)
         outputs.append(output)
     return jnp.concatenate(outputs, axis=1)
 
@@ -62,9 +65,9 @@ def test_forgetting_attention_equals_its_formula():
 def test_a_bfloat16_cache_keeps_the_sums_of_log_gates():
     """Sums of -4,000, where bfloat16 has steps of 16: a text after tokens that are forgotten equals the text alone."""
     layer = randomize(lambda key: ForgettingAttention(16, 4, key=key))
-    forget = lambda layer: (layer.forget.weight, layer.forget.bias)
-    layer = eqx.tree_at(forget, layer, (jnp.zeros((4, 16)), -jnp.ones(4)))
-    closed = eqx.tree_at(forget, layer, (jnp.zeros((4, 16)), jnp.full(4, -2000.0)))
+    gates = lambda layer: (layer.forget.weight, layer.forget.bias)
+    layer = eqx.tree_at(gates, layer, (jnp.zeros((4, 16)), -jnp.ones(4)))
+    closed = eqx.tree_at(gates, layer, (jnp.zeros((4, 16)), jnp.full(4, -2000.0)))
     x = activations(2, 24, 16)
     positions = jnp.broadcast_to(jnp.arange(24), (2, 24))
 

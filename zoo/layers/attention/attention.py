@@ -28,11 +28,11 @@ class Attention(AbstractGroupedAttention):
 
     Optional: QK norm, over head_dim or over all heads together; a clip to ±`clip`; RoPE; a sliding `window` of w
     tokens, in which a token attends to itself and the w - 1 before it; `soft_cap` c, which bounds scores to c
-    tanh(score / c) (Gemma 2, arXiv:2408.00118, section 2); a `block`-causal mask, in which a token also attends to the
-    later tokens of its block, counted from position 0 of its document (block diffusion, arXiv:2503.09573, section
-    3.2); attention `sinks`, one learned logit per head that joins the
-    softmax and adds no value (GPT-OSS, arXiv:2508.10925, section 2.2). Sinks keep their dtype under `cast` and are used
-    in float32; transformers rounds them, and all scores, to the compute dtype.
+    tanh(score / c) (Gemma 2, arXiv:2408.00118, section 2); a block-causal mask, in which a token also attends to the
+    later tokens of its `block`, counted from position 0 of its document (block diffusion, arXiv:2503.09573, section
+    3.2); attention `sinks`, one learned logit per head that joins the softmax and adds no value (GPT-OSS,
+    arXiv:2508.10925, section 2.2). Sinks keep their dtype under `cast` and are used in float32; transformers rounds
+    them, and all scores, to the compute dtype.
 
     Heads are sharded over `tensor`; one head is never divided. With fewer kv_heads than devices on that axis, keys and
     values are replicated and each device selects the KV heads of its queries. A sequence sharded over `context` is

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int, Key
 from zoo.ops.attention import AttentionMask
 from zoo.ops.attention.mask import count_block_ahead
 from zoo.ops.rotary import Rotary, apply_rotary
-from zoo.parallel import Dim, all_gather, num_shards, shard_offset, sharded_axes
+from zoo.parallel import Dim, all_gather, num_shards, sharded_axes
 from zoo.shapes import HeadVectors, HiddenStates, KVHeads, Positions, ResidualStream, ValueHeads
 
 from ..abstract import AbstractLinear, AbstractMixer
@@ -24,7 +24,7 @@ from ..heads import select_kv_heads
 from ..kv_cache import KeyValueCache, mark_overfull, require_positions
 from ..linear import Linear, resolve_head_dim
 from ..rotary import compute_cos_sin, rope_switch_length
-from ..token_info import TokenInfo
+from ..token_info import TokenInfo, token_positions
 from .cached import cached_attention
 from .context import causal_attention
 from .tapped import VALUE_NAMES, tap_heads, tapped_attention
@@ -191,7 +191,7 @@ def attend(
     """Attend causally within a sequence, or to the tokens of a KV cache as well, and return the updated cache.
 
     - `group`: query heads per KV head.
-    - `block`: tokens of a block, of which each attends to all.
+    - `block`: tokens of a block. Each attends to all tokens of its block.
     - `options`: `scale`, `soft_cap`, `sinks`, `decay_channels` and `implementation` of `zoo.ops.attention.attention`.
 
     **Raises** `ValueError` for a cache without positions; `NotImplementedError` for a cache and blocks.
@@ -208,7 +208,8 @@ def attend(
         is_sharded = bool(sharded_axes(query, "seq"))
         ahead = None
         if block is not None and (is_sharded or info.positions is not None):
-            ahead = count_block_ahead(_find_positions(query, info), block)
+            positions = token_positions(query[..., 0], info)
+            ahead = jnp.broadcast_to(count_block_ahead(positions, block), query.shape[:2])
         if is_sharded or ahead is not None:
             mixed = causal_attention(query, (key, value), info.segment_ids, window=window, ahead=ahead, **options)
         else:
@@ -220,14 +221,6 @@ def attend(
         mask = AttentionMask(True, window, query_positions=info.positions, key_positions=key_positions)
         mixed = mark_overfull(cached_attention(query, key, value, mask, **options), state)
     return checkpoint_name(mixed, "attention"), state
-
-
-def _find_positions(query: HeadVectors, info: TokenInfo) -> Int[Array, "*batch seq"]:
-    """Return `info.positions`, or 0, 1, 2, ... along the sequence."""
-    if info.positions is not None:
-        return info.positions
-    seq = query.shape[1]
-    return jnp.broadcast_to(jnp.arange(seq) + shard_offset(query, "seq", seq), query.shape[:2])
 
 
 def make_cache(

@@ -43,9 +43,9 @@ class ForgettingAttention(AbstractGroupedAttention):
     of their KV head.
 
     The log gates and their sums c are float32 whatever the compute dtype. `zoo.ops.attention.decays` says how keys, and
-    so the KV cache, hold c; padding does not change it. Implementations are those in plain JAX: "grouped", "blockwise"
-    and "reference". Supported meshes are as in `zoo.layers.Attention`; where the sequence is sharded, each device adds
-    the log gates of all earlier shards, 8 bytes per KV head and row.
+    so the KV cache, hold c; padding does not change it. The implementations are "grouped", "blockwise" and "reference".
+    Supported meshes are as in `zoo.layers.Attention`. Where the sequence is sharded, a device adds the sums of all
+    earlier shards: it receives 8 bytes per KV head and row, about log2(shards) times.
     """
 
     query: AbstractLinear
@@ -117,7 +117,7 @@ class ForgettingAttention(AbstractGroupedAttention):
         query, key = rotate(query, key, self.rotary, x, info, state)
         sums = self._sum_log_gates(x, info, state)
         query_sums = jnp.repeat(select_kv_heads(sums, query, self.group), self.group, axis=2)
-        # Of replicated KV heads, all query heads of a device use one, and there may be fewer than a group.
+        # The query heads of a device may be fewer than a group: they then share one of the replicated KV heads.
         return append_decay_sums(query, query_sums[:, :, : query.shape[2]]), append_decay_sums(key, sums), value
 
     def score_options(self) -> dict[str, Any]:

@@ -33,7 +33,7 @@ def sum_log_decays(log_decay: Float[Array, "batch seq heads"]) -> Float[Array, "
 
 
 def add_decay_sums(x: _Sums, y: _Sums) -> _Sums:
-    """Return x + y, in any order of several sums but for the last bits of low."""
+    """Return x + y: associative up to the last bits of low."""
     return _with_gradient(_add_exactly(*map(lax.stop_gradient, (x, y))), x[..., 0] + y[..., 0])
 
 
