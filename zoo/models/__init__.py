@@ -14,12 +14,14 @@ from .encoders.heads import ClassificationHead, FeatureHead, MaskedLMHead, Token
 from .encoders.image import ImageEncoder, build_image_encoder
 from .encoders.text import Encoder, build_encoder
 from .hf.spec import Family, TensorMapping, fused, prefixed
+from .hyper_connections import HyperConnectionBlock
 from .load_balancing import balance_loss, count_active_parameters, router_z_loss, tokens_per_expert, update_expert_bias
 from .log_probs import log_probs
 from .loss import cross_entropy, cross_entropy_and_routing, token_losses
 from .observe import find_first_nonfinite, observe, tabulate_observations, unobserve
 from .parameter_paths import list_parameter_paths
 from .presets.hybrid import Hybrid
+from .presets.looped import Looped
 from .presets.mamba import Mamba, Mamba2
 from .presets.modernbert import ModernBERT
 from .presets.moe import MixtureOfExperts
@@ -69,11 +71,13 @@ __all__ = [
     "Griffin",
     "Hidden",
     "Hybrid",
+    "HyperConnectionBlock",
     "ImageEncoder",
     "KimiLinear",
     "LayerScaleBlock",
     "LightningTransformer",
     "LinearTransformer",
+    "Looped",
     "Mamba",
     "Mamba2",
     "Mamba3",

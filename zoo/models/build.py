@@ -60,6 +60,7 @@ def build_decoder(
     parts: Mapping[str, Callable[..., Any]] = MappingProxyType({}),
     layer_inputs: Callable[..., AbstractLayerInputs] | None = None,
     shared: Sequence[SharedFactory] = (),
+    order: Sequence[int] | None = None,
     key: Key[Array, ""],
 ) -> Decoder:
     """Build a decoder.
@@ -81,7 +82,8 @@ def build_decoder(
     - `hidden_states_skip_embedding`: see `Decoder`.
     - `parts`: factories of further parts of a `block`, called with `key=`, by their names.
     - `layer_inputs`: factory of what layers read besides the embedding, called with `key=`.
-    - `shared`: factories of modules that several layers call, see `Stack`.
+    - `shared`: factories of modules that several layers call, and `order`: numbers of the layers in the order in which
+      they run, for layers that run several times; see `Stack`.
     """
 
     embedding_key, stack_key, head_key = jax.random.split(wrap_key(key), 3)
@@ -118,6 +120,7 @@ def build_decoder(
             remat=remat,
             loop=loop,
             shared=shared,
+            order=order,
             key=stack_key,
         ),
         embedding_norm=None if embedding_norm is None else embedding_norm(),
@@ -146,6 +149,7 @@ def build_stack(
     loop: Loop,
     parts: Mapping[str, Callable[..., Any]] = MappingProxyType({}),
     shared: Sequence[SharedFactory] = (),
+    order: Sequence[int] | None = None,
     key: Key[Array, ""],
 ) -> Stack:
     """Build the layers of a model. Arguments are as in `build_decoder`; layers may differ in their `block`, too."""
@@ -183,4 +187,5 @@ def build_stack(
     factories = {  # equal layers share one object
         maker: maker if callable(maker) else partial(make_block, *maker) for maker in dict.fromkeys(makers)
     }
-    return Stack([factories[maker] for maker in makers], shared=shared, remat=remat, loop=loop, key=key)
+    options = {"order": order, "shared": shared, "remat": remat, "loop": loop}
+    return Stack([factories[maker] for maker in makers], **options, key=key)

@@ -145,6 +145,11 @@ class SharedBlock(SharedModule, AbstractBlock):
 _NOT_IN_STACK = "the block that this layer shares is in Stack.shared: run the layer in its stack"
 
 
+def make_shared_block(number: int, key: Key[Array, ""]) -> SharedBlock:
+    """Make the stand-in for block `number`. A factory, for `functools.partial`."""
+    return SharedBlock(number)
+
+
 def find_shared_modules(tree: Any) -> list[SharedModule]:
     """Return the shared modules that a block calls."""
     return [x for x in jax.tree.leaves(tree, is_leaf=_is_shared) if _is_shared(x)]

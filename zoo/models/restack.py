@@ -11,8 +11,8 @@ import jax
 from zoo.parallel import replace_option
 
 from .decoder import AbstractBlock, Decoder
-from .segment import Segment, number_structures, stack_trees
-from .stack import Stack, is_stack, make_segments
+from .segment import Segment, make_segments, number_structures, stack_trees
+from .stack import Stack, is_stack
 
 _Model = TypeVar("_Model")
 

@@ -1,7 +1,8 @@
 """Repeating patterns of layers, and their blocks stacked over the repeats: on one device, or dealt out to stages."""
 
 import functools
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import equinox as eqx
@@ -202,6 +203,51 @@ class Segment(AbstractLayers):
     def _reshape(self, new_shape: Callable[[tuple[int, ...]], tuple[int, ...]], layers: tuple[Dim, ...]) -> "Segment":
         reshape = lambda x: reshape_layers(x, new_shape(x.shape)) if hasattr(x, "shape") else x
         return type(self)(jax.tree.map(reshape, self.blocks), self.num_repeats, layers)
+
+
+def check_order(order: Sequence[int] | None, layers: int) -> list[int]:
+    """Return the numbers of layers in the order in which they run: each once by default. **Raises** `ValueError` for an
+    unknown layer, and for one that does not run."""
+    if order is None:
+        return list(range(layers))
+    if unknown := [number for number in order if not 0 <= number < layers]:
+        raise ValueError(f"order names layer {unknown[0]}, and there are layers 0 to {layers - 1}")
+    if missing := sorted(set(range(layers)) - set(order)):
+        raise ValueError(f"order leaves out layer {missing[0]}: run it, or drop its factory")
+    return list(order)
+
+
+def make_segments(items: Sequence[Hashable], stack: Callable[[range], AbstractBlock]) -> tuple[Segment, ...]:
+    """Split layers into segments by their items, equal for equal layers. `stack` returns the stacked block of layers
+    with these numbers. The longest pattern is dealt out to the stages of a pipeline, others are ends."""
+    patterns = find_patterns(items)
+    longest = max(range(len(patterns)), key=lambda i: math.prod(patterns[i]), default=0)
+    segments = []
+    start = 0
+    for number, (period, repeats) in enumerate(patterns):
+        end = start + period * repeats
+        blocks = tuple(stack(range(start + i, end, period)) for i in range(period))
+        segments.append(Segment(blocks, repeats, (Dim("layers" if number == longest else "ends"),)))
+        start = end
+    return tuple(segments)
+
+
+def list_layers(
+    segment: Segment, first: int | Int[Array, ""], inner_patterns: Sequence[tuple[int, int]]
+) -> list[tuple[int, ...]]:
+    """Return for each block of a pattern the numbers of the layers that it is run for, by itself or as the first of
+    equal blocks of an inner pattern; none in a pipeline, where the number of the first layer is traced."""
+    period = len(segment.blocks)
+    if not isinstance(first, int):
+        return [()] * period
+    starts = range(first, first + period * segment.num_repeats, period)
+    layers = []
+    for inner_period, inner_repeats in inner_patterns:
+        for i in range(inner_period * inner_repeats):
+            begin = len(layers) - i + i % inner_period
+            places = range(begin, len(layers) - i + inner_period * inner_repeats, inner_period)
+            layers.append(tuple(start + place for start in starts for place in places))
+    return layers
 
 
 def vary_arrays(modules: _Modules) -> _Modules:

@@ -1,8 +1,8 @@
 """Layers in few repeating patterns, stacked: a scan compiles each pattern once, a plain loop every layer."""
 
+import collections
 import dataclasses
-import math
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -16,7 +16,7 @@ from zoo._checks import wrap_key
 from zoo.layers import TokenInfo
 from zoo.layers.kv_cache import check_room
 from zoo.layers.moe.routing import RoutingSums
-from zoo.parallel import Dim, Module, Remat, current_mesh, gather, implementation_option, scan
+from zoo.parallel import Module, Remat, current_mesh, gather, implementation_option, scan
 from zoo.parallel.pipeline import run_stages
 from zoo.parallel.remat import check_remat, rematerialize
 from zoo.parallel.scope import has_value
@@ -28,14 +28,26 @@ from .decoder import (
     Hidden,
     LayerStates,
     RoutingDetail,
+    SharedBlock,
     UnrolledStack,
     find_shared_modules,
     insert_shared,
+    make_shared_block,
     run_block,
 )
 from .gather_ahead import scan_segment_ahead
 from .loop import MIN_PLAIN_SIZE, Loop, check_loop, find_drawback, nests_patterns, select_loop
-from .segment import Segment, find_inner_patterns, find_patterns, index_tree, stack_trees, unstack_tree, vary_arrays
+from .segment import (
+    Segment,
+    check_order,
+    find_inner_patterns,
+    index_tree,
+    list_layers,
+    make_segments,
+    stack_trees,
+    unstack_tree,
+    vary_arrays,
+)
 
 _Model = TypeVar("_Model")
 BlockFactory = Callable[[Key[Array, ""]], AbstractBlock]
@@ -54,7 +66,7 @@ class Stack(AbstractStack):
 
     Several layers may call one module: it is in `shared`, once, and their blocks name it by `SharedModule(number)`. It
     is all-gathered with each block that calls it, and its gradient is the sum over the calls. Layers that are one block
-    are `SharedBlock(number)`.
+    are `SharedBlock(number)`, as `order` makes them.
     """
 
     segments: tuple[Segment, ...]
@@ -69,6 +81,7 @@ class Stack(AbstractStack):
         self,
         factories: Sequence[BlockFactory],
         *,
+        order: Sequence[int] | None = None,
         shared: Sequence[SharedFactory] = (),
         remat: Remat = "none",
         loop: Loop = "auto",
@@ -77,22 +90,33 @@ class Stack(AbstractStack):
         """Build one layer per factory, and one of the modules that layers share per factory of `shared`. Every layer
         has its own PRNG key, so that parameters do not depend on the split into segments.
 
-        **Raises** `ValueError` for an unknown `remat` or `loop`, and for a block that calls a shared module that is not
-        there.
+        `order` runs some of the layers several times (recurrent depth; Universal Transformers, arXiv:1807.03819):
+        `(0, 1, 2, 1, 2, 3)` runs the second and the third factory's twice. Such a layer is in `shared`, behind the
+        others. Each run counts as a layer: it has a number, dropout and a state of its own. Parameters do not depend on
+        how often a layer runs.
+
+        **Raises** `ValueError` for an unknown `remat` or `loop`, for a block that calls a shared module that is not
+        there, and for an `order` that leaves out a factory or names one that is not there.
         """
         self.remat = check_remat(remat)
         self.loop = check_loop(loop)
         key = wrap_key(key)
         keys = jax.random.split(key, len(factories))
+        order = check_order(order, len(factories))
+        repeated = [number for number, runs in sorted(collections.Counter(order).items()) if runs > 1]
+        stand_ins = {number: partial(make_shared_block, len(shared) + i) for i, number in enumerate(repeated)}
+        makers = [stand_ins.get(number, factories[number]) for number in order]
 
         def stack(layers: range) -> AbstractBlock:
-            return eqx.filter_vmap(factories[layers[0]])(keys[layers.start : layers.stop : layers.step])
+            numbers = jnp.array(order[layers.start : layers.stop : layers.step])
+            return eqx.filter_vmap(makers[layers[0]])(keys[numbers])
 
-        self.segments = make_segments(factories, stack)
+        self.segments = make_segments(makers, stack)
         # fold_in(key, i) is the key of layer i
-        self.shared = tuple(make(jax.random.fold_in(key, len(factories) + i)) for i, make in enumerate(shared))
-        if missing := [x.number for x in find_shared_modules(self.segments) if x.number >= len(shared)]:
-            raise ValueError(f"a layer calls the shared module {missing[0]}, and there are {len(shared)}")
+        made = [make(jax.random.fold_in(key, len(factories) + i)) for i, make in enumerate(shared)]
+        self.shared = (*made, *(factories[number](keys[number]) for number in repeated))
+        if missing := [x.number for x in find_shared_modules(self.segments) if x.number >= len(self.shared)]:
+            raise ValueError(f"a layer calls the shared module {missing[0]}, and there are {len(self.shared)}")
 
     def iter_blocks(self) -> Iterator[AbstractBlock]:
         """Yield the block of each layer, indexed out of its segment, with the modules that it shares. **Raises**
@@ -236,8 +260,9 @@ class Stack(AbstractStack):
     ) -> tuple[Hidden, LayerStates | None]:
         """Run the repeats of a pattern, whose first layer is number `first`, one after the other."""
         pattern = self._make_pattern(segment, info, prevent_cse=True)
+        complete = self._make_complete(segment)
         new_states = []
-        for blocks in unstack_tree(self._add_edits(segment, first), segment.local_repeats):
+        for blocks in map(complete, unstack_tree(self._add_edits(segment, first), segment.local_repeats)):
             for block, run in zip(blocks, pattern, strict=True):
                 layer = len(new_states)
                 state = None if states is None else states[layer]
@@ -264,18 +289,21 @@ class Stack(AbstractStack):
         repeats = segment.local_repeats
         numbers = first + period * jnp.arange(repeats)
         pattern = self._make_pattern(segment, info, prevent_cse=1 < repeats <= unroll)  # then no loop remains
+        complete = self._make_complete(segment)
+        blocks = self._fill_blocks(segment)
         if states is None:
             stacked_states = None
         else:
             stacked_states = tuple(stack_trees(states[i::period]) for i in range(period))
         if nests_patterns(self.loop):
-            inner_patterns = find_inner_patterns(segment.blocks)
+            inner_patterns = find_inner_patterns(blocks)
         else:
             inner_patterns = [(1, 1)] * period
-        numbers_of_blocks = _list_layers(segment, first, inner_patterns)
+        numbers_of_blocks = list_layers(segment, first, inner_patterns)
 
         def step(hidden: Hidden, xs: Any):
             arrays, number, states = xs
+            arrays = complete(arrays)
             outputs = []
             for inner_period, inner_repeats in inner_patterns:
                 start = len(outputs)
@@ -289,7 +317,7 @@ class Stack(AbstractStack):
 
         inputs = arrays, numbers, stacked_states
         carry = hidden.drop_routing()
-        if any(block.extends_hidden for block in segment.blocks):
+        if any(block.extends_hidden for block in blocks):
             carry = _complete_carry(step, carry, inputs)
         output, (new_states, routing) = _scan_layers(step, carry, inputs, unroll=unroll)
         order = [(i % period, i // period) for i in range(period * repeats)]
@@ -319,7 +347,7 @@ class Stack(AbstractStack):
 
     def _add_edits(self, segment: Segment, first: int | Int[Array, ""]) -> tuple[tuple[Any, Any], ...]:
         """Return the arrays of each block of a pattern, and its rows of the arrays of edits (`zoo.parallel.taps`)."""
-        numbers = _list_layers(segment, first, [(1, 1)] * len(segment.blocks))
+        numbers = list_layers(segment, first, [(1, 1)] * len(segment.blocks))
         edits = [slice_edits(layers, self.find_layers) for layers in numbers]
         return tuple(zip(vary_arrays(segment.blocks), edits, strict=True))
 
@@ -336,12 +364,12 @@ class Stack(AbstractStack):
         """Yield each stacked block, with the numbers of the layers that it stacks."""
         first = 0
         for segment in self.segments:
-            yield from zip(segment.blocks, _list_layers(segment, first, [(1, 1)] * len(segment.blocks)), strict=True)
+            yield from zip(segment.blocks, list_layers(segment, first, [(1, 1)] * len(segment.blocks)), strict=True)
             first += segment.num_repeats * len(segment.blocks)
 
     def _make_pattern(self, segment: Segment, info: TokenInfo, *, prevent_cse: bool) -> list[Callable]:
         """Return a function `(arrays, number, hidden, state) -> (hidden, state)` for each block of a pattern."""
-        static = eqx.filter(segment.blocks, eqx.is_array, inverse=True)
+        static = eqx.filter(self._fill_blocks(segment), eqx.is_array, inverse=True)
         shared = eqx.combine(vary_arrays(self.shared), self.shared)
 
         def gather_and_run(i: int, arrays: Any, number: int | Int[Array, ""], hidden: Hidden, state: Any):
@@ -351,38 +379,21 @@ class Stack(AbstractStack):
         blocks = [partial(gather_and_run, i) for i in range(len(segment.blocks))]
         return [rematerialize(run, self.remat, prevent_cse=prevent_cse) for run in blocks]
 
+    def _fill_blocks(self, segment: Segment) -> tuple[AbstractBlock, ...]:
+        """Return the blocks of a pattern, with the shared one in place of each `SharedBlock`."""
+        return tuple(self.shared[block.number] if isinstance(block, SharedBlock) else block for block in segment.blocks)
 
-def make_segments(items: Sequence[Hashable], stack: Callable[[range], AbstractBlock]) -> tuple[Segment, ...]:
-    """Split layers into segments by their items, equal for equal layers. `stack` returns the stacked block of layers
-    with these numbers. The longest pattern is dealt out to the stages of a pipeline, others are ends."""
-    patterns = find_patterns(items)
-    longest = max(range(len(patterns)), key=lambda i: math.prod(patterns[i]), default=0)
-    segments = []
-    start = 0
-    for number, (period, repeats) in enumerate(patterns):
-        end = start + period * repeats
-        blocks = tuple(stack(range(start + i, end, period)) for i in range(period))
-        segments.append(Segment(blocks, repeats, (Dim("layers" if number == longest else "ends"),)))
-        start = end
-    return tuple(segments)
+    def _make_complete(self, segment: Segment) -> Callable:
+        """Return a function from the arrays of each block of a pattern, in one repeat, to these with the arrays of the
+        shared block for each `SharedBlock`, which are the same in every repeat."""
+        pairs = zip(segment.blocks, self._fill_blocks(segment), strict=True)
+        shared = [vary_arrays(block) if isinstance(own, SharedBlock) else None for own, block in pairs]
 
+        def complete(arrays: Sequence[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
+            rows = zip(shared, arrays, strict=True)
+            return [(own if block is None else block, edits) for block, (own, edits) in rows]
 
-def _list_layers(
-    segment: Segment, first: int | Int[Array, ""], inner_patterns: Sequence[tuple[int, int]]
-) -> list[tuple[int, ...]]:
-    """Return for each block of a pattern the numbers of the layers that it is run for, by itself or as the first of
-    equal blocks of an inner pattern; none in a pipeline, where the number of the first layer is traced."""
-    period = len(segment.blocks)
-    if not isinstance(first, int):
-        return [()] * period
-    starts = range(first, first + period * segment.num_repeats, period)
-    layers = []
-    for inner_period, inner_repeats in inner_patterns:
-        for i in range(inner_period * inner_repeats):
-            begin = len(layers) - i + i % inner_period
-            places = range(begin, len(layers) - i + inner_period * inner_repeats, inner_period)
-            layers.append(tuple(start + place for start in starts for place in places))
-    return layers
+        return complete
 
 
 def _run_layer(

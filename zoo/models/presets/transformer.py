@@ -3,14 +3,17 @@
 from collections.abc import Callable, Sequence
 from functools import partial
 
+import jax
 from jaxtyping import Array, Key
 
+from zoo._checks import wrap_key
 from zoo.layers import AbstractMixer, GatedMLP, RMSNorm
 from zoo.ops.rotary import Rotary
 from zoo.parallel import Remat
 
 from ..build import build_decoder
 from ..decoder import Decoder
+from ..hyper_connections import make_hyper_connections
 from ..loop import Loop
 from .mixers import make_mixer_pattern
 
@@ -29,6 +32,8 @@ def Transformer(
     qk_norm: bool = False,
     windows: Sequence[int | None] = (None,),
     soft_cap: float | None = None,
+    streams: int = 1,
+    order: Sequence[int] | None = None,
     tied: bool = True,
     dropout: float = 0.0,
     remat: Remat = "none",
@@ -49,6 +54,9 @@ def Transformer(
     - `windows`: a pattern of sliding windows that repeats over the layers; None is full attention.
       `(512, 512, None)` has two local layers per global one.
     - `soft_cap`: c tanh(scores / c) before the softmax.
+    - `streams`: residual streams. With several, layers read, mix and write them by hyper-connections (mHC,
+      arXiv:2512.24880; `zoo.models.hyper_connections`).
+    - `order`: numbers of the layers in the order in which they run, if some of them run several times: see `Looped`.
     - `tied`: tie the head to the embedding.
     - `remat`: what the backward pass rematerializes, from least to most: "none", "elementwise" (all but matrix
       products), "dots" (attention's products too), "full".
@@ -57,14 +65,20 @@ def Transformer(
     - `implementation`: of attention, a name in `zoo.ops.attention.ATTENTION` or a function.
 
     Initialization: matrices have standard deviation 1 / sqrt(inputs); matrices that write to the residual stream are
-    divided by sqrt(2 layers), so that its variance does not grow with depth (GPT-2, section 2.3).
+    divided by sqrt(2 layers), so that its variance does not grow with depth (GPT-2, section 2.3). A layer counts as
+    often as it runs.
 
     **Raises** `ValueError` for sizes that do not fit together, and for options of `Attention` together with a `mixer`;
     `TypeError` for a `mixer` that cannot be called so.
     """
     if layers < 1:
         raise ValueError(f"a Transformer has at least 1 layer, not {layers}")
-    out_scale = (2 * layers) ** -0.5
+    norm = partial(RMSNorm, embed)
+    wiring = {}
+    if streams != 1:
+        wiring = make_hyper_connections(embed, streams, norm, key=jax.random.fold_in(wrap_key(key), 1))
+    runs = layers if order is None else len(order)
+    out_scale = (2 * runs) ** -0.5
     mixers = make_mixer_pattern(
         mixer,
         embed,
@@ -83,10 +97,12 @@ def Transformer(
         vocab=vocab,
         embed=embed,
         layers=[(mixers[i % len(mixers)], ffn) for i in range(layers)],
-        norm=partial(RMSNorm, embed),
+        norm=norm,
+        order=order,
         tied=tied,
         dropout=dropout,
         remat=remat,
         loop=loop,
+        **wiring,
         key=key,
     )

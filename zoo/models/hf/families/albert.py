@@ -9,7 +9,7 @@ from jaxtyping import Array, Key
 
 from zoo.layers import Dropout, IdentityNorm, LayerNorm
 from zoo.models.blocks import AddNormBlock
-from zoo.models.decoder import SharedBlock
+from zoo.models.decoder import make_shared_block
 from zoo.models.encoders.heads import DenseTransform
 from zoo.models.encoders.text import Encoder
 from zoo.models.hf.builders import (
@@ -36,13 +36,10 @@ def _build_albert(config: Config, *, key: Key[Array, ""]) -> Encoder:
         parts = {"mixer": mixer(key=mixer_key), "ffn": ffn(key=ffn_key), "dropout": Dropout(0.0)}
         return AddNormBlock(mixer_norm=norm(), ffn_norm=norm(), **parts)
 
-    def call_block(number: int, key: Key[Array, ""]) -> SharedBlock:
-        return SharedBlock(number)
-
     inner = config["inner_group_num"]
     groups = _list_groups(config)
     shared = [make_block] * (config["num_hidden_groups"] * inner)
-    calls = [partial(call_block, number) for number in range(len(shared))]
+    calls = [partial(make_shared_block, number) for number in range(len(shared))]
     layers = [calls[group * inner + i] for group in groups for i in range(inner)]
     transform = partial(
         DenseTransform,

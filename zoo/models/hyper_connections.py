@@ -1,0 +1,189 @@
+"""Hyper-connections: a layer reads and writes several residual streams, which it mixes (mHC, arXiv:2512.24880).
+
+The streams of a token are side by side in `Hidden.x`: n embed features. `HyperConnectionInputs` makes them of the
+embedding, `HyperConnectionBlock` is a layer, and `HyperConnectionNorm` sums them before the head;
+`make_hyper_connections` returns all three for `build_decoder`.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, Key
+
+from zoo.layers import AbstractFeedForward, AbstractLinear, AbstractMixer, AbstractNorm, Dropout, Linear, TokenInfo
+from zoo.layers.abstract import run_feed_forward, run_mixer
+from zoo.ops.hyper_connections import StreamWeights, make_stream_weights, read_streams, write_streams
+from zoo.ops.normalization import rms_norm
+from zoo.parallel import Dim, Module, full_precision, named_by_class
+from zoo.shapes import ResidualStream, Tokens
+
+from .decoder import AbstractBlock, AbstractLayerInputs, Hidden
+
+SideBySide = Float[Array, "*rows features"]
+"""Streams of each token, side by side: n embed features."""
+
+_EPSILON = 1e-6
+_FIRST_SCALE = 0.01
+"""The weights begin almost equal for all tokens."""
+_KEPT_LOGIT = 4.0
+"""Of the diagonal of `comb`: of four streams, each begins with 0.95 of itself."""
+
+
+class HyperConnection(Module):
+    """The weights of one sublayer on n streams X (Xie et al., arXiv:2512.24880, equations 7 to 9):
+
+        logits = W norm(X)          all n embed features, normalized without weights
+        pre, post, comb = make_stream_weights(logits, scale, base)
+
+    and the two sums that `zoo.ops.hyper_connections` has. Tokens do not depend on one another.
+    """
+
+    projection: AbstractLinear = full_precision()
+    scale: Float[Array, "3"] = full_precision()
+    """Of the logits of `pre`, `post` and `comb`."""
+    base: Float[Array, "out"] = full_precision()
+
+    streams: int = eqx.field(static=True)
+    epsilon: float = eqx.field(static=True)
+    iterations: int = eqx.field(static=True)
+    """Of `zoo.ops.hyper_connections.sinkhorn`."""
+
+    def __init__(
+        self, embed: int, streams: int, *, epsilon: float = _EPSILON, iterations: int = 20, key: Key[Array, ""]
+    ):
+        """Initialize `scale` with 0.01. At first `pre` is close to 1/2, `post` to 1 and `comb` to the identity.
+
+        **Raises** `ValueError` unless there is a stream and an iteration.
+        """
+        _check_streams(streams)
+        if iterations < 1:
+            raise ValueError(f"comb is normalized once or more, not iterations={iterations}")
+        size = streams * (2 + streams)
+        self.projection = Linear(streams * embed, size, in_=Dim("embed"), key=key)
+        self.scale = jnp.full(3, _FIRST_SCALE, jnp.float32)
+        kept = _KEPT_LOGIT * jnp.eye(streams, dtype=jnp.float32)
+        self.base = jnp.concatenate([jnp.zeros(2 * streams, jnp.float32), kept.reshape(-1)])
+        self.streams = streams
+        self.epsilon = epsilon
+        self.iterations = iterations
+
+    def read(self, x: SideBySide) -> tuple[Float[Array, "*rows embed"], StreamWeights]:
+        """Return the input of the sublayer, and the weights that `write` takes."""
+        logits = self.projection(rms_norm(x.astype(jnp.float32), epsilon=self.epsilon))
+        options = {"iterations": self.iterations, "epsilon": self.epsilon}
+        weights = make_stream_weights(logits, self.scale, self.base, **options)
+        return read_streams(_split_streams(x, self.streams), weights.pre), weights
+
+    def write(self, x: SideBySide, output: Float[Array, "*rows embed"], weights: StreamWeights) -> SideBySide:
+        """Return the streams after a sublayer with this output."""
+        return write_streams(_split_streams(x, self.streams), output, weights).reshape(x.shape)
+
+
+class HyperConnectionBlock(AbstractBlock):
+    """A pre-norm layer of any mixer and any feed-forward layer, each on streams X of the residual (mHC, Xie et al.,
+    arXiv:2512.24880, equation 3):
+
+        X = combᵀ X + post ⊗ mixer(norm(pre · X))
+        X = combᵀ X + post ⊗ ffn(norm(pre · X))
+
+    with weights of their own, which depend on the token. Rematerialization saves the n streams of a layer, and computes
+    `comb` again.
+    """
+
+    mixer_connection: HyperConnection
+    mixer_norm: AbstractNorm
+    mixer: AbstractMixer = named_by_class()
+    ffn_connection: HyperConnection
+    ffn_norm: AbstractNorm
+    ffn: AbstractFeedForward = named_by_class()
+    dropout: Dropout
+
+    def init_state(self, batch: int, length: int, dtype: Any = jnp.float32) -> Any:
+        return self.mixer.init_state(batch, length, dtype)
+
+    def __call__(self, hidden: Hidden, info: TokenInfo, state: Any = None) -> tuple[Hidden, Any]:
+        read, weights = self.mixer_connection.read(hidden.x)
+        mixed, state = run_mixer(self.mixer, self.mixer_norm(read), info, state)
+        x = self.mixer_connection.write(hidden.x, self.dropout(mixed, info, site=0), weights)
+        read, weights = self.ffn_connection.read(x)
+        fed, routing = run_feed_forward(self.ffn, self.ffn_norm(read))
+        fed = checkpoint_name(fed, "ffn_output")
+        x = self.ffn_connection.write(x, self.dropout(fed, info, site=1), weights)
+        return dataclasses.replace(hidden, x=x, decisions=hidden.decisions + routing), state
+
+
+class HyperConnectionInputs(AbstractLayerInputs):
+    """Streams that begin as copies of the embedding."""
+
+    streams: int = eqx.field(static=True)
+
+    def __call__(self, tokens: Tokens, x: ResidualStream) -> Hidden:
+        return Hidden(jnp.tile(x, self.streams))
+
+
+class HyperConnectionNorm(AbstractNorm):
+    """norm(Σ_i w_i X_i) with w = sigmoid(scale W norm'(X) + base) + epsilon: the sum of n streams before the head, as
+    in DeepSeek-V4 (2026). norm' is as in `HyperConnection`."""
+
+    norm: AbstractNorm
+    projection: AbstractLinear = full_precision()
+    scale: Float[Array, "1"] = full_precision()
+    base: Float[Array, "out"] = full_precision()
+
+    epsilon: float = eqx.field(static=True)
+
+    def __init__(
+        self,
+        embed: int,
+        streams: int,
+        norm: Callable[[], AbstractNorm],
+        *,
+        epsilon: float = _EPSILON,
+        key: Key[Array, ""],
+    ):
+        """`norm`: a factory of the norm of the sum. **Raises** `ValueError` unless there is a stream."""
+        _check_streams(streams)
+        self.norm = norm()
+        self.projection = Linear(streams * embed, streams, in_=Dim("embed"), key=key)
+        self.scale = jnp.full(1, _FIRST_SCALE, jnp.float32)
+        self.base = jnp.zeros(streams, jnp.float32)
+        self.epsilon = epsilon
+
+    def __call__(self, x: SideBySide) -> Float[Array, "*rows embed"]:
+        logits = self.projection(rms_norm(x.astype(jnp.float32), epsilon=self.epsilon))
+        weights = jax.nn.sigmoid(self.scale * logits + self.base) + self.epsilon
+        return self.norm(read_streams(_split_streams(x, weights.shape[-1]), weights))
+
+
+def make_hyper_connections(
+    embed: int, streams: int, norm: Callable[[], AbstractNorm], *, key: Key[Array, ""]
+) -> dict[str, Any]:
+    """Return the arguments of `build_decoder` that wire its layers with hyper-connections.
+
+        build_decoder(embed=embed, norm=norm, **make_hyper_connections(embed, 4, norm, key=key), ...)
+
+    `norm`: a factory of the final norm. **Raises** `ValueError` unless there is a stream.
+    """
+    _check_streams(streams)
+    connection = partial(HyperConnection, embed, streams)
+    return {
+        "block": HyperConnectionBlock,
+        "parts": {"mixer_connection": connection, "ffn_connection": connection},
+        "layer_inputs": lambda key: HyperConnectionInputs(streams),
+        "final_norm": partial(HyperConnectionNorm, embed, streams, norm, key=key),
+    }
+
+
+def _split_streams(x: SideBySide, streams: int) -> Float[Array, "*rows streams embed"]:
+    return x.reshape(*x.shape[:-1], streams, -1)
+
+
+def _check_streams(streams: int) -> None:
+    if streams < 1:
+        raise ValueError(f"a layer has one residual stream or more, not streams={streams}")
