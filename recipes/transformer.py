@@ -5,6 +5,7 @@
     python recipes/transformer.py --data ~/books --vocab 4096 --out runs/books
     python recipes/transformer.py 1b --fsdp 8 --data /data/text
     python recipes/transformer.py --optimizer muon        # or lion, schedule_free, ademamix, adopt, prodigy
+    python recipes/transformer.py --layers 2 --loops 2    # two layers that run twice; --streams 4: hyper-connections
     python recipes/transformer.py --decay-steps 0         # a stable run; --resume 200 --decay-steps 40 branches off
 
 A run's directory holds its configuration, metrics, checkpoints, report.html and export/, the model and its tokenizer as
@@ -33,6 +34,8 @@ class Config:
     vocab: int = 256  # 256 for bytes; more trains a byte-pair encoding on the text.
     embed: int = 128  # Width of the residual stream.
     layers: int = 4  # Number of blocks.
+    loops: int = 1  # Times that all blocks run, one after the other, with the same parameters.
+    streams: int = 1  # Residual streams; with several, hyper-connections (mHC).
     heads: int = 2  # Attention heads, embed / heads wide each.
     kv_heads: int | None = None  # Heads of keys and values, for grouped-query attention; by default as many as heads.
     mlp_dim: int = 384  # Width of the gated MLP.
@@ -82,6 +85,8 @@ def main(config: Config) -> None:
             vocab=corpus.vocab,
             embed=config.embed,
             layers=config.layers,
+            order=config.loops * [*range(config.layers)],
+            streams=config.streams,
             heads=config.heads,
             kv_heads=config.kv_heads,
             mlp=config.mlp_dim,
@@ -120,7 +125,9 @@ def main(config: Config) -> None:
         return model, opt_state, metrics
 
     tokens = config.batch_size * config.seq_len
-    flops = 6 * tokens * (zoo.count(model) + config.layers * config.embed * config.seq_len)  # forward 2, backward 4
+    scores = config.loops * config.layers * config.embed * config.seq_len
+    multiplied = zoo.count(model) + (config.loops - 1) * zoo.count(model.stack)
+    flops = 6 * tokens * (multiplied + scores)  # forward 2, backward 4
     with train.Run(config.run, config=config) as run:
         run.print_line(f"{zoo.count(model):,} parameters on {mesh}; {corpus}")
         model, opt_state = run.restore((model, opt_state), batches)

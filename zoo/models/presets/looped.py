@@ -19,8 +19,8 @@ def Looped(*, core: int, loops: int, prelude: int = 0, coda: int = 0, key: Key[A
 
     The parameters of the core exist once, as `shared.*`, and their gradient is the sum over the passes. Each pass has
     its own states in decoding, dropout, and layer numbers: of the 10 layers of this model, `zoo.capture` names the core
-    in its second pass `layers.3` and `layers.4`. The arrays do not depend on `loops`: a model takes the parameters of
-    one with other loops.
+    in its second pass `layers.3` and `layers.4`. Names and shapes of the arrays do not depend on `loops`: a model takes
+    the parameters of one with other loops.
 
     What the papers have besides is not here: the output of the prelude as an input of each pass, and a random first
     state (arXiv:2502.05171); embeddings of the pass, and halting per position (arXiv:1807.03819).
