@@ -2,8 +2,8 @@
 arXiv:2603.15031, section 3.2, "Block AttnRes").
 
 The sums of a token are side by side in `Hidden.x`: the embedding b_0, and b_1 to b_N, one per group of layers.
-`DepthInputs` begins them, `AttentionResidualBlock` is a layer, and `AttentionResidualNorm` attends to all of them before
-the head; `make_attention_residuals` returns all three for `build_decoder`.
+`DepthInputs` begins them, `AttentionResidualBlock` is a layer, and `AttentionResidualNorm` attends to them before the
+head; `make_attention_residuals` returns all three for `build_decoder`.
 """
 
 import dataclasses

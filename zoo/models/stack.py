@@ -260,9 +260,9 @@ class Stack(AbstractStack):
     ) -> tuple[Hidden, LayerStates | None]:
         """Run the repeats of a pattern, whose first layer is number `first`, one after the other."""
         pattern = self._make_pattern(segment, info, prevent_cse=True)
-        complete = self._make_complete(segment)
+        fill = self._make_fill(segment)
         new_states = []
-        for blocks in map(complete, unstack_tree(self._add_edits(segment, first), segment.local_repeats)):
+        for blocks in map(fill, unstack_tree(self._add_edits(segment, first), segment.local_repeats)):
             for block, run in zip(blocks, pattern, strict=True):
                 layer = len(new_states)
                 state = None if states is None else states[layer]
@@ -289,7 +289,7 @@ class Stack(AbstractStack):
         repeats = segment.local_repeats
         numbers = first + period * jnp.arange(repeats)
         pattern = self._make_pattern(segment, info, prevent_cse=1 < repeats <= unroll)  # then no loop remains
-        complete = self._make_complete(segment)
+        fill = self._make_fill(segment)
         blocks = self._fill_blocks(segment)
         if states is None:
             stacked_states = None
@@ -303,7 +303,7 @@ class Stack(AbstractStack):
 
         def step(hidden: Hidden, xs: Any):
             arrays, number, states = xs
-            arrays = complete(arrays)
+            arrays = fill(arrays)
             outputs = []
             for inner_period, inner_repeats in inner_patterns:
                 start = len(outputs)
@@ -379,21 +379,21 @@ class Stack(AbstractStack):
         blocks = [partial(gather_and_run, i) for i in range(len(segment.blocks))]
         return [rematerialize(run, self.remat, prevent_cse=prevent_cse) for run in blocks]
 
-    def _fill_blocks(self, segment: Segment) -> tuple[AbstractBlock, ...]:
+    def _fill_blocks(self, segment: Segment) -> tuple[Any, ...]:
         """Return the blocks of a pattern, with the shared one in place of each `SharedBlock`."""
         return tuple(self.shared[block.number] if isinstance(block, SharedBlock) else block for block in segment.blocks)
 
-    def _make_complete(self, segment: Segment) -> Callable:
-        """Return a function from the arrays of each block of a pattern, in one repeat, to these with the arrays of the
-        shared block for each `SharedBlock`, which are the same in every repeat."""
+    def _make_fill(self, segment: Segment) -> Callable:
+        """Return a function of the arrays and edits of the blocks of a pattern, in one repeat: it fills in the arrays of
+        shared blocks, which are the same in every repeat."""
         pairs = zip(segment.blocks, self._fill_blocks(segment), strict=True)
         shared = [vary_arrays(block) if isinstance(own, SharedBlock) else None for own, block in pairs]
 
-        def complete(arrays: Sequence[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
-            rows = zip(shared, arrays, strict=True)
-            return [(own if block is None else block, edits) for block, (own, edits) in rows]
+        def fill(blocks: Sequence[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
+            rows = zip(shared, blocks, strict=True)
+            return [(own if arrays is None else arrays, edits) for arrays, (own, edits) in rows]
 
-        return complete
+        return fill
 
 
 def _run_layer(
