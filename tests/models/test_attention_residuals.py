@@ -17,7 +17,7 @@ from zoo.models import Hidden, build_decoder
 from zoo.models.attention_residuals import AttentionResidual, AttentionResidualBlock, make_attention_residuals
 from zoo.parallel import SEQUENCE
 
-VOCAB, EMBED, LAYERS, GROUP = 32, 16, 5, 2
+VOCAB, EMBED, LAYERS, GROUP = 32, 16, 3, 2
 TOKENS = jax.random.randint(jax.random.key(1), (4, 8), 0, VOCAB)
 BATCH = {"tokens": TOKENS, "targets": TOKENS}
 
@@ -76,7 +76,7 @@ def assert_equal(result, tolerance=2e-5):
 
 
 def test_logits_equal_the_formula():
-    """Three groups, the last of one layer."""
+    """Two groups, the second of one layer."""
     model = make_random()
     assert relative_error(eqx.filter_jit(model)(TOKENS), eqx.filter_jit(compute_formula)(model)) < 1e-5
 
@@ -109,7 +109,7 @@ def test_decoding_equals_the_full_pass():
     model = make_random()
     new = zoo.generate(model, TOKENS, max_new_tokens=3)
     longer = jnp.concatenate([TOKENS, new], axis=1)
-    np.testing.assert_array_equal(jnp.argmax(model(longer), -1)[:, TOKENS.shape[1] - 1 : -1], new)
+    np.testing.assert_array_equal(jnp.argmax(eqx.filter_jit(model)(longer), -1)[:, TOKENS.shape[1] - 1 : -1], new)
 
 
 def test_what_is_not_supported_is_refused_by_name():
@@ -119,4 +119,4 @@ def test_what_is_not_supported_is_refused_by_name():
         make_attention_residuals(EMBED, 3, partial(RMSNorm, EMBED), group_size=0)
     model = zoo.configure(eqx.filter_eval_shape(make, jax.random.key(0)), loop="scan")
     with pytest.raises(NotImplementedError, match="DepthHidden has layer inputs .* use a mesh with pipe=1"):
-        eqx.filter_eval_shape(zoo.value_and_grad(zoo.cross_entropy, make_any_mesh(pipe=5)), model, BATCH)
+        eqx.filter_eval_shape(zoo.value_and_grad(zoo.cross_entropy, make_any_mesh(pipe=3)), model, BATCH)

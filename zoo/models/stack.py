@@ -384,8 +384,8 @@ class Stack(AbstractStack):
         return tuple(self.shared[block.number] if isinstance(block, SharedBlock) else block for block in segment.blocks)
 
     def _make_fill(self, segment: Segment) -> Callable:
-        """Return a function of the arrays and edits of the blocks of a pattern, in one repeat: it fills in the arrays of
-        shared blocks, which are the same in every repeat."""
+        """Return a function of the arrays and edits of a pattern's blocks in one repeat, which fills in the arrays of
+        shared blocks: they are the same in every repeat."""
         pairs = zip(segment.blocks, self._fill_blocks(segment), strict=True)
         shared = [vary_arrays(block) if isinstance(own, SharedBlock) else None for own, block in pairs]
 

@@ -107,18 +107,19 @@ def test_decoding_has_a_state_per_pass():
     model = make_looped()
     new = zoo.generate(model, TOKENS, max_new_tokens=3)
     longer = jnp.concatenate([TOKENS, new], axis=1)
-    np.testing.assert_array_equal(jnp.argmax(model(longer), -1)[:, TOKENS.shape[1] - 1 : -1], new)
+    np.testing.assert_array_equal(jnp.argmax(eqx.filter_jit(model)(longer), -1)[:, TOKENS.shape[1] - 1 : -1], new)
     assert len(model.init_state(1, 4)) == len(ORDER)
 
 
 def test_values_are_named_by_the_pass():
     model = zoo.configure(make_looped(), loop="scan")
-    _, seen = zoo.capture(model, "layers.*", "layers.3.attention")(TOKENS)
+    run = lambda model: eqx.filter_jit(zoo.capture(model, "layers.*", "layers.3.attention"))(TOKENS)[1]
+    seen = run(model)
     states = zoo.hidden_states(model, TOKENS)
     np.testing.assert_allclose(seen["layers.*"][:-1], jnp.stack(states[1:-1]), atol=1e-5)
-    steered = zoo.patch(model, {"layers.3.attention": jnp.zeros_like})
-    assert jnp.abs(zoo.capture(steered, "layers.1")(TOKENS)[1]["layers.1"] - seen["layers.*"][1]).max() < 1e-6
-    assert jnp.abs(steered(TOKENS) - model(TOKENS)).max() > 1e-3
+    steered = run(zoo.patch(model, {"layers.3.attention": jnp.zeros_like}))
+    changed = np.abs(steered["layers.*"] - seen["layers.*"]).max((1, 2, 3)) > 1e-4
+    assert changed.tolist() == [False] * 3 + [True] * 3, "the second pass of the core's first layer, and what follows"
 
 
 def test_a_deep_core_is_compiled_once(monkeypatch):
@@ -144,7 +145,8 @@ def test_any_order_runs():
     order = (0, 1, 0, 2, 2)
     model = eqx.filter_jit(lambda: Transformer(**SIZES, layers=3, order=order, key=KEY))()
     plain = swap_stack(model, unshare)
-    np.testing.assert_allclose(model(TOKENS), plain(TOKENS), atol=1e-5)
+    logits, wanted = (eqx.filter_jit(each)(TOKENS) for each in (model, plain))
+    np.testing.assert_allclose(logits, wanted, atol=1e-5)
     assert [block.number for block in model.stack.unstack().blocks if hasattr(block, "number")] == [0, 0, 1, 1]
 
 
