@@ -15,6 +15,7 @@ from ..build import build_decoder
 from ..decoder import Decoder
 from ..hyper_connections import make_hyper_connections
 from ..loop import Loop
+from ..segment import check_order
 from .mixers import make_mixer_pattern
 
 
@@ -76,9 +77,10 @@ def Transformer(
     norm = partial(RMSNorm, embed)
     wiring = {}
     if streams != 1:
-        wiring = make_hyper_connections(embed, streams, norm, key=jax.random.fold_in(wrap_key(key), 1))
-    runs = layers if order is None else len(order)
-    out_scale = (2 * runs) ** -0.5
+        # build_decoder splits the key in three, which are fold_in(key, 0) to fold_in(key, 2)
+        wiring = make_hyper_connections(embed, streams, norm, key=jax.random.fold_in(wrap_key(key), 3))
+    order = check_order(order, layers)
+    out_scale = (2 * len(order)) ** -0.5
     mixers = make_mixer_pattern(
         mixer,
         embed,
