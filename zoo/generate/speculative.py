@@ -23,6 +23,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from zoo.layers import TokenInfo
+from zoo.layers.attention.key_blocks import BlockCache
 from zoo.layers.kv_cache import IndexedLatentCache, add_slots, drops_oldest, forget, is_cache
 from zoo.layers.rotary import find_length_dependent_scaling
 from zoo.models import Decoder
@@ -107,7 +108,8 @@ def check_draft(model: Decoder, draft: Any, prefix: Prefix | None, length: int |
 def _find_recurrent_state(state: Any) -> str | None:
     """Return the class of the first state that is not a KV cache; None if all are."""
     is_state = lambda x: isinstance(x, Module) and not isinstance(x, IndexedLatentCache)
-    recurrent = [x for x in jax.tree.leaves(state, is_leaf=is_state) if not is_cache(x)]
+    states = jax.tree.leaves(state, is_leaf=is_state)
+    recurrent = [x for x in states if not (is_cache(x) or isinstance(x, BlockCache))]
     return type(recurrent[0]).__name__.lstrip("_") if recurrent else None
 
 

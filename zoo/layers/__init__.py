@@ -13,6 +13,8 @@ from .attention.differential import DifferentialAttention
 from .attention.forgetting import ForgettingAttention
 from .attention.gated import GatedAttention
 from .attention.latent import LatentAttention
+from .attention.mixture_of_blocks import MixtureOfBlockAttention
+from .attention.native_sparse import NativeSparseAttention
 from .attention.post_rotary import PostRotaryAttention
 from .attention.sparse_latent import LightningIndexer, SparseLatentAttention
 from .convolution import ShortConvolution
@@ -114,8 +116,10 @@ __all__ = [
     "Mamba2",
     "Mamba3",
     "MesaNet",
+    "MixtureOfBlockAttention",
     "MixtureOfExperts",
     "NF4Linear",
+    "NativeSparseAttention",
     "PatchEmbedding",
     "PositionEmbedding",
     "PostRotaryAttention",

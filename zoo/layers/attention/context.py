@@ -84,6 +84,31 @@ def causal_attention(
     return attend(axes, query, tokens, segment_ids, expand=expand, **options)
 
 
+def gather_keys(
+    query: HeadVectors,
+    tokens: PyTree[Float[Array, "batch seq ..."]],
+    segment_ids: SegmentIds | None,
+    *,
+    implementation: str | Callable = AUTO,
+) -> tuple[PyTree[Float[Array, "batch key_seq ..."]], AttentionMask]:
+    """Return the keys and values of the whole row, and the causal mask of this device's queries: for attention that
+    chooses among all keys.
+
+    **Raises** `ValueError` where the sequence is sharded, unless the layout says "gathered".
+    """
+    if not (axes := sharded_axes(query, "seq")):
+        return tokens, AttentionMask(True, None, segment_ids, segment_ids)
+    refuse_probabilities(f"no device has them where {' x '.join(axes)} shards the sequence: leave it at 1")
+    mesh = current_mesh()
+    assert mesh is not None  # there are sharded axes
+    kv_heads = jax.tree.leaves(tokens)[0].shape[2]
+    sizes = {axis: mesh.shape[axis] for axis in axes}
+    CONTEXT_ATTENTION.select(mesh.layout.context, _Request(sizes, kv_heads, True, implementation))
+    every, every_id = _gather_tokens((tokens, segment_ids), axes)
+    places = _find_places(query, jax.tree.leaves(every)[0].shape[1])
+    return every, AttentionMask(True, None, segment_ids, every_id, *places)
+
+
 def _gathered_attention(
     axes: tuple[str, ...],
     query: HeadVectors,
@@ -96,11 +121,16 @@ def _gathered_attention(
     """Attend to the keys and values of the whole sequence."""
     every, every_id = _gather_tokens((tokens, segment_ids), axes)
     key, value = expand(every)
-    batch, seq = query.shape[:2]
-    key_seq = key.shape[1]
-    places = jnp.arange(seq) + shard_offset(query, "seq", seq), jnp.arange(key_seq)
-    places = (jnp.broadcast_to(x, (batch, len(x))) for x in places)
+    places = _find_places(query, key.shape[1])
     return _attend_causally(query, key, value, segment_ids, every_id, *places, **options)
+
+
+def _find_places(query: HeadVectors, key_seq: int) -> tuple[Positions, Int[Array, "batch key_seq"]]:
+    """Return the places in the row of this device's queries, and of all keys."""
+    batch, seq = query.shape[:2]
+    queries = jnp.arange(seq) + shard_offset(query, "seq", seq)
+    queries, keys = (jnp.broadcast_to(x, (batch, len(x))) for x in (queries, jnp.arange(key_seq)))
+    return queries, keys
 
 
 def _heads_attention(

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 
 from ..implementations import find_kernel_obstacle
 from .grouped import group_size
-from .mask import AttentionMask, zero_masked_queries
+from .mask import AttentionMask, mask_heads, zero_masked_queries
 from .request import AttentionRequest
 
 
@@ -51,7 +51,7 @@ def fused_attention(
             ahead = 0 if attention_mask.causal else behind
             bounds = (behind, ahead)
         return attend(query, key, value, is_causal=attention_mask.causal, local_window_size=bounds)
-    return zero_masked_queries(attend(query, key, value, mask=mask[:, None]), mask)
+    return zero_masked_queries(attend(query, key, value, mask=mask_heads(mask, query.shape[2])), mask)
 
 
 def find_cudnn_obstacle(request: AttentionRequest) -> str | None:

@@ -3,13 +3,13 @@
 import jax.numpy as jnp
 from einops import rearrange
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from zoo.ops.matmul import einsum_fp32_accum
 from zoo.ops.reduction import max_last_dim
 
 from .decays import DECAY_CHANNELS, split_decay_sums, subtract_decay_sums
-from .mask import MASK_VALUE, AttentionMask, zero_masked_queries
+from .mask import MASK_VALUE, AttentionMask, mask_heads, zero_masked_queries
 
 
 def grouped_query_attention(
@@ -79,7 +79,7 @@ def grouped_query_attention_with_lse(
             row_sums = rearrange(query_sums[:, queries], fold, group=group)
             scores = scores + subtract_decay_sums(row_sums, key_sums[:, :, keys])
         if mask is not None:
-            scores = jnp.where(jnp.tile(mask[:, queries, keys], (1, group, 1))[:, None], scores, masked_score)
+            scores = jnp.where(_fold_heads(mask[..., queries, keys], key.shape[1], group), scores, masked_score)
         if sinks is None:
             row_sinks = None
         else:
@@ -93,6 +93,18 @@ def grouped_query_attention_with_lse(
     if not attention_mask.is_structural:
         output = zero_masked_queries(output, mask)
     return output, lse[..., 0]
+
+
+def _fold_heads(
+    mask: Bool[Array, "batch *groups queries keys"], kv_heads: int, group: int
+) -> Bool[Array, "batch _ rows keys"]:
+    """Return the mask of the rows of each key head, or one for all key heads."""
+    if mask.ndim == 3:
+        return jnp.tile(mask, (1, group, 1))[:, None]
+    mask = mask_heads(mask, kv_heads * group)
+    if mask.shape[1] == 1:
+        return jnp.tile(mask, (1, 1, group, 1))
+    return rearrange(mask, "batch (kv_heads group) queries keys -> batch kv_heads (group queries) keys", group=group)
 
 
 def make_query_blocks(attention_mask: AttentionMask, query_seq: int, key_seq: int) -> list[tuple[slice, slice]]:

@@ -23,8 +23,9 @@ class AttentionMask:
       blocks: a query attends to all keys of its own block of `block` positions, and of earlier blocks. The last
       position of its block replaces the position of a query in both rules above.
     - Segments (packed sequences): only tokens with equal ids attend to each other.
-    - `selected`: the keys that each query may see at most, such as the top-k of an indexer (sparse attention). Only
-      implementations with all scores in memory take it.
+    - `selected`: the keys that each query may see at most, such as the top-k of an indexer (sparse attention). With a
+      dim of groups after the batch, each group of query heads has its own selection: one group for all heads, one per
+      key head, or one per query head. Only implementations with all scores in memory take it.
 
     **Raises** `ValueError` where positions or segments are given for one side only, for a window or a block below 1,
     for blocks of a mask that is not causal, and for a window shorter than a block.
@@ -36,7 +37,7 @@ class AttentionMask:
     key_segments: Int[Array, "batch key_seq"] | None = None
     query_positions: Int[Array, "batch query_seq"] | None = None
     key_positions: Int[Array, "batch key_seq"] | None = None
-    selected: Bool[Array, "batch _ _"] | None = None
+    selected: Bool[Array, "batch *groups _ _"] | None = None
     block: int | None = dataclasses.field(default=None, kw_only=True)
 
     def __post_init__(self):
@@ -89,10 +90,10 @@ class AttentionMask:
             queries = queries + count_block_ahead(queries, self.block)
         return queries, keys
 
-    def materialize(self, query_seq: int, key_seq: int) -> Bool[Array, "rows query_seq key_seq"] | None:
+    def materialize(self, query_seq: int, key_seq: int) -> Bool[Array, "rows *groups query_seq key_seq"] | None:
         """Return the boolean mask, True where a query attends to a key, or None if nothing is masked.
 
-        `rows` is batch, or 1 if all rows have the same mask.
+        `rows` is batch, or 1 if all rows have the same mask. There are groups if the selection has them.
 
         **Raises** `ValueError` as `find_positions` does.
         """
@@ -109,11 +110,13 @@ class AttentionMask:
         if self.query_segments is not None and self.key_segments is not None:
             rules.append(self.query_segments[:, :, None] == self.key_segments[:, None, :])
         if self.selected is not None:
+            if self.selected.ndim == 4:
+                rules = [rule[:, None] for rule in rules]
             rules.append(self.selected)
         if not rules:
             return None
         mask = functools.reduce(jnp.logical_and, rules)
-        return jnp.broadcast_to(mask, (mask.shape[0], query_seq, key_seq))
+        return jnp.broadcast_to(mask, (*mask.shape[:-2], query_seq, key_seq))
 
 
 def count_block_ahead(positions: Int[Array, "*batch seq"], block: int) -> Int[Array, "*batch seq"]:
@@ -125,4 +128,20 @@ def zero_masked_queries(output: Float[Array, "..."], mask: Bool[Array, "..."] | 
     """Zero the output of fully masked queries, whose softmax is uniform and meaningless."""
     if mask is None:
         return output
-    return jnp.where(mask.any(axis=-1)[:, :, None, None], output, 0)
+    sees_keys = mask_heads(mask, output.shape[2]).any(axis=-1)
+    return jnp.where(sees_keys.swapaxes(1, 2)[..., None], output, 0)
+
+
+def mask_heads(mask: Bool[Array, "rows *groups queries keys"], heads: int) -> Bool[Array, "rows _ queries keys"]:
+    """Return the mask of each query head, or one for all of them.
+
+    **Raises** `ValueError` for groups that the heads do not share out over.
+    """
+    if mask.ndim == 3:
+        return mask[:, None]
+    groups = mask.shape[1]
+    if heads % groups:
+        raise ValueError(f"attention: {heads} query heads do not share out over {groups} groups with own selections.")
+    if groups == 1:
+        return mask
+    return jnp.repeat(mask, heads // groups, axis=1)

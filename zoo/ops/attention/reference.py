@@ -6,7 +6,7 @@ from jaxtyping import Array, Float
 
 from .decays import split_decay_sums, subtract_decay_sums
 from .grouped import group_size, scale_scores
-from .mask import MASK_VALUE, AttentionMask
+from .mask import MASK_VALUE, AttentionMask, mask_heads
 
 
 def reference_attention(
@@ -48,7 +48,7 @@ def attention_probabilities(
     if mask is None:
         mask = jnp.ones_like(scores, bool)
     else:
-        mask = jnp.broadcast_to(mask[:, None], scores.shape)
+        mask = jnp.broadcast_to(mask_heads(mask, query.shape[2]), scores.shape)
     highest = jnp.max(scores, axis=-1, keepdims=True, where=mask, initial=MASK_VALUE)
     if sinks is not None:
         sinks = sinks.astype(jnp.float32).reshape(query.shape[2], 1, 1)

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 from ..platform import current_platform
 from ..tokamax import call_tokamax, find_capability, find_tokamax_obstacle
 from .grouped import group_size
-from .mask import AttentionMask, zero_masked_queries
+from .mask import AttentionMask, mask_heads, zero_masked_queries
 from .request import AttentionRequest
 
 _LANES = 128
@@ -100,5 +100,5 @@ def _call_attention(
 ) -> Array:
     if mask is not None:
         # A query without keys attends to all of them: its softmax is finite, and the caller zeros its output.
-        mask = (mask | ~mask.any(axis=-1, keepdims=True))[:, None]
+        mask = mask_heads(mask | ~mask.any(axis=-1, keepdims=True), query.shape[2])
     return tokamax.dot_product_attention(query, key, value, mask=mask, **options)
