@@ -15,6 +15,7 @@ from .encoders.image import ImageEncoder, build_image_encoder
 from .encoders.text import Encoder, build_encoder
 from .hf.spec import Family, TensorMapping, fused, prefixed
 from .hyper_connections import HyperConnectionBlock
+from .indexer_loss import attend_densely, indexer_loss
 from .load_balancing import balance_loss, count_active_parameters, router_z_loss, tokens_per_expert, update_expert_bias
 from .log_probs import log_probs
 from .loss import cross_entropy, cross_entropy_and_routing, token_losses
@@ -93,6 +94,7 @@ __all__ = [
     "TokenClassificationHead",
     "Transformer",
     "VisionTransformer",
+    "attend_densely",
     "balance_loss",
     "build_decoder",
     "build_encoder",
@@ -108,6 +110,7 @@ __all__ = [
     "find_first_nonfinite",
     "fused",
     "hidden_states",
+    "indexer_loss",
     "keep_layers",
     "list_parameter_paths",
     "list_presets",

@@ -22,6 +22,7 @@ from zoo.parallel import num_shards, reduce, scan, shard_offset, vary, varying
 
 from .decoder import Decoder, find_checkable_vocab
 from .encoders.text import Encoder
+from .indexer_loss import average_divergence, run_measured
 from .load_balancing import BalanceOver, balance_loss, router_z_loss
 from .loss_request import LossRequest
 from .observe import observe_logits
@@ -36,6 +37,7 @@ def cross_entropy(
     z_loss: float = 0.0,
     balance: float = 0.0,
     router_z: float = 0.0,
+    indexer: float = 0.0,
     over: BalanceOver = "batch",
     chunk: int = 1024,
     implementation: str | Callable = "auto",
@@ -49,6 +51,8 @@ def cross_entropy(
     - `z_loss`: keeps log Z near zero (PaLM, arXiv:2204.02311, section 5).
     - `balance`, `router_z`: weights of `balance_loss` (with its `over`) and of `router_z_loss`, added to the mean over
       tokens. Both leave out tokens of segment 0, which is padding.
+    - `indexer`: weight of the divergence of `zoo.models.indexer_loss`, added to the mean over tokens, which trains the
+      indexers of sparse attention, and nothing else.
     - `chunk`: tokens whose logits are in memory at a time. The gradient of a chunk is computed together with its loss,
       from the same logits: three matrix products per chunk, none of them repeated; in float16 four.
     - `implementation`: a name in `zoo.models.loss.LOSS`: "auto", "chunked", "reference" with all logits in memory, or
@@ -58,10 +62,10 @@ def cross_entropy(
 
     **Raises** `ValueError` or `TypeError` for a batch with an unknown or a missing key, or with arrays of other shapes
     or dtypes; outside of programs also for an id outside the vocabulary, which inside gives a loss of NaN.
-    `ValueError` for a `chunk` below 1, for a batch without rows, and for `balance` or `router_z` with a model that has
-    no routers.
+    `ValueError` for a `chunk` below 1, for a batch without rows, for `balance` or `router_z` with a model that has no
+    routers, and for `indexer` with one that has no indexers.
     """
-    weights = {"balance": balance, "router_z": router_z, "over": over}
+    weights = {"balance": balance, "router_z": router_z, "indexer": indexer, "over": over}
     options = {"z_loss": z_loss, "chunk": chunk, "implementation": implementation}
     return cross_entropy_and_routing(model, batch, key=key, **options, **weights)[0]
 
@@ -74,6 +78,7 @@ def cross_entropy_and_routing(
     z_loss: float = 0.0,
     balance: float = 0.0,
     router_z: float = 0.0,
+    indexer: float = 0.0,
     over: BalanceOver = "batch",
     chunk: int = 1024,
     implementation: str | Callable = "auto",
@@ -82,7 +87,14 @@ def cross_entropy_and_routing(
     auxiliary losses of your own. `configure(model, routing="tokens")` adds the decisions of every token."""
     check_batch(batch, find_checkable_vocab(model))
     check_chunk(chunk, batch["tokens"].shape)
-    hidden, _ = model.hidden(batch["tokens"], batch_token_info(batch, key))
+    info = batch_token_info(batch, key)
+    if indexer:
+        if not isinstance(model, Decoder):
+            raise ValueError(f"indexer={indexer}: {type(model).__name__} is no Decoder, and has no indexers to train")
+        hidden, divergence = run_measured(model, batch["tokens"], info)
+    else:
+        hidden, _ = model.hidden(batch["tokens"], info)
+        divergence = None
     targets = batch["targets"]
     weights = batch.get("weights")
     if weights is None:
@@ -101,6 +113,8 @@ def cross_entropy_and_routing(
         total = total + balance * balance_loss(hidden.routing, over=over) * count
     if router_z:
         total = total + router_z * router_z_loss(hidden.routing) * count
+    if divergence is not None:
+        total = total + indexer * average_divergence(divergence, info) * count
     return (total, count), hidden.routing
 
 

@@ -7,11 +7,12 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Bool, Float, Key
 
-from zoo.ops.attention import ATTENTION, AttentionMask
+from zoo.ops.attention import ATTENTION, AttentionMask, attention_probabilities
 from zoo.ops.rotary import Rotary, YarnScaling, apply_rotary, yarn_get_mscale
-from zoo.parallel import Dim, implementation_option
+from zoo.parallel import Dim, all_gather, implementation_option, reduce
 from zoo.shapes import HeadVectors, HiddenStates, Positions, ResidualStream
 
 from ..abstract import AbstractLinear, AbstractMixer, AbstractNorm
@@ -246,6 +247,15 @@ class LatentAttention(AbstractMixer):
         """Attend with keys and values of all heads, expanded from the latents."""
         key, value = self._expand()(features)
         return cached_attention(query, key, value, mask, scale=self.scale, implementation=self.implementation)
+
+    def sum_probabilities(
+        self, query: HeadVectors, features: _LatentFeatures, mask: AttentionMask
+    ) -> Float[Array, "batch seq key_seq"]:
+        """Return the probabilities of attention within the sequence, summed over all heads, as a constant. Where the
+        sequence is sharded, `mask` covers the keys of the whole row."""
+        key, _ = self._expand()(all_gather(features, "seq", axis=1))
+        query, key = lax.stop_gradient((query, key))
+        return reduce(attention_probabilities(query, key, mask, scale=self.scale).sum(1), over="heads")
 
     def _expand(self) -> Callable[[_LatentFeatures], tuple[HeadVectors, HeadVectors]]:
         """Return the map from latents to the keys and values of all heads, as a pytree of its parameters."""

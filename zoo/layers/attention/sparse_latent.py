@@ -11,10 +11,21 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Key
 
 from zoo.ops.attention import AttentionMask
-from zoo.ops.matmul import einsum_fp32_accum
+from zoo.ops.attention.indexer import indexer_divergence, score_keys
 from zoo.ops.rotary import Rotary, apply_rotary
-from zoo.parallel import Dim, Module, all_gather, full_precision, num_shards, reduce, shard, shard_offset
-from zoo.shapes import HiddenStates, ResidualStream
+from zoo.parallel import (
+    Dim,
+    Module,
+    all_gather,
+    full_precision,
+    implementation_option,
+    num_shards,
+    reduce,
+    shard,
+    shard_offset,
+)
+from zoo.parallel.scope import asks_for, tap_value
+from zoo.shapes import HeadVectors, HiddenStates, ResidualStream
 
 from ..abstract import AbstractLinear, AbstractMixer, AbstractNorm
 from ..kv_cache import IndexedLatentCache, LatentCache, require_positions
@@ -23,6 +34,9 @@ from ..norm import LayerNorm
 from ..rotary import compute_cos_sin
 from ..token_info import TokenInfo
 from .latent import LatentAttention
+
+DIVERGENCE = "indexer_divergence"
+"""Name of the value of a sparse layer that trains its indexer."""
 
 _Angles = tuple[Array, Array]
 _Selected = Bool[Array, "batch _ _"]
@@ -40,8 +54,8 @@ class LightningIndexer(Module):
     halves or, if `interleaved`, of neighbors.
 
     A selection has no gradient, and so neither have the parameters here, nor x and c through them: as in transformers.
-    Papers train an indexer by a loss of its own. Transformers neither rotates queries and keys by a Hadamard matrix,
-    which changes no product, nor rounds them to FP8, and nor does this.
+    An indexer is trained by a loss of its own (`zoo.models.indexer_loss`). Transformers neither rotates queries and
+    keys by a Hadamard matrix, which changes no product, nor rounds them to FP8, and nor does this.
 
     Scores are float32 and held for all heads, 4 heads n T bytes per row for n queries and T keys. Heads are sharded
     over `tensor`.
@@ -104,11 +118,9 @@ class LightningIndexer(Module):
         query = self.query_up(latent)
         query = query.reshape(*query.shape[:2], -1, self.head_dim)
         query = apply_rotary(query, *cos_sin, interleaved=self.interleaved)
-        products = einsum_fp32_accum("bshd,btd->bsht", query, keys, dtype=jnp.float32) * self.head_dim**-0.5
         weights = self.head_weights(x.astype(jnp.float32))
         heads = weights.shape[-1] * num_shards(weights, "heads")
-        scores = einsum_fp32_accum("bsh,bsht->bst", weights * heads**-0.5, jax.nn.relu(products))
-        return reduce(scores, over="heads")
+        return reduce(score_keys(query, keys, weights * heads**-0.5, scale=self.head_dim**-0.5), over="heads")
 
     def select(self, scores: Float[Array, "batch query_seq key_seq"], mask: Bool[Array, "#batch _ _"]) -> _Selected:
         """Return True at the `top` highest scores of each query, among the keys that `mask` allows. Of equal scores,
@@ -130,29 +142,45 @@ class SparseLatentAttention(AbstractMixer):
     This is the reference: it applies the selection as a mask, and saves neither memory nor FLOPs over dense attention.
     A row or cache of at most `top` tokens is attended to densely, and the indexer computes its keys only.
 
+    The indexer learns from the divergence of its scores from the attention, a value of this layer that is computed
+    where it is asked for (`zoo.models.indexer_loss`, `zoo.capture`). For each token t, over the keys that it attends to,
+
+        KL(p_t || softmax(I_t)),    p_t = sum over heads of the attention, divided by its sum
+
+    p, x and c are constants in it. It holds the attention and the scores of all heads, 4 (heads + index heads) n T
+    bytes per row. With `dense`, the layer attends to all keys and selects none, to train a new indexer before it
+    selects.
+
     The cache holds the keys of the indexer too, head_dim numbers per token. Supported meshes are as in
     `LatentAttention`; where `context` shards the sequence, only `Layout(context="gathered")` computes it.
     """
 
     shards_sequence = True
     shards_state = True
+    value_names = (DIVERGENCE,)
     per_head_linears = ("attention.key_up", "attention.value_up")
 
     attention: LatentAttention
     indexer: LightningIndexer | None
+
+    dense: bool = implementation_option()
 
     def __init__(
         self,
         attention: Callable[..., LatentAttention],
         indexer: Callable[..., LightningIndexer] | None,
         *,
+        dense: bool = False,
         key: Key[Array, ""],
     ):
-        """`attention`, `indexer`: factories `key= -> layer`; without an indexer, the layer takes the selection of a
-        layer before it."""
+        """- `attention`, `indexer`: factories `key= -> layer`; without an indexer, the layer takes the selection of a
+          layer before it.
+        - `dense`: attend to all keys.
+        """
         attention_key, indexer_key = jax.random.split(key)
         self.attention = attention(key=attention_key)
         self.indexer = None if indexer is None else indexer(key=indexer_key)
+        self.dense = dense
 
     def __call__(
         self, x: HiddenStates, info: TokenInfo, state: IndexedLatentCache | None = None
@@ -188,21 +216,59 @@ class SparseLatentAttention(AbstractMixer):
         latent = attention.compress_queries(x)
         features = attention.project_features(x, cos_sin)
         query = attention.expand_queries(latent, cos_sin)
-        indexer, index_x, latent = lax.stop_gradient((self.indexer, x, latent))
+        index_x, latent = lax.stop_gradient((x, latent))
+        indexer = self.indexer
         if state is None:
             if indexer is not None:
-                selected = _select_in_sequence(indexer, index_x, latent, cos_sin, info)
+                selected = self._select_in_sequence(indexer, index_x, latent, cos_sin, info, query, features)
             mixed = attention.attend_to_sequence(query, features, info, selected)
         else:
             assert info.positions is not None  # see require_positions
             state = dataclasses.replace(state, latents=state.latents.write(features, info.positions))
             if indexer is not None:
                 assert state.index_keys is not None  # see init_state
+                indexer = lax.stop_gradient(indexer)
                 keys = state.index_keys.write(indexer.project_keys(index_x, cos_sin), info.positions)
                 state = dataclasses.replace(state, index_keys=keys)
-                selected = _select_in_cache(indexer, index_x, latent, cos_sin, info, keys)
+                if not self.dense:
+                    selected = _select_in_cache(indexer, index_x, latent, cos_sin, info, keys)
             mixed = attention.attend_to_cache(query, state.latents, info.positions, selected)
         return attention.finish(mixed, x), (state, selected)
+
+    def _select_in_sequence(
+        self,
+        indexer: LightningIndexer,
+        x: HiddenStates,
+        latent: Array,
+        cos_sin: _Angles,
+        info: TokenInfo,
+        query: HeadVectors,
+        features: Float[Array, "batch seq _"],
+    ) -> _Selected | None:
+        """Return the keys of the whole row that each token selects; None if these are all. Where the divergence of the
+        indexer is asked for, compute it."""
+        is_measured = asks_for(DIVERGENCE) is not False
+        seq = x.shape[1]
+        key_seq = seq * num_shards(x, "seq")
+        selects = key_seq > indexer.top and not self.dense
+        if not (selects or is_measured):
+            return None
+        if not is_measured:
+            indexer = lax.stop_gradient(indexer)
+        keys = all_gather(indexer.project_keys(x, cos_sin), "seq", axis=1)
+        key_segments = None if info.segment_ids is None else all_gather(info.segment_ids, "seq", axis=1)
+        places = jnp.arange(seq) + shard_offset(x, "seq", seq), jnp.arange(key_seq)
+        places = (jnp.broadcast_to(order, (x.shape[0], len(order))) for order in places)
+        mask = AttentionMask(True, None, info.segment_ids, key_segments, *places)
+        scores = indexer.score(x, latent, keys, cos_sin)
+        if selects:
+            selected = indexer.select(lax.stop_gradient(scores), _materialize(mask, seq, key_seq))
+            mask = dataclasses.replace(mask, selected=selected)
+        if is_measured:
+            probabilities = self.attention.sum_probabilities(query, features, mask)
+            divergence = indexer_divergence(probabilities, scores, _materialize(mask, seq, key_seq))
+            tap_value(DIVERGENCE, divergence, ("batch", "seq"))
+        return mask.selected
 
     def init_state(self, batch: int, length: int, dtype: Any = jnp.float32) -> IndexedLatentCache:
         """Return an empty cache for `length` tokens."""
@@ -221,23 +287,6 @@ class SparseLatentAttention(AbstractMixer):
         return self.attention.rope_switch_length
 
 
-def _select_in_sequence(
-    indexer: LightningIndexer, x: HiddenStates, latent: Array, cos_sin: _Angles, info: TokenInfo
-) -> _Selected | None:
-    """Return the keys of the whole row that each token selects; None if these are all."""
-    seq = x.shape[1]
-    key_seq = x.shape[1] * num_shards(x, "seq")
-    if key_seq <= indexer.top:
-        return None
-    keys = all_gather(indexer.project_keys(x, cos_sin), "seq", axis=1)
-    key_segments = None if info.segment_ids is None else all_gather(info.segment_ids, "seq", axis=1)
-    places = jnp.arange(seq) + shard_offset(x, "seq", seq), jnp.arange(key_seq)
-    places = (jnp.broadcast_to(order, (x.shape[0], len(order))) for order in places)
-    mask = AttentionMask(True, None, info.segment_ids, key_segments, *places).materialize(seq, key_seq)
-    assert mask is not None  # causal
-    return indexer.select(indexer.score(x, latent, keys, cos_sin), mask)
-
-
 def _select_in_cache(
     indexer: LightningIndexer, x: HiddenStates, latent: Array, cos_sin: _Angles, info: TokenInfo, keys: LatentCache
 ) -> _Selected | None:
@@ -253,6 +302,11 @@ def _select_in_cache(
     x, latent, positions, cos, sin = (gather(array) for array in (x, latent, info.positions, *cos_sin))
     scores = all_gather(indexer.score(x, latent, keys.features, (cos, sin)), "slots", axis=2)
     places = positions, all_gather(keys.positions, "slots", axis=1)
-    mask = AttentionMask(True, None, None, None, *places).materialize(positions.shape[1], slots)
-    assert mask is not None  # causal
-    return shard(indexer.select(scores, mask), "slots", axis=2)
+    mask = AttentionMask(True, None, None, None, *places)
+    return shard(indexer.select(scores, _materialize(mask, positions.shape[1], slots)), "slots", axis=2)
+
+
+def _materialize(mask: AttentionMask, query_seq: int, key_seq: int) -> Bool[Array, "rows query_seq key_seq"]:
+    materialized = mask.materialize(query_seq, key_seq)
+    assert materialized is not None  # causal
+    return materialized

@@ -1,0 +1,189 @@
+"""The loss of indexers: who learns from it, that it is the divergence, in every loop and on meshes."""
+
+from functools import partial
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import zoo
+from zoo.layers import GatedMLP, LatentAttention, LightningIndexer, RMSNorm, SparseLatentAttention
+from zoo.models import attend_densely, build_decoder, indexer_loss
+from zoo.ops.attention import AttentionMask, attention_probabilities
+from zoo.ops.attention.indexer import indexer_divergence
+from zoo.ops.rotary import Rotary
+from zoo.parallel import SEQUENCE, Layout
+
+VOCAB, EMBED, ROWS, SEQ, TOP = 13, 16, 4, 12, 3
+
+
+def make_model(layers=2, **options):
+    attention = partial(LatentAttention, EMBED, 4, latent=8, head_dim=4, query_latent=10, rotary=Rotary(4))
+    indexer = partial(LightningIndexer, EMBED, 2, query_latent=10, head_dim=8, top=TOP)
+    layer = (partial(SparseLatentAttention, attention, indexer), partial(GatedMLP, EMBED, 16))
+    sizes = {"vocab": VOCAB, "embed": EMBED, "norm": partial(RMSNorm, EMBED), "tied": True}
+    return build_decoder(**sizes, layers=[layer] * layers, **options, key=jax.random.key(0))
+
+
+def make_batch():
+    rng = np.random.default_rng(1)
+    tokens, targets = (jnp.asarray(rng.integers(0, VOCAB, (ROWS, SEQ))) for _ in range(2))
+    segments = jnp.array([[1] * 12, [1] * 7 + [2] * 5, [0] * 2 + [1] * 10, [1] * 4 + [2] * 4 + [0] * 4])
+    return {
+        "tokens": tokens,
+        "targets": jnp.where(segments == 0, -1, targets),
+        "segment_ids": segments,
+        "positions": zoo.models.pack_positions(segments),
+    }
+
+
+def find_moved(gradients):
+    """Return the names of parameters with a gradient other than 0."""
+    paths = zoo.models.list_parameter_paths(gradients)
+    return {path.name for path, x in zip(paths, jax.tree.leaves(gradients), strict=True) if x is not None and x.any()}
+
+
+@eqx.filter_jit
+def differentiate(model, batch):
+    """Return the loss of indexers and its gradient, and cross-entropy with and without it, each with its gradient."""
+
+    def mean(loss_fn):
+        def loss(model):
+            total, count = loss_fn(model, batch)
+            return total / count
+
+        return eqx.filter_value_and_grad(loss)(model)
+
+    return mean(indexer_loss), mean(partial(zoo.cross_entropy, indexer=0.5)), mean(zoo.cross_entropy)
+
+
+def test_only_indexers_learn_from_their_loss():
+    """And only from it: with the loss of the model, each gradient is what either loss gives."""
+    model, batch = make_model(), make_batch()
+    (divergence, of_indexers), (both, of_both), (entropy, of_model) = differentiate(model, batch)
+    assert divergence > 0.05
+    np.testing.assert_allclose(both, entropy + 0.5 * divergence, rtol=1e-6)
+    indexers = {path.name for path in zoo.models.list_parameter_paths(model) if ".indexer." in path.name}
+    assert find_moved(of_indexers) == indexers and len(indexers) == 5
+    assert not find_moved(of_model) & indexers
+    for x, y, z in zip(*map(jax.tree.leaves, (of_both, of_model, of_indexers)), strict=True):
+        np.testing.assert_allclose(x, y + 0.5 * z, atol=1e-6)
+
+
+def test_loss_is_the_divergence_from_the_attention():
+    """Of one layer: over the keys that are selected, and over all in a layer that attends densely."""
+    model, batch = make_model(layers=1), make_batch()
+    segments = batch["segment_ids"]
+
+    @eqx.filter_jit
+    def measure(model):
+        block = next(model.stack.iter_blocks())
+        info = zoo.models.token_info(batch["tokens"], segment_ids=segments, positions=batch["positions"])
+        x = block.mixer_norm(model.embed(batch["tokens"], info).x)
+        mixer, attention = block.mixer, block.mixer.attention
+        cos_sin = attention.rotary(info.positions)
+        latent, features = attention.compress_queries(x), attention.project_features(x, cos_sin)
+        scores = mixer.indexer.score(x, latent, mixer.indexer.project_keys(x, cos_sin), cos_sin)
+        _, (_, selected) = mixer.mix(x, info)
+        mask = AttentionMask(True, None, segments, segments, selected=selected)
+        key, _ = attention._expand()(features)
+        query = attention.expand_queries(latent, cos_sin)
+        probabilities = attention_probabilities(query, key, mask, scale=attention.scale).sum(1)
+        divergence = indexer_divergence(probabilities, scores, mask.materialize(SEQ, SEQ))
+        return (
+            jnp.where(segments == 0, 0, divergence).sum(),
+            indexer_loss(model, batch),
+            zoo.cross_entropy(model, batch),
+        )
+
+    losses = []
+    for variant in (model, attend_densely(model)):
+        expected, (total, count), entropy = measure(variant)
+        np.testing.assert_allclose(total, expected, rtol=1e-5)
+        assert count == (segments > 0).sum()
+        losses.append((total, entropy[0]))
+    assert (np.abs(np.subtract(*losses)) > 0.1).all(), "both losses depend on the keys that are attended to"
+    assert zoo.models.attend_densely(attend_densely(model), dense=False) == model
+
+
+def test_steps_on_the_loss_lower_it():
+    model, batch = attend_densely(make_model()), make_batch()
+    optimizer = optax.adam(1e-2)
+    parameters, static = eqx.partition(model, eqx.is_inexact_array)
+
+    def step(carry, _):
+        parameters, state = carry
+
+        def loss(parameters):
+            total, count = indexer_loss(eqx.combine(parameters, static), batch)
+            return total / count
+
+        value, gradients = jax.value_and_grad(loss)(parameters)
+        updates, state = optimizer.update(gradients, state)
+        return (optax.apply_updates(parameters, updates), state), value
+
+    run = jax.jit(lambda carry: jax.lax.scan(step, carry, length=30))
+    losses = run((parameters, optimizer.init(parameters)))[1]
+    assert losses[-1] < 0.6 * losses[0]
+
+
+def compare_with_one_device(model, loss_fn, mesh, **options):
+    batch = make_batch()
+    loss, gradients = zoo.value_and_grad(loss_fn, mesh, **options)(zoo.place(model, mesh), batch)
+
+    @eqx.filter_jit
+    @eqx.filter_value_and_grad
+    def reference(model):
+        total, count = loss_fn(model, batch)
+        return total / count
+
+    expected, expected_gradients = reference(make_model())
+    np.testing.assert_allclose(loss, expected, rtol=1e-5)
+    for ours, wanted in zip(jax.tree.leaves(gradients), jax.tree.leaves(expected_gradients), strict=True):
+        assert np.abs(ours - wanted).max() <= max(2e-5 * np.abs(wanted).max(), 1e-7)
+
+
+with_indexer = partial(zoo.cross_entropy, indexer=0.5)
+GATHERED = Layout(context="gathered")
+
+
+@pytest.mark.one_case
+@pytest.mark.parametrize(
+    ("axes", "layout", "options"),
+    [
+        ({"data": 2, "context": 2, "tensor": 2}, GATHERED, {"remat": "full", "loop": "scan"}),
+        ({"fsdp": 2, "tensor": 2}, SEQUENCE, {"loop": "plain"}),
+    ],
+    ids=["context and remat", "sequence parallelism"],
+)
+def test_loss_on_a_mesh_equals_one_device(axes, layout, options):
+    devices = jax.devices()[: int(np.prod([*axes.values()]))]
+    mesh = zoo.make_mesh(**{"data": 1, **axes}, layout=layout, devices=devices)
+    compare_with_one_device(zoo.configure(make_model(), **options), with_indexer, mesh)
+
+
+@pytest.mark.slow
+def test_loss_ahead_in_microbatches_equals_one_device():
+    mesh = zoo.make_mesh(fsdp=2, devices=jax.devices()[:2])
+    model = zoo.configure(make_model(), remat="full", loop="ahead")
+    compare_with_one_device(model, indexer_loss, mesh, microbatches=2)
+
+
+@pytest.mark.ci
+def test_loss_refuses_what_it_cannot_measure():
+    batch = make_batch()
+    plain = zoo.models.Transformer(vocab=VOCAB, embed=8, layers=1, heads=2, mlp=8, key=jax.random.key(0))
+    for loss_fn in (indexer_loss, with_indexer):
+        with pytest.raises(ValueError, match="no indexer to train: Decoder has no layer of SparseLatentAttention"):
+            eqx.filter_eval_shape(loss_fn, plain, batch)
+    with pytest.raises(ValueError, match="Decoder has no layer of SparseLatentAttention"):
+        attend_densely(plain)
+    with pytest.raises(ValueError, match=r"reads values of the model, and so does zoo.capture around it \(layers"):
+        eqx.filter_eval_shape(zoo.capture(indexer_loss, "layers.0"), make_model(1), batch)
+    mesh = zoo.make_mesh(pipe=2, devices=jax.devices()[:2])
+    model = make_model(2)
+    with pytest.raises(NotImplementedError, match="values do not travel through the stages of a pipeline"):
+        zoo.value_and_grad(indexer_loss, mesh)(zoo.place(model, mesh), batch)
