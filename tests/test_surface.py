@@ -45,7 +45,7 @@ SIGNATURES = {
     zoo.value: "loss_fn mesh has_aux microbatches",
     zoo.value_and_grad: "loss_fn mesh has_aux observe microbatches schedule",
     zoo.spmd: "fn mesh out",
-    zoo.cross_entropy: "model batch key z_loss balance router_z over chunk implementation",
+    zoo.cross_entropy: "model batch key z_loss balance router_z indexer over chunk implementation",
     zoo.log_probs: "model batch temperature entropy key chunk",
     zoo.generate: (
         "model tokens max_new_tokens mask temperature top_k top_p min_p repetition_penalty presence_penalty "

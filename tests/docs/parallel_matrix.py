@@ -54,6 +54,8 @@ from zoo.layers import (
     Mamba2,
     Mamba3,
     MesaNet,
+    MixtureOfBlockAttention,
+    NativeSparseAttention,
     PostRotaryAttention,
     Retention,
     SparseLatentAttention,
@@ -79,9 +81,11 @@ SIBLINGS = {
     *(AlibiAttention, ChunkedAttention, CrossLayerAttention, GatedAttention, PostRotaryAttention, ValueScaledAttention),
     *(BidirectionalAttention, DisentangledAttention, GroupedGatedDeltaNet, MixtureOfAttention, SparseLatentAttention),
     *(DoubleGatedConvolution, MultiHeadMamba, RelativeBiasAttention, SideBySide),
+    *(MixtureOfBlockAttention, NativeSparseAttention),
 }
 """Mixers of checkpoint families, which compute as those of the tables do; each of their families is held on a mesh by
-`tests/weights/test_families_on_meshes.py`."""
+`tests/weights/test_families_on_meshes.py`. Attention to chosen blocks is attention with a mask, held on meshes by its
+own tests."""
 MIXERS = {
     "softmax attention": partial(Attention, heads=HEADS, rotary=Rotary(8)),
     "windowed attention": partial(Attention, heads=HEADS, kv_heads=1, window=5),

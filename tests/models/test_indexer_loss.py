@@ -12,6 +12,7 @@ import pytest
 import zoo
 from zoo.layers import GatedMLP, LatentAttention, LightningIndexer, RMSNorm, SparseLatentAttention
 from zoo.models import attend_densely, build_decoder, indexer_loss
+from zoo.models.hf.families.glm_moe_dsa_layers import SelectionBlock
 from zoo.ops.attention import AttentionMask, attention_probabilities
 from zoo.ops.attention.indexer import indexer_divergence
 from zoo.ops.rotary import Rotary
@@ -93,11 +94,8 @@ def test_loss_is_the_divergence_from_the_attention():
         query = attention.expand_queries(latent, cos_sin)
         probabilities = attention_probabilities(query, key, mask, scale=attention.scale).sum(1)
         divergence = indexer_divergence(probabilities, scores, mask.materialize(SEQ, SEQ))
-        return (
-            jnp.where(segments == 0, 0, divergence).sum(),
-            indexer_loss(model, batch),
-            zoo.cross_entropy(model, batch),
-        )
+        total = jnp.where(segments == 0, 0, divergence).sum()
+        return total, indexer_loss(model, batch), zoo.cross_entropy(model, batch)
 
     losses = []
     for variant in (model, attend_densely(model)):
@@ -170,6 +168,13 @@ def test_loss_ahead_in_microbatches_equals_one_device():
     mesh = zoo.make_mesh(fsdp=2, devices=jax.devices()[:2])
     model = zoo.configure(make_model(), remat="full", loop="ahead")
     compare_with_one_device(model, indexer_loss, mesh, microbatches=2)
+
+
+@pytest.mark.ci
+def test_blocks_that_share_selections_are_measured_alike():
+    models = [make_model(), make_model(block=SelectionBlock)]
+    losses = [eqx.filter_jit(indexer_loss)(model, make_batch()) for model in models]
+    np.testing.assert_allclose(*losses, rtol=1e-6)
 
 
 @pytest.mark.ci

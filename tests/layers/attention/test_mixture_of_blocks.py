@@ -94,9 +94,7 @@ def test_mixture_of_blocks_refuses_what_it_cannot_compute():
     mesh = zoo.make_mesh(context=2, devices=jax.devices()[:2])
     layer, x = CHECKED(key=jax.random.key(0)), activations(2, SEQ, 16)
     run = zoo.spmd(lambda layer, x: layer(x, TokenInfo())[0], mesh, out="batch seq embed")
-    with pytest.raises(
-        ValueError, match="'ring' cannot compute this, because tokens select keys from more .* gathered"
-    ):
+    with pytest.raises(ValueError, match="'ring' cannot compute this, because tokens select keys .* gathered"):
         run(zoo.place(layer, mesh), x)
     with pytest.raises(ValueError, match="'blockwise' cannot compute this, because queries select their keys"):
         zoo.set_implementations(layer, attention="blockwise")(x, TokenInfo())

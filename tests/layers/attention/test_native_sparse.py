@@ -95,9 +95,7 @@ def test_native_sparse_attention_refuses_what_it_cannot_compute():
     mesh = zoo.make_mesh(context=2, devices=jax.devices()[:2])
     layer, x = CHECKED(key=jax.random.key(0)), activations(2, 8, 16)
     run = zoo.spmd(lambda layer, x: layer(x, TokenInfo())[0], mesh, out="batch seq embed")
-    with pytest.raises(
-        ValueError, match="'ring' cannot compute this, because tokens select keys from more .* gathered"
-    ):
+    with pytest.raises(ValueError, match="'ring' cannot compute this, because tokens select keys .* gathered"):
         run(zoo.place(layer, mesh), x)
     for options, message in (
         ({"window": 0}, "window is 0, and attention to blocks needs at least 1"),

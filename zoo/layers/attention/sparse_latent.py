@@ -142,14 +142,13 @@ class SparseLatentAttention(AbstractMixer):
     This is the reference: it applies the selection as a mask, and saves neither memory nor FLOPs over dense attention.
     A row or cache of at most `top` tokens is attended to densely, and the indexer computes its keys only.
 
-    The indexer learns from the divergence of its scores from the attention, a value of this layer that is computed
-    where it is asked for (`zoo.models.indexer_loss`, `zoo.capture`). For each token t, over the keys that it attends to,
+    The indexer learns from its divergence from the attention of each token t, over the keys that t attends to:
 
         KL(p_t || softmax(I_t)),    p_t = sum over heads of the attention, divided by its sum
 
-    p, x and c are constants in it. It holds the attention and the scores of all heads, 4 (heads + index heads) n T
-    bytes per row. With `dense`, the layer attends to all keys and selects none, to train a new indexer before it
-    selects.
+    in which p, x and c are constants. It is a value of the layer, computed only for `zoo.models.indexer_loss` or
+    `zoo.capture`, and holds the attention and the scores of all heads, 4 (heads + index heads) n T bytes per row. With
+    `dense`, the layer attends to all keys and selects none, to train a new indexer before it selects.
 
     The cache holds the keys of the indexer too, head_dim numbers per token. Supported meshes are as in
     `LatentAttention`; where `context` shards the sequence, only `Layout(context="gathered")` computes it.
