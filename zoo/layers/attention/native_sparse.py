@@ -154,9 +154,9 @@ class NativeSparseAttention(AbstractMixer):
     def _attend_to_sequence(
         self, query: HeadVectors, key: KVHeads, value: KVHeads, gates: HeadVectors, info: TokenInfo
     ) -> HeadVectors:
-        tokens = tuple(select_kv_heads(x, query, self.attention.group) for x in (key, value))
+        key, value = (select_kv_heads(x, query, self.attention.group) for x in (key, value))
         implementation = self.attention.implementation
-        tokens, mask = gather_keys(query, tokens, info.segment_ids, implementation=implementation)
+        tokens, mask = gather_keys(query, (key, value), info.segment_ids, implementation=implementation)
         (keys, values), key_places, places = split_sequence(tokens, query, mask, self.block)
         blocks = self.compress_key(keys), self.compress_value(values)
         chosen = self.choose_blocks(query, blocks[0], places)
@@ -169,13 +169,14 @@ class NativeSparseAttention(AbstractMixer):
         assert state.value is not None  # see init_state
         cache = state.tokens
         heads = *cache.read()[:2], state.key.swapaxes(1, 2), state.value.swapaxes(1, 2)
-        key, value, *blocks = (select_kv_heads(x, query, self.attention.group) for x in heads)
+        key, value, block_key, block_value = (select_kv_heads(x, query, self.attention.group) for x in heads)
         choosers, at = gather_choosers(query, positions, cache)
-        chosen = self.choose_blocks(choosers, blocks[0], place_in_blocks(at, self.block))
+        chosen = self.choose_blocks(choosers, block_key, place_in_blocks(at, self.block))
         selected = select_keys(chosen, cache.positions // self.block)
         mask = AttentionMask(True, None, None, None, positions, cache.positions, selected)
         places = place_in_blocks(positions, self.block)
-        mixed = self.mix_branches(query, (key, value), tuple(blocks), gates, mask, places, cached_attention)
+        blocks = block_key, block_value
+        mixed = self.mix_branches(query, (key, value), blocks, gates, mask, places, cached_attention)
         return mark_overfull(mixed, cache)
 
     def choose_blocks(
