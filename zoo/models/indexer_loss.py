@@ -41,7 +41,8 @@ def indexer_loss(
     `batch`: `tokens`, and the other keys of `zoo.cross_entropy`, of which targets and weights are not read.
 
     **Raises** `ValueError` for a model without an indexer, and for a loss whose values are captured;
-    `NotImplementedError` on a mesh with `pipe`; and as `zoo.cross_entropy` for the batch.
+    `NotImplementedError` on a mesh with `pipe`, and for layers that share an indexer; and as `zoo.cross_entropy` for
+    the batch.
     """
     check_batch(batch, find_checkable_vocab(model))
     info = batch_token_info(batch, key).mask_padding()
@@ -62,6 +63,10 @@ def run_measured(model: Decoder, tokens: Tokens, info: TokenInfo) -> tuple[Hidde
     taps = Taps(_NAMES, depth=len(calling_modules()))
     with active_taps(taps):
         hidden, _ = model.hidden(tokens, info)
+    if taps.log.repeated:
+        raise NotImplementedError(
+            f"{min(taps.log.repeated)}: several layers share an indexer, and diverge by their own"
+        )
     values = [values for values, _ in taps.collect().values()]
     if not values:
         raise ValueError(

@@ -90,7 +90,7 @@ def cross_entropy_and_routing(
     info = batch_token_info(batch, key)
     if indexer:
         if not isinstance(model, Decoder):
-            raise ValueError(f"indexer={indexer}: {type(model).__name__} is no Decoder, and has no indexers to train")
+            raise ValueError(f"indexer={indexer}: {type(model).__name__} is not a Decoder and has no indexers")
         hidden, divergence = run_measured(model, batch["tokens"], info)
     else:
         hidden, _ = model.hidden(batch["tokens"], info)

@@ -27,6 +27,7 @@ CHECKED = partial(MixtureOfBlockAttention, 16, 4, **OPTIONS, block=2, top=2)
 SEQ = 8
 
 
+@pytest.mark.ci
 def test_mixture_of_blocks_keeps_its_promises():
     layout = Layout(context="gathered")
     check_mixer(CHECKED, meshes=[zoo.make_mesh(data=2, context=2, tensor=2, layout=layout)])

@@ -24,9 +24,9 @@ Compress = Callable[[_BlockTokens], Float[Array, "batch blocks kv_heads _"]]
 class BlockCache(Module):
     """KV cache, and one key for each whole block of `size` tokens; also a value if `value` is not None.
 
-    Blocks are counted from position 0 of a row, so its positions are 0, 1, 2, ... without a gap. The key of a block is
-    written as tokens are written; until the block is whole it is meaningless, and no query may see it. Every device has
-    the keys of all blocks, 1 / size of the keys of the tokens, where `context` shards the slots.
+    Blocks are counted from position 0 of a row, and positions have no gaps. The key of a block is written with its
+    tokens. It is meaningless until the block is whole, and no query may see it before. Where `context` shards the
+    slots, every device has the keys of all blocks, 1 / size of the keys of the tokens.
     """
 
     tokens: KeyValueCache
@@ -39,8 +39,8 @@ class BlockCache(Module):
     ) -> "BlockCache":
         """Return a cache for `length` tokens."""
         tokens = KeyValueCache.empty(batch, length, kv_heads, head_dim, dtype, length)
-        keys = jnp.zeros((batch, kv_heads, -(-length // size), head_dim), dtype)
-        return cls(tokens, keys, keys if has_values else None)
+        shape = (batch, kv_heads, -(-length // size), head_dim)
+        return cls(tokens, jnp.zeros(shape, dtype), jnp.zeros(shape, dtype) if has_values else None)
 
     def write(
         self,

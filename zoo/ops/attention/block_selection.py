@@ -1,8 +1,8 @@
 """Attention to chosen blocks of keys: the blocks of a text, the choice of each query, and the keys that it means.
 
-A text is cut into blocks of `size` tokens from its start. Those of a packed row are numbered through: a block that the
-next text follows before it is whole has the number of the first block of that text, which it shares no segment with.
-So a row of `seq` tokens has at most ceil(seq / size) numbers, however many texts are in it.
+A text is cut into blocks of `size` tokens from its start, and the blocks of a packed row have consecutive numbers. The
+last block of a text, if it is not whole, has the number of the next text's first block: their segments differ, and no
+query sees both. A row of `seq` tokens thus has at most ceil(seq / size) numbers, with any number of texts in it.
 """
 
 from collections.abc import Callable

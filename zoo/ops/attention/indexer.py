@@ -6,6 +6,8 @@ from jaxtyping import Array, Bool, Float
 
 from zoo.ops.matmul import einsum_fp32_accum
 
+from .mask import MASK_VALUE
+
 
 def score_keys(
     query: Float[Array, "batch query_seq heads head_dim"],
@@ -35,6 +37,5 @@ def indexer_divergence(
     total = target.sum(-1, keepdims=True)
     target = target / jnp.where(total > 0, total, 1)
     log_target = jnp.log(jnp.where(target > 0, target, 1))
-    # Finite where nothing is allowed: the gradient of a softmax over nothing is not.
-    log_scores = jax.nn.log_softmax(jnp.where(mask, scores, -1e30), axis=-1)
+    log_scores = jax.nn.log_softmax(jnp.where(mask, scores, MASK_VALUE), axis=-1)
     return jnp.where(target > 0, target * (log_target - log_scores), 0).sum(-1)
