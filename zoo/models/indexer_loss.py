@@ -65,7 +65,7 @@ def run_measured(model: Decoder, tokens: Tokens, info: TokenInfo) -> tuple[Hidde
         hidden, _ = model.hidden(tokens, info)
     if taps.log.repeated:
         raise NotImplementedError(
-            f"{min(taps.log.repeated)}: several layers share an indexer, and diverge by their own"
+            f"{min(taps.log.repeated)}: several layers call one indexer, and its values are not summed"
         )
     values = [values for values, _ in taps.collect().values()]
     if not values:
