@@ -43,6 +43,7 @@ from .recurrent.context import RecurrenceContext
 from .recurrent.decoupled_delta import Comba, GatedDeltaNet2
 from .recurrent.delta_net import DeltaNet, GatedDeltaNet, GatedDeltaProduct, KimiDeltaAttention
 from .recurrent.double_gated_convolution import DoubleGatedConvolution
+from .recurrent.from_attention import copy_to_gated_delta_net, copy_to_mamba2
 from .recurrent.gated_convolution import GatedConvolution
 from .recurrent.grouped_delta_net import GroupedGatedDeltaNet
 from .recurrent.hgrn2 import HGRN2
@@ -133,6 +134,8 @@ __all__ = [
     "SparseLatentAttention",
     "TokenInfo",
     "TopSoftmaxRouter",
+    "copy_to_gated_delta_net",
+    "copy_to_mamba2",
     "token_positions",
 ]
 

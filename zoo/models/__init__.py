@@ -45,7 +45,7 @@ from .presets.recurrent import (
 )
 from .presets.transformer import Transformer
 from .presets.vision_transformer import VisionTransformer
-from .restack import keep_layers, split_ends
+from .restack import keep_layers, replace_mixers, split_ends
 from .scoring import hidden_states, score
 from .second_derivatives import twice_differentiable
 from .sequence_score import SequenceScore
@@ -119,6 +119,7 @@ __all__ = [
     "pack_positions",
     "prefixed",
     "preset",
+    "replace_mixers",
     "router_z_loss",
     "score",
     "set_implementations",

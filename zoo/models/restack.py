@@ -1,13 +1,14 @@
-"""Split the layers of a model anew into segments: for the stages of a pipeline, for kinds of layers, and of fewer
-layers."""
+"""Split the layers of a model anew into segments: for the stages of a pipeline, for kinds of layers, of fewer layers,
+and with other mixers."""
 
 import dataclasses
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
 import equinox as eqx
 import jax
 
+from zoo.layers import AbstractMixer
 from zoo.parallel import replace_option
 
 from .decoder import AbstractBlock, Decoder
@@ -51,24 +52,68 @@ def keep_layers(model: Decoder, layers: Sequence[int]) -> Decoder:
     **Raises** `ValueError` for no layers, and for a layer that the model does not have; `NotImplementedError` for a
     model with layers that read what other layers computed or share parameters.
     """
+    blocks = _list_blocks(model)
+    layers = list(layers)
+    if not layers:
+        raise ValueError("layers is empty: at least one layer was expected")
+    _check_layers(layers, len(blocks))
+    return _restack(model, [blocks[layer] for layer in layers])
+
+
+def replace_mixers(
+    model: Decoder, mixers: Mapping[int, AbstractMixer | Callable[[AbstractMixer], AbstractMixer]]
+) -> Decoder:
+    """Return a model with other mixers in these layers: a Transformer becomes a hybrid.
+
+        copy = partial(zoo.layers.copy_to_gated_delta_net, key=key)
+        hybrid = zoo.models.replace_mixers(model, {1: copy, 2: copy})
+
+    - `mixers`: by layer, the mixer, or a function of the present mixer that returns it.
+
+    All other parameters are the model's own, under their names; those of a mixer are named by its class. Layers are
+    stacked anew: a pattern of equal layers is compiled once. The result has no `origin`, as a model from scratch.
+
+    **Raises** `ValueError` for a layer that the model does not have, `TypeError` for a layer without a mixer and for
+    anything but a mixer to replace one; `NotImplementedError` for a model with layers that read what other layers
+    computed or share parameters.
+    """
+    blocks = _list_blocks(model)
+    _check_layers(mixers, len(blocks))
+    for layer, given in mixers.items():
+        present = getattr(blocks[layer], "mixer", None)
+        if not isinstance(present, AbstractMixer):
+            raise TypeError(f"layer {layer} is a {type(blocks[layer]).__name__}, which has no mixer to replace")
+        mixer = given if isinstance(given, AbstractMixer) else given(present)
+        if not isinstance(mixer, AbstractMixer):
+            raise TypeError(f"a mixer was expected for layer {layer}, not {type(mixer).__name__}")
+        blocks[layer] = eqx.tree_at(lambda block: block.mixer, blocks[layer], mixer)
+    return _restack(model, blocks)
+
+
+def _list_blocks(model: Decoder) -> list[AbstractBlock]:
+    """Return the block of each layer, of a model whose layers do not depend on one another."""
     stack = model.stack
     if not isinstance(stack, Stack):
         raise TypeError(f"a model with a Stack was expected, not with {type(stack).__name__}")
     blocks = list(stack.iter_blocks())
     if stack.shared or model.layer_inputs is not None or any(block.extends_hidden for block in blocks):
-        raise NotImplementedError("layers of this model depend on one another, and cannot be taken out")
-    layers = list(layers)
-    if not layers:
-        raise ValueError("layers is empty: at least one layer was expected")
+        raise NotImplementedError("layers of this model depend on one another: none can be taken out or changed")
+    return blocks
+
+
+def _check_layers(layers: Iterable[int], count: int) -> None:
     for layer in layers:
-        if not 0 <= layer < len(blocks):
-            raise ValueError(f"there is no layer {layer}: the model has layers 0 to {len(blocks) - 1}")
-    kept = [blocks[layer] for layer in layers]
+        if not 0 <= layer < count:
+            raise ValueError(f"there is no layer {layer}: the model has layers 0 to {count - 1}")
 
-    def stack_kept(places: range) -> AbstractBlock:
-        return stack_trees([kept[place] for place in places])
 
-    stack = replace_option(stack, "segments", make_segments(number_structures(kept), stack_kept))
+def _restack(model: Decoder, blocks: Sequence[AbstractBlock]) -> Decoder:
+    """Return the model with these layers, in as few patterns as possible."""
+
+    def stack_blocks(layers: range) -> AbstractBlock:
+        return stack_trees([blocks[layer] for layer in layers])
+
+    stack = replace_option(model.stack, "segments", make_segments(number_structures(blocks), stack_blocks))
     return dataclasses.replace(model, stack=stack, origin=None)
 
 

@@ -10,6 +10,7 @@ from .distillation import (
 )
 from .divergence import jensen_shannon, top_k_divergence
 from .hidden_projections import HiddenProjections
+from .mixer_matching import MixerMatch, mixer_matching
 from .policy_gradient import (
     cispo_loss,
     group_advantages,
@@ -28,6 +29,7 @@ from .reward import pairwise_reward
 __all__ = [
     "DistillationTerms",
     "HiddenProjections",
+    "MixerMatch",
     "TopK",
     "apo_down",
     "apo_zero",
@@ -43,6 +45,7 @@ __all__ = [
     "jensen_shannon",
     "kl_estimate",
     "kto",
+    "mixer_matching",
     "orpo",
     "pairwise_reward",
     "per_length",
