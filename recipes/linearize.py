@@ -80,6 +80,8 @@ def main(config: Config) -> None:
         directory = zoo.weights.resolve_directory(config.teacher)
         tokenizer = train.read_tokenizer(directory)
     corpus = train.load_text(config.data, tokenizer=tokenizer)
+    if config.recall_vocab > corpus.vocab:
+        raise ValueError(f"recall_vocab={config.recall_vocab} is more than the {corpus.vocab} tokens of the text")
     text = train.TokenWindows(corpus.train.tokens, config.seq_len, separator=corpus.train.separator)
     recall = partial(train.AssociativeRecall, config.recall_vocab, config.seq_len, config.num_pairs)
     shares = {"text": 1 - config.recall_share, "recall": config.recall_share}
@@ -175,7 +177,7 @@ def main(config: Config) -> None:
         teacher, run = fit("teacher", teacher, data_loss, evaluate, config.teacher_steps, config.teacher_rate)
         if run.stopped:
             return
-        train.export(teacher, corpus, run.directory / "export", seq_len=config.seq_len)
+        run.export(teacher, corpus, seq_len=config.seq_len)
     goal = evaluate(teacher, teacher)
 
     mixers = zoo.place(make_mixers(config, teacher, attention, mixer_key), mesh)
@@ -207,6 +209,7 @@ def main(config: Config) -> None:
         model, run = fit(name, model, distill_loss, evaluate, config.steps, config.learning_rate, teacher)
         if run.stopped:
             return
+        run.export(model, corpus, seq_len=config.seq_len)  # or says where its weights are
         results.append(tabulate(config, name, order[:count], model, before, train.summary(run.directory)))
 
     samples = []
@@ -230,6 +233,8 @@ def check(config: Config) -> None:
     for name in ("teacher_steps", "steps", "batch_size", "eval_batches", "eval_every", "state_length"):
         if getattr(config, name) < 1:
             raise ValueError(f"{name}={getattr(config, name)} is not 1 or more")
+    if config.match_steps < 0:
+        raise ValueError(f"match_steps={config.match_steps} is not 0 or more")
     if not 0 < config.recall_share < 1:
         raise ValueError(f"recall_share={config.recall_share}: a share of the rows between 0 and 1 was expected")
 

@@ -53,9 +53,7 @@ def copy_to_mamba2(attention: Attention, *, key: Key[Array, ""]) -> Mamba2:
     is as in `copy_to_gated_delta_net`.
     """
     embed, heads = _find_sizes(attention)
-    mixer = Mamba2(
-        embed, heads, head_dim=attention.head_dim, groups=heads, state_dim=attention.head_dim, key=key
-    )
+    mixer = Mamba2(embed, heads, head_dim=attention.head_dim, groups=heads, state_dim=attention.head_dim, key=key)
 
     def find_copied(mixer: Mamba2) -> list[eqx.Module]:
         convolutions = [mixer.C_convolution, mixer.B_convolution, mixer.x_convolution]
@@ -76,37 +74,40 @@ def _find_sizes(attention: Attention) -> tuple[int, int]:
 def _copy_projections(
     attention: Attention, query: AbstractLinear, key: AbstractLinear, value: AbstractLinear, out: AbstractLinear
 ) -> list[AbstractLinear]:
-    """Return these linear layers of a recurrence with the weights and biases of attention, a row of keys and values
-    for each head."""
-    copied = []
-    norms = {"query": attention.query_norm, "key": attention.key_norm, "value": None}
-    for (name, norm), linear in zip(norms.items(), (query, key, value), strict=True):
-        trained = getattr(attention, name)
-        repeats = 1 if name == "query" else attention.group
-        weight = _copy_rows(trained.dense_weight, norm, attention.head_dim, repeats)
-        bias = None
-        if trained.dense_bias is not None:
-            bias = _copy_rows(trained.dense_bias[:, None], norm, attention.head_dim, repeats)[:, 0]
-        copied.append(linear.with_weight(weight, bias))
-    bias = attention.out.dense_bias
-    bias = None if bias is None else bias.astype(jnp.float32)
-    return [*copied, out.with_weight(attention.out.dense_weight, bias)]
+    """Return these linear layers of a recurrence with the weights and biases of attention."""
+    head_dim = attention.head_dim
+    return [
+        _copy_heads(attention.query, query, attention.query_norm, head_dim),
+        _copy_heads(attention.key, key, attention.key_norm, head_dim, repeats=attention.group),
+        _copy_heads(attention.value, value, None, head_dim, repeats=attention.group),
+        out.with_weight(attention.out.dense_weight, attention.out.dense_bias),
+    ]
 
 
-def _copy_rows(
-    weight: Float[Array, "out in"], norm: AbstractNorm | None, head_dim: int, repeats: int
-) -> Float[Array, "_ in"]:
-    """Multiply the rows of a weight by the weights of a QK norm, and repeat the rows of each head."""
-    heads = weight.astype(jnp.float32).reshape(-1, head_dim, weight.shape[1])
+def _copy_heads(
+    trained: AbstractLinear, linear: AbstractLinear, norm: AbstractNorm | None, head_dim: int, *, repeats: int = 1
+) -> AbstractLinear:
+    """Return `linear` with the trained projection to heads, times the weights of its norm, each head `repeats` times.
+
+    RMSNorm(W x + b) with weights w is diag(w) (W x + b) up to its length.
+    """
+    scale = jnp.ones((1, head_dim))
     if norm is not None:
         if not isinstance(norm, RMSNorm):
             raise NotImplementedError(
-                f"the QK norm is a {type(norm).__name__}: only the weights of an RMSNorm can be multiplied into queries "
-                "and keys"
+                f"the QK norm is a {type(norm).__name__}: only the weights of an RMSNorm can be multiplied into the "
+                "projections"
             )
-        if norm.weight is not None:  # over the features of one head, or of all
-            heads = heads * (norm.offset + norm.weight).reshape(-1, head_dim, 1)
-    return jnp.repeat(heads, repeats, axis=0).reshape(-1, weight.shape[1])
+        if norm.weight is not None:
+            scale = (norm.offset + norm.weight).reshape(-1, head_dim)  # of all heads, or of each
+
+    def copy(rows: Float[Array, "out *in"]) -> Float[Array, "_ *in"]:
+        heads = rows.astype(jnp.float32).reshape(-1, head_dim, *rows.shape[1:])
+        heads = heads * scale.reshape(*scale.shape, *[1] * (rows.ndim - 1))
+        return jnp.repeat(heads, repeats, axis=0).reshape(-1, *rows.shape[1:])
+
+    bias = None if trained.dense_bias is None else copy(trained.dense_bias)
+    return linear.with_weight(copy(trained.dense_weight), bias)
 
 
 def _make_identity(convolution: ShortConvolution) -> ShortConvolution:

@@ -29,9 +29,7 @@ class MixerMatch(NamedTuple):
     """Mean square of the teacher's output. `errors.sum() / powers.sum()` is the fraction that is not explained."""
 
 
-def mixer_matching(
-    mixers: Mapping[int, AbstractMixer], teacher: Decoder, batch: Mapping[str, Array]
-) -> MixerMatch:
+def mixer_matching(mixers: Mapping[int, AbstractMixer], teacher: Decoder, batch: Mapping[str, Array]) -> MixerMatch:
     """Compare mixers with the attention layers of a teacher, each on the inputs that the teacher's layer has
     (hidden-state alignment: MOHAWK, Bick et al., arXiv:2408.10189, section 3.2; LoLCATs, Zhang et al.,
     arXiv:2410.10254, section 3.1).
