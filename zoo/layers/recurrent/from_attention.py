@@ -8,6 +8,8 @@ softmax: trained projections are a start (Bick et al., arXiv:2408.10189, section
 section 2.2).
 """
 
+from typing import Any
+
 import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
@@ -35,7 +37,7 @@ def copy_to_gated_delta_net(attention: Attention, *, key: Key[Array, ""]) -> Gat
     embed, heads = _find_sizes(attention)
     mixer = GatedDeltaNet(embed, heads, key_dim=attention.head_dim, value_dim=attention.head_dim, key=key)
 
-    def find_copied(mixer: GatedDeltaNet) -> list[eqx.Module]:
+    def find_copied(mixer: GatedDeltaNet) -> list[Any]:
         inputs = mixer.projections
         return [inputs.query, inputs.key, inputs.value, mixer.readout.out, *inputs.convolutions]
 
@@ -55,7 +57,7 @@ def copy_to_mamba2(attention: Attention, *, key: Key[Array, ""]) -> Mamba2:
     embed, heads = _find_sizes(attention)
     mixer = Mamba2(embed, heads, head_dim=attention.head_dim, groups=heads, state_dim=attention.head_dim, key=key)
 
-    def find_copied(mixer: Mamba2) -> list[eqx.Module]:
+    def find_copied(mixer: Mamba2) -> list[Any]:
         convolutions = [mixer.C_convolution, mixer.B_convolution, mixer.x_convolution]
         return [mixer.C, mixer.B, mixer.x, mixer.out, *convolutions]
 
