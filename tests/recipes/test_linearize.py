@@ -13,6 +13,8 @@ from recipes import linearize
 from tests.recipes.flags import MESH_FLAGS, RUN_FLAGS, call, flag_names, unexplained_flags
 from zoo import train
 
+pytestmark = pytest.mark.ci
+
 TINY = {
     "layers": 2, "embed": 16, "heads": 2, "seq_len": 16, "num_pairs": 3, "recall_vocab": 16, "batch_size": 8,
     "teacher_steps": 2, "match_steps": 4, "steps": 4, "eval_every": 2, "eval_batches": 1, "warmup_steps": 1,
