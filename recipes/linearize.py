@@ -1,7 +1,7 @@
 """Linearize: attention layers of a trained Transformer become gated delta nets or Mamba-2, the cheapest ones first.
 
     python recipes/linearize.py                           # trains a small teacher, and replaces 1, 2, ... all layers
-    python recipes/linearize.py --mixer mamba2 --teacher runs/linearize/teacher/export --out runs/linearize-mamba2
+    python recipes/linearize.py --mixer mamba2 --out runs/linearize-mamba2   # the same teacher
     python recipes/linearize.py --resume                  # after Ctrl-C: complete runs are read back
     python recipes/linearize.py --teacher Qwen/Qwen3-0.6B --data ~/books --seq-len 2048 --steps 5000 --replace 14 21
 
@@ -25,7 +25,9 @@ import optax
 
 import zoo
 from zoo import tools, train
-from zoo.layers import copy_to_gated_delta_net, copy_to_mamba2
+from zoo.layers import Attention, GatedConvolution, GatedMLP, RMSNorm, copy_to_gated_delta_net, copy_to_mamba2
+from zoo.ops.rotary import Rotary
+from zoo.parallel import Dim
 from zoo.text.batches import OrderedBatches
 from zoo.train import objectives
 
@@ -44,17 +46,17 @@ class Config:
     order: tuple[int, ...] = ()  # Layers in the order to replace them, from 0; by default by rank.
     data: tuple[Path, ...] = ()  # Files and directories of text; by default this Python's standard library.
     embed: int = 64  # Width of the trained teacher.
-    layers: int = 2  # Its blocks.
+    layers: int = 3  # Its blocks: a gated short convolution, attention, an MLP.
     heads: int = 2  # Its attention heads.
     recall_share: float = 0.7  # Share of the rows that are recall; the others are text.
     recall_vocab: int = 32  # Tokens of recall, half of them keys, half values.
     num_pairs: int = 8  # Key-value pairs per row of recall, and queries.
     seq_len: int = 32  # Tokens per row.
     batch_size: int = 32  # Rows per step, over all devices.
-    teacher_steps: int = 1200  # Optimizer steps of the teacher.
+    teacher_steps: int = 500  # Optimizer steps of the teacher.
     match_steps: int = 200  # Optimizer steps in which mixers learn the outputs of attention; 0 for copies only.
     steps: int = 200  # Optimizer steps in which each hybrid learns the teacher's logits.
-    teacher_rate: float = 6e-3  # Peak learning rates, after linear warmup; cosine decay to a tenth.
+    teacher_rate: float = 1e-2  # Peak learning rates, after linear warmup; cosine decay to a tenth.
     match_rate: float = 3e-3  # Of the mixers.
     learning_rate: float = 1e-3  # Of the hybrids.
     warmup_steps: int = 30  # Steps of linear warmup, at most half of all.
@@ -255,10 +257,15 @@ def make_teacher(config, directory, vocab, key, mesh):
     options = replace(config.mesh, recurrence="auto")  # it has no recurrences
     if directory is not None:
         return options.apply(zoo.load(directory, mesh=mesh, dtype="float32"))
-    sizes = {"vocab": vocab, "embed": config.embed, "layers": config.layers, "heads": config.heads}
+    head_dim = config.embed // config.heads
+    norm = partial(RMSNorm, head_dim, features=Dim("head_dim"))
+    attention = partial(Attention, heads=config.heads, rotary=Rotary(head_dim), qk_norm=norm)
+    # With a convolution before it, a layer of attention recalls after a few hundred steps: docs/recall.md.
+    parts = {"pattern": (GatedConvolution, attention), "ffns": (None, partial(GatedMLP, mlp=3 * config.embed))}
 
     def make(key):
-        return options.apply(zoo.models.Transformer(**sizes, mlp=3 * config.embed, qk_norm=True, key=key))
+        sizes = {"vocab": vocab, "embed": config.embed, "layers": 2 * config.layers}
+        return options.apply(zoo.models.Hybrid(**sizes, **parts, tied=False, key=key))
 
     return zoo.init(make, key, mesh)
 
