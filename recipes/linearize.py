@@ -3,10 +3,11 @@
     python recipes/linearize.py                           # trains a small teacher, and replaces 1, 2, ... all layers
     python recipes/linearize.py --mixer mamba2 --out runs/linearize-mamba2   # the same teacher
     python recipes/linearize.py --resume                  # after Ctrl-C: complete runs are read back
-    python recipes/linearize.py --teacher Qwen/Qwen3-0.6B --data ~/books --seq-len 2048 --steps 5000 --replace 14 21
+    python recipes/linearize.py --teacher Qwen/Qwen3-0.6B --data ~/books --seq-len 2048 --steps 5000 --replace 14 21 \\
+        --recall-share 0.1
 
 A recurrence begins with the projections of each attention layer, and learns to return what the layer returns, on the
-teacher's inputs: all layers at once (MOHAWK, arXiv:2408.10189, section 3.2). Each layer is then replaced alone, to rank
+teacher's inputs: all layers at once (MOHAWK, arXiv:2408.10189). Each layer is then replaced alone, to rank
 them. At last the first 1, 2, ... of the ranking are replaced together, and the hybrid learns the teacher's logits.
 
 Rows are text, and associative recall (`train.AssociativeRecall`), which bits per byte do not show: docs/linearize.md.

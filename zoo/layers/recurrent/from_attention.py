@@ -4,8 +4,7 @@
     model = zoo.models.replace_mixers(model, {1: mixer})
 
 A linear recurrence reads its state with queries, and writes it with keys and values, as attention does without the
-softmax: trained projections are a start (Bick et al., arXiv:2408.10189, section 4; Wang et al., arXiv:2408.15237,
-section 2.2).
+softmax: trained projections are a start (Bick et al., arXiv:2408.10189; Wang et al., arXiv:2408.15237).
 """
 
 from typing import Any
@@ -48,7 +47,7 @@ def copy_to_gated_delta_net(attention: Attention, *, key: Key[Array, ""]) -> Gat
 
 def copy_to_mamba2(attention: Attention, *, key: Key[Array, ""]) -> Mamba2:
     """Make a `Mamba2` with the projections of trained attention: C of its queries, B of its keys, x of its values, and
-    its output projection (arXiv:2408.10189, section 4).
+    its output projection (arXiv:2408.10189).
 
     Each head is a group, whose B and C have `head_dim` features. dt, A, D and the gate are initialized with `key`. Of a
     QK norm only the weights remain, since Mamba-2 does not normalize B and C. Everything else, also what is **raised**,

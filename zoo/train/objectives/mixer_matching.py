@@ -31,8 +31,8 @@ class MixerMatch(NamedTuple):
 
 def mixer_matching(mixers: Mapping[int, AbstractMixer], teacher: Decoder, batch: Mapping[str, Array]) -> MixerMatch:
     """Compare mixers with the attention layers of a teacher, each on the inputs that the teacher's layer has
-    (hidden-state alignment: MOHAWK, Bick et al., arXiv:2408.10189, section 3.2; LoLCATs, Zhang et al.,
-    arXiv:2410.10254, section 3.1).
+    (the hidden-state alignment of MOHAWK, Bick et al., arXiv:2408.10189; attention transfer in LoLCATs, Zhang et al.,
+    arXiv:2410.10254).
 
         found = train.objectives.mixer_matching(mixers, teacher, batch)
         return found.errors.sum(), batch["tokens"].size
