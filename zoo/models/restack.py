@@ -52,7 +52,7 @@ def keep_layers(model: Decoder, layers: Sequence[int]) -> Decoder:
     **Raises** `ValueError` for no layers, and for a layer that the model does not have; `NotImplementedError` for a
     model with layers that read what other layers computed or share parameters.
     """
-    blocks = _list_blocks(model)
+    blocks = _take_blocks(model)
     layers = list(layers)
     if not layers:
         raise ValueError("layers is empty: at least one layer was expected")
@@ -77,7 +77,7 @@ def replace_mixers(
     anything but a mixer to replace one; `NotImplementedError` for a model with layers that read what other layers
     computed or share parameters.
     """
-    blocks = _list_blocks(model)
+    blocks = _take_blocks(model)
     _check_layers(mixers, len(blocks))
     for layer, given in mixers.items():
         present = getattr(blocks[layer], "mixer", None)
@@ -90,7 +90,7 @@ def replace_mixers(
     return _restack(model, blocks)
 
 
-def _list_blocks(model: Decoder) -> list[AbstractBlock]:
+def _take_blocks(model: Decoder) -> list[AbstractBlock]:
     """Return the block of each layer, of a model whose layers do not depend on one another."""
     stack = model.stack
     if not isinstance(stack, Stack):
