@@ -180,7 +180,6 @@ def main(config: Config) -> None:
         teacher, run = fit("teacher", teacher, data_loss, evaluate, config.teacher_steps, config.teacher_rate)
         if run.stopped:
             return
-        run.export(teacher, corpus, seq_len=config.seq_len)
     goal = evaluate(teacher, teacher)
 
     mixers = zoo.place(make_mixers(config, teacher, attention, mixer_key), mesh)
