@@ -1,6 +1,7 @@
 """A scan over the layers of a segment that gathers the next block while one runs (`zoo.parallel.scan_ahead`)."""
 
 import dataclasses
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -8,24 +9,30 @@ import equinox as eqx
 from jaxtyping import Array, Int
 
 from zoo.layers import TokenInfo
-from zoo.parallel import gather
+from zoo.parallel import Module, Remat, gather
 from zoo.parallel.scan_ahead import scan_ahead
 
-from .decoder import Hidden, RoutingDetail, run_block
+from .decoder import AbstractBlock, Hidden, RoutingDetail, run_block
 from .segment import Segment, index_tree, vary_arrays
+
+
+def explain_refusal(blocks: Iterable[AbstractBlock], remat: Remat, shared: Sequence[Module]) -> str | None:
+    """Say why these layers cannot gather ahead, and what to take instead; None if they can."""
+    if remat != "full":
+        return f'loop="ahead" computes blocks again in the backward pass: take remat="full", not {remat!r}'
+    if shared:
+        return 'loop="ahead" with modules that several layers share: take loop="scan"'
+    for block in blocks:
+        if block.extends_hidden:
+            name = type(block).__name__
+            return f'loop="ahead" with {name}, which extends the hidden states: take loop="scan"'
+    return None
 
 
 def scan_segment_ahead(
     segment: Segment, first: int | Int[Array, ""], hidden: Hidden, info: TokenInfo, routing: RoutingDetail
 ) -> Hidden:
-    """Run the repeats of a pattern, whose first layer is number `first`.
-
-    **Raises** `NotImplementedError` for a block that extends the hidden states.
-    """
-    if extending := [block for block in segment.blocks if block.extends_hidden]:
-        raise NotImplementedError(
-            f'loop="ahead" with {type(extending[0]).__name__}, which extends the hidden states: take loop="scan"'
-        )
+    """Run the repeats of a pattern, whose first layer is number `first`."""
     period = len(segment.blocks)
     static = eqx.filter(segment.blocks, eqx.is_array, inverse=True)
     gathered_static: dict[int, Any] = {}

@@ -35,7 +35,7 @@ from .decoder import (
     make_shared_block,
     run_block,
 )
-from .gather_ahead import scan_segment_ahead
+from .gather_ahead import explain_refusal, scan_segment_ahead
 from .loop import MIN_PLAIN_SIZE, Loop, check_loop, find_drawback, nests_patterns, select_loop
 from .segment import (
     Segment,
@@ -337,12 +337,8 @@ class Stack(AbstractStack):
         with values that are read or edited."""
         if states is not None or current_taps() is not None:
             return self._scan(segment, first, hidden, info, states, unroll=1)
-        if self.remat != "full":
-            raise NotImplementedError(
-                f'loop="ahead" computes blocks again in the backward pass: take remat="full", not {self.remat!r}'
-            )
-        if self.shared:
-            raise NotImplementedError('loop="ahead" with modules that several layers share: take loop="scan"')
+        if refusal := explain_refusal(segment.blocks, self.remat, self.shared):
+            raise NotImplementedError(refusal)
         return scan_segment_ahead(segment, first, hidden, info, self.routing), None
 
     def _add_edits(self, segment: Segment, first: int | Int[Array, ""]) -> tuple[tuple[Any, Any], ...]:

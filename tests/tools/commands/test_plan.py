@@ -4,6 +4,7 @@ import dataclasses
 import json
 import re
 
+import jax.numpy as jnp
 import pytest
 
 import zoo
@@ -83,6 +84,31 @@ def test_search_marks_what_fits_within_the_error_alone(run, monkeypatch):
 
 def make_small(key):
     return zoo.models.Transformer(vocab=64, embed=16, layers=2, heads=2, mlp=16, key=key)
+
+
+def test_compiled_plan_compares_the_loops(run, monkeypatch):
+    """With `--loop ahead` as well where that may pay, unless a loop is given."""
+    options = planning.TrainingOptions(2, 16)
+    plan = planning.plan_training(make_small, {"fsdp": 2}, parse_topology("h100:2"), options, model_flops=1)
+    plan = dataclasses.replace(plan, overlap=planning.Overlap(0.1, 0.2))
+    report = zoo.inspect.compiled(lambda x: x @ x, jnp.ones((4, 4)))
+    loops = []
+
+    def compile_training(make, sizes, topology, options, layout):
+        loops.append(options.loop)
+        return report
+
+    monkeypatch.setattr(planning, "plan_training", lambda *_: plan)
+    monkeypatch.setattr(planning, "compile_training", compile_training)
+    words = (*SMALL, "--on", "h100:2", "--fsdp", 2, "--compile")
+    text = run(*words)[0]
+    assert loops == ["auto", "ahead"] and text.count("\ncompute ") == 3
+    assert text.index("Compiled for fsdp 2 on h100:2:") < text.index("Compiled with --loop ahead:")
+    assert text.endswith(" by the scan: keep the scan\n")
+    found = json.loads(run(*words, "--json")[0])
+    assert found["compiled_ahead"] == found["compiled"] and found["overlap"] == {"transfers": 0.1, "products": 0.2}
+    loops.clear()
+    assert "Compiled with" not in run(*words, "--loop", "scan")[0] and loops == ["scan"]
 
 
 def with_peak(candidate, peak):

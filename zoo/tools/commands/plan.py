@@ -1,5 +1,6 @@
 """Implement `zoo plan`."""
 
+import dataclasses
 import json
 import math
 import sys
@@ -45,6 +46,7 @@ def plan(
     microbatches: int = 1,
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16",
     remat: Literal["none", "elementwise", "dots", "full"] = "full",
+    loop: Literal["auto", "scan", "ahead", "plain"] = "auto",
     zero_stage: Literal[1, 2, 3] = 3,
     sequence_parallel: bool = False,
     tokens: float | None = None,
@@ -80,13 +82,15 @@ def plan(
         microbatches: Micro-batches that a step takes one after the other.
         dtype: Dtype of activations and products.
         remat: What the backward pass recomputes.
+        loop: Loop over layers: a scan, one that gathers the next block's parameters ahead, or every layer compiled.
         zero_stage: With fsdp, 1 shards the optimizer state, 2 gradients as well, 3 parameters too.
         sequence_parallel: Shard hidden states over tensor, too.
         tokens: Tokens of the training run, such as 1e12, to print its days.
         rollouts: Completions that reinforcement learning samples between steps: rows at a time, and tokens of each,
             prompt included. Counts their caches, and the sampler's copy of the parameters.
         search: Plan the most promising meshes instead of one, and show the best.
-        compiled: Compile the step, or the best three of a search, which takes minutes each.
+        compiled: Compile the step, or the best three of a search, which takes minutes each. If --loop ahead may pay,
+            the step is compiled with it, too.
         as_json: Print a JSON object.
     """
     make = _choose_model(directory, preset)
@@ -107,8 +111,9 @@ def plan(
         shards = sizes["data"] * sizes["fsdp"] * sizes["expert"]
     sampled = None if rollouts is None else planning.RolloutOptions(*rollouts)
     rows = rows or microbatches * shards
-    options = planning.TrainingOptions(rows, seq_len, dtype, remat, microbatches, rollouts=sampled)
+    options = planning.TrainingOptions(rows, seq_len, dtype, remat, microbatches, rollouts=sampled, loop=loop)
     programs = []
+    ahead = None
     with _show_progress() as progress:
         if search:
             found = planning.search_meshes(make, topology, options, layout, progress=progress)
@@ -121,10 +126,16 @@ def plan(
             for candidate in found[:3]:
                 progress(f"compiling for {format_sizes(candidate.sizes)}, which takes minutes")
                 programs.append(planning.compile_training(make, candidate.sizes, topology, options, layout))
+            if not search and loop == "auto" and found[0].plan.overlap is not None:
+                progress("compiling with --loop ahead, which takes minutes")
+                gathering = dataclasses.replace(options, loop="ahead")
+                ahead = planning.compile_training(make, found[0].sizes, topology, gathering, layout)
     if as_json:
         plans = [_list_figures(candidate.plan, tokens) | {"suggested": is_suggested} for candidate in found]
         for described, program in zip(plans, programs, strict=False):
             described["compiled"] = program.as_dict()
+        if ahead is not None:
+            plans[0]["compiled_ahead"] = ahead.as_dict()
         shown = plans if search else plans[0]
         show(json.dumps(shown, indent=2))
     else:
@@ -136,6 +147,8 @@ def plan(
         show(planning.format_plan(found[0].plan, tokens=tokens))
         for candidate, program in zip(found, programs, strict=False):
             show(f"\nCompiled for {format_sizes(candidate.sizes)} on {on}:\n{program}")
+        if ahead is not None:
+            show(f"\nCompiled with --loop ahead:\n{ahead}\n\n{planning.compare_loops(programs[0], ahead)}")
     try:
         found[0].plan.require_fit()
     except planning.BudgetError as error:

@@ -6,6 +6,7 @@ from zoo._moved import explain_moved_names
 from zoo.inspect.links import time_transfer
 from zoo.parallel.chips import CHIPS, Chip
 
+from .ahead import Overlap, compare_loops
 from .compiled import compile_training
 from .format import format_plan
 from .rollouts import count_sampling_memory
@@ -18,9 +19,11 @@ __all__ = [
     "BudgetError",
     "Candidate",
     "Chip",
+    "Overlap",
     "Plan",
     "RolloutOptions",
     "TrainingOptions",
+    "compare_loops",
     "compile_training",
     "count_model_flops",
     "count_sampling_memory",

@@ -35,6 +35,9 @@ def _iter_lines(plan: "Plan", tokens: float | None) -> Iterator[tuple[str, str]]
     yield "seconds", f"{seconds}; bound by {plan.bound}"
     yield "step", f"{plan.overlapped:.3g} s if all overlap{_format_mfu(plan, plan.overlapped)}"
     yield "", f"{plan.sequential:.3g} s if no collective does{_format_mfu(plan, plan.sequential)}"
+    if plan.overlap is not None:
+        took = f"gathers and scatters {plan.overlap.transfers:.3g} s, products {plan.overlap.products:.3g} s"
+        yield "loop", f'{took}: loop="ahead" may hide more; --compile compares'
     if plan.tokens_per_second is not None:
         yield "tokens", _format_tokens(plan, tokens)
 
@@ -46,7 +49,10 @@ def _list_options(plan: "Plan") -> list[str]:
     parts = [f"{options.rows:,} rows of {options.seq:,} tokens"]
     if options.microbatches > 1:
         parts.append(f"{options.microbatches} micro-batches")
-    return [*parts, f"remat {options.remat}", options.dtype]
+    parts.append(f"remat {options.remat}")
+    if options.loop != "auto":
+        parts.append(f"loop {options.loop}")
+    return [*parts, options.dtype]
 
 
 def _iter_memory(plan: "Plan") -> Iterator[tuple[str, str]]:

@@ -14,6 +14,7 @@ from zoo.parallel.chips import CHIPS
 from zoo.parallel.mesh import format_sizes, is_array_or_shape
 from zoo.parallel.topology import Topology
 
+from .ahead import find_overlap
 from .rollouts import plan_sampling
 from .step import Plan, plan
 from .training import TrainingOptions, count_model_flops, make_training_step
@@ -54,7 +55,12 @@ def plan_training(
     else:
         flops = model_flops
     planned = plan(step, *args, on=topology, model_flops=flops)
-    return dataclasses.replace(planned, options=options, sampler=plan_sampling(make_model, mesh, options))
+    return dataclasses.replace(
+        planned,
+        options=options,
+        sampler=plan_sampling(make_model, mesh, options),
+        overlap=find_overlap(planned, args[1], mesh),
+    )
 
 
 def make_stand_in_mesh(sizes: Mapping[str, int], topology: Topology, layout: Layout | None = None) -> Mesh:

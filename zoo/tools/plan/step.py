@@ -14,6 +14,7 @@ from zoo.parallel.topology import Topology, parse_topology
 from .traced import TracedProgram, trace_program
 
 if TYPE_CHECKING:
+    from .ahead import Overlap
     from .training import TrainingOptions
 
 MARGIN = 0.3
@@ -39,6 +40,8 @@ class Plan:
     """Rows, tokens and the rest of a step of `plan_training`; None for your own step."""
     sampler: Mapping[str, int] = dataclasses.field(default_factory=dict)
     """Bytes per device that only sampling holds, by kind (`zoo.tools.plan.rollouts`)."""
+    overlap: "Overlap | None" = None
+    """What gathering ahead could overlap; None where it does not pay, and for your own step."""
 
     @property
     def memory(self) -> dict[str, int]:
@@ -180,6 +183,7 @@ class Plan:
         ]
         times = {"overlapped": self.overlapped, "sequential": self.sequential}
         options = None if self.options is None else self.options.as_dict()
+        overlap = None if self.overlap is None else dataclasses.asdict(self.overlap)
         return {
             "topology": str(self.topology),
             "devices": self.topology.devices,
@@ -199,6 +203,7 @@ class Plan:
             "mfu": {name: self.mfu(value) for name, value in times.items()},
             "tokens_per_second": self.tokens_per_second,
             "bound": self.bound,
+            "overlap": overlap,
         }
 
     def __str__(self) -> str:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from zoo._optional import require_installed
 from zoo.models import configure, split_ends
+from zoo.models.loop import Loop
 from zoo.models.loss import cross_entropy
 from zoo.parallel import Mesh, Remat, Schedule, cast, make_mesh, place, place_batch, trainable, value, value_and_grad
 
@@ -48,6 +49,8 @@ class TrainingOptions:
     """Schedule of the pipeline, on meshes with `pipe`."""
     rollouts: RolloutOptions | None = None
     """Completions that are sampled between steps, in reinforcement learning."""
+    loop: Loop = "auto"
+    """Loop over layers; "auto" leaves it to the model."""
 
     def as_dict(self) -> dict[str, Any]:
         """Convert to plain values."""
@@ -69,7 +72,8 @@ def make_training_step(
     stages = mesh.shape["pipe"] * mesh.layout.rounds
     if stages > 1:
         model = split_ends(model, stages)
-    model = place(configure(model, remat=options.remat), mesh)
+    loop = None if options.loop == "auto" else options.loop
+    model = place(configure(model, remat=options.remat, loop=loop), mesh)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(3e-4, b2=0.95, weight_decay=0.1))
     opt_state = place(jax.eval_shape(optimizer.init, trainable(model)), mesh.optimizer)
     tokens = jax.ShapeDtypeStruct((options.rows, options.seq), jnp.int32)

@@ -1,0 +1,71 @@
+"""Where a scan that gathers ahead (`loop="ahead"`) may hide what a scan over layers waits for.
+
+A scan hides the gathers of a layer only behind the layer's other products. A scan that gathers ahead can put those of a
+whole block beside them, and gathers one block more in each pass. It can hide the transfers if they take less time than
+the products:
+
+    transfers (1 + 1 / layers) < products
+
+Only for GPUs: the compiler for TPUs hides most gathers in the scan, and waits for scatters in either loop.
+"""
+
+import dataclasses
+from typing import Any
+
+from zoo.inspect import CompiledProgram
+from zoo.inspect.report import format_decimal_prefix
+from zoo.models.gather_ahead import explain_refusal
+from zoo.models.parameter_paths import list_parameter_paths
+from zoo.models.stack import Stack
+from zoo.parallel import Mesh
+
+from .step import Plan
+
+_LEAST_SHARE = 0.05
+"""Transfers that take a smaller share of the products' seconds are not worth another loop."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Overlap:
+    """Least seconds of a step that gathering ahead can overlap."""
+
+    transfers: float
+    """Gathers and scatters of parameters."""
+    products: float
+
+
+def find_overlap(plan: Plan, model: Any, mesh: Mesh) -> Overlap | None:
+    """Return what gathering ahead could overlap in the step of `plan`; None where it does not apply or does not pay.
+
+    `model`: the step's model on the mesh, as arrays or shapes.
+    """
+    stack = getattr(model, "stack", None)
+    if plan.chip.platform != "gpu" or mesh.shape["pipe"] > 1 or not isinstance(stack, Stack):
+        return None
+    blocks = [block for segment in stack.segments for block in segment.blocks]
+    is_scan = any(segment.num_repeats > 1 for segment in stack.segments) and stack.loop in ("auto", "scan")
+    if not is_scan or explain_refusal(blocks, stack.remat, stack.shared):
+        return None
+    gathered = {frozenset(axes) for path in list_parameter_paths(model) for _, axes in mesh.find_gather_dims(path.dims)}
+    moved = [x for x in plan.transfers if x.collective.kind in ("all-gather", "reduce-scatter")]
+    transfers = sum(x.seconds for x in moved if frozenset(x.collective.axes or ()) in gathered)
+    products = plan.seconds["products"]
+    if _LEAST_SHARE * products < transfers * (1 + 1 / stack.count_layers()) < products:
+        return Overlap(transfers, products)
+    return None
+
+
+def compare_loops(scan: CompiledProgram, ahead: CompiledProgram) -> str:
+    """Compare the exposed seconds and the peak memory of a step compiled with both loops, in a line that says which to
+    take."""
+    verdict = "keep the scan"
+    if (ahead.exposed_seconds or 0.0) < (scan.exposed_seconds or 0.0):
+        verdict = 'take zoo.configure(model, remat="full", loop="ahead")'
+    return f"{_describe(ahead)} by gathering ahead, {_describe(scan)} by the scan: {verdict}"
+
+
+def _describe(program: CompiledProgram) -> str:
+    exposed = f"{program.exposed_seconds or 0.0:.3g} s exposed"
+    if program.memory is None or program.memory.peak is None:
+        return exposed
+    return f"{exposed} and {format_decimal_prefix(program.memory.peak)}B at the peak"
