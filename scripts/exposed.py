@@ -1,10 +1,11 @@
-"""Compile a training step for H100s in several ways, and tell how much of its communication products hide.
+"""Compile a training step in several ways, and tell how much of its communication products hide.
 
     python scripts/exposed.py                                                  # the table of docs/compilers.md
     python scripts/exposed.py --embed 4096 --heads 32 --mlp 14336 --seq-len 4096 --only "scan over layers"
+    python scripts/exposed.py --on v5e:2x4 --only "gathering ahead"
 
-Needs the extra aot-cuda, and JAX_PLATFORMS=cpu. Each row takes a minute or two of a core. XLA reads its flags when a
-process starts, so every step is compiled in a process of its own.
+Needs the extra aot-cuda or aot-tpu, and JAX_PLATFORMS=cpu. A row takes a minute or two of a core for GPUs, and several
+for TPUs. XLA reads its flags when a process starts, so every step is compiled in a process of its own.
 """
 
 import dataclasses
@@ -25,7 +26,6 @@ from zoo.tools.plan.training import TrainingOptions, make_training_step
 _PIPELINED = "--xla_gpu_enable_pipelined_all_gather=true --xla_gpu_enable_pipelined_reduce_scatter=true"
 STEPS: dict[str, dict[str, str]] = {
     "scan over layers": {},
-    "the same, latency-hiding flag": {"XLA_FLAGS": "--xla_gpu_enable_latency_hiding_scheduler=true"},
     "the same, pipelined collectives": {"XLA_FLAGS": _PIPELINED},
     "the same, `JAX_OPTIMIZATION_LEVEL=O1`": {"JAX_OPTIMIZATION_LEVEL": "O1"},
     "plain loop": {},
@@ -60,7 +60,7 @@ def main(*, sizes: tyro.conf.OmitArgPrefixes[Sizes] = Sizes(), on: str = "h100:8
 
     Args:
         sizes: Of the model and the batch.
-        on: GPUs to compile for; fsdp takes all of them.
+        on: Devices to compile for; fsdp takes all of them.
         only: Compile this step, in this process.
     """
     if only:
@@ -89,7 +89,7 @@ def compile_step(sizes: Sizes, on: str, loop: Loop) -> CompiledProgram:
 def format_row(name: str, program: CompiledProgram) -> str:
     """Format a row of the table."""
     if program.exposed_seconds is None or program.memory is None or program.memory.peak is None:
-        raise ValueError(f"{name}: no schedule and chip are known for {program.platform}; compile for h100")
+        raise ValueError(f"{name}: no schedule and chip are known for {program.platform}; compile for h100 or a TPU")
     cells = [_format_collectives(program, *which) for which in _COLUMNS.values()]
     links = sum(row.link_seconds or 0 for row in program.collectives)
     peak = format_decimal_prefix(program.memory.peak)

@@ -17,7 +17,7 @@ from zoo.tools.plan.search import make_stand_in_mesh
 from zoo.tools.plan.training import make_training_step
 
 TOPOLOGY = parse_topology("h100:2")
-OPTIONS = planning.TrainingOptions(rows=32, seq=256)
+OPTIONS = planning.TrainingOptions(rows=16, seq=256)
 
 
 def make_small(key, layers=2):
@@ -53,17 +53,19 @@ def test_overlap_is_for_scans_that_can_gather_ahead(step, options):
 
 
 def test_overlap_is_for_transfers_that_products_can_hide(step):
-    """Neither for transfers that take longer than the products, nor for those that take next to nothing."""
+    """Neither for transfers that take longer than the products, nor for those that the scan hides."""
     plan, model, mesh = step
 
     def scale(factor):
         transfers = tuple(dataclasses.replace(x, seconds=factor * x.seconds) for x in plan.transfers)
         return find_overlap(dataclasses.replace(plan, transfers=transfers), model, mesh)
 
-    share = plan.seconds["products"] / find_overlap(plan, model, mesh).transfers
+    overlap = find_overlap(plan, model, mesh)
+    assert overlap is not None
+    share = overlap.products / overlap.transfers
     # The two layers gather three times in a pass.
     assert scale(0.65 * share) is not None and scale(0.68 * share) is None
-    assert scale(0.03 * share) is None
+    assert scale(0.14 * share) is not None and scale(0.13 * share) is None
 
 
 def test_overlap_is_for_gpus_and_for_parameters_that_are_gathered(step):
@@ -84,6 +86,7 @@ def make_report(exposed):
     """A report of a program with so many seconds exposed."""
     report = zoo.inspect.compiled(lambda x: x @ x, jnp.ones((4, 4)))
     row = ScheduledCollective(8, 1, "all-gather", ("fsdp",), 0, exposed, 0.0, exposed, "g", "forward", "", "")
+    assert report.memory is not None
     memory = dataclasses.replace(report.memory, peak=2 * 10**9)
     return dataclasses.replace(report, chip="h100", schedule=Rows([row]), memory=memory)
 

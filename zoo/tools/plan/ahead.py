@@ -1,12 +1,12 @@
 """Where a scan that gathers ahead (`loop="ahead"`) may hide what a scan over layers waits for.
 
-A scan hides the gathers of a layer only behind the layer's other products. A scan that gathers ahead can put those of a
-whole block beside them, and gathers one block more in each pass. It can hide the transfers if they take less time than
-the products:
+A scan hides the gathers of a layer behind other products of the same layer. A scan that gathers ahead has the products
+of a whole block to hide them, and gathers one block more in each pass. It may pay if the transfers take less time than
+the products; if they take much less, the scan hides as many:
 
-    transfers (1 + 1 / layers) < products
+    0.2 products < transfers (1 + 1 / layers) < products
 
-Only for GPUs: the compiler for TPUs hides most gathers in the scan, and waits for scatters in either loop.
+Only for GPUs: compiled for TPU v5e, products hide most gathers in the scan, and no scatter in either loop.
 """
 
 import dataclasses
@@ -21,8 +21,9 @@ from zoo.parallel import Mesh
 
 from .step import Plan
 
-_LEAST_SHARE = 0.05
-"""Transfers that take a smaller share of the products' seconds are not worth another loop."""
+_LEAST_SHARE = 0.2
+"""Least share of the products' seconds. Compiled for 64 H100s with four rows of Llama 3 8B on each, a share of 0.15,
+the scan leaves 0.022 s exposed and gathering ahead 0.024."""
 
 
 @dataclasses.dataclass(frozen=True)
