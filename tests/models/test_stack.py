@@ -454,6 +454,9 @@ def test_gathering_ahead_refuses_what_it_does_not_cover():
     shared = Stack(layers, shared=[lambda key: block], remat="full", loop="ahead", key=KEY)
     with pytest.raises(NotImplementedError, match='modules that several layers share: take loop="scan"'):
         swap_stack(model, lambda stack: shared)(TOKENS)
+    extending = Stack([lambda key: DeclaredBlock(jnp.ones(3), Counter())] * 2, remat="full", loop="ahead", key=KEY)
+    with pytest.raises(NotImplementedError, match='DeclaredBlock, which extends the hidden states: take loop="scan"'):
+        extending(Hidden(jnp.zeros((1, 2, 3))), TokenInfo())
 
 
 def test_gathering_ahead_is_a_scan_where_values_are_read():
