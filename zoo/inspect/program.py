@@ -173,8 +173,8 @@ class CompiledProgram:
 
     def as_dict(self) -> dict[str, Any]:
         """Convert the fields except the HLO text, and the sum `exposed_seconds`, to plain values."""
-        left_out = {"text", "_read_stablehlo", "_read_buffers"}
-        plain = dataclasses.asdict(dataclasses.replace(self, **dict.fromkeys(left_out)))
+        left_out = {"text": "", "_read_stablehlo": str, "_read_buffers": Rows}  # nothing that asdict would copy
+        plain = dataclasses.asdict(dataclasses.replace(self, **left_out))
         fields = {name: value for name, value in plain.items() if name not in left_out}
         return {**fields, "exposed_seconds": self.exposed_seconds}
 
