@@ -1,6 +1,7 @@
 """Hyper-connections: one stream with identity weights is the pre-norm block; loops, meshes, decoding and adapters."""
 
 import functools
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -26,7 +27,14 @@ BATCH = {"tokens": TOKENS, "targets": TOKENS}
 
 
 def make(key=KEY, **options):
-    sizes = {"vocab": VOCAB, "embed": EMBED, "layers": LAYERS, "heads": 4, "mlp": 32, "streams": STREAMS}
+    sizes: dict[str, Any] = {
+        "vocab": VOCAB,
+        "embed": EMBED,
+        "layers": LAYERS,
+        "heads": 4,
+        "mlp": 32,
+        "streams": STREAMS,
+    }
     return zoo.models.Transformer(**sizes | options, key=key)
 
 

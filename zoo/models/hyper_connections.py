@@ -32,7 +32,7 @@ _EPSILON = 1e-6
 _FIRST_SCALE = 0.01
 """The weights begin almost equal for all tokens."""
 _KEPT_LOGIT = 4.0
-"""Of the diagonal of `comb`: of four streams, each begins with 0.95 of itself."""
+"""Logit of the diagonal of `comb`: each of four streams begins with 0.95 of itself."""
 
 
 class HyperConnection(Module):
@@ -46,13 +46,13 @@ class HyperConnection(Module):
 
     projection: AbstractLinear = full_precision()
     scale: Float[Array, "3"] = full_precision()
-    """Of the logits of `pre`, `post` and `comb`."""
+    """Factors of the logits of `pre`, `post` and `comb`."""
     base: Float[Array, "out"] = full_precision()
 
     streams: int = eqx.field(static=True)
     epsilon: float = eqx.field(static=True)
     iterations: int = eqx.field(static=True)
-    """Of `zoo.ops.hyper_connections.sinkhorn`."""
+    """Iterations of `zoo.ops.hyper_connections.sinkhorn`."""
 
     def __init__(
         self, embed: int, streams: int, *, epsilon: float = _EPSILON, iterations: int = 20, key: Key[Array, ""]

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float
 
 Streams = Float[Array, "*rows streams embed"]
@@ -22,11 +23,11 @@ class StreamWeights(NamedTuple):
     """Weights of one token between its residual streams and a layer."""
 
     pre: Float[Array, "*rows streams"]
-    """Of each stream in the input of the layer."""
+    """The part of each stream in the input of the layer."""
     post: Float[Array, "*rows streams"]
-    """Of the output of the layer in each stream."""
+    """The part of the output of the layer in each stream."""
     comb: Float[Array, "*rows streams streams"]
-    """Of each stream (rows) in each new stream (columns). It is doubly stochastic."""
+    """The part of each stream (rows) in each new stream (columns): doubly stochastic."""
 
 
 def make_stream_weights(
@@ -59,13 +60,17 @@ def make_stream_weights(
 
 @partial(jax.checkpoint, static_argnums=(1, 2))
 def _sinkhorn(logits: Float[Array, "*rows n n"], iterations: int, epsilon: float) -> Float[Array, "*rows n n"]:
-    """Saves the logits for the backward pass, and not two matrices per iteration."""
-    matrix = jax.nn.softmax(logits, axis=-1) + epsilon
-    matrix = matrix / (matrix.sum(-2, keepdims=True) + epsilon)
-    for _ in range(iterations - 1):
-        matrix = matrix / (matrix.sum(-1, keepdims=True) + epsilon)
-        matrix = matrix / (matrix.sum(-2, keepdims=True) + epsilon)
-    return matrix
+    """Saves the logits for the backward pass, and not two matrices per iteration. Tokens are the last dims in between:
+    on a CPU the sums over n numbers took 7 times as long where they were."""
+    matrix = jnp.moveaxis(jax.nn.softmax(logits, axis=-1) + epsilon, (-2, -1), (0, 1))
+    matrix = matrix / (matrix.sum(0, keepdims=True) + epsilon)
+
+    def normalize(matrix: Array, _: None) -> tuple[Array, None]:
+        matrix = matrix / (matrix.sum(1, keepdims=True) + epsilon)
+        return matrix / (matrix.sum(0, keepdims=True) + epsilon), None
+
+    matrix, _ = lax.scan(normalize, matrix, length=iterations - 1)
+    return jnp.moveaxis(matrix, (0, 1), (-2, -1))
 
 
 def sinkhorn(
