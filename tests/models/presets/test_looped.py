@@ -1,6 +1,7 @@
 """Layers that run several times have one set of parameters, and each pass a number, dropout and a state of its own."""
 
 import functools
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -26,7 +27,7 @@ ORDER = [0, 1, 2, 1, 2, 3]
 
 
 @functools.cache
-def make_looped():
+def make_looped() -> Any:
     return eqx.filter_jit(lambda: Looped(**SIZES, prelude=1, core=2, loops=2, coda=1, key=KEY))()
 
 
@@ -118,7 +119,7 @@ def test_values_are_named_by_the_pass():
     states = zoo.hidden_states(model, TOKENS)
     np.testing.assert_allclose(seen["layers.*"][:-1], jnp.stack(states[1:-1]), atol=1e-5)
     steered = run(zoo.patch(model, {"layers.3.attention": jnp.zeros_like}))
-    changed = np.abs(steered["layers.*"] - seen["layers.*"]).max((1, 2, 3)) > 1e-4
+    changed = np.abs(np.asarray(steered["layers.*"]) - np.asarray(seen["layers.*"])).max((1, 2, 3)) > 1e-4
     assert changed.tolist() == [False] * 3 + [True] * 3, "the second pass of the core's first layer, and what follows"
 
 
@@ -143,7 +144,7 @@ def test_passes_save_no_copy_of_the_parameters():
 def test_any_order_runs():
     """As layers with these parameters one after the other."""
     order = (0, 1, 0, 2, 2)
-    model = eqx.filter_jit(lambda: Transformer(**SIZES, layers=3, order=order, key=KEY))()
+    model: Any = eqx.filter_jit(lambda: Transformer(**SIZES, layers=3, order=order, key=KEY))()
     plain = swap_stack(model, unshare)
     logits, wanted = (eqx.filter_jit(each)(TOKENS) for each in (model, plain))
     np.testing.assert_allclose(logits, wanted, atol=1e-5)
