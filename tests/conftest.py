@@ -2,6 +2,7 @@
 
 import gc
 import os
+from pathlib import Path
 
 from tests.processes import make_xla_flags
 
@@ -33,14 +34,20 @@ def pytest_collection_modifyitems(items):
             seen.add(name)
 
 
+MAPPINGS = Path("/proc/self/maps")
+MOST_MAPPINGS = 6000
+"""Mappings of memory up to which programs are kept: about 2,000 programs, and 2 GB."""
+
+
 @pytest.fixture(scope="module", autouse=True)
 def release_programs():
-    """Let go of compiled programs after each file.
+    """Let go of compiled programs after a file, if there are many: files share most of the small ones.
 
-    Each program takes some mappings of memory. Linux allows a process 65,530 of them (vm.max_map_count).
+    Each program takes two or three mappings of memory. Linux allows a process 65,530 of them (vm.max_map_count).
     """
     yield
-    jax.clear_caches()
+    if not MAPPINGS.exists() or MAPPINGS.read_text().count("\n") > MOST_MAPPINGS:
+        jax.clear_caches()
 
 
 @pytest.fixture
