@@ -14,10 +14,12 @@ CACHED_FROM = 0.2
 
 # What is tested is what XLA makes of a program (its layout, its collectives), at sizes where the time goes into LLVM.
 COMPILE_FAST = ["--xla_backend_optimization_level=0", "--xla_llvm_disable_expensive_passes=true"]
-if importlib.metadata.version("jaxlib").startswith("0.10."):  # later ones refuse to start with a flag they do not know
-    COMPILE_FAST += ["--xla_cpu_use_fusion_emitters=false"]  # a quarter less of a test's time
+VERSION = importlib.metadata.version("jaxlib")
+if VERSION.startswith(("0.10.", "0.12.")):  # jaxlib refuses to start with a flag that it does not know
     # Each part of a split module is set up and optimized alone, and the other core has the other worker: a fifth less.
     COMPILE_FAST += ["--xla_cpu_parallel_codegen_split_count=1"]
+if VERSION.startswith("0.10."):
+    COMPILE_FAST += ["--xla_cpu_use_fusion_emitters=false"]  # a quarter less of a test's time
 
 
 def make_xla_flags(devices: int, *more: str) -> str:
