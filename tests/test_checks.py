@@ -1,5 +1,8 @@
 """Natural mistakes at the library's door: each is one line that says what was expected and what came."""
 
+from functools import cache, partial
+
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,8 +14,8 @@ from zoo.layers.token_info import batch_token_info
 
 KEY = jax.random.key(0)
 MODELS = {
-    "transformer": zoo.models.Transformer(vocab=32, embed=8, layers=1, heads=2, mlp=8, key=KEY),
-    "mamba": zoo.models.Mamba(vocab=32, embed=8, layers=1, key=KEY),
+    "transformer": partial(zoo.models.Transformer, vocab=32, embed=8, layers=1, heads=2, mlp=8),
+    "mamba": partial(zoo.models.Mamba, vocab=32, embed=8, layers=1),
 }
 TOKENS = jnp.arange(10).reshape(2, 5)
 CALLS = {
@@ -36,20 +39,25 @@ MISTAKES = {
 }
 
 
+@cache
+def make_model(kind):
+    return eqx.filter_jit(MODELS[kind])(key=KEY)
+
+
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_tokens_are_checked_at_every_door(no_type_checks, kind, call, mistake):
     tokens, error, message = MISTAKES[mistake]
     with pytest.raises(error, match=message) as raised:
-        CALLS[call](MODELS[kind], tokens)
+        CALLS[call](make_model(kind), tokens)
     assert "\n" not in str(raised.value)
 
 
 @pytest.mark.one_case
 @pytest.mark.parametrize("kind", MODELS)
 def test_ids_outside_the_vocabulary_give_nan_inside_programs(kind):
-    model, tokens = MODELS[kind], TOKENS.at[1, 4].set(32)
+    model, tokens = make_model(kind), TOKENS.at[1, 4].set(32)
     logits = jax.jit(lambda tokens: model(tokens))(tokens)
     assert jnp.isnan(logits[1, 4]).all() and jnp.isfinite(logits[0]).all()
     score = jax.jit(lambda tokens: zoo.score(model, tokens))
@@ -99,14 +107,14 @@ BATCHES = {
 def test_batches_are_checked_before_the_loss(no_type_checks, kind, mistake):
     batch, error, message = BATCHES[mistake]
     with pytest.raises(error, match=message) as raised:
-        zoo.cross_entropy(MODELS[kind], batch)
+        zoo.cross_entropy(make_model(kind), batch)
     assert "\n" not in str(raised.value)
 
 
 def test_batches_are_checked_when_a_step_is_traced():
     mesh, batch = zoo.make_mesh(devices=jax.devices()[:1]), BATCH | {"label": TOKENS[:, 1:]}
     with pytest.raises(ValueError, match="the batch has a key 'label' that nothing reads"):
-        zoo.value_and_grad(zoo.cross_entropy, mesh)(MODELS["transformer"], batch)
+        zoo.value_and_grad(zoo.cross_entropy, mesh)(make_model("transformer"), batch)
     with pytest.raises(ValueError, match="the batch has a key 'label' that nothing reads"):
         batch_token_info(batch)
 
@@ -124,13 +132,13 @@ def test_batches_are_checked_when_a_step_is_traced():
 )
 def test_an_unknown_dtype_is_named_with_the_nearest(dtype, suggestion):
     with pytest.raises(TypeError, match=f"^dtype={dtype!r}: a dtype was expected{suggestion}"):
-        zoo.cast(MODELS["mamba"], dtype)
+        zoo.cast(make_model("mamba"), dtype)
 
 
 def test_parameters_are_cast_to_floating_point_only():
     """Integers cut off what follows the point, without a word."""
     with pytest.raises(ValueError, match="^dtype=int8: parameters are floating point"):
-        zoo.cast(MODELS["mamba"], "int8")
+        zoo.cast(make_model("mamba"), "int8")
     for dtype in ("bfloat16", jnp.bfloat16, np.dtype("float32"), float):
         assert parse_dtype(dtype) == jnp.dtype(dtype)
 

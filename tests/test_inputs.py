@@ -3,7 +3,7 @@ of each row alone, or the input is refused by name."""
 
 import dataclasses
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import equinox as eqx
@@ -15,12 +15,10 @@ import pytest
 import zoo
 
 VOCAB, SEQ, LENGTHS = 40, 8, (8, 5, 3)
-SIZES: dict[str, Any] = {"vocab": VOCAB, "embed": 16, "layers": 2, "key": jax.random.key(0)}
-MODELS: dict[str, Any] = {  # without scans, so that calls outside of programs compile operations, which they share
-    "attention": zoo.models.swap_stack(
-        zoo.models.Transformer(**SIZES, heads=2, mlp=16, dropout=0.5), zoo.models.Stack.unstack
-    ),
-    "recurrence": zoo.models.swap_stack(zoo.models.Mamba(**SIZES, dropout=0.5), zoo.models.Stack.unstack),
+SIZES: dict[str, Any] = {"vocab": VOCAB, "embed": 16, "layers": 2}
+MODELS: dict[str, Callable[..., Any]] = {
+    "attention": partial(zoo.models.Transformer, **SIZES, heads=2, mlp=16, dropout=0.5),
+    "recurrence": partial(zoo.models.Mamba, **SIZES, dropout=0.5),
 }
 TOKENS: Any = np.random.default_rng(0).integers(1, VOCAB, (3, SEQ)).astype(np.int32)
 MASK: Any = np.arange(SEQ) >= SEQ - np.array(LENGTHS)[:, None]
@@ -28,6 +26,18 @@ SEGMENTS = np.array([[1] * 8, [1] * 3 + [2] * 5, [0] * 3 + [3] * 2 + [4] * 3], n
 POSITIONS: Any = np.where(MASK, MASK.cumsum(1) - 1, -1).astype(np.int32)
 MESH = zoo.make_mesh(devices=jax.devices()[:1])
 KEY = jax.random.key(1)
+
+
+@cache
+def make_model(name: str) -> Any:
+    """Make a model without scans: calls outside of programs compile operations, which they share."""
+    model = eqx.filter_jit(MODELS[name])(key=jax.random.key(0))
+    return zoo.models.swap_stack(model, zoo.models.Stack.unstack)
+
+
+@cache
+def make_stacked() -> Any:
+    return eqx.filter_jit(zoo.models.Transformer)(**SIZES, heads=2, mlp=16, key=jax.random.key(0))
 
 
 def compute_loss(model: Any, tokens: Any, **given: Any) -> Any:
@@ -79,11 +89,11 @@ GIVEN: dict[str, Any] = {
 def expect(entrance: str, model: str, argument: str) -> np.ndarray:
     """Return the result with the argument as JAX's booleans or int32."""
     given = {name: jnp.asarray(x) for name, x in GIVEN[argument].items()}
-    return np.asarray(ENTRANCES[entrance].call(MODELS[model], jnp.asarray(TOKENS), **given))
+    return np.asarray(ENTRANCES[entrance].call(make_model(model), jnp.asarray(TOKENS), **given))
 
 
 def compare(entrance: str, model: str, argument: str, tokens: Any, given: dict) -> None:
-    result = ENTRANCES[entrance].call(MODELS[model], tokens, **given)
+    result = ENTRANCES[entrance].call(make_model(model), tokens, **given)
     np.testing.assert_allclose(np.asarray(result), expect(entrance, model, argument), atol=1e-5, rtol=1e-5)
 
 
@@ -99,7 +109,7 @@ def convert(x: np.ndarray, kind: str) -> Any:
     return x.astype(dtype) if library == "numpy" else jnp.asarray(x.astype(dtype))
 
 
-FEWER_BY_DEFAULT = ["attention", pytest.param("recurrence", marks=pytest.mark.ci)]
+FEWER_BY_DEFAULT = ["attention", pytest.param("recurrence", marks=pytest.mark.slow)]
 ARGUMENTS = [(name, argument) for name, entrance in ENTRANCES.items() for argument in ("tokens", *entrance.takes)]
 
 
@@ -124,13 +134,13 @@ def test_boolean_masks_of_numpy_and_jax_are_taken(entrance, model):
 
 @pytest.mark.parametrize("model", MODELS)
 def test_result_is_that_of_each_text_alone(model):
-    alone = lambda text: np.asarray(MODELS[model](text[None]))[0]
+    alone = lambda text: np.asarray(make_model(model)(text[None]))[0]
     expected = [alone(TOKENS[row, SEQ - length :]) for row, length in enumerate(LENGTHS)]
     for given in (GIVEN["mask"], GIVEN["positions"]):
-        logits = np.asarray(MODELS[model](TOKENS, **given))
+        logits = np.asarray(make_model(model)(TOKENS, **given))
         for row, length in enumerate(LENGTHS):
             np.testing.assert_allclose(logits[row, SEQ - length :], expected[row], atol=1e-5)
-    packed = np.asarray(MODELS[model](TOKENS, segment_ids=SEGMENTS))
+    packed = np.asarray(make_model(model)(TOKENS, segment_ids=SEGMENTS))
     for row, first, end in ((0, 0, 8), (1, 0, 3), (1, 3, 8), (2, 3, 5), (2, 5, 8)):
         np.testing.assert_allclose(packed[row, first:end], alone(TOKENS[row, first:end]), atol=1e-5)
 
@@ -186,7 +196,7 @@ def test_other_inputs_are_refused_by_name(no_type_checks, entrance, argument, mo
     for label, (x, error, message) in REFUSED[argument].items():
         tokens, given = (x, {}) if argument == "tokens" else (TOKENS, {argument: x})
         with pytest.raises(error, match=message) as raised:
-            ENTRANCES[entrance].call(MODELS[model], tokens, **given)
+            ENTRANCES[entrance].call(make_model(model), tokens, **given)
         assert "\n" not in str(raised.value), label
 
 
@@ -196,20 +206,20 @@ def test_programs_compute_the_same(entrance, argument, model):
     call = ENTRANCES[entrance].call
     run = eqx.filter_jit(lambda model, tokens, given: call(model, tokens, **given))
     given = {name: jnp.asarray(x) for name, x in GIVEN[argument].items()}
-    result = run(MODELS[model], jnp.asarray(TOKENS), given)
+    result = run(make_model(model), jnp.asarray(TOKENS), given)
     np.testing.assert_allclose(np.asarray(result), expect(entrance, model, argument), atol=1e-5, rtol=1e-5)
     if argument == "mask":
         with pytest.raises(TypeError, match="mask: inside a program booleans were expected, not int32: take mask > 0"):
-            run(MODELS[model], jnp.asarray(TOKENS), {"mask": jnp.asarray(MASK, jnp.int32)})
+            run(make_model(model), jnp.asarray(TOKENS), {"mask": jnp.asarray(MASK, jnp.int32)})
     if argument == "segment_ids":  # a document whose id comes again is another one
-        result = run(MODELS[model], jnp.asarray(TOKENS), {"segment_ids": jnp.asarray(REPEATED)})
-        expected = call(MODELS[model], TOKENS, segment_ids=np.where(SEGMENTS != REPEATED, 5, SEGMENTS))
+        result = run(make_model(model), jnp.asarray(TOKENS), {"segment_ids": jnp.asarray(REPEATED)})
+        expected = call(make_model(model), TOKENS, segment_ids=np.where(SEGMENTS != REPEATED, 5, SEGMENTS))
         np.testing.assert_allclose(np.asarray(result), np.asarray(expected), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("model", MODELS)
 def test_states_take_positions_only(no_type_checks, model):
-    model = MODELS[model]
+    model = make_model(model)
     states = model.init_state(3, 16)
     expected = model(TOKENS, mask=MASK)[MASK]
     for positions in (POSITIONS, jnp.asarray(POSITIONS), POSITIONS.astype(np.int8), zoo.models.count_positions(MASK)):
@@ -228,7 +238,6 @@ def test_states_take_positions_only(no_type_checks, model):
 
 
 RAW: Any = jax.random.PRNGKey(1)
-STACKED = zoo.models.Transformer(**SIZES, heads=2, mlp=16)
 KEYED = {
     "model": lambda model, key: model(TOKENS, key=key),
     "generate": lambda model, key: zoo.generate(model, TOKENS, max_new_tokens=4, temperature=1.0, key=key),
@@ -241,13 +250,13 @@ KEYED = {
     "init": lambda model, key: (
         zoo.init(lambda key: zoo.models.Mamba(**(SIZES | {"key": key})), key, MESH).embedding.weight
     ),
-    "lora": lambda model, key: jax.tree.leaves(zoo.trainable(zoo.adapters.lora(STACKED, rank=2, key=key)))[0],
+    "lora": lambda model, key: jax.tree.leaves(zoo.trainable(zoo.adapters.lora(make_stacked(), rank=2, key=key)))[0],
 }
 
 
 @pytest.mark.parametrize("entrance", KEYED)
 def test_keys_of_both_styles_are_one_key(no_type_checks, entrance):
-    call, model = KEYED[entrance], MODELS["attention"]
+    call, model = KEYED[entrance], make_model("attention")
     expected = np.asarray(call(model, KEY))
     for key in (RAW, np.asarray(RAW)):
         np.testing.assert_allclose(np.asarray(call(model, key)), expected, atol=1e-6)
@@ -256,7 +265,7 @@ def test_keys_of_both_styles_are_one_key(no_type_checks, entrance):
 
 
 def test_keys_are_one_per_row_or_one(no_type_checks):
-    model, keys = MODELS["attention"], jax.random.split(KEY, 3)
+    model, keys = make_model("attention"), jax.random.split(KEY, 3)
     expected = model(TOKENS, key=keys)
     np.testing.assert_allclose(model(TOKENS, key=KEY), expected, atol=1e-6)
     np.testing.assert_allclose(model(TOKENS, key=jax.random.split(RAW, 3)), expected, atol=1e-6)

@@ -15,16 +15,19 @@ import zoo
 from zoo.layers.rotary import Rotary
 
 VOCAB, ROWS, SEQ = 40, 3, 12
-SIZES: dict[str, Any] = {"vocab": VOCAB, "embed": 16, "layers": 2, "key": jax.random.key(0)}
+SIZES: dict[str, Any] = {"vocab": VOCAB, "embed": 16, "layers": 2}
 MODELS = {
-    "attention": zoo.models.Transformer(**SIZES, heads=2, mlp=16),
-    "window": zoo.models.Hybrid(
-        **SIZES, pattern=[partial(zoo.layers.Attention, heads=2, window=4, rotary=Rotary(8))], mlp=16
+    "attention": partial(zoo.models.Transformer, **SIZES, heads=2, mlp=16),
+    "window": partial(
+        zoo.models.Hybrid,
+        **SIZES,
+        pattern=[partial(zoo.layers.Attention, heads=2, window=4, rotary=Rotary(8))],
+        mlp=16,
     ),
-    "Mamba": zoo.models.Mamba(**SIZES),
-    "GatedDeltaNet": zoo.models.GatedDeltaNet(**SIZES, heads=2, mlp=16),
-    "RWKV7": zoo.models.RWKV7(**SIZES, heads=2, mlp=16),
-    "Griffin": zoo.models.Griffin(**(SIZES | {"layers": 3}), heads=2, mlp=16, window=4),
+    "Mamba": partial(zoo.models.Mamba, **SIZES),
+    "GatedDeltaNet": partial(zoo.models.GatedDeltaNet, **SIZES, heads=2, mlp=16),
+    "RWKV7": partial(zoo.models.RWKV7, **SIZES, heads=2, mlp=16),
+    "Griffin": partial(zoo.models.Griffin, **(SIZES | {"layers": 3}), heads=2, mlp=16, window=4),
 }
 LENGTHS = (2, 5, 9, 12)
 """Of texts, so that few shapes compile."""
@@ -38,9 +41,14 @@ few_examples = settings(max_examples=12, deadline=None, derandomize=True)
 
 
 @cache
+def make_model(kind: str) -> Any:
+    return eqx.filter_jit(MODELS[kind])(key=jax.random.key(0))
+
+
+@cache
 def compute_alone(kind: str, text: bytes) -> np.ndarray:
     tokens = np.frombuffer(text, np.int32)[None]
-    return np.asarray(run(MODELS[kind], tokens, {}))[0]
+    return np.asarray(run(make_model(kind), tokens, {}))[0]
 
 
 def expect(kind: str, text: np.ndarray) -> np.ndarray:
@@ -61,7 +69,7 @@ def test_padded_rows_equal_texts_alone(kind, data):
     mask = np.array([[start <= i < end for i in range(SEQ)] for start, end in spans])
     positions = np.where(mask, mask.cumsum(1) - 1, -1)
     for arguments in ({"mask": mask}, {"positions": positions}):
-        logits = np.asarray(run(MODELS[kind], tokens, arguments))
+        logits = np.asarray(run(make_model(kind), tokens, arguments))
         for row, (start, end) in enumerate(spans):
             np.testing.assert_allclose(logits[row, start:end], expect(kind, tokens[row, start:end]), atol=2e-5)
 
@@ -80,7 +88,7 @@ def test_packed_rows_equal_documents_alone(kind, data):
             start += length + data.draw(st.integers(0, 2))  # padding between documents
             if not names:
                 break
-    logits = np.asarray(run(MODELS[kind], tokens, {"segment_ids": segment_ids}))
+    logits = np.asarray(run(make_model(kind), tokens, {"segment_ids": segment_ids}))
     for row, start, end in documents:
         np.testing.assert_allclose(logits[row, start:end], expect(kind, tokens[row, start:end]), atol=2e-5)
 
@@ -95,7 +103,7 @@ def run_turn(model: Any, tokens: Any, positions: Any, states: Any) -> Any:
 @few_examples
 @given(data=st.data())
 def test_padded_turns_equal_texts_alone(kind, data):
-    tokens, model, turns = draw_tokens(data), MODELS[kind], 3
+    tokens, model, turns = draw_tokens(data), make_model(kind), 3
     # Each row has 12 tokens, in turns of at most 6: 12 of 18 places.
     counts = [
         data.draw(st.sampled_from([(6, 6, 0), (6, 0, 6), (0, 6, 6), (4, 4, 4), (2, 6, 4), (5, 1, 6)]))
@@ -119,7 +127,7 @@ def test_padded_turns_equal_texts_alone(kind, data):
 
 @pytest.mark.parametrize("kind", ["Mamba", "RWKV7", "Griffin"])
 def test_padding_that_is_not_left_gives_nan_with_states(kind):
-    tokens, model = np.ones((2, 4), np.int32), MODELS[kind]
+    tokens, model = np.ones((2, 4), np.int32), make_model(kind)
     positions = np.array([[-1, 0, 1, 2], [0, 1, 2, -1]])
     logits, _ = run_turn(model, tokens, positions, model.init_state(2, 8))
     assert np.isfinite(logits[0, 1:]).all() and np.isnan(logits[1]).all()
