@@ -85,7 +85,14 @@ def test_one_prefix_serves_many_rows(name):
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("axes", [{"data": 2, "fsdp": 2, "tensor": 2}, {"data": 2, "context": 2, "tensor": 2}], ids=str)
+@pytest.mark.parametrize(
+    "axes",
+    [
+        {"data": 2, "context": 2, "tensor": 2},
+        pytest.param({"data": 2, "fsdp": 2, "tensor": 2}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_prefixes_on_a_mesh(axes):
     """A prefix of one row for three, its continuation for six samples, and theirs."""
     options = {"max_new_tokens": 5, "temperature": 1.0, "key": jax.random.key(1)}

@@ -75,6 +75,7 @@ def test_greedy_tokens_are_those_without_a_draft(name, drafts):
         assert found.steps == 24 / (3 + 1)
 
 
+@pytest.mark.ci
 def test_states_after_rejections_go_on():
     """No trace of rejected tokens is in the caches."""
     model = MODELS["window"]()
@@ -152,7 +153,14 @@ def test_samples_do_not_depend_on_other_rows():
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("axes", [{"data": 2, "fsdp": 2, "tensor": 2}, {"data": 2, "context": 2, "tensor": 2}], ids=str)
+@pytest.mark.parametrize(
+    "axes",
+    [
+        {"data": 2, "context": 2, "tensor": 2},
+        pytest.param({"data": 2, "fsdp": 2, "tensor": 2}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_drafts_on_a_mesh(axes):
     models = make_model(windows=(8, None)), make_model(1, 3)
     tokens, mask = draw_prompt()

@@ -93,7 +93,14 @@ def test_requests_are_taken_as_rows_are_free():
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("axes", [{"data": 2, "fsdp": 2, "tensor": 2}, {"data": 2, "context": 2, "tensor": 2}], ids=str)
+@pytest.mark.parametrize(
+    "axes",
+    [
+        {"data": 2, "context": 2, "tensor": 2},
+        pytest.param({"data": 2, "fsdp": 2, "tensor": 2}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_requests_on_a_mesh(axes):
     mesh = zoo.make_mesh(**axes)
     run = lambda model, mesh: collect(

@@ -82,11 +82,14 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name",
+    [name if name in ("transformer", "mixture") else pytest.param(name, marks=pytest.mark.ci) for name in MODELS],
+)
 def test_layers_are_the_hidden_states(name):
     model = MODELS[name]()
     states = zoo.hidden_states(model, TOKENS)
-    _, seen = zoo.capture(model, "layers.*", "layers.*.input", "norm")(TOKENS)
+    _, seen = eqx.filter_jit(zoo.capture(model, "layers.*", "layers.*.input", "norm"))(TOKENS)
     np.testing.assert_allclose(seen["norm"], states[-1], atol=2e-5)
     inputs = [*seen["layers.*.input"], seen["layers.*"][-1]]
     for own, (before, after) in enumerate(itertools.pairwise(inputs)):
@@ -113,7 +116,7 @@ def test_names_are_all_captured(model):
 FAMILIES = ("gptj", "gemma2", "zamba2", "gemma4_text", "rwkv", "mimo_v2_flash")
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", [*FAMILIES[:2], *(pytest.param(name, marks=pytest.mark.ci) for name in FAMILIES[2:])])
 def test_linear_layers_of_families_have_names(name):
     model = zoo.load(Path(__file__).parents[1] / "fixtures" / "models" / name)
     names = set(zoo.capture_names(model, jnp.arange(8)[None]))
@@ -239,7 +242,9 @@ def test_gradients_are_those_of_the_layers_that_follow(model, gradients):
     loss, seen, found = gradients
     blocks = list(model.stack.iter_blocks())
 
-    def rest(x, first):
+    @partial(jax.jit, static_argnums=1)
+    @partial(jax.value_and_grad, argnums=0)
+    def differentiate(x, first):
         hidden = Hidden(x)
         for block in blocks[first:]:
             hidden, _ = block(hidden, TokenInfo())
@@ -247,7 +252,7 @@ def test_gradients_are_those_of_the_layers_that_follow(model, gradients):
         return zoo.models.token_losses(logits, BATCH["targets"]).mean()
 
     for layer, (x, gradient) in enumerate(zip(seen["layers.*"], found["layers.*"], strict=True)):
-        value, wanted = jax.value_and_grad(rest)(x, layer + 1)
+        value, wanted = differentiate(x, layer + 1)
         np.testing.assert_allclose(value, loss, rtol=1e-6)
         np.testing.assert_allclose(gradient, wanted, atol=2e-6 * jnp.abs(wanted).max())
     np.testing.assert_allclose(found["layers.2"], found["layers.*"][2], atol=1e-8)
@@ -264,15 +269,22 @@ def test_gradients_of_probabilities_through_scan_and_remat(model):
 
 
 MESHES = {
-    "data": {"data": 8},
     "fsdp x tensor": {"data": 2, "fsdp": 2, "tensor": 2},
-    "sequence": {"fsdp": 4, "tensor": 2, "layout": SEQUENCE},
     "context": {"data": 2, "context": 2, "tensor": 2},
+    "sequence": {"fsdp": 4, "tensor": 2, "layout": SEQUENCE},
     "few KV heads": {"data": 2, "tensor": 4},
+    "data": {"data": 8},
 }
 
 
-@pytest.mark.parametrize("name", MESHES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "fsdp x tensor",
+        pytest.param("context", marks=pytest.mark.ci),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in list(MESHES)[2:]),
+    ],
+)
 def test_a_mesh_changes_no_value(model, expected, gradients, name):
     mesh = zoo.make_mesh(**MESHES[name])
     placed = zoo.place(model, mesh)

@@ -198,10 +198,21 @@ QUICK = (
     *("chunked", "FP8", "packed"),
 )
 """Cases that every run has."""
+FURTHER = (
+    *("HGRN2", "RWKV6", "RWKV4", "RGLRU", "DeltaNet", "KimiDeltaAttention", "MLSTM"),
+    *("GatedLinearAttention by a kernel", "reference matmul"),
+)
+"""Cases of a row that has two others, or whose formula is part of another's."""
+
+
+def mark_case(name):
+    if name in QUICK:
+        return []
+    return pytest.mark.slow if name in FURTHER else pytest.mark.ci
+
+
 CASES = [
-    pytest.param(row, make, id=name, marks=[] if name in QUICK else pytest.mark.ci)
-    for row in ROWS.values()
-    for name, make in row.cases.items()
+    pytest.param(row, make, id=name, marks=mark_case(name)) for row in ROWS.values() for name, make in row.cases.items()
 ]
 
 

@@ -74,9 +74,10 @@ def unshare(layers):
     return UnrolledStack(tuple(blocks), tuple(calls))
 
 
+@pytest.mark.ci
 def test_gradient_is_the_sum_over_the_calls():
     model = eqx.filter_jit(make("mhhmhh", blocks=2, use_shared_attention_adapter=True))(key=KEY)
-    plain = swap_stack(model, Stack.unstack)
+    plain = zoo.configure(model, loop="plain")
     copies = swap_stack(model, lambda layers: unshare(layers.unstack()))
     assert zoo.count(copies) - zoo.count(model) == zoo.count(model.stack.shared)
     loss, gradient = differentiate(plain)
@@ -84,15 +85,16 @@ def test_gradient_is_the_sum_over_the_calls():
     np.testing.assert_allclose(loss, wanted, rtol=1e-6)
     for number, shared in enumerate(gradient.stack.shared):
         assert_close(shared, jax.tree.map(lambda x, y: x + y, *separate.stack.shared[number::2]))
-    assert_close(gradient.stack.blocks, separate.stack.blocks)
+    blocks = gradient.stack.unstack().blocks
+    assert_close(blocks, separate.stack.blocks)
 
-    for loop in ("scan", "plain"):
-        scanned, stacked = differentiate(zoo.configure(model, loop=loop))
-        np.testing.assert_allclose(scanned, loss, rtol=1e-6)
-        assert_close(stacked.stack.shared, gradient.stack.shared)
-        assert_close(stacked.stack.unstack().blocks, gradient.stack.blocks)
+    scanned, stacked = differentiate(zoo.configure(model, loop="scan"))
+    np.testing.assert_allclose(scanned, loss, rtol=1e-6)
+    assert_close(stacked.stack.shared, gradient.stack.shared)
+    assert_close(stacked.stack.unstack().blocks, blocks)
 
 
+@pytest.mark.ci
 def test_sequence_parallelism_equals_one_device():
     """The gradients of shared norms and of updates are parts of a sum over `tensor`."""
     model = eqx.filter_jit(make("mhmh", use_mem_rope=True))(key=KEY)
@@ -144,7 +146,7 @@ def test_a_deep_model_compiles_the_blocks_of_its_period(blocks, compiled, monkey
     assert trace("mmmmmh" * 8) == compiled == trace(period * 2)
 
 
-@pytest.mark.parametrize("carried", [False, True])
+@pytest.mark.parametrize("carried", [False, pytest.param(True, marks=pytest.mark.ci)])
 def test_remat_saves_one_stream_per_layer(carried, monkeypatch):
     """Layers read the embedding from outside of the loop. In the carry of a scan it would be saved with each."""
     if carried:
@@ -197,8 +199,9 @@ def test_paths_of_updates_count_the_calls():
     assert {name: sorted(numbers) for name, numbers in found.items()} == {"shared.0": [0, 2, 4], "shared.1": [1, 3, 5]}
 
 
+@pytest.mark.ci
 def test_from_scratch_it_is_saved_and_read(tmp_path):
-    model = eqx.filter_jit(make("mhhmhh", blocks=2, use_mem_rope=True, use_shared_attention_adapter=True))(key=KEY)
+    model = eqx.filter_jit(make("mhhh", blocks=2, use_mem_rope=True, use_shared_attention_adapter=True))(key=KEY)
     zoo.save(model, tmp_path / "first")
     loaded = zoo.load(tmp_path / "first")
     assert loaded.origin.family.name == "zamba2"

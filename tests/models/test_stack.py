@@ -94,7 +94,7 @@ def test_an_unknown_remat_is_refused_when_the_model_is_made():
         zoo.configure(zoo.models.Transformer(**SIZES, key=KEY), remat="all")
 
 
-@pytest.mark.parametrize("remat", ["none", "elementwise"])
+@pytest.mark.parametrize("remat", ["none", pytest.param("elementwise", marks=pytest.mark.slow)])
 def test_loops_equal_in_gradients_dropout_and_routing(remat):
     options = {"experts": 4, "top": 2, "dense_layers": 1, "dropout": 0.2, "remat": remat}
     mesh = zoo.make_mesh(fsdp=2, devices=jax.devices()[:2])
@@ -260,6 +260,7 @@ def make_named_block(name, traces, key):
     return NamedBlock(jnp.ones(3), traces, name)
 
 
+@pytest.mark.ci
 def test_patterns_inside_patterns_equal_the_plain_loop():
     """In values, gradients, dropout, routing, states and the order of layers, on one device and on a mesh."""
     sizes = {**SIZES, "layers": 6, "windows": (4, 4, None)}
@@ -393,7 +394,7 @@ ADAPTERS = {"targets": "all-linear", "rank": 2, "dropout": 0.1}
         pytest.param(
             partial(zoo.models.Transformer, **SIZES, **DENSE),
             {"fsdp": 4, "adapt": lambda model: zoo.adapters.lora(model, **ADAPTERS, key=KEY), "dtype": "bfloat16"},
-            marks=pytest.mark.ci,
+            marks=pytest.mark.slow,
         ),
         pytest.param(partial(zoo.models.GLA, **RECURRENT, remat="full"), {"fsdp": 2}, marks=pytest.mark.slow),
         pytest.param(

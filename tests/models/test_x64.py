@@ -9,7 +9,9 @@ from tests.docs.parallel_matrix import MIXERS
 from tests.processes import ROOT, make_environment
 
 QUICK = ["softmax attention"]
-OTHERS = [name for name in MIXERS if name not in QUICK]
+KINDS = ["latent attention", "Mamba-2", "RWKV-7", "Gated DeltaNet", "mLSTM"]
+"""Latents, a scan, a mixer with interpolated tokens, a delta rule, and exponential gates."""
+OTHERS = [name for name in MIXERS if name not in QUICK + KINDS]
 FAMILIES = [
     *("models/bloom", "models/deepseek_v32", "models/gemma3n_text", "models/gemma4_text", "models/hunyuan_v1_dense"),
     *("models/jetmoe", "models/llama4_text", "models/mimo_v2_flash", "models/qwen3_5_text", "models/gpt_oss"),
@@ -23,8 +25,9 @@ FAMILIES = [
     [
         pytest.param(QUICK, id="quick"),
         pytest.param(["training"], id="training", marks=pytest.mark.ci),
-        pytest.param(OTHERS[::2], id="mixers", marks=pytest.mark.ci),
-        pytest.param(OTHERS[1::2], id="more mixers", marks=pytest.mark.slow),
+        pytest.param(KINDS, id="mixers", marks=pytest.mark.ci),
+        pytest.param(OTHERS[::2], id="more mixers", marks=pytest.mark.slow),
+        pytest.param(OTHERS[1::2], id="other mixers", marks=pytest.mark.slow),
         pytest.param(FAMILIES, id="families", marks=pytest.mark.slow),
     ],
 )

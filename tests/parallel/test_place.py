@@ -85,9 +85,13 @@ OPTIMIZERS = {
     "masked": lambda: optax.masked(optax.adafactor(1e-2, min_dim_size_to_factor=8), train.decay_mask),
     "multi_transform": lambda: optax.multi_transform({"matrix": optax.sm3(0.1), "rest": optax.sgd(0.1)}, _label),
 }
-EACH_OPTIMIZER = [
-    name if name in ("adafactor", "sm3") else pytest.param(name, marks=pytest.mark.ci) for name in OPTIMIZERS
-]
+QUICK = {
+    "adafactor": [],
+    "sm3": [],
+    **dict.fromkeys(("gram", "schedule_free", "MultiSteps", "multi_transform"), pytest.mark.ci),
+}
+"""Rows and columns, a vector per dim, a matrix per dim, a copy of parameters, and states inside of states."""
+EACH_OPTIMIZER = [pytest.param(name, marks=QUICK.get(name, pytest.mark.slow)) for name in OPTIMIZERS]
 
 
 def make_model(key, layers=2):

@@ -64,6 +64,7 @@ def test_a_student_learns_exports_and_reports(unbroken):
         assert part in report
 
 
+@pytest.mark.slow  # runs of dpo.py, with a frozen reference, and of grpo.py, with samples, are resumed in CI
 def test_distillation_resumes_bitwise(flags, unbroken, start, tmp_path):
     """And not with another teacher."""
     whole, options = unbroken

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.ci
 TINY = {"seq_len": 96, "batch_size": 8, "steps": 4, "warmup_steps": 1, "eval_every": 2, "data_processes": 1}
 TINY |= {"learning_rate": 1e-2}
 SHARDED = {"microbatches": 2, "fsdp": 2, "tensor": 2}
-FEW = ("robust", "ipo", "hinge", "orpo")
+FEW = ("hinge", "orpo")
 METRICS = ("loss", "accuracy", "margin", "chosen_reward", "rejected_reward", "gradient_norm")
 HELD_OUT = ("validation", "validation_accuracy", "validation_margin", "validation_chosen_reward")
 
@@ -81,6 +81,7 @@ def test_dpo_resumes_bitwise(pairs, start, unbroken, tmp_path, text):
         call(dpo.main, checkpoint=other, data=(str(pairs),), out=out, resume=True, **TINY, **SHARDED)
 
 
+@pytest.mark.slow  # the test below compares a mesh with one device, and two kinds of reference
 @pytest.mark.usefixtures("without_samples")
 def test_dpo_is_the_same_on_one_device(pairs, start, unbroken, tmp_path, monkeypatch):
     monkeypatch.setattr(train.MeshOptions, "make_mesh", lambda self: zoo.make_mesh(devices=jax.devices()[:1]))

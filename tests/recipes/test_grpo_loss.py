@@ -68,7 +68,15 @@ def compute(problem, rewards, config, dtype="bfloat16", reinforce=False):
 
 
 @pytest.mark.parametrize(
-    "loss", ["grpo", *(pytest.param(loss, marks=pytest.mark.ci) for loss in LOSSES if loss != "grpo")]
+    "loss",
+    [
+        "grpo",
+        *(
+            pytest.param(loss, marks=pytest.mark.ci if loss == "gspo" else pytest.mark.slow)
+            for loss in LOSSES
+            if loss != "grpo"
+        ),
+    ],
 )
 def test_first_update_is_the_plain_gradient_in_bfloat16(problem, loss):
     """The ratio is exactly 1: the gradient is that of -A log p."""

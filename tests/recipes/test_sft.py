@@ -96,6 +96,7 @@ def test_sft_of_all_parameters_on_the_default_chats(start, tmp_path, monkeypatch
     assert (tmp_path / "run" / "export" / "chat_template.jinja").read_text() == template
 
 
+@pytest.mark.slow  # test_qlora_learns_exports_and_reports, on texts
 @pytest.mark.usefixtures("without_samples")
 def test_sft_on_a_quantized_base(chats, text, tmp_path):
     model = zoo.models.Transformer(vocab=256, embed=128, layers=1, heads=2, mlp=64, key=jax.random.key(0))

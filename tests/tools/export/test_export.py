@@ -90,7 +90,7 @@ CASES = {
     "image features": lambda folder: write_image_encoder("siglip_features", folder),
 }
 DEFAULT = ("hybrid", "text encoder")
-OTHER_KINDS = ("delta rule", "mixture", "merged adapters", "several platforms", "image encoder")
+OTHER_KINDS = ("mixture", "several platforms", "image encoder")
 OTHERS = tuple(name for name in CASES if name not in DEFAULT + OTHER_KINDS)
 
 

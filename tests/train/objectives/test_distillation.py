@@ -144,8 +144,14 @@ def problem():
     return student, teacher, batch
 
 
-@pytest.mark.one_case
-@pytest.mark.parametrize("mesh_name", list(MESHES)[:3])
+@pytest.mark.parametrize(
+    "mesh_name",
+    [
+        "one device",
+        pytest.param("fsdp 2 x context 2 x tensor 2", marks=pytest.mark.ci),
+        pytest.param("data 2 x fsdp 2 x tensor 2", marks=pytest.mark.slow),
+    ],
+)
 def test_padded_vocabularies_and_hidden_states_on_a_mesh(problem, mesh_name):
     """One program: divergence, top-k of a teacher, log p, and distance of projected hidden states."""
     student, teacher, batch = problem

@@ -116,7 +116,7 @@ def compute_adapted_loss(model, batch):
 
 @needs_parity
 @pytest.mark.ci
-@pytest.mark.parametrize("mesh_name", MESHES)
+@on_each_mesh
 def test_without_its_adapters_a_model_is_the_reference(mesh_name):
     base = zoo.load(FOLDER / "reference", dtype="float32")
     model = zoo.adapters.load(base, FOLDER / "adapter")

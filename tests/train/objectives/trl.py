@@ -29,7 +29,13 @@ MESHES = {
 }
 """Sizes, devices, micro-batches."""
 on_each_mesh = pytest.mark.parametrize(
-    "mesh_name", [next(iter(MESHES)), *(pytest.param(name, marks=pytest.mark.ci) for name in list(MESHES)[1:])]
+    "mesh_name",
+    [
+        "one device",
+        pytest.param("fsdp 2 x context 2 x tensor 2", marks=pytest.mark.ci),
+        pytest.param("two micro-batches", marks=pytest.mark.ci),
+        pytest.param("data 2 x fsdp 2 x tensor 2", marks=pytest.mark.slow),
+    ],
 )
 
 
