@@ -202,7 +202,7 @@ FURTHER = (
     *("HGRN2", "RWKV6", "RWKV4", "RGLRU", "DeltaNet", "KimiDeltaAttention", "MLSTM"),
     *("GatedLinearAttention by a kernel", "reference matmul"),
 )
-"""Cases of a row that has two others, or whose formula is part of another's."""
+"""Cases of rows that have others: the weekly tests have them."""
 
 
 def mark_case(name):
