@@ -68,7 +68,7 @@ def test_overlap_is_for_transfers_that_products_can_hide(step):
     assert scale(0.14 * share) is not None and scale(0.13 * share) is None
 
 
-def test_overlap_is_for_gpus_and_for_parameters_that_are_gathered(step):
+def test_overlap_is_for_gpus_and_gathered_parameters(step):
     plan, model, mesh = step
     assert find_overlap(dataclasses.replace(plan, chip=planning.CHIPS["v5e"]), model, mesh) is None
     assert find_overlap(plan, model, make_stand_in_mesh({"fsdp": 2}, TOPOLOGY, ZERO1)) is None

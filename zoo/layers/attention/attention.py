@@ -134,7 +134,10 @@ class Attention(AbstractGroupedAttention):
         return query, key, value
 
     def score_options(self) -> dict[str, Any]:
-        return {"block": self.block, "scale": self.scale, "soft_cap": self.soft_cap, "sinks": self.sinks}
+        options = {"scale": self.scale, "soft_cap": self.soft_cap, "sinks": self.sinks}
+        if self.block is not None:
+            options["block"] = self.block
+        return options
 
     def _split_heads(
         self, x: Float[Array, "batch seq _"], norm: AbstractNorm | None

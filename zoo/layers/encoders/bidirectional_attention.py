@@ -85,8 +85,7 @@ class BidirectionalAttention(AbstractMixer):
             key = apply_rotary(key, cos, sin, interleaved=self.rotary.interleaved)
         query, key, value = map(checkpoint_name, tap_heads(query, key, value), ("query", "key", "value"))
         key, value = (select_kv_heads(x, query, self.group) for x in (key, value))
-        segments = {"query_segments": info.segment_ids, "key_segments": info.segment_ids}
-        mask = AttentionMask(causal=False, window=self.window, **segments)
+        mask = AttentionMask(False, self.window, query_segments=info.segment_ids, key_segments=info.segment_ids)
         mixed = tapped_attention(query, key, value, mask, implementation=self.implementation)
         return self.out(checkpoint_name(mixed, "attention").reshape(*mixed.shape[:2], -1)), None
 

@@ -62,10 +62,10 @@ def compare_loops(scan: CompiledProgram, ahead: CompiledProgram) -> str:
     verdict = "keep the scan"
     if (ahead.exposed_seconds or 0.0) < (scan.exposed_seconds or 0.0):
         verdict = 'take zoo.configure(model, remat="full", loop="ahead")'
-    return f"{_describe(ahead)} by gathering ahead, {_describe(scan)} by the scan: {verdict}"
+    return f"{_describe_exposed(ahead)} by gathering ahead, {_describe_exposed(scan)} by the scan: {verdict}"
 
 
-def _describe(program: CompiledProgram) -> str:
+def _describe_exposed(program: CompiledProgram) -> str:
     exposed = f"{program.exposed_seconds or 0.0:.3g} s exposed"
     if program.memory is None or program.memory.peak is None:
         return exposed

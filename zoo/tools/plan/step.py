@@ -41,7 +41,7 @@ class Plan:
     sampler: Mapping[str, int] = dataclasses.field(default_factory=dict)
     """Bytes per device that only sampling holds, by kind (`zoo.tools.plan.rollouts`)."""
     overlap: "Overlap | None" = None
-    """What gathering ahead could overlap; None where it does not pay, and for your own step."""
+    """Transfers that gathering ahead could overlap; None where it does not pay, and for your own step."""
 
     @property
     def memory(self) -> dict[str, int]:
