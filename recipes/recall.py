@@ -14,6 +14,7 @@ rate at once, and the best one counts. docs/recall.md has the results.
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -24,27 +25,46 @@ import zoo
 from zoo import layers, tools, train
 from zoo.parallel import Dim
 
-MIXERS = {
-    "attention": layers.Attention,
-    "linear-attention": layers.LinearAttention,
-    "retention": layers.Retention,
-    "gated-linear-attention": layers.GatedLinearAttention,
-    "hgrn2": layers.HGRN2,
-    "mlstm": layers.MLSTM,
-    "delta-net": layers.DeltaNet,
-    "gated-delta-net": layers.GatedDeltaNet,
-    "mamba": layers.Mamba,
-    "kimi-delta-attention": layers.KimiDeltaAttention,
-    "mamba2": layers.Mamba2,
-    "rwkv7": layers.RWKV7,
-}
+
+def mixer_factories(width):
+    """Mixers by name, with one head as wide as the residual stream. Mamba-2's and Mamba-3's is twice as wide, as in
+    their papers. Attention normalizes queries and keys, as delta rules do. Chosen blocks have 8 tokens."""
+    norm = partial(layers.RMSNorm, width, features=Dim("head_dim"))
+    wide: dict[str, Any] = {"heads": 1, "head_dim": 2 * width, "state_dim": width}
+    return {
+        "attention": partial(layers.Attention, heads=1, qk_norm=norm),
+        "forgetting-attention": partial(layers.ForgettingAttention, heads=1, qk_norm=norm),
+        "differential-attention": partial(layers.DifferentialAttention, heads=1),
+        "moba": partial(layers.MixtureOfBlockAttention, heads=1, block=8, top=3, qk_norm=norm),
+        "native-sparse-attention": partial(
+            layers.NativeSparseAttention, heads=1, block=8, top=2, window=8, qk_norm=norm
+        ),
+        "linear-attention": partial(layers.LinearAttention, heads=1),
+        "retention": partial(layers.Retention, heads=1),
+        "gated-linear-attention": partial(layers.GatedLinearAttention, heads=1),
+        "hgrn2": partial(layers.HGRN2, heads=1),
+        "mlstm": partial(layers.MLSTM, heads=1),
+        "mesa-net": partial(layers.MesaNet, heads=1),
+        "delta-net": partial(layers.DeltaNet, heads=1),
+        "gated-delta-net": partial(layers.GatedDeltaNet, heads=1),
+        "gated-delta-net-2": partial(layers.GatedDeltaNet2, heads=1),
+        "comba": partial(layers.Comba, heads=1),
+        "kimi-delta-attention": partial(layers.KimiDeltaAttention, heads=1),
+        "rwkv7": partial(layers.RWKV7, heads=1),
+        "mamba": layers.Mamba,
+        "mamba2": partial(layers.Mamba2, **wide),
+        "mamba3": partial(layers.Mamba3, **wide),
+    }
+
+
+MIXERS = tuple(mixer_factories(8))
 
 
 @dataclass(frozen=True)
 class Config:
     """Train each mixer at each width, all learning rates and seeds at once; compare."""
 
-    mixers: tuple[str, ...] = tuple(MIXERS)  # Names of mixers.
+    mixers: tuple[str, ...] = MIXERS  # Names of mixers.
     widths: tuple[int, ...] = (16, 32)  # Widths of the residual stream, and of the mixers' heads.
     vocab: int = 128  # Tokens, half of them keys, half values.
     seq_len: int = 64  # Tokens per row.
@@ -78,17 +98,7 @@ PRESETS = {
 
 
 def make_model(mixer, width, vocab, key):
-    """Make a model with one head, as wide as the residual stream; Mamba-2's is twice as wide, as in its paper."""
-    if mixer == "attention":
-        norm = partial(layers.RMSNorm, width, features=Dim("head_dim"))
-        factory = partial(layers.Attention, heads=1, qk_norm=norm)
-    elif mixer == "mamba":
-        factory = layers.Mamba
-    elif mixer == "mamba2":
-        factory = partial(layers.Mamba2, heads=1, head_dim=2 * width, state_dim=width)
-    else:
-        factory = partial(MIXERS[mixer], heads=1)
-    pattern = (layers.GatedConvolution, factory)
+    pattern = (layers.GatedConvolution, mixer_factories(width)[mixer])
     return zoo.models.Hybrid(vocab=vocab, embed=width, layers=2, pattern=pattern, tied=False, key=key)
 
 

@@ -12,6 +12,7 @@ eigenvalues cannot track parity (Grazzi et al., arXiv:2411.12537, theorem 1). do
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -19,8 +20,7 @@ import numpy as np
 import optax
 
 import zoo
-from zoo import tools, train
-from zoo.layers import Attention, DeltaNet, GatedDeltaProduct, Mamba, Mamba2, RMSNorm
+from zoo import layers, tools, train
 from zoo.ops.rotary import Rotary
 from zoo.parallel import Dim
 from zoo.text.synthetic import GROUPS
@@ -29,17 +29,29 @@ from zoo.text.synthetic import GROUPS
 def mixer_factories(embed, heads):
     """Mixers by name. Convolutions have width 1, which is none: on short rows they could stand in for a state."""
     size = embed // heads
-    norm = partial(RMSNorm, size, features=Dim("head_dim"))
-    delta_net = partial(DeltaNet, heads=heads, conv_width=1)
-    delta_product = partial(GatedDeltaProduct, heads=heads, conv_width=1)
+    norm = partial(layers.RMSNorm, size, features=Dim("head_dim"))
+    attention: dict[str, Any] = {"heads": heads, "rotary": Rotary(size), "qk_norm": norm}
+    mamba: dict[str, Any] = {"heads": heads, "head_dim": 2 * size, "state_dim": size}
+    delta: dict[str, Any] = {"heads": heads, "conv_width": 1}
     return {
-        "attention": partial(Attention, heads=heads, rotary=Rotary(size), qk_norm=norm),
-        "mamba": partial(Mamba, conv_width=1),
-        "mamba2": partial(Mamba2, heads=heads, head_dim=2 * embed // heads, state_dim=size, conv_width=1),
-        "delta-net": delta_net,
-        "delta-net-negative": partial(delta_net, negative_eigenvalues=True),
-        "delta-product": partial(delta_product, negative_eigenvalues=False),
-        "delta-product-negative": partial(delta_product, negative_eigenvalues=True),
+        "attention": partial(layers.Attention, **attention),
+        "forgetting-attention": partial(layers.ForgettingAttention, **attention),
+        "hgrn2": partial(layers.HGRN2, heads=heads),
+        "mlstm": partial(layers.MLSTM, heads=heads),
+        "mamba": partial(layers.Mamba, conv_width=1),
+        "mamba2": partial(layers.Mamba2, **mamba, conv_width=1),
+        "mamba3": partial(layers.Mamba3, **mamba),
+        "mesa-net": partial(layers.MesaNet, **delta),
+        "rwkv7": partial(layers.RWKV7, heads=heads),
+        "delta-net": partial(layers.DeltaNet, **delta),
+        "delta-net-negative": partial(layers.DeltaNet, **delta, negative_eigenvalues=True),
+        "delta-product": partial(layers.GatedDeltaProduct, **delta, negative_eigenvalues=False),
+        "delta-product-negative": partial(layers.GatedDeltaProduct, **delta, negative_eigenvalues=True),
+        "comba": partial(layers.Comba, **delta),
+        "kimi-delta-attention": partial(layers.KimiDeltaAttention, **delta),
+        "kimi-delta-attention-negative": partial(layers.KimiDeltaAttention, **delta, negative_eigenvalues=True),
+        "gated-delta-net-2": partial(layers.GatedDeltaNet2, **delta),
+        "gated-delta-net-2-negative": partial(layers.GatedDeltaNet2, **delta, negative_eigenvalues=True),
     }
 
 
