@@ -220,7 +220,8 @@ def test_transformer_help_explains_every_flag():
 
 
 FLAGS = [
-    *("data", "vocab", "embed", "layers", "heads", "kv_heads", "mlp_dim", "dropout", "seq_len", "batch_size"),
+    *("data", "vocab", "embed", "layers", "loops", "streams", "heads", "kv_heads", "mlp_dim", "dropout"),
+    *("seq_len", "batch_size"),
     *("steps", "optimizer", "learning_rate", "warmup_steps", "decay_steps", "weight_decay", "eval_every"),
     *MESH_FLAGS,
     *RUN_FLAGS,
