@@ -10,8 +10,8 @@ A recurrence begins with the projections of each attention layer, and learns to 
 teacher's inputs: all layers at once (MOHAWK, arXiv:2408.10189). Each layer is then replaced alone, to rank
 them. At last the first 1, 2, ... of the ranking are replaced together, and the hybrid learns the teacher's logits.
 
-Rows are text, and associative recall (`train.AssociativeRecall`), which bits per byte do not show. By default a teacher of
-2.54 bits per byte, which recalls everything, loses 0.01 without any attention, and recalls 0.998: docs/linearize.md.
+Rows are text, and associative recall (`train.AssociativeRecall`), which bits per byte do not show. By default a teacher
+of 2.54 bits per byte that recalls everything loses 0.01 without any attention, and recalls 0.998: docs/linearize.md.
 """
 
 from dataclasses import dataclass, replace
