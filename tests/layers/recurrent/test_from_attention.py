@@ -78,7 +78,7 @@ def test_a_copy_reads_only_the_present_token_at_first():
 
 
 def test_what_cannot_be_copied_is_refused():
-    with pytest.raises(TypeError, match="not those of GatedAttention"):
+    with pytest.raises(TypeError, match="GatedAttention"):
         copy_to_mamba2(GatedAttention(EMBED, HEADS, key=KEY), key=KEY)
     with pytest.raises(NotImplementedError, match="the QK norm is a LayerNorm"):
         copy_to_gated_delta_net(make_attention(LayerNorm), key=KEY)

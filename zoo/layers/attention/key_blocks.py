@@ -16,6 +16,7 @@ from zoo.shapes import HeadVectors, KVHeads, Positions, ValueHeads
 
 from ..kv_cache import KeyValueCache
 
+BlockKeys = Float[Array, "batch blocks kv_heads _"]
 _BlockTokens = Float[Array, "batch blocks size kv_heads _"]
 Compress = Callable[[_BlockTokens], Float[Array, "batch blocks kv_heads _"]]
 """A function of the keys, or values, of the tokens of blocks that returns one for each block."""

@@ -12,7 +12,7 @@ from zoo.ops.attention import AttentionMask
 from zoo.ops.attention.block_selection import average_blocks, place_in_blocks, select_blocks, select_keys
 from zoo.ops.rotary import Rotary
 from zoo.parallel import num_shards
-from zoo.shapes import HeadVectors, HiddenStates, KVHeads, Positions, ResidualStream
+from zoo.shapes import HeadVectors, HiddenStates, KVHeads, Positions, ResidualStream, ValueHeads
 
 from ..abstract import AbstractMixer
 from ..heads import select_kv_heads
@@ -21,7 +21,7 @@ from ..token_info import TokenInfo
 from .attention import Attention
 from .cached import cached_attention
 from .context import causal_attention, gather_keys
-from .key_blocks import BlockCache, check_block_sizes, gather_choosers, split_sequence
+from .key_blocks import BlockCache, BlockKeys, check_block_sizes, gather_choosers, split_sequence
 from .tapped import VALUE_NAMES, tap_heads, tapped_attention
 
 
@@ -89,7 +89,7 @@ class MixtureOfBlockAttention(AbstractMixer):
         mixed = checkpoint_name(mixed, "attention")
         return self.attention.out(mixed.reshape(*mixed.shape[:2], -1)), state
 
-    def attend_to_sequence(self, query: HeadVectors, key: KVHeads, value: KVHeads, info: TokenInfo) -> HeadVectors:
+    def attend_to_sequence(self, query: HeadVectors, key: KVHeads, value: ValueHeads, info: TokenInfo) -> HeadVectors:
         """Attend within the sequence."""
         key, value = (select_kv_heads(x, query, self.attention.group) for x in (key, value))
         if query.shape[1] * num_shards(query, "seq") <= self.top * self.block:
@@ -111,7 +111,7 @@ class MixtureOfBlockAttention(AbstractMixer):
         return mark_overfull(cached_attention(query, key, value, mask, **self._options()), tokens)
 
     def _select_slots(
-        self, query: HeadVectors, block_keys: KVHeads, state: BlockCache, positions: Positions
+        self, query: HeadVectors, block_keys: BlockKeys, state: BlockCache, positions: Positions
     ) -> Bool[Array, "batch heads _ slots"] | None:
         """Return the slots that each new token attends to; None if these are all."""
         if block_keys.shape[1] <= self.top:

@@ -21,7 +21,7 @@ from zoo.ops.attention.block_selection import (
 )
 from zoo.ops.rotary import Rotary
 from zoo.parallel import Dim, Module, all_gather, shard_offset
-from zoo.shapes import HeadVectors, HiddenStates, KVHeads, Positions, ResidualStream
+from zoo.shapes import HeadVectors, HiddenStates, KVHeads, Positions, ResidualStream, ValueHeads
 
 from ..abstract import AbstractLinear, AbstractMixer
 from ..heads import select_kv_heads, split_heads
@@ -31,7 +31,7 @@ from ..token_info import TokenInfo
 from .attention import Attention
 from .cached import cached_attention
 from .context import gather_keys
-from .key_blocks import BlockCache, check_block_sizes, gather_choosers, split_sequence
+from .key_blocks import BlockCache, BlockKeys, check_block_sizes, gather_choosers, split_sequence
 from .tapped import tap_heads
 
 BRANCHES = 3
@@ -152,7 +152,7 @@ class NativeSparseAttention(AbstractMixer):
         return self.attention.out(mixed.reshape(*mixed.shape[:2], -1)), state
 
     def _attend_to_sequence(
-        self, query: HeadVectors, key: KVHeads, value: KVHeads, gates: HeadVectors, info: TokenInfo
+        self, query: HeadVectors, key: KVHeads, value: ValueHeads, gates: HeadVectors, info: TokenInfo
     ) -> HeadVectors:
         key, value = (select_kv_heads(x, query, self.attention.group) for x in (key, value))
         implementation = self.attention.implementation
@@ -180,13 +180,13 @@ class NativeSparseAttention(AbstractMixer):
         return mark_overfull(mixed, cache)
 
     def choose_blocks(
-        self, query: HeadVectors, block_keys: KVHeads, places: BlockPlaces
+        self, query: HeadVectors, block_keys: BlockKeys, places: BlockPlaces
     ) -> Bool[Array, "batch kv_heads seq blocks"]:
         """Return the blocks that the query heads of each key head attend to in the selected branch."""
         return select_blocks(query, block_keys, self.top, places, score=self._score_blocks)
 
     def _score_blocks(
-        self, query: HeadVectors, block_keys: KVHeads, places: BlockPlaces
+        self, query: HeadVectors, block_keys: BlockKeys, places: BlockPlaces
     ) -> Float[Array, "batch kv_heads seq blocks"]:
         scale = self.attention.scale
         scores = score_probabilities(query, block_keys, places, scale=scale, soft_cap=self.attention.soft_cap)
