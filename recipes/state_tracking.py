@@ -56,6 +56,10 @@ def mixer_factories(embed, heads):
 
 
 MIXERS = tuple(mixer_factories(2, 1))
+DEFAULT = (
+    *("attention", "mamba", "mamba2", "delta-net", "delta-net-negative"),
+    *("delta-product", "delta-product-negative"),
+)
 
 
 @dataclass(frozen=True)
@@ -63,7 +67,7 @@ class Config:
     """Train each mixer on each group, all learning rates and seeds at once; extrapolate; compare."""
 
     groups: tuple[str, ...] = ("parity", "s3")  # parity, s3, a4 (the even permutations of four), s5.
-    mixers: tuple[str, ...] = MIXERS  # Names of mixers.
+    mixers: tuple[str, ...] = DEFAULT  # Names of mixers; `mixer_factories` has more.
     embed: int = 32  # Width of the residual stream.
     layers: int = 1  # Number of blocks.
     heads: int = 4  # Heads of a mixer, embed / heads wide each.

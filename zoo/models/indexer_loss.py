@@ -97,7 +97,10 @@ def attend_densely(model: _Model, dense: bool = True) -> _Model:
 
     **Raises** `ValueError` for a model without sparse attention.
     """
-    is_sparse = lambda x: isinstance(x, SparseLatentAttention)
+
+    def is_sparse(x: Any) -> bool:
+        return isinstance(x, SparseLatentAttention)
+
     if not any(map(is_sparse, jax.tree.leaves(model, is_leaf=is_sparse))):
         raise ValueError(f"{type(model).__name__} has no layer of SparseLatentAttention")
 

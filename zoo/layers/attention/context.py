@@ -105,7 +105,7 @@ def gather_keys(
     sizes = {axis: mesh.shape[axis] for axis in axes}
     CONTEXT_ATTENTION.select(mesh.layout.context, _Request(sizes, kv_heads, True, implementation))
     every, every_id = _gather_tokens((tokens, segment_ids), axes)
-    places = _find_places(query, jax.tree.leaves(every)[0].shape[1])
+    places = find_places(query, jax.tree.leaves(every)[0].shape[1])
     return every, AttentionMask(True, None, segment_ids, every_id, *places)
 
 
@@ -121,11 +121,11 @@ def _gathered_attention(
     """Attend to the keys and values of the whole sequence."""
     every, every_id = _gather_tokens((tokens, segment_ids), axes)
     key, value = expand(every)
-    places = _find_places(query, key.shape[1])
+    places = find_places(query, key.shape[1])
     return _attend_causally(query, key, value, segment_ids, every_id, *places, **options)
 
 
-def _find_places(query: HeadVectors, key_seq: int) -> tuple[Positions, Int[Array, "batch key_seq"]]:
+def find_places(query: HeadVectors, key_seq: int) -> tuple[Positions, Int[Array, "batch key_seq"]]:
     """Return the places in the row of this device's queries, and of all keys."""
     batch, seq = query.shape[:2]
     queries = jnp.arange(seq) + shard_offset(query, "seq", seq)

@@ -96,7 +96,8 @@ def split_sequence(
         places = place_in_blocks(jnp.arange(tokens[0].shape[1])[None], size)
         packed = None
     else:
-        places = packed = place_packed_in_blocks(mask.key_segments, size)
+        places = place_packed_in_blocks(mask.key_segments, size)
+        packed = places
     blocks = tuple(split_into_blocks(x, size, packed) for x in tokens)
     if not sharded_axes(query, "seq"):
         return blocks, places, places

@@ -22,7 +22,6 @@ from zoo.parallel import (
     num_shards,
     reduce,
     shard,
-    shard_offset,
 )
 from zoo.parallel.scope import asks_for, tap_value
 from zoo.shapes import HeadVectors, HiddenStates, ResidualStream
@@ -33,6 +32,7 @@ from ..linear import Linear
 from ..norm import LayerNorm
 from ..rotary import compute_cos_sin
 from ..token_info import TokenInfo
+from .context import find_places
 from .latent import LatentAttention
 
 DIVERGENCE = "indexer_divergence"
@@ -256,9 +256,7 @@ class SparseLatentAttention(AbstractMixer):
             indexer = lax.stop_gradient(indexer)
         keys = all_gather(indexer.project_keys(x, cos_sin), "seq", axis=1)
         key_segments = None if info.segment_ids is None else all_gather(info.segment_ids, "seq", axis=1)
-        places = jnp.arange(seq) + shard_offset(x, "seq", seq), jnp.arange(key_seq)
-        places = (jnp.broadcast_to(order, (x.shape[0], len(order))) for order in places)
-        mask = AttentionMask(True, None, info.segment_ids, key_segments, *places)
+        mask = AttentionMask(True, None, info.segment_ids, key_segments, *find_places(query, key_seq))
         scores = indexer.score(x, latent, keys, cos_sin)
         if selects:
             selected = indexer.select(lax.stop_gradient(scores), _materialize(mask, seq, key_seq))

@@ -145,7 +145,10 @@ class Comba(AbstractDeltaRule):
 
     def recur(self, x: HiddenStates, context: RecurrenceContext) -> tuple[HeadVectors, RecurrentState]:
         (query, key, value, beta), conv_states = self.corrector(x, context)
-        scale_key = lambda factor: factor[:, None] * key.astype(jnp.float32)
+
+        def scale_key(factor: Float[Array, "heads"]) -> HeadVectors:
+            return factor[:, None] * key.astype(jnp.float32)
+
         mixed, matrix = comba(
             (query - scale_key(self.correction)).astype(query.dtype),
             key,

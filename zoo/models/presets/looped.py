@@ -32,6 +32,6 @@ def Looped(*, core: int, loops: int, prelude: int = 0, coda: int = 0, key: Key[A
         raise ValueError(f"a core of 1 layer or more runs once or more: {prelude=}, {core=}, {coda=}, {loops=}")
     layers = prelude + core + coda
     numbers = range(layers)
-    first, last = prelude, prelude + core
-    order = (*numbers[:first], *loops * [*numbers[first:last]], *numbers[last:])
+    end = prelude + core
+    order = (*numbers[:prelude], *loops * [*numbers[prelude:end]], *numbers[end:])
     return Transformer(layers=layers, order=order, **options, key=key)

@@ -353,7 +353,8 @@ def _differentiate_head(
             weights = jnp.exp(scores - lse[index])
             decay_gradient = weights * (_multiply("rd,kd->rk", outgoing, value_block) - total[index])
             score_gradient = (decay_gradient * slope).astype(key.dtype)
-            of_query_sums = of_key_sums = None
+            of_query_sums = None
+            of_key_sums = None
             if decays is not None:
                 of_query_sums = decay_gradient.sum(1, keepdims=True)
                 of_key_sums = -decay_gradient.sum(0)[:, None]

@@ -200,8 +200,11 @@ def _sum_turns(step: Float[Array, "batch seq heads pairs"], segment_ids: Segment
 def _turn_pairs(x: _Rows, turns: Float[Array, "batch seq heads pairs"]) -> _Rows:
     """Turn the pairs (0, 1), (2, 3), ... of the last dim, as many as there are angles."""
     size = 2 * turns.shape[-1]
-    cos, sin = jnp.cos(2 * jnp.pi * turns)[:, :, None], jnp.sin(2 * jnp.pi * turns)[:, :, None]
-    first, second = x[..., 0:size:2], x[..., 1:size:2]
+    radians = 2 * jnp.pi * turns[:, :, None]
+    cos = jnp.cos(radians)
+    sin = jnp.sin(radians)
+    first = x[..., 0:size:2]
+    second = x[..., 1:size:2]
     turned = jnp.stack([first * cos - second * sin, first * sin + second * cos], axis=-1)
     return jnp.concatenate([turned.reshape(*x.shape[:-1], size), x[..., size:]], axis=-1)
 

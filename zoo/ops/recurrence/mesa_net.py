@@ -226,7 +226,10 @@ def _conjugate_gradients(
 ) -> Float[Array, "*rows dim"]:
     """Solve multiply(y) = x by up to `steps` conjugate gradient steps from 0 (Hestenes & Stiefel, 1952), each row with
     step lengths of its own."""
-    square = lambda x: (x * x).sum(-1, keepdims=True)
+
+    def square(x: Array) -> Array:
+        return (x * x).sum(-1, keepdims=True)
+
     size = jnp.abs(x).max(-1, keepdims=True)
     size = jnp.where(size > 0, size, 1)
     x = x / size  # squares of small cotangents would underflow
