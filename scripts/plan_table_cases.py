@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One training step of a model of a published size, in bfloat16 with full rematerialization."""
+    """One training step of a model of a published size, in bfloat16."""
 
     preset: str
     topology: str
@@ -17,6 +17,18 @@ class Case:
     """Shard hidden states over tensor, too."""
     zero_stage: int = 3
     seq: int = 4096
+    remat: str = "full"
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """A step that somebody timed."""
+
+    case: Case
+    program: str
+    """Program, and how it differs from the case."""
+    seconds: float
+    source: str
 
 
 _1B, _8B, _70B, _405B, _8X22B, _V3 = (
@@ -30,6 +42,9 @@ _1B, _8B, _70B, _405B, _8X22B, _V3 = (
 SCREEN = Case(_8B, "h100:8x8", 256, {"fsdp": 64})
 SCREEN_TOKENS = 1e12
 REFUSED = Case(_70B, "h100:8", 8, {"fsdp": 8})
+QLORA = Case(_8B, "rtx4090:1", 1, {}, seq=2048)
+QLORA_RANK = 16
+DECODING = Case(_8B, "rtx4090:1", 1, {}, seq=8192)
 SIZES = (
     Case(_8B, "v5p:2x2x2", 1024, {"fsdp": 8}, 16),
     Case(_8B, "v5p:4x4x4", 1024, {"fsdp": 64}),
@@ -119,3 +134,35 @@ BATCHES = (
     Case(_70B, "h100:64x8", 256, {"pipe": 4, "fsdp": 16, "tensor": 8}, 16, True, 1),
 )
 """One model by the size of its batch."""
+
+_1_09B = "1.09b"
+_TORCHTITAN = (
+    "[torchtitan](https://github.com/pytorch/torchtitan/blob/main/benchmarks/llama3_h100_202412_torchtitan.md), 2024-12"
+)
+_SLOWER = "torchtitan, compiled; cards of 96 GB, 2.4 TB/s and 500 W, selective recomputation"
+MEASURED = (
+    Measured(Case(_1_09B, "h100:1", 8, {}), "zoo", 0.585, "[Performance](performance.md#on-one-h100)"),
+    Measured(
+        Case(_1_09B, "h100:1", 4, {}, remat="elementwise"), "zoo", 0.272, "[Performance](performance.md#on-one-h100)"
+    ),
+    Measured(
+        Case("llama3.1-8b", "h100:8", 16, {"fsdp": 8}, seq=8192, remat="dots"),
+        _SLOWER,
+        2 * 8192 / 6667,
+        f"{_TORCHTITAN}, table 1",
+    ),
+    Measured(
+        Case("llama3.1-8b", "h100:16x8", 256, {"fsdp": 128}, seq=8192, remat="dots"),
+        _SLOWER,
+        2 * 8192 / 6514,
+        f"{_TORCHTITAN}, table 3",
+    ),
+    Measured(
+        Case(_70B, "h100:16x8", 256, {"fsdp": 128}, seq=8192),
+        "MaxText",
+        15.57,
+        "NVIDIA NGC, Maxtext Llama3 70B 25.02 (DGXC Benchmarking)",
+    ),
+)
+"""Steps of H100s that were timed, by us and by others. torchtitan publishes tokens per second and GPU, of two rows
+each."""

@@ -1,4 +1,4 @@
-"""Write the tables of docs/plan.md and docs/choose_mesh.md from the planner: chips, models by devices, meshes.
+"""Write the tables of docs/plan.md and docs/choose_mesh.md from the planner: chips, measured steps, models, meshes.
 
     python scripts/plan_tables.py                  # every table: ten minutes of one core
     python scripts/plan_tables.py --only chips     # one of them
@@ -6,6 +6,7 @@
 A test holds the tables that take no trace, and a row of those that do, against the planner.
 """
 
+import dataclasses
 import datetime
 import re
 import textwrap
@@ -14,14 +15,30 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, partial
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import tyro
 
 import zoo
-from scripts.plan_table_cases import BATCHES, COMPARISONS, LONG, REFUSED, SCREEN, SCREEN_TOKENS, SIZES, Case
+from scripts.plan_table_cases import (
+    BATCHES,
+    COMPARISONS,
+    DECODING,
+    LONG,
+    MEASURED,
+    QLORA,
+    QLORA_RANK,
+    REFUSED,
+    SCREEN,
+    SCREEN_TOKENS,
+    SIZES,
+    Case,
+    Measured,
+)
 from zoo.parallel import SEQUENCE, ZERO1, ZERO2, ZERO3, Layout
+from zoo.parallel.chips import TERA
 from zoo.parallel.devices import use_cpu
-from zoo.parallel.topology import parse_topology
+from zoo.parallel.topology import CARDS, parse_topology
 from zoo.tools import plan as planning
 from zoo.tools.plan import CHIPS, Chip, Plan, TrainingOptions
 
@@ -31,7 +48,7 @@ END = "<!-- until here -->"
 
 
 def make_options(case: Case) -> TrainingOptions:
-    return TrainingOptions(case.rows, case.seq, microbatches=case.microbatches)
+    return TrainingOptions(case.rows, case.seq, remat=case.remat, microbatches=case.microbatches)
 
 
 def make_layout(case: Case) -> Layout:
@@ -39,10 +56,16 @@ def make_layout(case: Case) -> Layout:
     return layout.with_dims(tokens=SEQUENCE.axes("tokens")) if case.sequence else layout
 
 
+def make_model(preset: str, *, key: Any) -> Any:
+    if preset == "1.09b":
+        return zoo.models.Transformer(vocab=32768, embed=2048, layers=20, heads=16, mlp=5632, key=key)
+    return zoo.models.preset(preset, key=key)
+
+
 @cache
 def count_model_flops(preset: str, seq: int) -> int:
     """Return the FLOPs of one row."""
-    return planning.count_model_flops(partial(zoo.models.preset, preset), TrainingOptions(1, seq))
+    return planning.count_model_flops(partial(make_model, preset), TrainingOptions(1, seq)) or 0
 
 
 _plans: dict[str, Plan] = {}
@@ -56,7 +79,8 @@ def plan_case(case: Case) -> Plan:
 
 
 def _plan_case(case: Case) -> Plan:
-    make, topology = partial(zoo.models.preset, case.preset), parse_topology(case.topology)
+    make = partial(make_model, case.preset)
+    topology = parse_topology(case.topology)
     flops = case.rows * count_model_flops(case.preset, case.seq)
     return planning.plan_training(make, case.mesh, topology, make_options(case), make_layout(case), model_flops=flops)
 
@@ -68,10 +92,15 @@ def format_mesh(case: Case) -> str:
 
 
 def format_step(plan: Plan) -> list[str]:
-    """Return the cells of a plan: peak memory, seconds by resource, and the range of MFU."""
+    """Return the cells of a plan: peak memory, least seconds by resource, both times of a step, and their MFU."""
     seconds = [format_seconds(plan.seconds[name]) for name in ("products", "links", "network")]
-    low, high = (plan.mfu(x) or 0.0 for x in (plan.sequential, plan.overlapped))
-    return [format_peak(plan), *seconds, f"{100 * low:.0f}-{high:.0%}"]
+    times = (plan.lower_bound, plan.sequential)
+    shares = [f"{plan.mfu(time) or 0.0:.0%}" for time in times]
+    return [format_peak(plan), *seconds, *map(format_seconds, times), *shares]
+
+
+STEP = ["peak", "products, s", "links, s", "network, s", "step at least, s", "in turns, s", "MFU at most", "in turns"]
+"""Headers of `format_step`."""
 
 
 def format_peak(plan: Plan) -> str:
@@ -94,6 +123,18 @@ def build_screen() -> str:
     return f"```text\n{planning.format_plan(plan_case(SCREEN), tokens=SCREEN_TOKENS)}\n```"
 
 
+def build_qlora() -> str:
+    options = dataclasses.replace(make_options(QLORA), lora=QLORA_RANK, quantization="nf4")
+    plan = planning.plan_training(partial(make_model, QLORA.preset), {}, parse_topology(QLORA.topology), options)
+    return f"```text\n{plan}\n```"
+
+
+def build_decode() -> str:
+    options = planning.DecodingOptions(DECODING.rows, DECODING.seq, quantization="nf4")
+    plan = planning.plan_decoding(partial(make_model, DECODING.preset), {}, parse_topology(DECODING.topology), options)
+    return f"```text\n{plan}\n```"
+
+
 def build_refused() -> str:
     try:
         plan_case(REFUSED).require_fit()
@@ -104,17 +145,25 @@ def build_refused() -> str:
 
 
 def build_chips() -> str:
+    def measured(chip: Chip) -> str:
+        if not chip.measured:
+            return "-"
+        rates = ", ".join(f"{dtype} {rate / TERA:,.4g}" for dtype, rate in chip.measured.items())
+        return f"{rates}: {chip.measured_source}"
+
     def row(chip: Chip) -> list[str]:
         fp8 = f"{chip.flops['float8'] / 1e12:,.0f}" if chip.flops["float8"] > chip.flops["bfloat16"] else "-"
         rates = [f"{chip.flops[dtype] / 1e12:,.4g}" for dtype in ("bfloat16", "float32", "float32 highest")]
         links = [f"{rate / 1e9:,.4g}" for rate in (chip.bandwidth, chip.link, chip.network)]
-        return [f"`{chip.name}`", f"{chip.memory / 1e9:.0f}", *rates, fp8, *links, link(chip.source)]
+        if chip.name in CARDS:
+            links[-1] = "-"
+        return [f"`{chip.name}`", f"{chip.memory / 1e9:.0f}", *rates, fp8, *links, link(chip.source), measured(chip)]
 
     def link(source: str) -> str:
         return f"[{source}](https://{source})" if source.startswith("docs.") else source
 
     header = ["chip", "HBM, GB", "BF16, TFLOP/s", "float32", "float32 highest", "FP8"]
-    header += ["HBM, GB/s", "link, GB/s", "network, GB/s", "source"]
+    header += ["HBM, GB/s", "link, GB/s", "network, GB/s", "source", "measured, TFLOP/s"]
     return format_table(header, map(row, CHIPS.values()), right=range(1, 9))
 
 
@@ -128,13 +177,13 @@ def build_balance() -> str:
         return [f"`{chip.name}`", *cells]
 
     header = ["chip", "within the fast domain", "across it, one device per host", "across it, 8 devices per host"]
-    return format_table(header, map(row, CHIPS.values()), right=(1, 2, 3))
+    chips = [chip for name, chip in CHIPS.items() if name not in CARDS]
+    return format_table(header, map(row, chips), right=(1, 2, 3))
 
 
 def build_sizes() -> str:
-    header = ["model", "devices", "tokens", "micro-batches", "mesh", "peak", "products, s", "links, s", "network, s"]
-    header += ["MFU", "planned in, s"]
-    return format_table(header, map(build_size_row, SIZES), right=(2, 3, 5, 6, 7, 8, 10))
+    header = ["model", "devices", "tokens", "micro-batches", "mesh", *STEP, "planned in, s"]
+    return format_table(header, map(build_size_row, SIZES), right=(2, 3, *range(5, 14)))
 
 
 def build_size_row(case: Case) -> list[str]:
@@ -151,6 +200,8 @@ def describe(case: Case) -> list[str]:
 
 
 NAMES = {
+    "1.09b": "1.09B",
+    "llama3.1-8b": "Llama 3.1 8B",
     "llama3.2-1b": "Llama 3.2 1B",
     "llama3-8b": "Llama 3 8B",
     "llama3-70b": "Llama 3 70B",
@@ -161,8 +212,8 @@ NAMES = {
 
 
 def build_comparison(cases: Sequence[Case]) -> str:
-    header = ["devices", "tokens", "micro-batches", "mesh", "peak", "products, s", "links, s", "network, s", "MFU"]
-    return format_table(header, map(build_comparison_row, cases), right=(1, 2, 4, 5, 6, 7))
+    header = ["devices", "tokens", "micro-batches", "mesh", *STEP]
+    return format_table(header, map(build_comparison_row, cases), right=(1, 2, *range(4, 12)))
 
 
 def build_comparison_row(case: Case) -> list[str]:
@@ -177,8 +228,8 @@ def build_long() -> str:
 
 
 def build_batches() -> str:
-    header = ["devices", "tokens", "tokens per device", "micro-batches", "mesh", "peak", "products, s", "links, s"]
-    return format_table([*header, "network, s", "MFU"], map(build_batch_row, BATCHES), right=(1, 2, 3, 5, 6, 7, 8))
+    header = ["devices", "tokens", "tokens per device", "micro-batches", "mesh", *STEP]
+    return format_table(header, map(build_batch_row, BATCHES), right=(1, 2, 3, *range(5, 13)))
 
 
 def build_batch_row(case: Case) -> list[str]:
@@ -188,9 +239,27 @@ def build_batch_row(case: Case) -> list[str]:
     return [name, *counts, format_mesh(case), *format_step(plan_case(case))]
 
 
+def build_measured() -> str:
+    header = ["step", "program", "measured", "at least", "in turns", "measured / in turns", "source"]
+    return format_table(header, map(build_measured_row, MEASURED), right=(2, 3, 4, 5))
+
+
+def build_measured_row(measured: Measured) -> list[str]:
+    case = measured.case
+    plan = plan_case(case)
+    rows = f"{case.rows} rows of {case.seq:,}, remat {case.remat}"
+    times = [f"{time:.3g} s" for time in (measured.seconds, plan.lower_bound, plan.sequential)]
+    ratio = f"{measured.seconds / plan.sequential:.2f}"
+    step = f"{NAMES[case.preset]}, {rows}, `{case.topology}` {format_mesh(case)}".strip()
+    return [step, measured.program, *times, ratio, measured.source]
+
+
 TABLES: Mapping[str, tuple[str, Callable[[], str]]] = {
     "screen": ("plan.md", build_screen),
+    "qlora": ("plan.md", build_qlora),
+    "decode": ("plan.md", build_decode),
     "refused": ("plan.md", build_refused),
+    "measured": ("plan.md", build_measured),
     "chips": ("plan.md", build_chips),
     "sizes": ("plan.md", build_sizes),
     "balance": ("choose_mesh.md", build_balance),

@@ -25,6 +25,12 @@ OPAQUE_PRIMITIVES = (
 another one."""
 
 
+def is_kernel(equation: Any) -> bool:
+    """Return True for a kernel, which has no equations to count: an opaque primitive, or cuDNN attention."""
+    name = equation.primitive.name
+    return name in OPAQUE_PRIMITIVES or name.startswith("dot_product_attention")
+
+
 @dataclasses.dataclass(frozen=True)
 class Flops:
     """FLOPs of a program, and the operations that they do not include."""
@@ -67,7 +73,7 @@ def _count_equation_flops(equation: Any) -> Flops:
             return body
         case "shard_map":
             return count_flops(options["jaxpr"]) * _count_devices(options)
-        case _ if name in OPAQUE_PRIMITIVES or name.startswith("dot_product_attention"):
+        case _ if is_kernel(equation):
             estimate = getattr(options.get("cost_estimate"), "flops", None)
             if estimate is None:
                 return Flops(0, (f"{name} {format_scope(equation)}",))

@@ -7,6 +7,8 @@ import re
 TPU_DIMS = {"v5e": 2, "v6e": 2, "v5p": 3, "tpu7x": 3}
 """Number of dims of the torus of each TPU."""
 GPUS = ("a100", "h100", "h200", "b200")
+CARDS = ("l4", "l40s", "rtx3090", "rtx4090", "rtx5090")
+"""GPUs on PCIe cards, of one host."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,10 +50,12 @@ def parse_topology(text: str) -> Topology:
     dims = tuple(map(int, sizes.split("x"))) if sizes else ()
     if kind in GPUS and len(dims) <= 2 and slices is None:
         return Topology(kind, (1, *dims) if len(dims) == 1 else dims)
+    if kind in CARDS and len(dims) == 1 and slices is None:
+        return Topology(kind, (1, *dims))
     if kind in TPU_DIMS and len(dims) == TPU_DIMS[kind]:
         return Topology(kind, dims, int(slices or 1))
     raise ValueError(
         f"{text!r} is not a known topology. Known are v5e:2x4, v6e:4x4, v5p:4x4x4, tpu7x:2x2x1 and other sizes of "
         "them, v5p:4x4x4*2 for two slices, h100:8 for the GPUs of one host, and h100:8x8 for hosts x GPUs; other GPUs "
-        f"are {', '.join(kind for kind in GPUS if kind != 'h100')}"
+        f"are {', '.join(kind for kind in GPUS if kind != 'h100')}, and cards of one host {', '.join(CARDS)}"
     )

@@ -11,6 +11,7 @@ import zoo
 from zoo.cli import main
 from zoo.parallel.topology import parse_topology
 from zoo.tools import plan as planning
+from zoo.tools.commands.plan import _parse_count
 from zoo.tools.plan.peak import LiveArray, Peak
 
 SMALL = ("plan", "--preset", "qwen3-0.6b", "--seq-len", 128)
@@ -32,12 +33,12 @@ def test_plan_of_one_mesh(run, monkeypatch):
     assert "reduce-scatter" in text and "MFU" in text
     assert "8 devices, 8 rows of 128 tokens, remat full, bfloat16" in text
     assert "within 30% in 48 of 50 compiled steps; --compile asks the compiler" in text and "Suggested" not in text
-    assert "tokens/s\n" in text and " tokens: " not in text
-    found = json.loads(run(*SMALL, "--on", "v5p:2x2x2", "--fsdp", 8, "--json", "--tokens", "1e12")[0])
+    assert "/s in turns\n" in text and "training" not in text
+    found = json.loads(run(*SMALL, "--on", "v5p:2x2x2", "--fsdp", 8, "--json", "--tokens", "1T")[0])
     assert found["fits"] and found["mesh"]["fsdp"] == 8 and sum(found["memory"].values()) == found["peak"]
     assert found["fits_with_margin"] and found["margin"] == 0.3 and not found["suggested"]
     assert (found["options"]["rows"], found["options"]["seq"], found["options"]["remat"]) == (8, 128, "full")
-    for end in ("overlapped", "sequential"):
+    for end in ("lower_bound", "sequential"):
         rate = found["tokens_per_second"][end]
         assert rate == pytest.approx(8 * 128 / found["seconds"][end])
         assert found["days"][end] == pytest.approx(1e12 / rate / 86_400)
@@ -56,7 +57,7 @@ def test_plan_of_a_directory_reads_its_config_only(run, refused, tmp_path):
 def test_plan_without_a_mesh_suggests_one(run):
     text = run(*SMALL, "--on", "h100:2", "--tokens", "1e9")[0]
     assert text.startswith("Suggested mesh: --data 2. Any flag for an axis overrides it; --search compares several.\n")
-    assert "data 2 on h100:2: 2 devices, 2 rows of 128 tokens" in text and "1B tokens: " in text
+    assert "data 2 on h100:2: 2 devices, 2 rows of 128 tokens" in text and "1B tokens take at least " in text
 
 
 @pytest.mark.ci
@@ -77,9 +78,11 @@ def test_search_marks_what_fits_within_the_error_alone(run, monkeypatch):
         planning, "search_meshes", lambda *_, **__: [with_peak(*pair) for pair in zip(found, peaks, strict=True)]
     )
     lines = run(*SMALL, "--on", "h100:2", "--search")[0].splitlines()
-    assert lines[0].split()[:3] == ["mesh", "peak", "fits"]
-    assert [re.findall(r" (yes|barely|no) ", line) for line in lines[1:4]] == [["yes"], ["barely"], ["no"]]
-    assert lines[4].startswith("barely: ")
+    assert lines[0] == "2 rows of 128 tokens on h100:2; --rows chooses another number"
+    assert lines[2].split()[:3] == ["mesh", "peak", "fits"]
+    assert " ".join(lines[2].split()[3:]) == "at least in turns MFU at most in turns bound by"
+    assert [re.findall(r" (yes|barely|no) ", line) for line in lines[3:6]] == [["yes"], ["barely"], ["no"]]
+    assert lines[6].startswith("barely: ")
 
 
 def make_small(key):
@@ -134,3 +137,26 @@ def test_plan_refuses_what_it_cannot_plan(refused):
     assert "only one axis may take" in refused(*SMALL, "--on", "h100:8", "--fsdp", -1, "--data", -1)
     assert "leave out --fsdp 8" in refused(*SMALL, "--on", "h100:8", "--fsdp", 8, "--search")
     assert "llama3-8b" in refused("plan", "--preset", "llama9", "--on", "h100:8")
+    assert "a number such as 1e12, 300B or 1T, not '1X'" in refused(*SMALL, "--on", "h100:1", "--tokens", "1X")
+    assert "nf4 is for a frozen base" in refused(*SMALL, "--on", "h100:1", "--quantization", "nf4")
+    words = refused(*SMALL, "--on", "h100:1", "--decode", 1, 64, "--lora", 4, "--search")
+    assert "leave out --lora and --search" in words
+    assert "is not a known topology" in refused(*SMALL, "--on", "rtx4090:2x8")
+
+
+@pytest.mark.parametrize(
+    ("text", "count"), [("1e12", 1e12), ("1T", 1e12), ("2.5B", 2.5e9), ("1_000", 1e3), ("3m", 3e6)]
+)
+def test_number_of_tokens(text, count):
+    assert _parse_count(text) == count
+
+
+def test_qlora_and_decoding_on_one_card(run):
+    """The base in 4 bits and float32 adapters; then the model in 4 bits and its cache."""
+    sizes = ("--on", "rtx4090:1", "--quantization", "nf4")
+    text = run(*SMALL, *sizes, "--lora", 16)[0]
+    assert "1 device, 1 rows of 128 tokens, LoRA of rank 16 on a base in nf4, remat full" in text and ": fits" in text
+    assert "no product was measured on rtx4090" in text
+    text = run(*SMALL, *sizes, "--decode", 2, 512)[0]
+    assert "2 rows of up to 512 tokens, one new token each, bfloat16, linear layers in nf4" in text
+    assert "cache" in text and "within 30%" not in text and "bound by memory" in text

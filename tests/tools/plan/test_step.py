@@ -8,8 +8,13 @@ import jax
 import pytest
 
 import zoo
+from zoo.inspect.collectives import Collective
+from zoo.inspect.links import Transfer
 from zoo.parallel.topology import parse_topology
 from zoo.tools import plan as planning
+from zoo.tools.plan.peak import Peak
+from zoo.tools.plan.traced import TracedProgram
+from zoo.tools.plan.work import DeviceWork
 
 
 @pytest.mark.slow  # test_compiled.py compares arguments to the byte by default
@@ -21,7 +26,7 @@ def test_plan_equals_compiled_program():
     plan = planning.plan(step, *args, on="h100:8")
     program = zoo.inspect.compiled(step, *args)
     assert program.memory is not None and sum(plan.program.arguments.values()) == program.memory.arguments
-    assert plan.fits and 0 < plan.overlapped <= plan.sequential
+    assert plan.fits and 0 < plan.lower_bound <= plan.sequential
     with pytest.raises(ValueError, match="mesh of 8 devices, .* and h100:2x8 has 16"):
         planning.plan(step, *args, on="h100:2x8")
 
@@ -42,21 +47,41 @@ def test_screen_says_for_which_step_it_is_and_how_fast():
     plan = planning.plan_training(make, {"data": 2, "fsdp": 2}, parse_topology("h100:2x2"), options, model_flops=10**9)
     lines = plan_lines(plan)
     assert lines[0].endswith("4 devices, 8 rows of 16 tokens, 2 micro-batches, remat dots, bfloat16")
-    assert lines[-1].startswith("tokens      ") and lines[-1].endswith(" tokens/s")
+    assert lines[-1].startswith("tokens      at most ") and lines[-1].endswith("/s in turns")
 
     small = [x for x in plan.transfers if x.seconds < 1e-6]
     (line,) = [line for line in lines if "below 1 us" in line]
     assert small and int(line.split("us")[1].split()[0]) == sum(x.collective.count for x in small)
-    table = lines[lines.index(next(line for line in lines if line.startswith("collectives"))) + 1 :]
-    rows = [line for line in table if line.startswith("  ") and "s if" not in line]
-    assert len(rows) == len(plan.transfers) - len(small) + 1
+    first, end = (next(n for n, line in enumerate(lines) if line.startswith(x)) for x in ("collectives", "seconds"))
+    assert end - first - 1 == len(plan.transfers) - len(small) + 1
 
-    tokens = 8 * 16 / plan.overlapped * 86_400
-    days = {"overlapped": pytest.approx(1), "sequential": pytest.approx(plan.sequential / plan.overlapped)}
+    tokens = 8 * 16 / plan.lower_bound * 86_400
+    days = {"lower_bound": pytest.approx(1), "sequential": pytest.approx(plan.sequential / plan.lower_bound)}
     assert plan.count_days(tokens) == days
-    assert plan_lines(plan, tokens=1.0001 * tokens)[-1].endswith(" days")
-    assert "tokens: 2.4 to " in plan_lines(plan, tokens=tokens / 10)[-1]
-    assert plan_lines(plan, tokens=tokens / 10)[-1].endswith(" hours")
+    assert "tokens take at least 1 days; " in plan_lines(plan, tokens=1.0001 * tokens)[-1]
+    assert "tokens take at least 2.4 hours; " in plan_lines(plan, tokens=tokens / 10)[-1]
+
+
+def test_times_of_a_step_by_hand():
+    """The lower bound is the slowest resource at its data sheet's rate; in turns is the sum, at measured products."""
+    flops = {"bfloat16": 10**15, "float32": 10**12}
+    work = DeviceWork(flops, product_bytes=5 * 10**11, collectives=())
+    program = TracedProgram("step", {"data": 2}, {"model": 10**9, "batch": 10**6}, 0, Peak(()), work)
+    chip = planning.CHIPS["h100"]
+    gather = Collective("all-gather", ("data",), "", 1, 1, 9 * 10**10)
+    transfers = (Transfer(gather, 9e10, crosses=False, seconds=0.2), Transfer(gather, 1e10, crosses=True, seconds=0.3))
+    plan = planning.Plan(parse_topology("h100:2"), chip, program, transfers)
+    products = 1e15 / 989.5e12 + 1e12 / 494.5e12
+    memory = (5e11 + 2 * 1.001e9) / 3350e9
+    expected = {"products": products, "memory": memory, "links": 0.2, "network": 0.3}
+    assert plan.seconds == pytest.approx(expected)
+    assert plan.lower_bound == pytest.approx(products)
+    assert plan.sequential == pytest.approx(1e15 / 645e12 + 1e12 / 494.5e12 + memory + 0.5)
+    assert dataclasses.replace(plan, rewritten=0).seconds["memory"] == pytest.approx(5e11 / 3350e9)
+    assert "products 1.55 at the measured 645 TFLOP/s in bfloat16" in str(plan)
+    unmeasured = dataclasses.replace(plan, chip=dataclasses.replace(chip, measured={}))
+    assert unmeasured.sequential == pytest.approx(products + memory + 0.5)
+    assert "no product was measured on h100: both times are at data-sheet rates" in str(unmeasured)
 
 
 @pytest.mark.parametrize(
@@ -89,7 +114,7 @@ def test_plan_of_a_decoding_step_counts_its_cache():
 
     plan = planning.plan(decode, model, zoo.place(states, mesh), tokens, on="h100:1")
     assert plan.options is None and plan.tokens_per_second is None and plan.count_days(1e12) is None
-    assert "zoo.inspect.compiled asks the compiler" in str(plan) and "tokens/s" not in str(plan)
+    assert "zoo.inspect.compiled asks the compiler" in str(plan) and "in turns\n" not in str(plan)
     assert plan.memory["cache"] == sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(states))
     assert sum(plan.memory.values()) == plan.peak
     with pytest.raises(ValueError, match="mesh of 1 devices, one device, and h100:2x8 has 16"):
@@ -100,7 +125,7 @@ def test_plan_names_logits_and_the_largest_arrays():
     """A vocabulary of 2,048 over few and narrow layers: the peak is in the loss, in one chunk of logits."""
     make = partial(zoo.models.Transformer, vocab=2048, embed=16, layers=1, heads=1, mlp=16)
     plan = planning.plan_training(make, {}, parse_topology("h100:1"), planning.TrainingOptions(2, 1024), model_flops=1)
-    assert plan.fits and 0 < plan.overlapped <= plan.sequential
+    assert plan.fits and 0 < plan.lower_bound <= plan.sequential
     chunk = 1024 * 2048
     assert chunk * 4 <= plan.memory["logits"] <= chunk * 12, "at least one chunk in float32"
     name, size = plan.list_largest(1)[0]

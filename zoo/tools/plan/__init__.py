@@ -8,6 +8,7 @@ from zoo.parallel.chips import CHIPS, Chip
 
 from .ahead import Overlap, compare_loops
 from .compiled import compile_training
+from .decoding import DecodingOptions, plan_decoding, suggest_decoding_mesh
 from .format import format_plan
 from .rollouts import count_sampling_memory
 from .search import Candidate, plan_training, search_meshes, suggest_mesh
@@ -19,6 +20,7 @@ __all__ = [
     "BudgetError",
     "Candidate",
     "Chip",
+    "DecodingOptions",
     "Overlap",
     "Plan",
     "RolloutOptions",
@@ -29,8 +31,10 @@ __all__ = [
     "count_sampling_memory",
     "format_plan",
     "plan",
+    "plan_decoding",
     "plan_training",
     "search_meshes",
+    "suggest_decoding_mesh",
     "suggest_mesh",
     "time_transfer",
 ]

@@ -7,6 +7,7 @@ from zoo.inspect.report import format_decimal_prefix
 from zoo.parallel.mesh import format_sizes
 
 from .step import MARGIN
+from .training import TrainingOptions
 
 if TYPE_CHECKING:
     from .step import Plan
@@ -22,7 +23,8 @@ def format_plan(plan: "Plan", *, tokens: float | None = None) -> str:
 
 
 def _iter_lines(plan: "Plan", tokens: float | None) -> Iterator[tuple[str, str]]:
-    where = f"{format_sizes(plan.program.shape)} on {plan.topology}: {plan.topology.devices:,} devices"
+    devices = plan.topology.devices
+    where = f"{format_sizes(plan.program.shape)} on {plan.topology}: {devices:,} device{'s' * (devices != 1)}"
     yield plan.program.name, ", ".join([where, *_list_options(plan)])
     yield from _iter_memory(plan)
     flops = plan.program.work.total_flops * plan.topology.devices
@@ -33,26 +35,32 @@ def _iter_lines(plan: "Plan", tokens: float | None) -> Iterator[tuple[str, str]]
     yield from _iter_collectives(plan)
     seconds = ", ".join(f"{name} {value:.3g}" for name, value in plan.seconds.items() if value)
     yield "seconds", f"{seconds}; bound by {plan.bound}"
-    yield "step", f"{plan.overlapped:.3g} s if all overlap{_format_mfu(plan, plan.overlapped)}"
-    yield "", f"{plan.sequential:.3g} s if no collective does{_format_mfu(plan, plan.sequential)}"
+    yield "", _describe_products(plan)
+    yield "step", f"at least {plan.lower_bound:.3g} s{_format_mfu(plan, plan.lower_bound, 'at most ')}"
+    in_turns = "if products, memory and collectives take turns"
+    yield "", f"{plan.sequential:.3g} s {in_turns}{_format_mfu(plan, plan.sequential)}"
     if plan.overlap is not None:
         took = f"gathers and scatters {plan.overlap.transfers:.3g} s, products {plan.overlap.products:.3g} s"
         yield "loop", f'{took}: loop="ahead" may hide more; --compile compares'
-    if plan.tokens_per_second is not None:
-        yield "tokens", _format_tokens(plan, tokens)
+    if (rates := plan.tokens_per_second) is not None:
+        least, in_turns = (_format_count(rates[name]) for name in ("lower_bound", "sequential"))
+        yield "tokens", f"at most {least}/s; {in_turns}/s in turns"
+    if tokens is not None and (days := plan.count_days(tokens)) is not None:
+        yield "training", _format_days(days, tokens)
 
 
 def _list_options(plan: "Plan") -> list[str]:
-    options = plan.options
-    if options is None:
-        return []
-    parts = [f"{options.rows:,} rows of {options.seq:,} tokens"]
-    if options.microbatches > 1:
-        parts.append(f"{options.microbatches} micro-batches")
-    parts.append(f"remat {options.remat}")
-    if options.loop != "auto":
-        parts.append(f"loop {options.loop}")
-    return [*parts, options.dtype]
+    return [] if plan.options is None else plan.options.describe()
+
+
+def _describe_products(plan: "Plan") -> str:
+    """Say what products take at measured rates, which the second time of a step counts."""
+    chip = plan.chip
+    rates = {dtype: chip.measured_rate(dtype) for dtype in plan.program.work.flops}
+    measured = [f"{_format(rate)}FLOP/s in {dtype}" for dtype, rate in rates.items() if rate != chip.rate(dtype)]
+    if not measured:
+        return f"no product was measured on {chip.name}: both times are at data-sheet rates"
+    return f"products {plan.measured_product_seconds:.3g} at the measured {' and '.join(measured)}"
 
 
 def _iter_memory(plan: "Plan") -> Iterator[tuple[str, str]]:
@@ -64,12 +72,12 @@ def _iter_memory(plan: "Plan") -> Iterator[tuple[str, str]]:
             verdict = f"fits, with less than {MARGIN:.0%} to spare"
     share = plan.peak / plan.chip.memory
     yield "memory", f"about {_format(plan.peak)}B at the peak, {share:.0%} of {_format(plan.chip.memory)}B: {verdict}"
-    compiler = "zoo.inspect.compiled" if plan.options is None else "--compile"
-    yield "", f"(within {MARGIN:.0%} in 48 of 50 compiled steps; {compiler} asks the compiler)"
+    if isinstance(plan.options, TrainingOptions | None):
+        compiler = "zoo.inspect.compiled" if plan.options is None else "--compile"
+        yield "", f"(within {MARGIN:.0%} in 48 of 50 compiled steps; {compiler} asks the compiler)"
     yield from _iter_kinds(plan, plan.memory)
-    if plan.options is not None and plan.options.rollouts is not None:
+    if (rollouts := getattr(plan.options, "rollouts", None)) is not None:
         total = sum(plan.sampling_memory.values())
-        rollouts = plan.options.rollouts
         verdict = "fits" if total <= plan.chip.memory else "DOES NOT FIT"
         share = f"{total / plan.chip.memory:.0%} of {_format(plan.chip.memory)}B: {verdict}"
         yield "sampling", f"{rollouts.rows:,} rows of {rollouts.length:,} tokens, {_format(total)}B, {share}"
@@ -102,24 +110,19 @@ def _format_collective(kind: str, along: str, count: int, sent: float, seconds: 
     return f"{kind:<18}  {along:<16}  {count:>7,}  {_format(sent) + 'B':>8}  {seconds:>8.3g}"
 
 
-def _format_tokens(plan: "Plan", tokens: float | None) -> str:
-    """Format the range of tokens per second, and of the days for so many tokens."""
-    rates = plan.tokens_per_second or {}
-    text = f"{_join_range([_format_count(rate) for rate in rates.values()])} tokens/s"
-    if tokens is None or (days := plan.count_days(tokens)) is None:
-        return text
+def _format_days(days: Mapping[str, float], tokens: float) -> str:
+    """Format the days, or hours, of training on so many tokens."""
     unit = "days"
-    durations = list(days.values())
-    if days["overlapped"] < 1:
+    least, in_turns = days["lower_bound"], days["sequential"]
+    if least < 1:
         unit = "hours"
-        durations = [24 * value for value in durations]
-    ends = [f"{value:,.3g}" if value < 100 else f"{value:,.0f}" for value in durations]
-    return f"{text}; {_format_count(tokens)} tokens: {_join_range(ends)} {unit}"
+        least, in_turns = 24 * least, 24 * in_turns
+    ends = f"at least {_format_duration(least)} {unit}; {_format_duration(in_turns)} in turns"
+    return f"{_format_count(tokens)} tokens take {ends}"
 
 
-def _join_range(ends: list[str]) -> str:
-    """Join both ends of a range, or name the end once if they are equal."""
-    return " to ".join(dict.fromkeys(ends))
+def _format_duration(value: float) -> str:
+    return f"{value:,.3g}" if value < 100 else f"{value:,.0f}"
 
 
 def _format_count(value: float) -> str:
@@ -127,11 +130,11 @@ def _format_count(value: float) -> str:
     return format_decimal_prefix(value).replace(" ", "").replace("G", "B")
 
 
-def _format_mfu(plan: "Plan", seconds: float) -> str:
+def _format_mfu(plan: "Plan", seconds: float, words: str = "") -> str:
     mfu = plan.mfu(seconds)
     if mfu is None:
         return ""
-    return f", MFU {mfu:.0%}"
+    return f" (MFU {words}{mfu:.0%})"
 
 
 def _format(value: float | int) -> str:

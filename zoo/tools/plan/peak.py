@@ -20,7 +20,7 @@ from typing import Any
 
 from jax.extend.core import Literal
 
-from zoo.inspect.operations import OPAQUE_PRIMITIVES, find_subjaxprs
+from zoo.inspect.operations import find_subjaxprs, is_kernel
 
 from .inlining import ELEMENTWISE, VIEWS, Equation, FlatJaxpr, Scan, inline_calls
 from .work import count_aval_bytes
@@ -114,7 +114,7 @@ class _Liveness:
         for index, equation in enumerate(self.flat.eqns):
             for x in self._find_carried(equation, ending[index]):
                 alive.pop(x, None)  # the loop has it
-            inners = () if equation.name in OPAQUE_PRIMITIVES else find_subjaxprs(equation.params)
+            inners = () if is_kernel(equation) else find_subjaxprs(equation.params)
             for inner in inners:
                 during = self._describe(alive) + self._measure_call(equation, inner)
                 peak = max(peak, during, key=lambda peak: peak.bytes)

@@ -1,4 +1,4 @@
-"""Search for the mesh on which a training step is fastest: sizes of the axes by rules and bounds, the best by trace."""
+"""Search for the mesh on which a training step is fastest: all meshes by estimate, the most promising ones by trace."""
 
 import dataclasses
 import logging
@@ -8,21 +8,23 @@ from typing import Any
 import equinox as eqx
 import jax
 
+from zoo.inspect.program import count_device_bytes
 from zoo.models.parameter_paths import list_parameter_paths
-from zoo.parallel import Layout, Mesh, make_mesh
+from zoo.parallel import Layout, Mesh, make_mesh, trainable
 from zoo.parallel.chips import CHIPS
 from zoo.parallel.mesh import format_sizes, is_array_or_shape
 from zoo.parallel.topology import Topology
 
 from .ahead import find_overlap
+from .estimate import estimate_step
 from .rollouts import plan_sampling
-from .step import Plan, plan
-from .training import TrainingOptions, count_model_flops, make_training_step
+from .step import MARGIN, Plan, plan
+from .training import TrainingOptions, count_model_flops, make_training_step, split_into_stages
 
 _log = logging.getLogger("zoo")
 AXES = ("pipe", "data", "fsdp", "expert", "context", "tensor")
-_BYTES_AT_REST = 16
-"""Bytes of a parameter with its gradient and two moments, in float32."""
+_ERROR = 1.15
+"""Estimated peaks are this much too low, at most, so that no mesh is left out that a trace would find to fit."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,9 +35,10 @@ class Candidate:
     plan: Plan
 
     @property
-    def rank(self) -> tuple[bool, float]:
-        """Sort key: meshes that fit first, then by the mean of the times with full and with no overlap."""
-        return not self.plan.fits, self.plan.overlapped + self.plan.sequential
+    def rank(self) -> tuple[bool, bool, float]:
+        """Sort key: meshes that fit with a margin, then those that barely fit; among equals, by the time of a step in
+        which products, memory and collectives take turns."""
+        return not self.plan.fits, not self.plan.fits_with_margin, self.plan.sequential
 
 
 def plan_training(
@@ -55,9 +58,14 @@ def plan_training(
     else:
         flops = model_flops
     planned = plan(step, *args, on=topology, model_flops=flops)
+    rewritten = None
+    if options.lora is not None:  # products read the frozen base
+        _, model, opt_state = args
+        rewritten = sum(count_device_bytes(x) for x in jax.tree.leaves((trainable(model), opt_state)))
     return dataclasses.replace(
         planned,
         options=options,
+        rewritten=rewritten,
         sampler=plan_sampling(make_model, mesh, options),
         overlap=find_overlap(planned, args[1], mesh),
     )
@@ -84,35 +92,46 @@ def search_meshes(
 ) -> list[Candidate]:
     """Return the plans on the most promising meshes of a topology, the best first.
 
-    Axes are powers of two, except for the remaining devices along `data` or `fsdp`. Parameters, gradients and moments
-    must fit; `tensor` stays within a host or 16 devices; rows, tokens and experts must divide. Of the remaining meshes,
-    the `limit` with the least traffic by a rule of thumb are traced, which takes seconds each; `progress` is called
-    with a line before each. **Raises** `ValueError` if none can be built.
+    Axes are powers of two, except for the remaining devices along `data` or `fsdp`; `tensor` stays within a host or 16
+    devices; rows, tokens, experts and layers must divide. All of these meshes are estimated (`estimate_step`), and the
+    best `limit` traced, which takes seconds each; `progress` is called with a line before each. **Raises** `ValueError`
+    if none can be built.
     """
-    model = eqx.filter_eval_shape(lambda key: make_model(key=key), jax.random.key(0))
-    layers = sum(1 for _ in model.stack.iter_blocks())
-    parameters = _count_parameters(model)
-    kept = [
-        sizes
-        for sizes in iterate_sizes(topology, options, _count_experts(model), layers)
-        if _fits_at_rest(sizes, topology, parameters)
-    ]
-    kept = sorted(kept, key=lambda sizes: _estimate_traffic(sizes, topology, options, parameters))[:limit]
+    kept = rank_meshes(make_model, topology, options, layout)[:limit]
     planned = list(_iterate_candidates(make_model, kept, topology, options, layout, progress))
     found = [candidate for candidate in planned if isinstance(candidate, Candidate)]
     if not found:
-        if planned:
-            why = planned[0]
-        else:
-            why = _explain_no_mesh(topology, options, _count_experts(model), layers)
+        why = planned[0] if planned else _explain_no_mesh(topology, options)
         raise ValueError(f"no mesh of {topology} takes this training step: {why}")
     return sorted(found, key=lambda candidate: candidate.rank)
 
 
-def _explain_no_mesh(topology: Topology, options: TrainingOptions, experts: int, layers: int) -> str:
-    if any(True for _ in iterate_sizes(topology, options, experts, layers)):
+def rank_meshes(
+    make_model: Callable[..., Any], topology: Topology, options: TrainingOptions, layout: Layout | None = None
+) -> list[dict[str, int]]:
+    """Return the sizes of the meshes that divide a step, the best by estimate first; on none are parameters, gradients
+    and moments larger than the memory."""
+    model = eqx.filter_eval_shape(lambda key: make_model(key=key), jax.random.key(0))
+    layers = sum(1 for _ in model.stack.iter_blocks())
+    memory = CHIPS[topology.kind].memory
+    ranked = []
+    for sizes in iterate_sizes(topology, options, _count_experts(model), layers):
+        mesh = make_stand_in_mesh(sizes, topology, layout)
+        try:
+            estimate = estimate_step(split_into_stages(model, mesh), mesh, topology, options)
+        except ValueError as error:
+            _log.info("left out %s: %s", sizes, error)
+            continue
+        if estimate.at_rest < memory:
+            ranked.append((estimate.peak > _ERROR * (1 - MARGIN) * memory, estimate.seconds, sizes))
+    ranked = sorted(ranked, key=lambda row: row[:2])
+    return [sizes for _, _, sizes in ranked]
+
+
+def _explain_no_mesh(topology: Topology, options: TrainingOptions) -> str:
+    if any(True for _ in iterate_sizes(topology, options)):
         return "parameters, gradients and moments fit on no mesh of it"
-    return f"{options.rows:,} rows in {options.microbatches} micro-batches share out over no mesh of it"
+    return f"no mesh of it divides {options.rows:,} rows in {options.microbatches} micro-batches"
 
 
 def suggest_mesh(
@@ -129,12 +148,10 @@ def suggest_mesh(
     If none fits with the margin, it returns the first that fits, and otherwise the best of `search_meshes`. **Raises**
     `ValueError` if no mesh can be built.
     """
-    model = eqx.filter_eval_shape(lambda key: make_model(key=key), jax.random.key(0))
-    parameters = _count_parameters(model)
     simple = [
         sizes
-        for sizes in iterate_sizes(topology, options)
-        if sizes["context"] == 1 and 1 in (sizes["data"], sizes["fsdp"]) and _fits_at_rest(sizes, topology, parameters)
+        for sizes in rank_meshes(make_model, topology, options, layout)
+        if max(sizes["pipe"], sizes["expert"], sizes["context"]) == 1 and 1 in (sizes["data"], sizes["fsdp"])
     ]
     simple = sorted(simple, key=lambda sizes: (sizes["tensor"], sizes["fsdp"]))
     fitting = []
@@ -188,45 +205,6 @@ def iterate_sizes(
                     for fsdp in (n for n in powers if rest % n == 0):
                         sizes = {"pipe": pipe, "data": rest // fsdp, "fsdp": fsdp}
                         yield sizes | {"expert": expert, "context": context, "tensor": tensor}
-
-
-def _count_parameters(model: Any) -> int:
-    return sum(x.size for x in jax.tree.leaves(model) if hasattr(x, "size"))
-
-
-def _fits_at_rest(sizes: Mapping[str, int], topology: Topology, parameters: int) -> bool:
-    """Return True if parameters, gradients and moments leave a tenth of the memory."""
-    return _BYTES_AT_REST * parameters / _count_shards(sizes) < 0.9 * CHIPS[topology.kind].memory
-
-
-def _count_shards(sizes: Mapping[str, int]) -> int:
-    """Return the number of devices over which parameters are sharded at rest, experts included."""
-    return sizes["pipe"] * sizes["fsdp"] * sizes["expert"] * sizes["tensor"]
-
-
-def _estimate_traffic(sizes: Mapping[str, int], topology: Topology, options: TrainingOptions, parameters: int) -> float:
-    """Estimate seconds of collectives: parameters gathered and gradients scattered over fsdp, activations summed over
-    tensor, keys and values around context, bubbles of the pipeline."""
-    chip = CHIPS[topology.kind]
-    devices = topology.devices
-    tokens = options.rows * options.seq / devices * sizes["tensor"]
-    stage = parameters / sizes["pipe"] / sizes["tensor"] / sizes["expert"]
-    reach = sizes["fsdp"] * sizes["expert"] * sizes["context"] * sizes["tensor"]
-    times = options.microbatches if sizes["fsdp"] > 1 else 1
-    gathers = 8 * stage * times
-    if reach > topology.domain:
-        bandwidth = chip.network * min(topology.domain, reach) / sizes["fsdp"]
-    else:
-        bandwidth = chip.link
-    if sizes["fsdp"] * sizes["data"] > 1:
-        seconds = gathers / max(bandwidth, chip.network)
-    else:
-        seconds = 0.0
-    width = (parameters / 12) ** 0.4  # rows of activations: a model of 12 layers' width squared per layer
-    seconds += 48 * tokens * width * (sizes["tensor"] > 1) / chip.link
-    compute = 8 * parameters * options.rows * options.seq / devices / chip.rate("bfloat16")
-    bubble = (sizes["pipe"] - 1) / max(options.microbatches, 1)
-    return seconds + compute * (1 + bubble) + compute * 0.05 * (sizes["context"] > 1)
 
 
 def _count_experts(model: Any) -> int:

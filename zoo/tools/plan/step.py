@@ -15,6 +15,7 @@ from .traced import TracedProgram, trace_program
 
 if TYPE_CHECKING:
     from .ahead import Overlap
+    from .decoding import DecodingOptions
     from .training import TrainingOptions
 
 MARGIN = 0.3
@@ -36,8 +37,11 @@ class Plan:
     transfers: tuple[Transfer, ...]
     model_flops: int | None = None
     """FLOPs of the model per step over all devices, without recomputation and pipeline bubbles."""
-    options: "TrainingOptions | None" = None
-    """Rows, tokens and the rest of a step of `plan_training`; None for your own step."""
+    options: "TrainingOptions | DecodingOptions | None" = None
+    """Rows, tokens and the rest of a step of `plan_training` or `plan_decoding`; None for your own step."""
+    rewritten: int | None = None
+    """Bytes per device of the arguments that a step reads and writes outside of products, such as parameters and
+    moments in an update; None for all arguments."""
     sampler: Mapping[str, int] = dataclasses.field(default_factory=dict)
     """Bytes per device that only sampling holds, by kind (`zoo.tools.plan.rollouts`)."""
     overlap: "Overlap | None" = None
@@ -96,34 +100,40 @@ class Plan:
     def seconds(self) -> dict[str, float]:
         """Minimum seconds that a step takes on each resource: products, main memory, fast links and the network."""
         work = self.program.work
-        moved = work.product_bytes + 2 * sum(self.program.arguments.values())
+        rewritten = sum(self.program.arguments.values()) if self.rewritten is None else self.rewritten
         times = {"products": sum(count / self.chip.rate(dtype) for dtype, count in work.flops.items())}
-        times["memory"] = moved / self.chip.bandwidth
+        times["memory"] = (work.product_bytes + 2 * rewritten) / self.chip.bandwidth
         for name, crosses in (("links", False), ("network", True)):
             times[name] = sum(transfer.seconds for transfer in self.transfers if transfer.crosses == crosses)
         return times
 
     @property
-    def overlapped(self) -> float:
-        """Seconds of a step if everything overlaps: a lower bound."""
+    def measured_product_seconds(self) -> float:
+        """Seconds of the products at the rates that were measured on the chip (`Chip.measured_rate`)."""
+        return sum(count / self.chip.measured_rate(dtype) for dtype, count in self.program.work.flops.items())
+
+    @property
+    def lower_bound(self) -> float:
+        """Least seconds of a step: the slowest resource works all the time at its data sheet's rate, and hides all
+        others."""
         return max(self.seconds.values())
 
     @property
     def sequential(self) -> float:
-        """Seconds of a step if no collective overlaps with anything."""
+        """Seconds of a step if products, memory and collectives take turns, with products at measured rates."""
         seconds = self.seconds
-        return max(seconds["products"], seconds["memory"]) + seconds["links"] + seconds["network"]
+        return self.measured_product_seconds + seconds["memory"] + seconds["links"] + seconds["network"]
 
     @property
     def tokens_per_second(self) -> dict[str, float] | None:
-        """Tokens per second over all devices, at both ends of the range of a step; None for your own step."""
+        """Tokens per second over all devices, for both times of a step; None for your own step."""
         if self.options is None:
             return None
-        tokens = self.options.rows * self.options.seq
-        return {"overlapped": tokens / self.overlapped, "sequential": tokens / self.sequential}
+        tokens = self.options.tokens
+        return {"lower_bound": tokens / self.lower_bound, "sequential": tokens / self.sequential}
 
     def count_days(self, tokens: float) -> dict[str, float] | None:
-        """Return the days that training on so many tokens takes, at both ends; None for your own step."""
+        """Return the days that training on so many tokens takes, for both times of a step; None for your own step."""
         if self.tokens_per_second is None:
             return None
         return {name: tokens / rate / _SECONDS_PER_DAY for name, rate in self.tokens_per_second.items()}
@@ -181,7 +191,7 @@ class Plan:
             }
             for x in self.transfers
         ]
-        times = {"overlapped": self.overlapped, "sequential": self.sequential}
+        times = {"lower_bound": self.lower_bound, "sequential": self.sequential}
         options = None if self.options is None else self.options.as_dict()
         overlap = None if self.overlap is None else dataclasses.asdict(self.overlap)
         return {
@@ -199,7 +209,7 @@ class Plan:
             "flops": self.program.work.flops,
             "model_flops": self.model_flops,
             "collectives": transfers,
-            "seconds": {**self.seconds, **times},
+            "seconds": {**self.seconds, "measured_products": self.measured_product_seconds, **times},
             "mfu": {name: self.mfu(value) for name, value in times.items()},
             "tokens_per_second": self.tokens_per_second,
             "bound": self.bound,

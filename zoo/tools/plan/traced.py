@@ -51,7 +51,8 @@ def trace_program(step: Callable, *args: Any, platform: Platform | None = None) 
     - `platform`: the platform for which operations choose their implementations, if the devices stand in for it.
 
     FLOPs are counted for the products in the jaxpr, and so for implementations without kernels: causal attention takes
-    5/8 of all pairs of tokens.
+    5/8 of all pairs of tokens. Bytes of main memory are counted for the platform's own implementations: a kernel reads
+    its operands and writes its results.
     """
     if not hasattr(step, "lower"):
         step = eqx.filter_jit(step)
@@ -59,23 +60,24 @@ def trace_program(step: Callable, *args: Any, platform: Platform | None = None) 
     closed, call = lowering.trace(step, args, {}, leaves, platform)
     names = name_arguments(step, closed.jaxpr, args, {})
     shape = _find_shape(leaves)
-    if platform in (None, "cpu"):
-        shown = closed
-    else:
+    specs = [getattr(getattr(x, "sharding", None), "spec", None) for x in leaves]
+    work = count_work(closed.jaxpr, shape, dict(zip(closed.jaxpr.invars, specs, strict=False)))
+    if platform not in (None, "cpu"):
         shown = lowering.trace(step, args, {}, leaves, "cpu")[0]
+        counted = count_work(shown.jaxpr, shape, dict(zip(shown.jaxpr.invars, specs, strict=False)))
+        work = dataclasses.replace(counted, product_bytes=work.product_bytes)
     sizes = [0] * len(call.invars)
     for number, x in enumerate(call.invars):
         if id(x) in names:
             sizes[number] = count_device_bytes(names[id(x)][1])
     body = call.params["jaxpr"]
-    specs = [getattr(getattr(x, "sharding", None), "spec", None) for x in leaves]
     return TracedProgram(
         name=lowering.get_step_name(step),
         shape=shape,
         arguments={name: count_device_bytes(x) for name, x in names.values()},
         gradients=_count_shard_map_results(body),
         live=find_peak(body, sizes, in_place=any(call.params["donated_invars"])),
-        work=count_work(shown.jaxpr, shape, dict(zip(shown.jaxpr.invars, specs, strict=False))),
+        work=work,
     )
 
 

@@ -2,13 +2,14 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 
 from zoo._optional import require_installed
+from zoo.adapters import lora, quantize
 from zoo.models import configure, split_ends
 from zoo.models.loop import Loop
 from zoo.models.loss import cross_entropy
@@ -17,6 +18,7 @@ from zoo.parallel import Mesh, Remat, Schedule, cast, make_mesh, place, place_ba
 from .traced import trace_program
 
 ONE_FORWARD_ONE_BACKWARD = Schedule("1f1b")
+Quantization = Literal["nf4", "int8"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +53,35 @@ class TrainingOptions:
     """Completions that are sampled between steps, in reinforcement learning."""
     loop: Loop = "auto"
     """Loop over layers; "auto" leaves it to the model."""
+    lora: int | None = None
+    """Rank of LoRA on all linear layers but the head. The base is frozen, in `dtype`; adapters, their gradients and
+    moments are float32."""
+    quantization: Quantization | None = None
+    """Format of the frozen base's linear layers (QLoRA)."""
+
+    def __post_init__(self):
+        if self.lora is not None and self.lora < 1:
+            raise ValueError(f"LoRA of rank {self.lora}: the least is 1")
+        if self.quantization is not None and self.lora is None:
+            raise ValueError(f"{self.quantization} is for a frozen base: add LoRA of a rank, such as 16")
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a step."""
+        return self.rows * self.seq
+
+    def describe(self) -> list[str]:
+        """Describe the step in a few phrases."""
+        parts = [f"{self.rows:,} rows of {self.seq:,} tokens"]
+        if self.microbatches > 1:
+            parts.append(f"{self.microbatches} micro-batches")
+        if self.lora is not None:
+            base = "" if self.quantization is None else f" on a base in {self.quantization}"
+            parts.append(f"LoRA of rank {self.lora}{base}")
+        parts.append(f"remat {self.remat}")
+        if self.loop != "auto":
+            parts.append(f"loop {self.loop}")
+        return [*parts, self.dtype]
 
     def as_dict(self) -> dict[str, Any]:
         """Convert to plain values."""
@@ -68,10 +99,8 @@ def make_training_step(
     require_installed("optax", extra="train")
     import optax
 
-    model = eqx.filter_eval_shape(lambda key: make_model(key=key), jax.random.key(0))
-    stages = mesh.shape["pipe"] * mesh.layout.rounds
-    if stages > 1:
-        model = split_ends(model, stages)
+    model = eqx.filter_eval_shape(lambda key: make_trained(make_model, options, key), jax.random.key(0))
+    model = split_into_stages(model, mesh)
     loop = None if options.loop == "auto" else options.loop
     model = place(configure(model, remat=options.remat, loop=loop), mesh)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(3e-4, b2=0.95, weight_decay=0.1))
@@ -93,9 +122,33 @@ def make_training_step(
     return train_step, (batch, model, opt_state)
 
 
-def count_model_flops(make_model: Callable[..., Any], options: TrainingOptions) -> int:
+def make_trained(make_model: Callable[..., Any], options: TrainingOptions, key: Any) -> Any:
+    """Make the model that a step trains: `make_model(key=key)`, or adapters on it as a frozen base."""
+    model = make_model(key=key)
+    if options.lora is None:
+        return model
+    base = quantize_base(cast(model, options.dtype), options.quantization)
+    return lora(base, targets="all-linear", rank=options.lora, key=key)
+
+
+def split_into_stages(model: Any, mesh: Mesh) -> Any:
+    """Make ends of the layers that the stages of a pipeline do not divide."""
+    stages = mesh.shape["pipe"] * mesh.layout.rounds
+    return split_ends(model, stages) if stages > 1 else model
+
+
+def quantize_base(model: Any, quantization: Quantization | None) -> Any:
+    """Quantize the linear layers of a model, if a format is given."""
+    if quantization is None:
+        return model
+    return quantize(model, quantization)
+
+
+def count_model_flops(make_model: Callable[..., Any], options: TrainingOptions) -> int | None:
     """Count the FLOPs of a step over all devices that the model itself takes: three times the FLOPs of the forward pass
-    of all rows, on one device that recomputes nothing."""
+    of all rows, on one device that recomputes nothing. None for LoRA, which takes no gradient of the base."""
+    if options.lora is not None:
+        return None
     mesh = make_mesh(data=1, devices=jax.devices("cpu")[:1])
     model = place(eqx.filter_eval_shape(lambda key: make_model(key=key), jax.random.key(0)), mesh)
     tokens = jax.ShapeDtypeStruct((1, options.seq), jnp.int32)

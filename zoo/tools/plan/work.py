@@ -16,7 +16,7 @@ import jax
 from jax.extend.core import Literal
 
 from zoo.inspect.collectives import Collective
-from zoo.inspect.operations import OPAQUE_PRIMITIVES, count_flops, count_product_flops, find_subjaxprs
+from zoo.inspect.operations import count_flops, count_product_flops, find_subjaxprs, is_kernel
 
 from .combining import find_left_out
 from .inlining import Equation, inline_calls
@@ -42,7 +42,7 @@ class DeviceWork:
     """FLOPs of products, by the dtype of their operands; `float32 highest` if six bfloat16 passes or IEEE products are
     requested."""
     product_bytes: int
-    """Bytes of the operands and results of all products: main memory traffic without any cache."""
+    """Bytes of the operands and results of all products and kernels: main memory traffic without any cache."""
     collectives: tuple[Collective, ...]
     """By kind and axes, largest first. `arrays` equals `count`, before XLA combines several."""
 
@@ -65,6 +65,9 @@ def count_work(jaxpr: Any, shape: Mapping[str, int], specs: Mapping[Any, Any] | 
             share = 1 if local else math.prod(shape.values())
             flops[_find_precision(equation)] += products * times // share
             moved += times * sum(map(count_aval_bytes, (*equation.invars[:2], *equation.outvars))) // share
+        elif is_kernel(equation):
+            share = 1 if local else math.prod(shape.values())
+            moved += times * sum(map(count_aval_bytes, (*equation.invars, *equation.outvars))) // share
         elif equation.name in _KINDS:
             axes = tuple(axis for axis in find_collective_axes(equation) if shape.get(axis, 1) > 1)
             if axes:
@@ -108,7 +111,7 @@ def _iterate_device_equations(
     for equation in flat.eqns:
         if not is_needed(equation, needed):
             continue
-        if equation.name in OPAQUE_PRIMITIVES:
+        if is_kernel(equation):
             inner = []
         else:
             inner = list(find_subjaxprs(equation.params))

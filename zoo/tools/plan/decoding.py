@@ -1,0 +1,116 @@
+"""The plan of a decoding step: one new token for each row, with KV caches or recurrent states of a given length."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+
+from zoo.generate.decode import unstack_layers
+from zoo.generate.prefill import drop_sequence_parallelism
+from zoo.layers import TokenInfo
+from zoo.parallel import Layout, cast, place, place_batch, spmd
+from zoo.parallel.topology import Topology
+
+from .search import Candidate, make_stand_in_mesh
+from .step import Plan, plan
+from .training import Quantization, quantize_base
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodingOptions:
+    """Options of a decoding step that its cost depends on, besides the model and the mesh."""
+
+    rows: int
+    """Rows that are decoded at a time, over all devices."""
+    length: int
+    """Tokens of the longest row, prompt and completion: slots of the KV caches."""
+    dtype: str = "bfloat16"
+    """Dtype of parameters and caches."""
+    quantization: Quantization | None = None
+    """Format of the linear layers, as `zoo.adapters.quantize` makes it."""
+
+    def __post_init__(self):
+        if self.rows < 1 or self.length < 2:
+            raise ValueError(f"{self.rows} rows of {self.length} tokens: 1 row of 2 tokens is the least to decode")
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that a step decodes."""
+        return self.rows
+
+    def describe(self) -> list[str]:
+        """Describe the step in a few phrases."""
+        parts = [f"{self.rows:,} rows of up to {self.length:,} tokens, one new token each", self.dtype]
+        return parts if self.quantization is None else [*parts, f"linear layers in {self.quantization}"]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Convert to plain values."""
+        return dataclasses.asdict(self)
+
+
+def plan_decoding(
+    make_model: Callable[..., Any],
+    sizes: Mapping[str, int],
+    topology: Topology,
+    options: DecodingOptions,
+    layout: Layout | None = None,
+) -> Plan:
+    """Plan a decoding step as `zoo.generate` takes it: layers unstacked, states updated in place.
+
+    Parameters and caches are exact. The step reads all parameters, and all slots of the caches: `length` is the last
+    step's, and earlier ones read less where attention skips empty slots. A prompt is not in the plan.
+
+    **Raises** `NotImplementedError` for a pipeline, whose stages do not decode, and `ValueError` for rows that the mesh
+    does not divide.
+    """
+    mesh = drop_sequence_parallelism(make_stand_in_mesh(sizes, topology, layout))
+    assert mesh is not None
+    if mesh.shape["pipe"] > 1:
+        raise NotImplementedError("the stages of a pipeline do not decode: plan with pipe=1")
+
+    def make(key):
+        return quantize_base(cast(make_model(key=key), options.dtype), options.quantization)
+
+    shapes = eqx.filter_eval_shape(make, jax.random.key(0))
+    shapes = eqx.filter_eval_shape(lambda model: unstack_layers(model, None), shapes)
+    states = eqx.filter_eval_shape(lambda model: model.init_state(options.rows, options.length), shapes)
+    tokens = place_batch({"tokens": jax.ShapeDtypeStruct((options.rows, 1), jnp.int32)}, mesh)
+
+    def decode(model, states, batch):
+        info = TokenInfo(batch["tokens"])
+        hidden, _ = model.hidden(batch["tokens"], info, states)
+        return model.logits(hidden.x)
+
+    @eqx.filter_jit(donate="all")
+    def decode_step(model, states, batch):
+        return spmd(decode, mesh, out="batch seq vocab")(model, states, batch)
+
+    planned = plan(decode_step, place(shapes, mesh), place(states, mesh), tokens, on=topology)
+    program = dataclasses.replace(planned.program, gradients=0)
+    return dataclasses.replace(planned, program=program, options=options, rewritten=0)
+
+
+def suggest_decoding_mesh(
+    make_model: Callable[..., Any], topology: Topology, options: DecodingOptions, layout: Layout | None = None
+) -> Candidate:
+    """Return the plan on the mesh with the smallest `tensor` that fits with a margin, and all other devices along
+    `data`; on the largest `tensor` if none does.
+
+    **Raises** `ValueError` if the rows divide over no such mesh.
+    """
+    found = None
+    for tensor in (2**n for n in range(topology.domain.bit_length()) if topology.domain % 2**n == 0):
+        sizes = {"data": topology.devices // tensor, "tensor": tensor}
+        try:
+            found = Candidate(sizes, plan_decoding(make_model, sizes, topology, options, layout))
+        except ValueError as error:
+            reason = error
+            continue
+        if found.plan.fits_with_margin:
+            break
+    if found is None:
+        raise ValueError(f"no mesh of {topology} decodes {options.rows:,} rows: {reason}")
+    return found
