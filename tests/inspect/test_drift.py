@@ -96,6 +96,14 @@ def test_drift_on_a_mesh_is_that_of_one_device(options):
     assert parallel.loss == pytest.approx(serial.loss, rel=1e-5)
 
 
+def test_edits_are_refused():
+    model = make()
+    edited = zoo.patch(model, {"norm": jnp.abs})
+    for models in ((edited, "bfloat16"), (model, edited)):
+        with pytest.raises(ValueError, match=r"drift takes .* an edit of norm .* pass zoo.unpatch\(model\)"):
+            drift(models[0], make_batch(), models[1])
+
+
 def test_precision_that_is_not_lower_raises():
     with pytest.raises(ValueError, match="bfloat16 or float16, or a model, not float32"):
         drift(make(), make_batch(), "float32")

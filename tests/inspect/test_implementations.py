@@ -68,4 +68,6 @@ def test_table_raises_as_the_model_does(hybrid):
     named = zoo.set_implementations(hybrid, attention="cudnn")
     with pytest.raises(ValueError, match="'cudnn' cannot compute this, because it runs on GPU"):
         implementations(named, seq_len=32)
+    with pytest.raises(ValueError, match=r"implementations takes the model apart, and an edit of layers.1"):
+        implementations(zoo.patch(hybrid, {"layers.1": lambda x: x}), seq_len=32)
     assert format_ranges([0, 1, 2, 4]) == "0-2, 4"

@@ -42,6 +42,11 @@ def test_layers_that_cannot_be_kept_are_refused():
         keep_layers(model, [])
     with pytest.raises(TypeError, match="not with UnrolledStack"):
         keep_layers(swap_stack(model, lambda stack: stack.unstack()), [0])
+    edited = zoo.patch(model, {"layers.1": lambda x: 2 * x})
+    with pytest.raises(ValueError, match=r"keep_layers takes .* an edit of layers.1 .* pass zoo.unpatch\(model\)"):
+        keep_layers(edited, [1])
+    with pytest.raises(ValueError, match="replace_mixers takes the model apart, and an edit of layers.1"):
+        replace_mixers(edited, {0: copy_of(0)})
     config = json.loads((FIXTURES / "zamba2" / "config.json").read_text())
     assert config["num_mem_blocks"], "blocks of a Zamba 2 share their attention"
     with pytest.raises(NotImplementedError, match="depend on one another"):

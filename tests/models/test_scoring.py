@@ -42,7 +42,6 @@ def score_numpy(model, tokens, **options):
     return np.take_along_axis(log_p, np.asarray(tokens)[:, 1:, None], -1)[..., 0]
 
 
-@pytest.mark.slow  # weights/test_parity.py compares hidden states
 def test_hidden_states_equal_a_loop_over_layers(model):
     tokens = random_tokens((2, 9))
     states = zoo.hidden_states(model, tokens)
@@ -69,6 +68,33 @@ def test_hidden_states_equal_a_loop_over_layers(model):
     unrolled = swap_stack(model, lambda stack: stack.unstack())
     for state, other in zip(states, zoo.hidden_states(unrolled, tokens), strict=True):
         assert np.allclose(state, other, atol=1e-5)
+
+
+def test_hidden_states_of_an_edited_model_have_the_edits(model):
+    tokens = random_tokens((2, 9))
+    vector, rows = jax.random.normal(jax.random.key(5), (16,)), jax.random.normal(jax.random.key(6), (3, 16))
+    edits = {
+        "embedding": lambda x: 2 * x,
+        "layers.1": (jnp.add, vector),
+        "layers.*.attention.out": (jnp.add, rows),
+        "norm": lambda x: -x,
+    }
+    steered = zoo.patch(model, edits)
+
+    @eqx.filter_jit
+    def loop_over_layers(model, tokens):
+        x = 2 * model.embedding(tokens)
+        states = [x]
+        for layer, block in enumerate(model.stack.iter_blocks()):
+            x = x + block.mixer(block.mixer_norm(x), TokenInfo())[0] + rows[layer]
+            x = x + block.ffn(block.ffn_norm(x))[0] + (vector if layer == 1 else 0)
+            states.append(x)
+        return [*states[:-1], -model.norm(x)]
+
+    states = zoo.hidden_states(steered, tokens)
+    for state, expected in zip(states, loop_over_layers(model, tokens), strict=True):
+        np.testing.assert_allclose(state, expected, atol=1e-5)
+    np.testing.assert_allclose(model.logits(states[-1]), logits(steered, tokens), atol=1e-4)
 
 
 @pytest.mark.ci

@@ -22,6 +22,7 @@ from jaxtyping import Array, Float, Key
 from zoo.layers import TokenInfo
 from zoo.layers.token_info import batch_token_info
 from zoo.models import Decoder, Hidden
+from zoo.models.capture import refuse_edits
 from zoo.models.decoder import set_dropout_keys
 from zoo.models.loss import chunked_cross_entropy
 from zoo.models.scoring import unstack_blocks
@@ -105,10 +106,12 @@ def drift(
     router that chooses another expert for a rounded input makes a large error in its layer, which is not a rounding
     error.
 
-    **Raises** `ValueError` for a precision that is not below float32; `NotImplementedError` where `pipe` shards the
-    layers.
+    **Raises** `ValueError` for a precision that is not below float32 and for edits (`zoo.patch`);
+    `NotImplementedError` where `pipe` shards the layers.
     """
+    refuse_edits(model, "drift")
     if isinstance(low, Decoder):
+        refuse_edits(low, "drift")
         low_model = low
     else:
         low_model = cast(model, _check_dtype(low))

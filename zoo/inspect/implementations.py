@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from zoo.layers import TokenInfo
 from zoo.models import Decoder, Hidden, Stack, swap_stack
+from zoo.models.capture import refuse_edits
 from zoo.models.decoder import AbstractBlock, AbstractStack, LayerStates, UnrolledStack
 from zoo.models.loss import cross_entropy
 from zoo.models.stack import describe_loop
@@ -121,10 +122,11 @@ def implementations(
     - `decoding`: one token per row after a KV cache or state of `seq_len` tokens, instead of the loss of a batch.
 
     **Raises** `ValueError` as the model does for such a call: for an implementation that cannot compute it, with the
-    reason. Also for `platform` together with `mesh`.
+    reason. Also for `platform` together with `mesh`, and for edits (`zoo.patch`).
     """
     if platform is not None and mesh is not None:
         raise ValueError(f"a mesh has a platform: pass only the mesh, or platform={platform!r} without a mesh")
+    refuse_edits(model, "implementations")
     recorder = _Recorder()
 
     def call(model: Decoder, tokens: jax.Array) -> jax.Array:

@@ -143,6 +143,15 @@ def unpatch(model: _Model) -> _Model:
     return dataclasses.replace(model, edits=())
 
 
+def refuse_edits(model: Any, caller: str) -> None:
+    """**Raises** `ValueError` for a model with edits, which `caller` takes apart: no edit would find its value."""
+    if edits := getattr(model, "edits", ()):
+        raise ValueError(
+            f"{caller} takes the model apart, and an edit of {edits[0].name} acts in the whole model only: "
+            "pass zoo.unpatch(model)"
+        )
+
+
 def _make_edit(name: str, edit: Any) -> Edit:
     if isinstance(edit, tuple) and edit:
         function, *arrays = edit

@@ -11,6 +11,7 @@ import jax
 from zoo.layers import AbstractMixer
 from zoo.parallel import replace_option
 
+from .capture import refuse_edits
 from .decoder import AbstractBlock, Decoder
 from .segment import Segment, make_segments, number_structures, stack_trees
 from .stack import Stack, is_stack
@@ -49,10 +50,10 @@ def keep_layers(model: Decoder, layers: Sequence[int]) -> Decoder:
 
     All other parameters are the model's own. The result has no `origin`: it is saved as a model from scratch is.
 
-    **Raises** `ValueError` for no layers, and for a layer that the model does not have; `NotImplementedError` for a
-    model with layers that read what other layers computed or share parameters.
+    **Raises** `ValueError` for no layers, for a layer that the model does not have, and for edits (`zoo.patch`);
+    `NotImplementedError` for a model with layers that read what other layers computed or share parameters.
     """
-    blocks = _take_blocks(model)
+    blocks = _take_blocks(model, "keep_layers")
     layers = list(layers)
     if not layers:
         raise ValueError("layers is empty: at least one layer was expected")
@@ -73,11 +74,11 @@ def replace_mixers(
     All other parameters are the model's own, under their names; those of a mixer are named by its class. Layers are
     stacked anew: a pattern of equal layers is compiled once. The result has no `origin`, as a model from scratch.
 
-    **Raises** `ValueError` for a layer that the model does not have, `TypeError` for a layer without a mixer and for
-    anything but a mixer to replace one; `NotImplementedError` for a model with layers that read what other layers
-    computed or share parameters.
+    **Raises** `ValueError` for a layer that the model does not have and for edits (`zoo.patch`), `TypeError` for a
+    layer without a mixer and for anything but a mixer to replace one; `NotImplementedError` for a model with layers
+    that read what other layers computed or share parameters.
     """
-    blocks = _take_blocks(model)
+    blocks = _take_blocks(model, "replace_mixers")
     _check_layers(mixers, len(blocks))
     for layer, given in mixers.items():
         present = getattr(blocks[layer], "mixer", None)
@@ -90,8 +91,9 @@ def replace_mixers(
     return _restack(model, blocks)
 
 
-def _take_blocks(model: Decoder) -> list[AbstractBlock]:
-    """Return the block of each layer, of a model whose layers do not depend on one another."""
+def _take_blocks(model: Decoder, caller: str) -> list[AbstractBlock]:
+    """Return the block of each layer, of a model without edits whose layers do not depend on one another."""
+    refuse_edits(model, caller)
     stack = model.stack
     if not isinstance(stack, Stack):
         raise TypeError(f"a model with a Stack was expected, not with {type(stack).__name__}")

@@ -7,16 +7,17 @@ from jaxtyping import Array, Float
 from zoo._checks import check_chunk, check_tokens
 from zoo.layers import TokenInfo
 from zoo.layers.token_info import token_info
-from zoo.parallel import all_gather, gather, num_shards, shard
+from zoo.parallel import all_gather, num_shards, shard
 from zoo.parallel.tokens import replicate_tokens
 from zoo.shapes import PaddingMask, Positions, SegmentIds, Tokens
 
+from .capture import Capture
 from .decoder import AbstractBlock, Decoder, UnrolledStack, find_checkable_vocab
 from .encoders.image import ImageEncoder
 from .encoders.text import Encoder
 from .log_probs import map_targets
 from .loss import token_losses
-from .stack import Stack
+from .stack import Stack, swap_stack
 
 
 def hidden_states(
@@ -32,7 +33,7 @@ def hidden_states(
 
     These are layers + 1. For some families, such as Mamba and RWKV, transformers leaves out the first and appends the
     normalized one (`model.hidden_states_skip_embedding`). Parallel residual streams (Gemma 3n) are side by side here,
-    and the last is after the norm as well. Arguments are as for the model.
+    and the last is after the norm as well. Edits of a model (`zoo.patch`) are made. Arguments are as for the model.
     """
     check_tokens(tokens, find_checkable_vocab(model))
     info = token_info(tokens, mask=mask, segment_ids=segment_ids, positions=positions).mask_padding()
@@ -43,14 +44,13 @@ def hidden_states(
 def _compute_hidden_states(
     model: Decoder | Encoder, tokens: Tokens, info: TokenInfo
 ) -> tuple[Float[Array, "batch seq _"], ...]:
-    hidden = model.embed(tokens, info)
-    states = [hidden.x]
-    for number, block in enumerate(unstack_blocks(model)):
-        hidden, _ = gather(block)(hidden, info.fold_keys(number))
-        states.append(hidden.x)
+    blocks = unstack_blocks(model)
+    names = ("layers.0.input", *(f"layers.{number}" for number in range(len(blocks))))
+    unrolled = swap_stack(model, lambda stack: UnrolledStack(blocks))
+    (last, _), values = Capture(unrolled.hidden, names).run(tokens, info)
+    states = [replicate_tokens(values[name].array) for name in names]
     before = states[1:] if model.hidden_states_skip_embedding else states[:-1]
-    states = [*before, gather(model.norm)(states[-1])]
-    return tuple(map(replicate_tokens, states))
+    return (*before, last.x)
 
 
 def unstack_blocks(model: Decoder | Encoder | ImageEncoder) -> tuple[AbstractBlock, ...]:

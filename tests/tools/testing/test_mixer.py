@@ -125,3 +125,10 @@ def test_check_mixer_passes_attention_in_all_implementations():
     others = {"implementation": [reference_attention]}
     report = check_mixer(partial(Attention, 16, 4, kv_heads=2, window=3, sinks=True), implementations=others)
     assert "with implementation=reference_attention, and with 'auto'" in str(report)
+
+
+def test_a_decoder_with_edits_is_refused():
+    """The checks run the stack by itself, where edits of the model do nothing."""
+    make = lambda key: zoo.models.Transformer(vocab=8, embed=8, layers=1, heads=2, mlp=8, key=key)
+    with pytest.raises(ValueError, match="a check of a decoder takes the model apart, and an edit of norm"):
+        make_subject(zoo.patch(make(jax.random.key(0)), {"norm": lambda x: 2 * x}))

@@ -25,7 +25,7 @@ from zoo.models.encoders.text import Encoder
 from zoo.models.loss import cross_entropy
 from zoo.models.parameter_paths import to_snake_case
 from zoo.models.stack import is_stack
-from zoo.parallel import Mesh, replace_option, value_and_grad
+from zoo.parallel import Mesh, replace_option, value_and_grad, wrapped
 from zoo.parallel.rounds import split_rounds
 
 _COLLECTIVES = {
@@ -77,7 +77,7 @@ class TracedStep(NamedTuple):
 class _LabeledBlock(AbstractBlock):
     """A block whose collectives have a label in their name scopes."""
 
-    block: AbstractBlock
+    block: AbstractBlock = wrapped()
 
     label: int = eqx.field(static=True)
 

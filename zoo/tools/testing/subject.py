@@ -14,6 +14,7 @@ from jaxtyping import Array, Float
 from zoo.layers import AbstractMixer, TokenInfo
 from zoo.layers.abstract import check_sequence_sharding
 from zoo.models import Decoder, Hidden, list_parameter_paths
+from zoo.models.capture import refuse_edits
 from zoo.models.decoder import AbstractBlock
 from zoo.ops.platform import current_platform
 from zoo.parallel import Module, all_gather, gather, leaves, replace_option, trainable
@@ -83,12 +84,14 @@ class DecoderSubject(Subject):
 
 
 def make_subject(module: Any) -> Subject:
-    """Wrap a module. **Raises** `TypeError` for a module that is not a mixer, block or decoder."""
+    """Wrap a module. **Raises** `TypeError` for a module that is not a mixer, block or decoder, `ValueError` for a
+    decoder with edits (`zoo.patch`)."""
     if isinstance(module, AbstractMixer):
         return MixerSubject(module)
     if isinstance(module, AbstractBlock):
         return BlockSubject(module)
     if isinstance(module, Decoder):
+        refuse_edits(module, "a check of a decoder")
         return DecoderSubject(module)
     raise TypeError(f"make(key=) returns a mixer, a block or a Decoder, and returned {type(module).__name__}")
 
