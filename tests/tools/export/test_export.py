@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import equinox as eqx
@@ -14,6 +15,7 @@ import pytest
 import zoo
 from tests.adapters.perturb import perturb
 from tests.processes import ROOT, make_environment
+from zoo.layers import MixtureOfBlockAttention, NativeSparseAttention
 
 FIXTURES = ROOT / "tests/fixtures"
 ROWS = 5
@@ -42,6 +44,13 @@ def write_decoder(model, folder: Path, **options) -> None:
     new = zoo.generate(model, jnp.asarray(prompts), mask=jnp.asarray(mask), max_new_tokens=NEW, length=LENGTH)
     logits = eqx.filter_jit(model)(jnp.asarray(tokens))
     np.savez(folder / "expected.npz", tokens=tokens, logits=logits, prompts=np.where(mask, prompts, -1), new=new)
+
+
+def make_sparse():
+    """A layer of each kind of attention to chosen blocks of keys."""
+    options = {"heads": 4, "kv_heads": 2, "block": 2, "top": 2}
+    pattern = [partial(NativeSparseAttention, window=3, **options), partial(MixtureOfBlockAttention, **options)]
+    return zoo.models.Hybrid(vocab=32, embed=16, layers=2, pattern=pattern, mlp=16, key=jax.random.key(0))
 
 
 def write_encoder(name: str, folder: Path) -> None:
@@ -75,6 +84,7 @@ def write_results(folder: Path, inputs: dict, result) -> None:
 
 CASES = {
     "hybrid": lambda folder: write_decoder(load_with_lora("jamba"), folder),
+    "chosen blocks": lambda folder: write_decoder(make_sparse(), folder),
     "text encoder": lambda folder: write_encoder("bert_texts", folder),
     "windows": lambda folder: write_decoder(load_decoder("gemma3_text"), folder),
     "state space": lambda folder: write_decoder(load_decoder("mamba2"), folder),
@@ -90,7 +100,7 @@ CASES = {
     "image features": lambda folder: write_image_encoder("siglip_features", folder),
 }
 DEFAULT = ("hybrid", "text encoder")
-OTHER_KINDS = ("mixture", "several platforms", "image encoder")
+OTHER_KINDS = ("mixture", "chosen blocks", "several platforms", "image encoder")
 OTHERS = tuple(name for name in CASES if name not in DEFAULT + OTHER_KINDS)
 
 

@@ -119,6 +119,12 @@ def test_models_that_cannot_be_exported_are_refused(model, tmp_path, no_type_che
 
     with pytest.raises(NotImplementedError, match="the model calls a Python function"):
         zoo.export(zoo.set_implementations(model, attention=print_scores), tmp_path, seq_len=4, batch=1)
+
+    def loop_over_rows(query, *args, **options):
+        return jnp.stack([query[row] for row in range(len(query))])
+
+    with pytest.raises(ValueError, match="symbolic ones do not allow: pass batch and seq_len as numbers"):
+        zoo.export(zoo.set_implementations(model, attention=loop_over_rows), tmp_path, seq_len=4)
     assert not any(tmp_path.iterdir())
 
 

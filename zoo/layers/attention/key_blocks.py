@@ -63,7 +63,7 @@ class BlockCache(Module):
 
         def update(cached: Array, ring: Array, compress: Compress) -> Array:
             made = compress(_take_slots(ring, slots, tokens))
-            rows = jnp.arange(len(blocks))[:, None]
+            rows = jnp.arange(blocks.shape[0])[:, None]
             return cached.at[rows, :, blocks].set(made.astype(cached.dtype), mode="drop")
 
         block_values = self.value
@@ -80,7 +80,7 @@ def _take_slots(
 ) -> Float[Array, "batch blocks size kv_heads dim"]:
     """Return the contents of slots of a cache, from the devices that have them."""
     local = ring.shape[2]
-    index = slots.reshape(len(slots), 1, -1, 1) - shard_offset(cache.positions, "slots", local)
+    index = slots.reshape(slots.shape[0], 1, -1, 1) - shard_offset(cache.positions, "slots", local)
     is_local = (index >= 0) & (index < local)
     taken = jnp.take_along_axis(ring, jnp.clip(index, 0, local - 1), axis=2)
     taken = reduce(jnp.where(is_local, taken, 0), over="slots")

@@ -195,7 +195,7 @@ class NativeSparseAttention(AbstractMixer):
             return scores
         # The key head is on several devices, each with some of its query heads.
         every = all_gather(scores, "heads", axis=1)
-        groups = every.reshape(len(every), -1, self.attention.group // heads, *every.shape[2:]).sum(2)
+        groups = every.reshape(every.shape[0], -1, self.attention.group // heads, *every.shape[2:]).sum(2)
         return lax.dynamic_slice_in_dim(groups, shard_offset(query, "heads", heads) // self.attention.group, 1, axis=1)
 
     def mix_branches(
@@ -212,7 +212,7 @@ class NativeSparseAttention(AbstractMixer):
         selects, and of the window. `attend` is the attention to tokens."""
         options = {"implementation": self.attention.implementation, **self.attention.score_options()}
         seen = places.see_whole(blocks[0].shape[1])
-        seen = jnp.broadcast_to(seen, (len(query), *seen.shape[1:]))
+        seen = jnp.broadcast_to(seen, (query.shape[0], *seen.shape[1:]))
         compressed = attention(query, *blocks, AttentionMask(False, selected=seen), **options)
         selected = attend(query, *tokens, mask, **options)
         recent = dataclasses.replace(mask, selected=None, window=self.window)

@@ -70,7 +70,7 @@ def split_into_blocks(
     index = jnp.arange(x.shape[1])
     ends = jnp.sort(jnp.where(places.is_last, index, x.shape[1]), axis=1)[:, :blocks]
     tokens = jnp.clip(ends[..., None] - jnp.arange(size)[::-1], 0, x.shape[1] - 1)
-    chosen = jnp.take_along_axis(x, tokens.reshape(len(x), -1, *[1] * (x.ndim - 2)), axis=1)
+    chosen = jnp.take_along_axis(x, tokens.reshape(x.shape[0], -1, *[1] * (x.ndim - 2)), axis=1)
     return chosen.reshape(*tokens.shape, *x.shape[2:])
 
 
@@ -103,7 +103,7 @@ def score_probabilities(
     kv_heads = block_keys.shape[2]
     mask = AttentionMask(False, selected=_broadcast_rows(places.see_whole(block_keys.shape[1]), query))
     probabilities = attention_probabilities(query, block_keys, mask, scale=scale, soft_cap=soft_cap)
-    return probabilities.reshape(len(query), kv_heads, -1, *probabilities.shape[2:]).sum(2)
+    return probabilities.reshape(query.shape[0], kv_heads, -1, *probabilities.shape[2:]).sum(2)
 
 
 def select_blocks(
@@ -137,7 +137,7 @@ def select_keys(
     chosen: Bool[Array, "batch groups query_seq blocks"], key_blocks: Int[Array, "rows key_seq"]
 ) -> Bool[Array, "batch groups query_seq key_seq"]:
     """Return the keys that are in chosen blocks, for `AttentionMask.selected`; causality and segments mask the rest."""
-    index = jnp.broadcast_to(key_blocks, (len(chosen), key_blocks.shape[1]))[:, None, None]
+    index = jnp.broadcast_to(key_blocks, (chosen.shape[0], key_blocks.shape[1]))[:, None, None]
     return jnp.take_along_axis(chosen, index, axis=3, mode="clip")
 
 

@@ -131,7 +131,9 @@ def _tracing_for(platforms: Sequence[str], mesh: Mesh | None) -> Iterator[None]:
             stack.enter_context(stand_in_platform(platform))
         try:
             yield
-        except InconclusiveDimensionOperation as error:
+        except (InconclusiveDimensionOperation, TypeError) as error:
+            if isinstance(error, TypeError) and "_DimExpr" not in str(error):  # len() and range() of a symbolic number
+                raise
             raise ValueError(
                 "the model computes with the numbers of rows and tokens in ways that symbolic ones do not allow: pass "
                 f"batch and seq_len as numbers ({str(error).splitlines()[0]})"
