@@ -22,6 +22,7 @@ from zoo.models.hf.families import FAMILIES
 from zoo.models.hf.spec import replace_ending
 from zoo.models.scoring import unstack_blocks
 from zoo.tools.parity.checkpoint import compare_checkpoint, read_expectations
+from zoo.weights.safetensors import CheckpointError
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "encoders"
 QUICK = ("bert_texts", "deberta_masked", "dinov3_features")
@@ -88,6 +89,10 @@ def test_published_bert_names_are_read_and_written(tmp_path: Path):
     saved = load_file(tmp_path / "again" / "model.safetensors")
     assert saved.keys() == published.keys()
     assert all(saved[name].tobytes() == published[name].tobytes() for name in saved)
+    name = "bert.embeddings.LayerNorm"
+    save_file(published | {f"{name}.weight": np.ones(16, np.float32)}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=rf"{name}\.gamma and {name}\.weight are one tensor, by two names"):
+        zoo.load(tmp_path)
 
 
 def test_published_albert_is_read_and_written(tmp_path: Path):

@@ -171,6 +171,9 @@ def resolve_checkpoint(
         raise CheckpointError(f"{config_location}{error}") from None
     tensors, aside = split_left_aside(tensors, family, config, wrapping)
     older_names = tuple(name for name in tensors if replace_ending(name, family.older_endings) != name)
+    for name in older_names:
+        if (newer := replace_ending(name, family.older_endings)) in tensors:
+            raise CheckpointError(f"{location}: {name} and {newer} are one tensor, by two names: leave one of them out")
     tensors = {replace_ending(name, family.older_endings): tensor for name, tensor in tensors.items()}
     if decode:
         tensors = unpack_mxfp4(tensors, location)

@@ -17,12 +17,15 @@ from zoo.models.hf.spec import Config, Family
 
 from . import gemma2, llama
 
+_SOFT_CAP = "attn_logit_softcapping"
+"""A key of Gemma 2, which transformers' Gemma 3 takes and does not apply."""
+
 
 def _build_gemma3_text(config: Config, *, key: Key[Array, ""]) -> Decoder:
     types = read_layer_types(config, list_patterned_types(config))
     windows = list_layer_windows(types, config["sliding_window"])
     rotaries = build_layer_rotaries(config, types)
-    options = {**gemma2.read_score_options(config), "qk_norm": make_head_norm_factory(config, offset=1.0)}
+    options = {**gemma2.read_score_options(Config(config, **{_SOFT_CAP: None})), "qk_norm": make_head_norm_factory(config, offset=1.0)}
     mixers = make_layerwise_attention_factories(config, windows, rotaries, **options)
     return gemma2.build_sandwich_decoder(config, mixers, key=key)
 
@@ -33,14 +36,13 @@ GEMMA3_TEXT = Family(
     build=_build_gemma3_text,
     names=gemma2.map_gemma2_names,
     defaults={
-        **gemma2.DEFAULTS,
+        **{key: value for key, value in gemma2.DEFAULTS.items() if key != _SOFT_CAP},
         "vocab_size": 262208,
         "max_position_embeddings": 131072,
         "rope_parameters": {
             "sliding_attention": {"rope_theta": 10000.0},
             "full_attention": {"rope_theta": 1000000.0},
         },
-        "attn_logit_softcapping": optional_number(),
         "final_logit_softcapping": optional_number(),
         "sliding_window_pattern": Default(6, WINDOW_PATTERN),
         "sliding_rope_theta": optional_number(),
@@ -51,6 +53,6 @@ GEMMA3_TEXT = Family(
         "rope_local_base_freq": "sliding_rope_theta",
     },
     required_values=gemma2.GEMMA2.required_values,
-    ignored_keys=gemma2.GEMMA2.ignored_keys,
+    ignored_keys=gemma2.GEMMA2.ignored_keys | {_SOFT_CAP},
     ignored_tensors=llama.LLAMA.ignored_tensors,
 )
