@@ -127,6 +127,17 @@ def test_config_required_values_are_enforced_unless_ignored(family):
         assert read_config(family, {key: "anything"}) == read_config(family, {})
 
 
+@pytest.mark.parametrize(
+    ("name", "key", "value"), [("gemma3_text", "attn_logit_softcapping", 0.5), ("lara_mini", "intermediate_size", 24)]
+)
+def test_config_keys_that_transformers_takes_and_does_not_read(name, key, value):
+    family = FAMILIES[name]
+    assert read_config(family, {key: value}) == read_config(family, {})
+    assert all(
+        getattr(block.mixer, "soft_cap", None) is None for block in build(family, small(family)).stack.iter_blocks()
+    )
+
+
 def test_config_ignored_keys_keep_their_defaults():
     llama = FAMILIES["llama"]
     for key, value in (("rms_norm_eps", "x"), ("vocab_size", 7), ("rope_scaling", {"type": "su"}), ("rope_theta", 5.0)):
@@ -260,6 +271,8 @@ def test_config_without_windows_needs_no_pattern(pattern):
     assert [block.mixer.window for block in model.stack.iter_blocks()] == [None] * given["num_hidden_layers"]
     with pytest.raises(ConfigError, match=f"sliding_window_pattern = {pattern} should be a whole number above 0"):
         read_config(family, given | {"sliding_window": 4})
+    with pytest.raises(ConfigError, match=f"^_sliding_window_pattern = {pattern} should be a whole number above 0"):
+        read_config(FAMILIES["cohere2"], {"_sliding_window_pattern": pattern})
 
 
 def test_config_suggests_to_ignore_only_what_can_be_ignored():

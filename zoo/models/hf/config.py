@@ -96,9 +96,9 @@ def read_config(family: Family, given: Mapping[str, Any], *, ignore: Collection[
             errors.append(f"{key} = {shorten_repr(value)} is not a key of {family.name} that we know{suggestion}")
             can_be_ignored = True
     if not config.get("sliding_window_pattern", 1) and config.get("sliding_window") is not None:
+        key = read_from.get("sliding_window_pattern", "sliding_window_pattern")
         errors.append(
-            f"sliding_window_pattern = {config['sliding_window_pattern']} should be a whole number above 0: there is a "
-            "sliding_window"
+            f"{key} = {config['sliding_window_pattern']} should be a whole number above 0: there is a sliding_window"
         )
     if "rope_parameters" in family.defaults:
         try:

@@ -12,6 +12,9 @@ import zoo
 from tests.layers.random_layers import activations, randomize, relative_error
 from zoo.layers import GatedMLP, RMSNorm, TokenInfo
 from zoo.models.decoder import Hidden
+from zoo.models.hf.builders import set_by_layer
+from zoo.models.hf.config import read_config
+from zoo.models.hf.families import FAMILIES
 from zoo.models.hf.families.gemma3n_text_layers import AltUp, AltUpBlock, AltUpInputs, AltUpNorm, GaussianTopK, Laurel
 from zoo.ops.activations import gaussian_top_k, gelu_tanh
 
@@ -80,6 +83,23 @@ def test_streams_have_the_magnitude_of_the_embedding():
 def test_laurel_equals_formula():
     laurel, x = randomize(lambda key: Laurel(EMBED, 2, make_norm, key=key)), activations(1, 2, EMBED)
     assert relative_error(laurel(x), x + laurel.norm(x @ laurel.left.weight.T @ laurel.right.weight.T)) < 1e-5
+
+
+def test_a_corrected_stream_is_scaled_only_if_the_config_says_so():
+    """Without the scale, its values in the file change nothing, as in transformers."""
+    family = FAMILIES["gemma3n_text"]
+    given = {"vocab_size": 8, "vocab_size_per_layer_input": 8, "hidden_size": EMBED, "intermediate_size": 8}
+    given |= {"num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 4}
+    given |= {"hidden_size_per_layer_input": WIDTH, "num_kv_shared_layers": 0, "altup_num_inputs": 2, "laurel_rank": 2}
+    scaled, plain = (
+        family.build(read_config(family, given | {"altup_correct_scale": scales}), key=jax.random.key(0))
+        for scales in (True, False)
+    )
+    stretch = lambda model: set_by_layer(model, "altup.output_scale", lambda layer: jnp.full(EMBED, 1.5))
+    run = eqx.filter_jit(lambda *models: [model(jnp.arange(5)[None]) for model in models])
+    expected, stretched, unscaled = run(scaled, stretch(scaled), stretch(plain))
+    np.testing.assert_allclose(unscaled, expected, rtol=1e-5, atol=1e-5)
+    assert jnp.abs(stretched - expected).max() > 1e-3
 
 
 def test_block_refuses_hidden_states_of_other_decoders():

@@ -3,7 +3,7 @@ embedding; a QKV projection that is fused per head."""
 
 from jaxtyping import Array, Key
 
-from zoo.models.decoder import Decoder
+from zoo.models.decoder import Block, Decoder
 from zoo.models.hf.builders import (
     build_config_decoder,
     make_layer_norm_factory,
@@ -12,6 +12,7 @@ from zoo.models.hf.builders import (
 from zoo.models.hf.spec import Config, Family, NameMap, fused, prefixed
 
 from . import mpt
+from .minimax_layers import NormedResidualBlock
 
 
 def _build_bloom(config: Config, *, key: Key[Array, ""]) -> Decoder:
@@ -19,7 +20,8 @@ def _build_bloom(config: Config, *, key: Key[Array, ""]) -> Decoder:
     mixer = mpt.make_alibi_factory(config, bias=True, out_bias=True)
     layers = [(mixer, make_mlp_factory(config))] * config["num_hidden_layers"]
     norm = make_layer_norm_factory(config)
-    return build_config_decoder(config, layers, norm, embedding_norm=norm, key=key)
+    block = NormedResidualBlock if config["apply_residual_connection_post_layernorm"] else Block
+    return build_config_decoder(config, layers, norm, embedding_norm=norm, block=block, key=key)
 
 
 def _map_bloom_names(config: Config) -> NameMap:
@@ -46,6 +48,7 @@ BLOOM = Family(
         "num_attention_heads": 8,
         "layer_norm_eps": 1e-5,
         "tie_word_embeddings": True,
+        "apply_residual_connection_post_layernorm": False,
     },
     aliases={
         "n_embed": "hidden_size",
@@ -54,7 +57,6 @@ BLOOM = Family(
         "layer_norm_epsilon": "layer_norm_eps",
     },
     required_values={
-        "apply_residual_connection_post_layernorm": (False,),
         "n_inner": (None,),
         "layer_norm_eps": (None,),  # transformers does not read this key
     },

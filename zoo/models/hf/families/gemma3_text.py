@@ -17,15 +17,13 @@ from zoo.models.hf.spec import Config, Family
 
 from . import gemma2, llama
 
-_SOFT_CAP = "attn_logit_softcapping"
-"""A key of Gemma 2, which transformers' Gemma 3 takes and does not apply."""
-
 
 def _build_gemma3_text(config: Config, *, key: Key[Array, ""]) -> Decoder:
     types = read_layer_types(config, list_patterned_types(config))
     windows = list_layer_windows(types, config["sliding_window"])
     rotaries = build_layer_rotaries(config, types)
-    options = {**gemma2.read_score_options(Config(config, **{_SOFT_CAP: None})), "qk_norm": make_head_norm_factory(config, offset=1.0)}
+    options = gemma2.read_score_options(Config(config, attn_logit_softcapping=None))
+    options["qk_norm"] = make_head_norm_factory(config, offset=1.0)
     mixers = make_layerwise_attention_factories(config, windows, rotaries, **options)
     return gemma2.build_sandwich_decoder(config, mixers, key=key)
 
@@ -36,7 +34,7 @@ GEMMA3_TEXT = Family(
     build=_build_gemma3_text,
     names=gemma2.map_gemma2_names,
     defaults={
-        **{key: value for key, value in gemma2.DEFAULTS.items() if key != _SOFT_CAP},
+        **{key: value for key, value in gemma2.DEFAULTS.items() if key != "attn_logit_softcapping"},
         "vocab_size": 262208,
         "max_position_embeddings": 131072,
         "rope_parameters": {
@@ -53,6 +51,7 @@ GEMMA3_TEXT = Family(
         "rope_local_base_freq": "sliding_rope_theta",
     },
     required_values=gemma2.GEMMA2.required_values,
-    ignored_keys=gemma2.GEMMA2.ignored_keys | {_SOFT_CAP},
+    # transformers takes a soft cap of attention for Gemma 3, too, and does not apply it
+    ignored_keys=gemma2.GEMMA2.ignored_keys | {"attn_logit_softcapping"},
     ignored_tensors=llama.LLAMA.ignored_tensors,
 )

@@ -61,7 +61,7 @@ def _build_gemma3n_text(config: Config, *, key: Key[Array, ""]) -> Decoder:
 
     options = {
         "parts": {
-            "altup": partial(AltUp, embed, streams, norm, active=active),
+            "altup": partial(AltUp, embed, streams, norm, active=active, scales_output=config["altup_correct_scale"]),
             "laurel": partial(Laurel, embed, config["laurel_rank"], norm),
             "inputs": partial(LayerInputProjection, embed, width, norm, find_activation(config)),
         },
@@ -146,6 +146,7 @@ GEMMA3N_TEXT = Family(
         "num_kv_shared_layers": non_negative(15),
         "altup_num_inputs": Default(4, _NUM_INPUTS),
         "altup_active_idx": non_negative(0),
+        "altup_correct_scale": True,
         "laurel_rank": 64,
         "activation_sparsity_pattern": Default(None, optional(list_of(_SPARSITY))),
     },
@@ -154,7 +155,7 @@ GEMMA3N_TEXT = Family(
         "intermediate_size": "intermediate_size_by_layer",
         "rope_local_base_freq": "sliding_rope_theta",
     },
-    required_values={"hidden_act": (None, "gelu_pytorch_tanh"), "altup_correct_scale": (True,)},
+    required_values={"hidden_act": (None, "gelu_pytorch_tanh")},
     # coefficients are clipped only in training, and scores are not scaled, whatever the file says
     ignored_keys=frozenset({"altup_coef_clip", "altup_lr_multiplier", "query_pre_attn_scalar"}),
     ignored_tensors=llama.LLAMA.ignored_tensors,

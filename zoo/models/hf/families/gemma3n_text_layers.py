@@ -90,7 +90,7 @@ class AltUp(Module):
         p_i = x_i + Σ_j P(m(x_a))_ij x_j          n x n coefficients P
         x_i = p_i + (1 + C(m(y))_i) (y - p_a)     for y = L(p_a), n coefficients C
 
-    A corrected stream that is read again is multiplied by `output_scale`.
+    A corrected stream that is read again is multiplied by `output_scale`, unless `scales_output` is False.
     """
 
     router: AbstractLinear
@@ -102,9 +102,17 @@ class AltUp(Module):
     streams: int = eqx.field(static=True)
     active: int = eqx.field(static=True)
     """Number of the stream that the layer computes."""
+    scales_output: bool = eqx.field(static=True)
 
     def __init__(
-        self, embed: int, streams: int, norm: Callable[[], AbstractNorm], *, active: int = 0, key: Key[Array, ""]
+        self,
+        embed: int,
+        streams: int,
+        norm: Callable[[], AbstractNorm],
+        *,
+        active: int = 0,
+        scales_output: bool = True,
+        key: Key[Array, ""],
     ):
         """`norm`: a factory of the norm ahead of the router. **Raises** `ValueError` unless `active` is a stream."""
         if not 0 <= active < streams:
@@ -117,6 +125,7 @@ class AltUp(Module):
         self.output_scale = jnp.ones(embed, jnp.float32)
         self.streams = streams
         self.active = active
+        self.scales_output = scales_output
 
     def predict(self, streams: _Streams) -> _Streams:
         """Return the predictions p of all streams."""
@@ -214,7 +223,9 @@ class AltUpBlock(AbstractBlock):
         fed = checkpoint_name(fed, "ffn_output")
         x = x + self.dropout(self.ffn_post_norm(fed), info, site=1)
         streams = self.altup.correct(predictions, x)
-        active = streams[:, :, self.altup.active] * self.altup.output_scale
+        active = streams[:, :, self.altup.active]
+        if self.altup.scales_output:
+            active = active * self.altup.output_scale
         added = self.inputs(active, hidden.take_inputs(self.inputs.width))
         streams = streams.at[:, :, 1:].add(added[:, :, None])
         decisions = hidden.decisions + routing

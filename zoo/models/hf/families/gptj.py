@@ -61,6 +61,7 @@ GPTJ = Family(
     },
     aliases={key: value for key, value in gpt2.GPT2.aliases.items() if key != "n_positions"},
     required_values={
+        # the head has a bias, and a head that is tied to the embedding has none in `zoo.models.Decoder`
         "tie_word_embeddings": (False,),
         "rotary": (True,),
         "scale_attn_weights": (True,),

@@ -92,6 +92,7 @@ LARA_MINI = Family(
         "num_experts_per_tok": 4,
         "norm_topk_prob": True,
     },
+    ignored_keys=frozenset({"intermediate_size"}),  # width of an MLP that no layer has
     ignored_tensors=llama.LLAMA.ignored_tensors,
     memory_names=_map_lara_mini_memory_names,
 )

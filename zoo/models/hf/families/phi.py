@@ -74,6 +74,7 @@ PHI = Family(
         "rope_parameters": {"rope_theta": 10000.0, "partial_rotary_factor": 0.5},
         "qk_layernorm": False,
     },
+    # the head has a bias, and a head that is tied to the embedding has none in `zoo.models.Decoder`
     required_values={"tie_word_embeddings": (False,)},
     ignored_tensors=llama.LLAMA.ignored_tensors,
 )
