@@ -53,6 +53,21 @@ def run_in_pieces(layer, x):
     return jnp.concatenate(outputs, axis=1)
 
 
+def test_padding_of_a_turn_forgets_nothing():
+    """A second turn that is padded on the left gives what the text at once does."""
+    layer, x = randomize(lambda key: ForgettingAttention(16, 4, rotary=ROTARY, key=key)), activations(2, 7, 16)
+
+    @eqx.filter_jit
+    def run(layer, x):
+        _, state = layer(x[:, :3], TokenInfo(jnp.broadcast_to(jnp.arange(3), (2, 3))), layer.init_state(2, 8))
+        padded = jnp.concatenate([7 * x[:, :2], x[:, 3:]], axis=1)
+        positions = jnp.broadcast_to(jnp.array([-1, -1, 3, 4, 5, 6]), (2, 6))
+        return layer(x, TokenInfo())[0], layer(padded, TokenInfo(positions), state)[0]
+
+    at_once, turn = run(layer, x)
+    assert relative_error(turn[:, 2:], at_once[:, 3:]) < 1e-5
+
+
 @pytest.mark.ci
 def test_forgetting_attention_equals_its_formula():
     layer = randomize(lambda key: ForgettingAttention(16, 4, kv_heads=2, rotary=ROTARY, **PRO, key=key))
