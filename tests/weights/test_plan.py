@@ -1,8 +1,10 @@
 """A family of a user's own: its name map, and a state dict of NumPy arrays."""
 
 import dataclasses
+import itertools
 from functools import partial
 
+import jax
 import numpy as np
 import pytest
 
@@ -10,6 +12,8 @@ import zoo
 from zoo.layers import MLP, Attention, RMSNorm
 from zoo.models import Family
 from zoo.models.hf.spec import either
+from zoo.parallel.rounds import split_rounds
+from zoo.weights.plan import plan_tensors
 
 
 def build(config, *, key):
@@ -46,6 +50,15 @@ def test_numpy_arrays_of_a_family_without_num_hidden_layers(tmp_path):
     zoo.save(model, tmp_path)
     again = zoo.load(tmp_path, family=OWN)
     assert (again.embedding.weight == state["tokens.weight"]).all()
+
+
+def test_layers_in_rounds_are_found_by_round_and_place():
+    """Two rounds of four layers: layer 5 is the second of the second round."""
+    model = split_rounds(build({"depth": 8}, key=jax.random.key(0)), 2)
+    plans = plan_tensors(model, NAMES)
+    found = [plans[f"blocks.{layer}.key.weight"].slices for layer in range(8)]
+    assert [piece.index for (piece,) in found] == list(itertools.product(range(2), range(4)))
+    assert {piece.shape for (piece,) in found} == {(8, 8)}
 
 
 def test_table_without_a_row_names_the_parameter():
