@@ -149,6 +149,22 @@ def test_a_star_stacks_the_layers_that_have_the_value():
         zoo.patch(model, {attention: jnp.zeros((3, 8, 8, 16))})(TOKENS)
 
 
+@pytest.mark.parametrize("loop", ["scan", "plain"])
+def test_a_row_of_an_edit_is_of_the_layer_at_its_place(loop):
+    """Of the layers that have the value, here 1 and 3."""
+    pattern = [partial(zoo.layers.GatedConvolution, conv_width=2), partial(zoo.layers.Attention, heads=2)]
+    model = zoo.models.Hybrid(vocab=32, embed=16, layers=4, pattern=pattern, mlp=16, key=KEY)
+    model = zoo.configure(model, loop=loop)
+    rows = jax.random.normal(jax.random.key(5), (2, 16))
+    name = "layers.*.attention.out"
+    names = (name, f"{name}.input")
+    _, seen = eqx.filter_jit(zoo.capture(zoo.patch(model, {name: (jnp.add, rows)}), *names))(TOKENS)
+    for place, layer in enumerate((1, 3)):
+        block = list(model.stack.iter_blocks())[layer]
+        expected = block.mixer.out(seen[f"{name}.input"][place]) + rows[place]
+        np.testing.assert_allclose(seen[name][place], expected, atol=2e-6)
+
+
 def test_patterns_name_several_fields(model):
     _, seen = zoo.capture(model, "layers.*.*_norm", "layers.0.gated_mlp.*")(TOKENS)
     mlp = {f"layers.0.gated_mlp.{name}" for name in ("input", "gate", "up", "down")}
@@ -306,6 +322,16 @@ def test_a_mesh_changes_no_value(model, expected, gradients, name):
     patched = zoo.place(zoo.patch(placed, seen), mesh)
     (again, _), grads = capture(patched, batch)
     assert float(again) == float(loss)
+
+
+def test_gradients_of_a_sharded_sequence_are_means_over_all_tokens(model, gradients):
+    mesh = zoo.make_mesh(data=1, context=2, devices=jax.devices()[:2])
+    names = ("layers.*", "norm")
+    run = zoo.capture_gradients(loss_fn, *names, mesh=mesh)
+    loss, _, found = run(zoo.place(model, mesh), zoo.place_batch(BATCH, mesh))
+    np.testing.assert_allclose(loss, gradients[0], rtol=1e-6)
+    for name in names:
+        np.testing.assert_allclose(np.asarray(found[name]), gradients[2][name], atol=2e-6, err_msg=name)
 
 
 def test_probabilities_on_a_mesh(model, expected):

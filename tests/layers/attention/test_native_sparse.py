@@ -39,6 +39,17 @@ def test_query_heads_on_several_devices_choose_together():
     check_mixer(CHECKED, meshes=[gathered(data=1, fsdp=2, tensor=4), gathered(data=2, context=4)])
 
 
+def test_query_heads_of_a_key_head_choose_together_on_a_mesh():
+    """On four devices, two of them share a key head; queries are large, so that their choices differ."""
+    layer = randomize(partial(NativeSparseAttention, 16, 4, kv_heads=2, block=2, top=2, window=1))
+    layer = eqx.tree_at(lambda node: node.attention.query.weight, layer, 9 * layer.attention.query.weight)
+    x = activations(1, 12, 16)
+    run = lambda layer, x: layer(x, TokenInfo())[0]
+    mesh = zoo.make_mesh(data=1, tensor=4, devices=jax.devices()[:4])
+    sharded = zoo.spmd(run, mesh, out="batch seq embed")(zoo.place(layer, mesh), x)
+    assert relative_error(sharded, eqx.filter_jit(run)(layer, x)) < 1e-5
+
+
 def test_compression_equals_formula():
     compress = randomize(lambda key: BlockCompression(3, 4, key=key))
     x = activations(2, 5, 3, 2, 4)
