@@ -324,7 +324,7 @@ def test_a_mesh_changes_no_value(model, expected, gradients, name):
     assert float(again) == float(loss)
 
 
-def test_gradients_of_a_sharded_sequence_are_means_over_all_tokens(model, gradients):
+def test_gradients_of_a_sharded_sequence_are_means_over_tokens(model, gradients):
     mesh = zoo.make_mesh(data=1, context=2, devices=jax.devices()[:2])
     names = ("layers.*", "norm")
     run = zoo.capture_gradients(loss_fn, *names, mesh=mesh)
