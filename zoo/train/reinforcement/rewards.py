@@ -16,8 +16,13 @@ RewardFunction = Callable[[Sequence[str], Sequence[Mapping[str, Any]]], Any]
 """A function `(texts, records) -> rewards`: a number for each sampled text. `records` has the record of each text's
 prompt: `prompt`, as the model has read it, and all further fields."""
 
-_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
-_PLAIN_NUMBER = re.compile(r"-?(?:0|[1-9][\d,]*)(?:\.\d+)?")
+_NUMBER = re.compile(
+    r"(?:(?<![\w)\]}])[-\u2212])?"  # after a digit, a name or a bracket, "-" subtracts or stands for "to"
+    r"(?:(?<!\d,)(?<!\d)[1-9]\d{0,2}(?:,\d{3})+(?!,?\d)(?:\.\d+)?"  # commas part thousands, or two numbers
+    r"|\d+(?:\.\d+)?|(?<![\w.])\.\d+)"
+    r"(?:[eE][-+]?\d{1,3}(?!\w))?"
+)
+_PADDED_NUMBER = re.compile(r"[-\u2212]?0\d")  # its zeros count, as in a code
 _SHOWN = 200
 """Characters of a prompt or text in a message."""
 
@@ -89,7 +94,8 @@ class Rewards:
 def match_answer(texts: Sequence[str], records: Sequence[Mapping[str, Any]]) -> list[float]:
     """Return 1 for a text that is the `answer` of its record, spaces around it aside, and 0 for others.
 
-    An answer that is a number is also met by a text whose last number equals it: "The sum is 1,042." for 1042.
+    An answer that is a number is also met by a text whose last number equals it: "The sum is 1,042." for 1042. Commas
+    part groups of three digits; otherwise they part numbers: the last of "5,6" is 6, and the last of "3-5" is 5.
 
     **Raises** `RewardError` for a record without `answer`.
     """
@@ -107,13 +113,13 @@ def _is_answer(text: str, answer: Any) -> bool:
     if text.strip() == wanted:
         return True
     numbers = _NUMBER.findall(text)
-    if not numbers or not _PLAIN_NUMBER.fullmatch(wanted):
+    if not numbers or not _NUMBER.fullmatch(wanted) or _PADDED_NUMBER.match(wanted):
         return False
     return _parse_number(numbers[-1]) == _parse_number(wanted)
 
 
 def _parse_number(number: str) -> Decimal:
-    return Decimal(number.replace(",", ""))
+    return Decimal(number.replace(",", "").replace("\u2212", "-"))
 
 
 def _parse_weight(weight: str, specification: str) -> float:
