@@ -60,7 +60,7 @@ def share_and_resume(model, rows, folder):
 
 def train_across_processes(process, processes, folder):
     """Return loss and norm of the gradient on meshes whose `pipe` (1F1B) or `context` (a ring) spans the processes;
-    save the parameters of the latter, in which two processes agree on the rest too."""
+    save the parameters of the latter, in which two processes agree on the rest too, and in two dtypes, sharded."""
     import jax
 
     import zoo
@@ -69,6 +69,8 @@ def train_across_processes(process, processes, folder):
     pipe, context = zoo.make_mesh(pipe=2, data=2, tensor=2), zoo.make_mesh(context=4, data=1, tensor=2)
     model = zoo.init(make_model, jax.random.key(0), context)
     zoo.save(model, folder)
+    sharded = zoo.init(make_model, jax.random.key(0), zoo.make_mesh(fsdp=8))
+    zoo.save(zoo.cast(sharded, "bfloat16"), Path(folder) / "mixed", shard_bytes=1000)
     results = {
         "pipe": compute_loss_and_norm(pipe, microbatches=2, schedule=Schedule("1f1b")),
         "context": compute_loss_and_norm(context),
@@ -231,6 +233,10 @@ def test_pipe_and_context_cross_the_processes(tmp_path):
     model = eqx.filter_jit(make_model)(jax.random.key(0))
     for saved, made in zip(*map(jax.tree.leaves, (zoo.load(folder), model)), strict=True):
         np.testing.assert_allclose(saved, made, rtol=1e-5, atol=1e-6)  # another program
+    mixed = zoo.load(folder / "mixed")
+    assert {x.dtype.name for x in jax.tree.leaves(mixed)} == {"bfloat16", "float32"}
+    for saved, made in zip(*map(jax.tree.leaves, (mixed, model)), strict=True):
+        np.testing.assert_allclose(np.float32(saved), made, rtol=2**-7, atol=1e-6)
 
 
 if __name__ == "__main__":

@@ -239,12 +239,17 @@ def write_safetensors(path: Path, specs: Mapping[str, tuple[tuple[int, ...], np.
         write_tensors(create(path.name), specs, tensor)
 
 
+def order_tensors(specs: Mapping[str, tuple[tuple[int, ...], np.dtype]]) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
+    """Return the (shape, dtype) of tensors in the order of a file: by dtype, then by name."""
+    return dict(sorted(specs.items(), key=lambda item: (_DTYPE_ORDER.index(_DTYPE_CODES[item[1][1]]), item[0])))
+
+
 def write_tensors(file: BinaryIO, specs: Mapping[str, tuple[tuple[int, ...], np.dtype]], tensor: Callable) -> None:
     """Write tensors with these (shape, dtype) to an open file, byte for byte as `safetensors` does.
 
     `tensor(name)` returns the data; it is called once per tensor, in the file's order, so one is in memory at a time.
     """
-    specs = dict(sorted(specs.items(), key=lambda item: (_DTYPE_ORDER.index(_DTYPE_CODES[item[1][1]]), item[0])))
+    specs = order_tensors(specs)
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, (shape, dtype) in specs.items():

@@ -34,7 +34,7 @@ from .formats.pack import drop_quantization_if_plain, pack_like, unpack_exported
 from .left_aside import LeftAside, check_source, open_left_aside
 from .model_card import describe_model, name_base, write_model_card
 from .plan import list_callers, plan_tensors, strip_base_prefix
-from .safetensors import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, CheckpointError, write_tensors
+from .safetensors import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, CheckpointError, order_tensors, write_tensors
 from .sentence_files import list_saved_files
 from .tokenizer_files import copy_tokenizer, has_tokenizer
 
@@ -349,8 +349,9 @@ def _write_checkpoint(
             reader = "AutoModelForSequenceClassification" if isinstance(model, SequenceScore) else "AutoModel"
             write_model_card(directory, describe_model(origin.family.name, base, reader))
     else:
-        for name in specs:  # take part in the all-gather of each tensor
-            tensor(name)
+        for names in shards:  # take part in the all-gather of each tensor, in the order in which the first one writes
+            for name in order_tensors({name: specs[name] for name in names}):
+                tensor(name)
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices("zoo.save")  # no process loads before all files are written
 
