@@ -1,5 +1,9 @@
 """Arrays of rows that are computed once: next to the tokens, in the order of the rows, whole or not there."""
 
+import gc
+from functools import partial
+
+import equinox as eqx
 import jax
 import numpy as np
 import pytest
@@ -7,7 +11,7 @@ import pytest
 import zoo
 from zoo import train
 from zoo.text.tokenizers import ByteTokenizer
-from zoo.train.stored_arrays import RowsWithArrays, store_arrays
+from zoo.train.stored_arrays import RowsWithArrays, UnidentifiedError, identify_model, store_arrays
 
 TEXTS = [{"text": chr(97 + number % 26) * (number + 2)} for number in range(20)]
 
@@ -83,3 +87,48 @@ def test_parts_of_a_mixture_keep_their_arrays(data, tmp_path):
 def test_arrays_of_other_rows_are_refused():
     with pytest.raises(ValueError, match="x has 2 rows for 3 rows"):
         RowsWithArrays([{}, {}, {}], {"x": np.zeros((2, 4))})
+
+
+class Setting(zoo.parallel.Module):
+    """A module from outside of the libraries."""
+
+
+def test_models_are_told_apart_by_what_they_are():
+    make = partial(zoo.models.Transformer, vocab=16, embed=16, layers=1, heads=2, mlp=16, key=jax.random.key(0))
+    model = make()
+    adapted = zoo.adapters.lora(model, rank=2, key=jax.random.key(0))
+    ramp = np.arange(16, dtype=np.float32)
+    others = [
+        model,
+        [model, jax.nn.relu],
+        [model, partial(jax.nn.gelu, approximate=True)],
+        [model, partial(jax.nn.gelu, approximate=False)],
+        [model, ramp],
+        [model, 2 * ramp],
+        adapted,
+        eqx.combine(jax.tree.map(lambda x: x + 1, zoo.trainable(adapted)), adapted),
+    ]
+    identities = [identify_model(other) for other in others]
+    assert all(identities.count(identity) == 1 for identity in identities)
+    assert identify_model([make(), jax.nn.relu]) == identities[1]
+    for unknown in (lambda x: x, partial(lambda x: x), double, Setting(), "x".join):
+        with pytest.raises(UnidentifiedError, match="which may change"):
+            identify_model([model, unknown])
+
+
+def double(x):
+    return 2 * x
+
+
+def test_arrays_of_a_model_that_cannot_be_told_apart_are_not_kept(data, tmp_path, caplog):
+    mesh = zoo.make_mesh(devices=jax.devices()[:1])
+    options = {"name": "teacher", "identity": "a", "batch_size": 4, "folder": tmp_path / "stored"}
+    compute = Compute()
+    for _ in range(2):
+        stored = store_arrays(data, compute, mesh, model=[lambda x: x], **options)
+        check_rows(stored.train)
+    assert compute.calls == 2 * -(-len(data.train.rows) // 4)
+    assert "<lambda> of tests.train.test_stored_arrays, which may change: the teacher reads all" in caplog.text
+    del stored
+    gc.collect()
+    assert not list((tmp_path / "stored").iterdir())

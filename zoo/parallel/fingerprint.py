@@ -39,9 +39,14 @@ def fingerprint_arrays(tree: PyTree) -> dict[str, str]:
     - Each device hashes its shards, so only eight bytes per array are communicated. One program per array, because XLA
       materializes the summands on CPUs.
     """
-    frozen = map_leaves(_drop_trained, eqx.filter(tree, eqx.is_array))
-    arrays = {leaf.name: x for leaf, x in zip(leaves(frozen), jax.tree.leaves(frozen), strict=True)}
-    in_rounds = [has_rounds(leaf) for leaf in leaves(frozen)]
+    return fingerprint_all_arrays(map_leaves(_drop_trained, eqx.filter(tree, eqx.is_array)))
+
+
+def fingerprint_all_arrays(tree: PyTree) -> dict[str, str]:
+    """Map the path of every array to what `fingerprint_arrays` does, adapters and statistics included."""
+    tree = eqx.filter(tree, eqx.is_array)
+    arrays = {leaf.name: x for leaf, x in zip(leaves(tree), jax.tree.leaves(tree), strict=True)}
+    in_rounds = [has_rounds(leaf) for leaf in leaves(tree)]
     sums = jax.device_get([hash_array(x, has) for x, has in zip(arrays.values(), in_rounds, strict=True)])
     shapes = [x.shape for x in arrays.values()]
     shapes = [_merge_shape(shape) if has else shape for shape, has in zip(shapes, in_rounds, strict=True)]

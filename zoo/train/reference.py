@@ -17,9 +17,9 @@ from zoo.models import Decoder, log_probs
 from zoo.parallel import Mesh, cast, leaves, spmd
 from zoo.text.records import Records
 
-from .stored_arrays import identify_model, store_arrays
+from .stored_arrays import store_arrays
 
-_VERSION = 1  # raised whenever the format of a store changes, or how its numbers are computed
+_VERSION = 2  # raised whenever the format of a store changes, or how its numbers are computed
 
 
 def precompute_reference(
@@ -38,7 +38,8 @@ def precompute_reference(
     - `dtype`: of the computation. Take that of training, or the log-ratios begin further from 0.
     - `cache`: a folder for the numbers, in subfolders named by hashes of the rows, of the model's parameters and
       settings, and of `dtype`: another model has another subfolder. By default `equizoo/references` in the user's cache
-      folder. Several processes share it.
+      folder. Several processes share it. A model with functions or classes of your own, such as an edit of `zoo.patch`,
+      cannot be told from another: its numbers are computed in each run, with a line in the log, and deleted at the end.
 
     A pass that ends early leaves nothing to train on.
 
@@ -55,7 +56,8 @@ def precompute_reference(
         lambda batch: compute(model, batch),
         mesh,
         name="reference",
-        identity=[_VERSION, identify_model(model), dtype],
+        model=model,
+        identity=[_VERSION, dtype],
         batch_size=batch_size,
         folder=Path(cache or user_cache_folder() / "references"),
         splits=("train", "validation"),

@@ -19,10 +19,10 @@ from zoo.parallel import Mesh, cast, spmd
 from zoo.text.records import Records
 
 from .objectives.distillation import TopK, top_k_log_probs
-from .stored_arrays import identify_model, store_arrays
+from .stored_arrays import store_arrays
 
 _NAMES = {"teacher_ids": "ids", "teacher_log_probs": "log_probs"}
-_VERSION = 1  # raised whenever the format of a store changes, or how its numbers are computed
+_VERSION = 2  # raised whenever the format of a store changes, or how its numbers are computed
 
 
 def store_top_k(
@@ -47,7 +47,8 @@ def store_top_k(
     - `temperature`, `vocab`: as in `zoo.train.objectives.distillation`; the loss takes the same ones.
     - `dtype`: of the computation.
     - `cache`: a folder for the arrays, in subfolders named by hashes of the rows, of the teacher's parameters and
-      settings, and of these options. By default `equizoo/teachers` in the user's cache folder.
+      settings, and of these options. By default `equizoo/teachers` in the user's cache folder. Of a teacher with
+      functions or classes of your own, as for `precompute_reference`, they are deleted at the end of the program.
 
     A pass that ends early leaves nothing to train on. Several processes share the folder.
 
@@ -55,12 +56,13 @@ def store_top_k(
     """
     options = {"temperature": temperature, "vocab": vocab}
     find = spmd(partial(_find_top_k, k=k, dtype=dtype, **options), mesh, out=dict.fromkeys(_NAMES, "batch seq top"))
-    identity = [_VERSION, identify_model(teacher), k, options, dtype]
+    identity = [_VERSION, k, options, dtype]
     return store_arrays(
         data,
         lambda batch: find(teacher, batch),
         mesh,
         name="teacher",
+        model=teacher,
         identity=identity,
         batch_size=batch_size,
         folder=Path(cache or user_cache_folder() / "teachers"),
