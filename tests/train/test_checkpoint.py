@@ -24,7 +24,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import zoo
 from zoo.parallel import Layout
-from zoo.train import Checkpoints
+from zoo.train import Checkpoints, checkpoint
 from zoo.train.array_names import describe_arrays, flatten_with_names
 from zoo.train.checkpoint import diff_configs
 
@@ -225,7 +225,7 @@ def test_checkpoint_survives_a_kill_while_saving(tmp_path, caplog):
     program = f"""
         import os, jax.numpy as jnp
         from pathlib import Path
-        from zoo.train import Checkpoints
+        from zoo.train import Checkpoints, checkpoint
         checkpoints = Checkpoints(Path({str(tmp_path)!r}))
         checkpoints.save(1, {{"x": jnp.ones(8)}})
         checkpoints.wait()
@@ -243,6 +243,58 @@ def test_checkpoint_survives_a_kill_while_saving(tmp_path, caplog):
         ]
         checkpoints.save(3, {"x": jnp.ones(8)})
         assert checkpoints.restorable_steps() == [1, 3] and sorted(os.listdir(tmp_path)) == ["1", "3"]
+
+
+def run_to_its_end(tmp_path, ending, *, fails=False):
+    """Run a program that begins a save in a function, and ends."""
+    program = f"""
+        import errno, sys, time, jax.numpy as jnp
+        from zoo.train import Checkpoints, checkpoint_folder
+        written = checkpoint_folder.write_manifest
+        def write(folder, metric):
+            time.sleep(0.5)
+            if {fails}:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            written(folder, metric)
+        checkpoint_folder.write_manifest = write
+        def train():
+            Checkpoints({str(tmp_path)!r}).save(7, {{"x": jnp.ones(8)}})
+            {ending}
+        train()
+    """
+    return subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=100)
+
+
+@pytest.mark.parametrize(
+    ("ending", "status"),
+    [("raise KeyError('mine')", 1), ("pass", 0), ("sys.exit(3)", 3)],
+)
+@pytest.mark.one_case
+def test_checkpoint_under_way_is_whole_once_the_program_has_ended(tmp_path, ending, status):
+    done = run_to_its_end(tmp_path, ending)
+    assert done.returncode == status and done.stderr.count("Error") == (status == 1), done.stderr
+    with Checkpoints(tmp_path) as checkpoints:
+        assert checkpoints.latest_step() == 7
+
+
+def test_checkpoint_that_fails_as_the_program_ends_is_named(tmp_path):
+    done = run_to_its_end(tmp_path, "pass", fails=True)
+    assert f"error: {tmp_path}: the checkpoint of step 7 was not written (no space was left" in done.stderr
+    assert done.stderr.count("\n") == 1 and not list(tmp_path.iterdir())
+
+
+def test_checkpoint_wait_that_is_interrupted_can_be_repeated(checkpoints, monkeypatch):
+    resumed = threading.Event()
+    monkeypatch.setattr(checkpoints, "_finish_files", resumed.wait)
+    checkpoints.save(1, {"x": jnp.ones(8)})
+    with monkeypatch.context() as patched:
+        patched.setattr("concurrent.futures.Future.result", lambda self: signal.raise_signal(signal.SIGINT))
+        with pytest.raises(KeyboardInterrupt):
+            checkpoints.wait()
+    assert checkpoints in checkpoint._saving
+    resumed.set()
+    checkpoints.wait()
+    assert checkpoints not in checkpoint._saving and checkpoints.folder.list_steps() == [1]
 
 
 def test_checkpoint_of_another_model_is_refused_by_name(checkpoints):

@@ -1,17 +1,20 @@
 """Checkpoints of a run: saved asynchronously and atomically, verified, restored onto any mesh.
 
-    checkpoints = Checkpoints(out / "checkpoints")
-    checkpoints.save(step, (model, opt_state), data=batches.state, config=config, metric=validation)
-    step, (model, opt_state), data, config = checkpoints.restore((model, opt_state))
+    with Checkpoints(out / "checkpoints") as checkpoints:
+        step, (model, opt_state), data, config = checkpoints.restore((model, opt_state))
+        ...
+        checkpoints.save(step, (model, opt_state), data=batches.state, config=config, metric=validation)
 
 Only this module uses Orbax. Its `CheckpointManager` writes a checkpoint in the background, gives it its name once it is
 complete, and then deletes superfluous ones. `checkpoint_folder` decides which checkpoints are whole: Orbax keeps no
 digests, and its errors at a damaged file do not say what to do.
 """
 
-import concurrent.futures
+import concurrent.futures.thread
 import logging
 import math
+import os
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -25,6 +28,7 @@ from jaxtyping import PyTree
 
 from zoo._files import to_jsonable
 from zoo._optional import import_optional
+from zoo._terminal import show_error
 from zoo.parallel.fingerprint import fingerprint_arrays, require_same_fingerprints
 from zoo.parallel.mesh import is_array_or_shape
 from zoo.parallel.rounds import merge_rounds, reshape_layers
@@ -37,6 +41,28 @@ _log = logging.getLogger("zoo")
 _orbax_log = logging.getLogger("absl")
 
 _MIN_SLICE_BYTES = 4 * 2**20
+
+_saving: "dict[Checkpoints, int]" = {}
+"""What has a save under way, and the process that began it."""
+
+
+def finish_saves() -> None:
+    """Wait for all saves under way; print an error for each that was not written. At the end of the program, Python
+    calls this before it stops the threads that write."""
+    for checkpoints, process in list(_saving.items()):
+        if process != os.getpid():  # this one is a fork, without the threads
+            continue
+        try:
+            checkpoints.wait()
+        except Exception as error:
+            show_error(f"error: {error}")
+        except BaseException:
+            show_error(f"error: {checkpoints.folder.location}: the save under way was cut off")
+            raise
+
+
+# `atexit` is too late: executors take no work any more. The later function is called first, before the executors' own.
+threading._register_atexit(finish_saves)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class UnwrittenCheckpointError(OSError):
@@ -60,6 +86,9 @@ class Checkpoints:
     Only arrays, of JAX and NumPy, are saved; static fields come from the tree passed to `restore`. Layers are saved in
     one round, whatever the `rounds` of the mesh, and restored in the rounds of that tree. With several processes, every
     process makes every call, and the first one decides which checkpoints are whole.
+
+    Use it in a `with` statement, whose end waits for the last save and raises its error. Without it, the end of the
+    program waits for the save, and an error is only printed.
 
     `frozen` is a tree that training reads but does not change, such as the base model of an adapter. Checkpoints hold
     only a fingerprint of it (`zoo.train.fingerprint`), which `restore` compares.
@@ -86,7 +115,8 @@ class Checkpoints:
         metric: float | int | None = None,
     ) -> None:
         """Save `state` after `step` steps. Returns once the arrays are copied to the host, so they may be donated; they
-        are written to disk in the background. Layers in rounds are on the devices twice until then.
+        are written to disk in the background, of which the next call, `wait` or `close` raises the errors. Layers in
+        rounds are on the devices twice until then.
 
         - `data`: the state of the data iterator, JSON; `config`: stored with it.
         - `metric`: lower is better.
@@ -124,11 +154,11 @@ class Checkpoints:
             self._raise_unwritten(error)
             raise
         self._pending = self._background.submit(self._finish_save, manager)
+        _saving[self] = os.getpid()
 
     def wait(self) -> None:
         """Block until the last save is on disk. **Raises** `UnwrittenCheckpointError`, once, if that failed."""
         pending = self._pending
-        self._pending = None
         if pending is None:
             return
         try:
@@ -137,7 +167,10 @@ class Checkpoints:
             self._raise_unwritten(error)
             raise
         finally:
-            _orbax_log.removeFilter(_has_no_traceback)
+            if pending.done():  # else Ctrl-C came
+                self._pending = None
+                _saving.pop(self, None)
+                _orbax_log.removeFilter(_has_no_traceback)
 
     def restorable_steps(self) -> list[int]:
         """List the steps whose files have the right names and sizes, oldest first; `latest_step` verifies digests, too.

@@ -14,6 +14,7 @@ from zoo._compile_cache import enable_compile_cache
 from zoo._processes import count_processes, end_process, initialize, is_first_process, name_process
 from zoo._terminal import discard_output, is_output_closed, show, show_error
 
+from .checkpoint import finish_saves
 from .directory import check_directory
 from .environment import require_deterministic_kernels
 from .interrupt import Interrupt
@@ -139,6 +140,7 @@ def _end_after(error: BaseException, main: Callable[..., Any], program: str) -> 
         show_error(f"{name_process()} ends with this error. If another process failed first, its log has the cause")
     if is_alone:
         sys.exit(status)
+    finish_saves()
     end_process(status)
 
 
