@@ -202,7 +202,8 @@ def main(config: Config) -> None:
         metrics |= {"loss": loss, "largest_gap": largest.max(), "gradient_norm": optax.tree.norm(grads)}
         return model, opt_state, metrics
 
-    with train.Run(config.run, config=config, frozen=model if config.lora else None) as run:
+    # `validation` is a reward.
+    with train.Run(config.run, config=config, best="highest", frozen=model if config.lora else None) as run:
         run.print_line(f"{zoo.count(model):,} trained parameters of {checkpoint} on {mesh}\n{data}")
         before, samples = evaluate(model)
         trainable, opt_state = run.restore((zoo.trainable(model), opt_state), batches)

@@ -180,6 +180,15 @@ def test_checkpoint_of_small_replicated_arrays_compiles_nothing(checkpoints):
     assert same(checkpoints.restore(state).state, state)
 
 
+def test_checkpoint_keeps_the_highest(tmp_path):
+    with Checkpoints(tmp_path, keep_last=1, keep_best=2, best="highest") as checkpoints:
+        for step, metric in enumerate([2.0, -1.0, 5.0, 2.0, float("inf"), 0.0]):
+            checkpoints.save(step, {"x": jnp.ones(3)}, metric=metric)
+        assert checkpoints.restorable_steps() == [2, 3, 5]
+    with pytest.raises(ValueError, match="best='largest': one of lowest, highest was expected"):
+        Checkpoints(tmp_path, best="largest")
+
+
 def test_checkpoint_keeps_the_last_and_the_best(tmp_path):
     with Checkpoints(tmp_path, keep_last=2, keep_best=1) as checkpoints:
         for step, metric in enumerate([5.0, 1.0, float("nan"), None, 3.0, 4.0]):

@@ -156,10 +156,12 @@ class Counter:
         self.state = state
 
 
-def run_sum(out: Path, *, resume: bool | int = False, steps: int = 8, metrics: dict | None = None, spoiled: int = 0):
+def run_sum(
+    out: Path, *, resume: bool | int = False, steps: int = 8, metrics: dict | None = None, spoiled: int = 0, **options
+):
     """Sum up the batches, saving every second step; `metrics` by step, and a step whose sum is spoiled with NaN."""
     batches, state = Counter(), {"sum": jnp.zeros(3)}
-    with train.Run(train.RunOptions(out, resume=resume), config={"a": 1}, fetch_every=3) as run:
+    with train.Run(train.RunOptions(out, resume=resume), config={"a": 1}, fetch_every=3, **options) as run:
         state = run.restore(state, batches)
         for batch in run.steps(batches, steps):
             state = {"sum": state["sum"] + (jnp.nan if run.step == spoiled else batch)}
@@ -274,6 +276,9 @@ def test_run_keeps_the_best_of_before_the_resume(tmp_path):
     for steps in (6, 8, 12):
         run_sum(tmp_path, steps=steps, metrics=metrics, resume=True)
     assert held(tmp_path) == ["10", "12", "4"]
+    for steps in (4, 12):
+        run_sum(tmp_path / "rewards", steps=steps, metrics=metrics, resume=steps > 4, best="highest")
+    assert held(tmp_path / "rewards") == ["10", "12", "8"]
 
 
 def test_run_passes_over_damaged_checkpoints(tmp_path, caplog):

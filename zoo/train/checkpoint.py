@@ -18,7 +18,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import equinox as eqx
 import jax
@@ -41,6 +41,9 @@ _log = logging.getLogger("zoo")
 _orbax_log = logging.getLogger("absl")
 
 _MIN_SLICE_BYTES = 4 * 2**20
+
+Best = Literal["lowest", "highest"]
+"""Which value of a metric is the best: the lowest loss, the highest reward."""
 
 _saving: "dict[Checkpoints, int]" = {}
 """What has a save under way, and the process that began it."""
@@ -82,7 +85,8 @@ class RestoredCheckpoint(NamedTuple):
 class Checkpoints:
     """Manager of a run's checkpoints, one folder per step below `directory`, a path or a URL, `gs://bucket/run`.
 
-    Keeps the newest `keep_last` and the `keep_best` with the lowest metric, including checkpoints of earlier processes.
+    Keeps the newest `keep_last` and the `keep_best` with the lowest metric, or with the `best="highest"`, including
+    checkpoints of earlier processes.
     Only arrays, of JAX and NumPy, are saved; static fields come from the tree passed to `restore`. Layers are saved in
     one round, whatever the `rounds` of the mesh, and restored in the rounds of that tree. With several processes, every
     process makes every call, and the first one decides which checkpoints are whole.
@@ -94,12 +98,24 @@ class Checkpoints:
     only a fingerprint of it (`zoo.train.fingerprint`), which `restore` compares.
     """
 
-    def __init__(self, directory: Path | str, *, keep_last: int = 2, keep_best: int = 1, frozen: PyTree = None):
+    def __init__(
+        self,
+        directory: Path | str,
+        *,
+        keep_last: int = 2,
+        keep_best: int = 1,
+        best: Best = "lowest",
+        frozen: PyTree = None,
+    ):
+        """**Raises** `ValueError` for another `best`."""
+        if best not in get_args(Best):
+            raise ValueError(f"best={best!r}: one of {', '.join(get_args(Best))} was expected")
         self._orbax = import_optional("orbax.checkpoint", "pip install 'equizoo[train]'")
         self.folder = CheckpointFolder(directory)
         self.directory = self.folder.path
         self._keep_last = keep_last
         self._keep_best = keep_best
+        self._best: Best = best
         self._frozen = fingerprint_arrays(frozen)
         self._background = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: concurrent.futures.Future[None] | None = None
@@ -119,7 +135,7 @@ class Checkpoints:
         rounds are on the devices twice until then.
 
         - `data`: the state of the data iterator, JSON; `config`: stored with it.
-        - `metric`: lower is better.
+        - `metric`: what ranks checkpoints, as `best` says.
 
         Deletes an earlier checkpoint of this step first, and once this one is on disk the checkpoints of later steps.
         **Raises** `UnwrittenCheckpointError`, before anything is deleted, if the disk has no room for the arrays, and
@@ -238,7 +254,7 @@ class Checkpoints:
         trash = None if in_store else TRASH
         options = ocp.CheckpointManagerOptions(
             step_name_format=_StepNames(self.folder, ocp.path.step.Metadata),
-            preservation_policy=_LastAndBest(self.folder, self._saving, self._keep_last, self._keep_best),
+            preservation_policy=_LastAndBest(self.folder, self._saving, self._keep_last, self._keep_best, self._best),
             lightweight_initialize=True,  # otherwise it reads files of each checkpoint, which may be damaged
             save_root_metadata=False,
             todelete_subdir=trash,
@@ -367,20 +383,22 @@ class _Save(NamedTuple):
 class _LastAndBest(NamedTuple):
     """Orbax's `PreservationPolicy`: keep the last and the best checkpoints up to the one that is being saved.
 
-    The best have the lowest metric; of equal ones, the later.
+    The best have the lowest or highest metric; of equal ones, the later.
     """
 
     folder: CheckpointFolder
     saving: _Save
     keep_last: int
     keep_best: int
+    best: Best
 
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
         """Return for each checkpoint whether it is kept."""
         steps = [checkpoint.step for checkpoint in checkpoints]
         earlier = [step for step in steps if step <= self.saving.step]
         metrics = {step: metric for step in earlier if (metric := self._read_metric(step)) is not None}
-        best = sorted(metrics, key=lambda step: (metrics[step], -step))[: self.keep_best]
+        sign = 1 if self.best == "lowest" else -1
+        best = sorted(metrics, key=lambda step: (sign * metrics[step], -step))[: self.keep_best]
         last = sorted(earlier, reverse=True)[: self.keep_last]
         return [step in best or step in last for step in steps]
 

@@ -30,7 +30,7 @@ from zoo.parallel import Mesh
 from zoo.text.batches import BatchIterator
 from zoo.text.run_data import RunData
 
-from .checkpoint import Checkpoints, UnwrittenCheckpointError, diff_configs
+from .checkpoint import Best, Checkpoints, UnwrittenCheckpointError, diff_configs
 from .directory import DirectoryLock, claim_directory
 from .environment import collect_environment
 from .export import export_result
@@ -56,9 +56,9 @@ class Run:
 
     `step` counts the steps that are done, including the one in the loop's body. Metrics are fetched, and signals shared
     between processes, every `fetch_every` steps. The newest `keep_last` checkpoints are kept, and the `keep_best` with
-    the lowest `best_metric` among the steps that logged it. `frozen` is a tree that the run reads but neither trains
-    nor saves, such as a base model under adapters or a teacher: each checkpoint keeps a fingerprint of it, without the
-    adapters' own parameters.
+    the lowest `best_metric` among the steps that logged it; `best="highest"` is for a reward or an accuracy. `frozen`
+    is a tree that the run reads but neither trains nor saves, such as a base model under adapters or a teacher: each
+    checkpoint keeps a fingerprint of it, without the adapters' own parameters.
 
     - `options`: the run's flags, or only its directory.
     - `config`: what `config.json` holds, a dataclass or a mapping. Option groups are flattened.
@@ -84,6 +84,7 @@ class Run:
         config: Any,
         name: str | None = None,
         best_metric: str = "validation",
+        best: Best = "lowest",
         fetch_every: int = 10,
         keep_last: int = 2,
         keep_best: int = 1,
@@ -101,6 +102,7 @@ class Run:
             options = options.subrun(name)
             self.config["run"] = name
         self.directory = options.out
+        self.best: Best = best
         if options.checkpoint_url is not None:
             self.config["checkpoint_url"] = options.checkpoint_url
         self.step = 0
@@ -140,7 +142,7 @@ class Run:
             exits.callback(lock.release)
             run_on_first(lambda: claim_directory(lock, resume=options.resume, checkpoints=options.checkpoints))
             self.checkpoints = exits.enter_context(
-                Checkpoints(options.checkpoints, keep_last=keep_last, keep_best=keep_best, frozen=frozen)
+                Checkpoints(options.checkpoints, keep_last=keep_last, keep_best=keep_best, best=best, frozen=frozen)
             )
             if self._named is None:
                 self._newest = self.checkpoints.latest_step()

@@ -125,13 +125,17 @@ def test_parts_of_charts_have_names_of_their_own(run):
 
 
 def test_report_without_matplotlib_has_tables_and_a_line(run, without_matplotlib):
-    root = parse(write(run))
+    root = parse(write(run, best="lowest"))
     assert not root.findall(".//svg")
     text = "".join(root.itertext())
     assert "Charts need matplotlib: pip install 'equizoo[tools]', then: zoo report DIRECTORY" in text
     cells = [[cell.text for cell in row] for row in root.find(".//table[@class='results']").iter("tr")]
     assert cells[0] == [None, "first", "lowest", "last"]
     assert cells[2:] == [["validation", "2.500", "2.250", "2.250"], ["xz -9e", None, None, "1.750"]]
+    for best, heads in (("highest", ["highest"]), (None, ["lowest", "highest"])):
+        table = parse(write(run, best=best)).find(".//table[@class='results']")
+        head, _, validation, _ = [[cell.text for cell in row] for row in table.iter("tr")]
+        assert head == [None, "first", *heads, "last"] and validation[len(heads) + 1] == "2.500"
 
 
 def test_report_is_drawn_again_from_its_folder(run, monkeypatch):

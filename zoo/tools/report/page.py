@@ -19,6 +19,7 @@ import numpy as np
 
 from zoo._files import read_json, to_jsonable, write_json, write_text
 from zoo._terminal import escape_controls
+from zoo.train.checkpoint import Best
 from zoo.train.metrics import Record, read_metrics
 from zoo.train.progress import RATE_FORMATS, format_duration, format_si
 from zoo.train.tracking import track_report
@@ -59,6 +60,7 @@ class ReportContent:
     samples: Sequence[Sequence[str]] = ()
     parameters: Sequence[Sequence[Any]] = ()
     runs: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    best: str | None = None
     tokens_per_step: int = 0
     tables: Mapping[str, Sequence[Mapping[str, Any]]] = dataclasses.field(default_factory=dict)
     loads: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -79,6 +81,7 @@ def write_report(
     samples: Sequence[Sequence[str]] = (),
     parameters: Sequence[tuple] = (),
     runs: Mapping[str, Path] | None = None,
+    best: Best | None = None,
     tokens_per_step: int = 0,
     tables: Mapping[str, Sequence[Mapping[str, Any]]] | None = None,
     loads: Mapping[str, str] | None = None,
@@ -98,6 +101,8 @@ def write_report(
     - `samples`: prompts and continuations; `parameters`: rows like `ParameterRow`.
     - `runs`: labels and folders of several runs to compare, one curve each. Configuration and environment are shown for
       the first.
+    - `best`: the value of the curves that stands between the first and the last in a table; by default both the lowest
+      and the highest.
     - `tokens_per_step`: draw curves over tokens instead of steps.
     - `tables`: titles and rows, each row a mapping from column heads to values.
     - `loads`: names of metrics that are counts "layers experts", and titles: their balance over time.
@@ -116,6 +121,7 @@ def write_report(
         samples=samples,
         parameters=parameters,
         runs={label: _relate(Path(folder), directory) for label, folder in (runs or {}).items()},
+        best=best,
         tokens_per_step=tokens_per_step,
         tables=tables or {},
         loads=loads or {},
@@ -222,7 +228,7 @@ class _Page:
         curves = _make_curves(metrics, content.curves, content.tokens_per_step)
         if curves:
             body = self.draw(LineChart(curves, content.unit, x_label, content.baselines))
-            self.add(f"<section>{body or _format_table(_tabulate_curves(curves, content.baselines))}</section>")
+            self.add(f"<section>{body or _format_table(_tabulate_curves(curves, content))}</section>")
         if self._has_charts:
             charts = _make_optimization_charts(metrics, content.tokens_per_step)
             small = "".join(f"<figure>{draw_svg(chart, width=_NARROW)}</figure>" for chart in charts)
@@ -255,14 +261,18 @@ def _make_curves(
     return curves
 
 
-def _tabulate_curves(curves: Sequence[Curve], baselines: Mapping[str, float | int]) -> list[dict[str, Any]]:
-    """Return a row per curve: its first, lowest and last value."""
-    logged = [curve for curve in curves if curve.values]
+def _tabulate_curves(curves: Sequence[Curve], content: ReportContent) -> list[dict[str, Any]]:
+    """Return a row per curve: its first, best and last value."""
+    columns = {"first": lambda values: values[0], "lowest": min, "highest": max, "last": lambda values: values[-1]}
+    unused = {"lowest", "highest"} - {content.best} if content.best else set()
+    columns = {name: choose for name, choose in columns.items() if name not in unused}
     rows = [
-        {"": curve.label, "first": curve.values[0], "lowest": min(curve.values), "last": curve.values[-1]}
-        for curve in logged
+        {"": curve.label, **{name: choose(curve.values) for name, choose in columns.items()}}
+        for curve in curves
+        if curve.values
     ]
-    return rows + [{"": label, "first": "", "lowest": "", "last": float(value)} for label, value in baselines.items()]
+    empty = dict.fromkeys(columns, "")
+    return rows + [{"": label, **empty, "last": float(value)} for label, value in content.baselines.items()]
 
 
 def _make_optimization_charts(metrics: Mapping[str, Sequence[Record]], tokens_per_step: int) -> list[LineChart]:

@@ -13,6 +13,7 @@ from zoo._files import read_json
 from zoo._terminal import show
 from zoo.parallel import Mesh
 from zoo.text.run_data import RunData
+from zoo.train.checkpoint import Best
 from zoo.train.options import flatten_config
 from zoo.train.run import Run
 
@@ -67,6 +68,7 @@ def report_run(
                 curves=curves or {data.metric: "training", **{name: name for name in figures}},
                 baselines=data.baselines,
                 unit=unit or data.unit,
+                best=run.best,
                 headline={**figures, "parameters": f"{results['parameters']:,}", **(headline or {})},
                 samples=results["samples"],
                 parameters=tabulate_parameters(tabulated, mesh),
@@ -86,6 +88,7 @@ def report_runs(
     description: str,
     curves: Mapping[str, str] = MappingProxyType({"validation": "validation"}),
     unit: str = "bits per byte",
+    best: Best | None = "lowest",
     config: Any = None,
     **sections: Any,
 ) -> None:
@@ -94,7 +97,8 @@ def report_runs(
     - `rows`: the table, one row per run; "run" names its subdirectory.
     - `description`: the line below the title.
     - `config`: as in `report_run`.
-    - `curves`, `unit`, `sections`: arguments of `write_report`; by default the runs' "validation" in bits per byte.
+    - `curves`, `unit`, `best`, `sections`: arguments of `write_report`; by default the runs' "validation" in bits per
+      byte.
 
     Only the first process writes.
     """
@@ -108,6 +112,7 @@ def report_runs(
         summary=description,
         curves=curves,
         unit=unit,
+        best=best,
         runs=runs,
         tables=tables,
         defaults=_list_defaults(config),
