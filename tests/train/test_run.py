@@ -281,6 +281,37 @@ def test_run_keeps_the_best_of_before_the_resume(tmp_path):
     assert held(tmp_path / "rewards") == ["10", "12", "8"]
 
 
+class DatedBatches(Counter):
+    """Batches of a text that depends on the day."""
+
+    def __init__(self, day):
+        self.digest = f"of {day}"
+        self.chosen = {"chat_date": day}
+
+
+@dataclass(frozen=True)
+class DatedConfig:
+    records: train.RecordOptions = train.RecordOptions()
+    run: train.RunOptions = train.RunOptions(Path("runs/dated"))
+
+
+def test_run_keeps_what_loading_chose(tmp_path):
+    def start(day, **flags):
+        batches = DatedBatches(day)
+        with train.Run(train.RunOptions(tmp_path, **flags), config=DatedConfig()) as run:
+            run.restore({"sum": jnp.zeros(3)}, batches)
+            if not flags:
+                assert json.loads((tmp_path / "config.json").read_text())["chat_date"] == day
+                run.save({"sum": jnp.zeros(3)}, batches)
+
+    start("2026-01-31")
+    start("2026-01-31", resume=True)
+    resumed = train.run_cli(lambda config: config, DatedConfig, arguments=["--resume", "--out", str(tmp_path)])
+    assert resumed.records.chat_date == "2026-01-31"
+    with pytest.raises(ValueError, match="text: chat_date: 2026-01-31 in the checkpoint, 2026-02-01 now; text_"):
+        start("2026-02-01", resume=True)
+
+
 def test_run_passes_over_damaged_checkpoints(tmp_path, caplog):
     _, total = run_sum(tmp_path)
     before = (tmp_path / "metrics.jsonl").read_bytes()

@@ -210,10 +210,12 @@ class ShuffledBatches(Iterator):
         bytes_per_token: float = 1.0,
         digest: str | None = None,
         counts: Mapping[str, Any] | None = None,
+        chosen: Mapping[str, Any] | None = None,
     ):
         """- `dataset`: shuffled anew for every pass over it; or a `Mixture`, which shuffles each of its parts so.
         - `digest`: identifies the data, if given: a run that was saved with it is not resumed on other data.
         - `counts`: what is in the data, and was left out of it: a run keeps it in its configuration.
+        - `chosen`: values that loading chose, by the names of their flags: a run keeps them, and `--resume` takes them.
 
         **Raises** `ValueError` if the dataset has no rows, or the number of processes does not divide `batch_size`.
         """
@@ -222,6 +224,7 @@ class ShuffledBatches(Iterator):
         self.bytes_per_token = bytes_per_token
         self.digest = digest
         self.counts = counts
+        self.chosen = chosen or {}
         self.state = 0
         self._grain = import_optional("grain", "pip install 'equizoo[train]'")
         if isinstance(dataset, EndlessRows):

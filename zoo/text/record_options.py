@@ -24,7 +24,7 @@ class RecordOptions:
     chat_template: Path | None = None
     """A chat template (.jinja) instead of the checkpoint's."""
     chat_date: str | None = None
-    """Day that templates write, 2026-01-31; today by default."""
+    """Day that templates write, 2026-01-31; today by default, and in a resumed run the day of its start."""
     train_on: Literal["all", "last"] = "all"
     """Train on every answer of a chat, or on the last, each in a rendering of its own."""
     too_long: Literal["cut", "drop"] | None = None

@@ -171,9 +171,9 @@ class Run:
 
         `like` is the initial state, already placed. Metrics of later steps are truncated: the run writes them again.
         The digest of the data of `batches`, if they have one, goes into the configuration, as `text_digest`, and so do
-        the counts of their records, as `records`. **Raises**
-        `ValueError` if the checkpoint is of another model, or was trained on other `frozen` parameters or another text;
-        the directory stays as it is.
+        the counts of their records, as `records`, and the values that loading them chose, such as `chat_date`.
+        **Raises** `ValueError` if the checkpoint is of another model, or was trained on other `frozen` parameters or
+        another text; the directory stays as it is.
         """
         digest = getattr(batches, "digest", None)
         if digest is not None:
@@ -181,6 +181,8 @@ class Run:
         counts = getattr(batches, "counts", None)
         if counts:
             self.config["records"] = to_jsonable(counts)
+        chosen = getattr(batches, "chosen", {})
+        self.config.update(chosen)
         if self._newest is None:
             if digest is not None and jax.process_index() == 0:
                 write_json(self.directory / "config.json", self.config)
@@ -188,10 +190,10 @@ class Run:
         saved = self.checkpoints.read_config(self._named)
         differences = diff_configs(saved, self.config)
         if digest is not None and saved.get("text_digest") not in (None, digest):
-            line = next(line for line in differences if line.startswith("text_digest: "))
+            lines = [line for line in differences if line.partition(":")[0] in ("text_digest", *chosen)]
             raise ValueError(
-                f"{self.directory} was trained on another text: {line}. Resume it with that text and tokenizer, or "
-                "choose another folder (--out)"
+                f"{self.directory} was trained on another text: {'; '.join(lines)}. Resume it with that text and "
+                "tokenizer, or choose another folder (--out)"
             )
         for line in differences:
             self.print_line(f"resumed with another configuration: {line}")

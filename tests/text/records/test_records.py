@@ -1,5 +1,6 @@
 """Records become splits of packed rows, from a cache that depends on all that their tokens depend on."""
 
+import datetime
 import json
 
 import numpy as np
@@ -116,6 +117,13 @@ def test_a_template_with_a_date_keeps_the_day_that_it_is_given(load):
     other = load(make_chats(30), template=dated, chat_date="2026-02-01", pack=False)
     assert first.digest == again.digest != other.digest
     assert first.train.rows[0]["tokens"][:10].astype(np.uint8).tobytes() == b"2026-01-31"
+    assert load(make_chats(30), template=first.template, pack=False).digest == first.digest  # which has that day
+    for data in (first, train.mix({"a": first, "b": first}, {"a": 0.5, "b": 0.5})):
+        batches = data.train.batches(2)
+        assert batches.chosen == {"chat_date": "2026-01-31"}
+    today = load(make_chats(30), template=dated, pack=False).train.batches(2).chosen["chat_date"]
+    assert datetime.date.today() - datetime.date.fromisoformat(today) <= datetime.timedelta(days=1)
+    assert load(make_chats(30), pack=False).train.batches(2).chosen == {}
     with pytest.raises(ValueError, match="chat_date is 'today', and a day was expected, such as 2026-01-31"):
         load(make_chats(30), template=dated, chat_date="today")
 

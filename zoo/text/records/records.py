@@ -44,6 +44,7 @@ from .source import (
     find_source_files,
     find_weights,
     fix_date,
+    list_chosen,
     name_files,
     read_first_record,
 )
@@ -58,6 +59,8 @@ class RecordSplit:
     - `rows`: the dataset, `PackedRows` or a `Mixture` of several.
     - `digest`: a hash of everything that the rows depend on. A run keeps it, and is not resumed on other data.
     - `counts`: the numbers of records and texts, which a run keeps in its configuration.
+    - `chosen`: values that loading chose, by the names of their flags: the day of a template. A run keeps them in its
+      configuration, from which `--resume` takes them.
     """
 
     name: str
@@ -65,6 +68,7 @@ class RecordSplit:
     token_bytes: Int[np.ndarray, "vocab"]
     digest: str
     counts: Mapping[str, Any]
+    chosen: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def batches(self, batch_size: int, *, seed: int = 0, process: tuple[int, int] | None = None) -> ShuffledBatches:
         """Iterate over shuffled batches, infinitely. Each epoch visits every row once, in a new order.
@@ -75,7 +79,7 @@ class RecordSplit:
         **Raises** `ValueError` without rows, or if the number of processes does not divide `batch_size`.
         """
         self.require_rows()
-        options = {"digest": self.digest, "counts": self.counts}
+        options = {"digest": self.digest, "counts": self.counts, "chosen": self.chosen}
         return ShuffledBatches(self.rows, batch_size, seed=seed, process=process, **options)
 
     def ordered(
@@ -319,13 +323,14 @@ def _load_source(source: Any, options: _Options) -> Records:
         shape.append("whole")
     digest = digest_values(digests, *shape)
     held_out = _hold_out(store.shares, options.validation)
-    chosen = {"train": ~held_out, "validation": held_out}
-    rows = {name: _make_rows(store, items, kind, options) for name, items in chosen.items()}
+    items_of = {"train": ~held_out, "validation": held_out}
+    rows = {name: _make_rows(store, items, kind, options) for name, items in items_of.items()}
     counts = _count(about, rows)
     if options.whole:
         counts["whole"] = True
     token_bytes = options.tokenizer.token_bytes
-    splits = {name: RecordSplit(name, part, token_bytes, digest, counts) for name, part in rows.items()}
+    chosen = list_chosen(options.template)
+    splits = {name: RecordSplit(name, part, token_bytes, digest, counts, chosen) for name, part in rows.items()}
     return Records(
         train=splits["train"],
         validation=splits["validation"],

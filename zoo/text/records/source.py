@@ -82,13 +82,20 @@ def check_too_long(too_long: TooLong | None, kind: RecordKind) -> None:
 
 def fix_date(template: ChatTemplate | None, chat_date: str | None) -> ChatTemplate | None:
     """Give a template that writes the date one day: of a run that lasts longer, and of its tokens."""
-    if template is None or not template.writes_date:
+    if template is None or not template.writes_date or (chat_date is None and template.date is not None):
         return template
     try:
         day = datetime.date.today() if chat_date is None else datetime.date.fromisoformat(chat_date)
     except ValueError:
         raise ValueError(f"chat_date is {chat_date!r}, and a day was expected, such as 2026-01-31") from None
     return template.on_date(day)
+
+
+def list_chosen(template: ChatTemplate | None) -> dict[str, Any]:
+    """Return what the tokens depend on and `fix_date` may have chosen, by the name of its flag."""
+    if template is None or template.date is None:
+        return {}
+    return {"chat_date": str(template.date)}
 
 
 def describe_encoding(kind: RecordKind, encoding: Encoding) -> dict[str, Any]:

@@ -41,6 +41,7 @@ from .source import (
     find_source_files,
     find_weights,
     fix_date,
+    list_chosen,
     name_files,
 )
 from .token_store import (
@@ -161,6 +162,7 @@ class RecordStream(Iterator):
       records, of those rejected for faults, and of items cut or dropped because they are longer than a row.
     - `digest`: a hash of the names and sizes of the files, without reading them, and of everything else that the tokens
       depend on. A run keeps it, and is not resumed on other data.
+    - `chosen`: as of `RecordSplit`.
     """
 
     def __init__(
@@ -189,6 +191,7 @@ class RecordStream(Iterator):
         self.kind = kind.name
         self.batch_size = batch_size
         self.digest = _digest(files, kind, encoding, options)
+        self.chosen = list_chosen(encoding.template)
         self.counts: Counter[str] = Counter()
         self._empty_units: set[int] | None = set()
         """Units without an item, until there is one."""
