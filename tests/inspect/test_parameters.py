@@ -61,6 +61,24 @@ def test_summary_names_trainable_parameters_of_adapters(model):
     ]
 
 
+@pytest.mark.parametrize("targets", ["query", "all-linear"])
+def test_summary_of_a_mixture_with_adapters_counts_active_parameters(targets):
+    """A token uses two of four experts, and half of what adapters add to them; routers may be adapted and quantized."""
+    sizes = {"vocab": 32, "embed": 16, "layers": 2, "heads": 4, "kv_heads": 2, "mlp": 8, "experts": 4, "top": 2}
+
+    def make():
+        key = jax.random.key(0)
+        return adapters.lora(zoo.models.MixtureOfExperts(**sizes, key=key), targets=targets, rank=2, key=key)
+
+    adapted = eqx.filter_eval_shape(make)
+    found = zoo.summary(adapted)
+    of_experts = sum(row.count for row in found.rows if row.trainable and ".experts." in row.name)
+    assert (of_experts == 0) == (targets == "query")
+    assert found.active == found.count - of_experts // 2 == zoo.models.count_active_parameters(adapted)
+    packed = eqx.filter_eval_shape(lambda: adapters.quantize(make(), "int8", targets="scores"))
+    assert zoo.summary(packed).active == found.active
+
+
 def test_summary_counts_quantized_matrices_decoded(model):
     found = zoo.summary(adapters.quantize(model, "int8"))
     assert found.num_parameters == zoo.summary(model).num_parameters

@@ -120,9 +120,14 @@ def count_active_parameters(model: PyTree) -> int:
     """
     parameters = trainable(model)
     inactive = 0
-    is_mixture = lambda x: isinstance(x, AbstractMixture)
-    for mixture in filter(is_mixture, jax.tree.leaves(parameters, is_leaf=is_mixture)):
+    # The model's own routers say how many experts there are: beneath adapters, `parameters` lacks their weights.
+    for mixture, trained in zip(_list_mixtures(model), _list_mixtures(parameters), strict=True):
         experts = mixture.router.scores.out_size
-        size = sum(x.size for x in jax.tree.leaves(mixture.experts))
+        size = sum(x.size for x in jax.tree.leaves(trained.experts))
         inactive += size // experts * (experts - mixture.router.top)
     return sum(x.size for x in jax.tree.leaves(parameters)) - inactive
+
+
+def _list_mixtures(model: PyTree) -> list[AbstractMixture]:
+    is_mixture = lambda x: isinstance(x, AbstractMixture)
+    return list(filter(is_mixture, jax.tree.leaves(model, is_leaf=is_mixture)))
