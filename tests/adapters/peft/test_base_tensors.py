@@ -54,6 +54,22 @@ def test_adapters_and_the_score_are_saved_as_peft_does(decoder, model, tmp_path)
         zoo.save(adapted, tmp_path / "model")
 
 
+def test_a_frozen_score_is_saved_with_its_adapter(decoder, model, tmp_path):
+    """PEFT reads no file of SEQ_CLS without it, and the score that `from_decoder` drew would be in no file."""
+    other = SequenceScore.from_decoder(decoder, 3, key=jax.random.key(3))
+    adapted = perturb(adapters.ia3(model))
+    adapters.save(adapted, tmp_path)
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert config["task_type"] == "SEQ_CLS" and config["modules_to_save"] == ["score"]
+    np.testing.assert_allclose(run(adapters.load(other, tmp_path)), run(adapted), atol=1e-6)
+    for broken, message in (
+        (adapters.lora(model, targets="score", rank=2, key=jax.random.key(2)), "score has an adapter"),
+        (adapters.ia3(adapters.quantize(model, "int8", targets="score")), "score is quantized"),
+    ):
+        with pytest.raises(zoo.CheckpointError, match=f"{message}, and PEFT trains .* modules_to_save=..score.,"):
+            adapters.save(broken, tmp_path / "broken")
+
+
 def test_quantization_leaves_the_score(model):
     quantized = adapters.quantize(model, "int8")
     assert type(quantized.score) is Linear

@@ -8,6 +8,7 @@ import numpy as np
 
 from zoo.models.hf.spec import NameMap
 from zoo.models.parameter_paths import IndexRanges, list_parameter_paths, walk_parameters
+from zoo.models.sequence_score import SequenceScore
 from zoo.parallel.trainable_copy import TrainableCopy, is_trainable_copy
 from zoo.weights import CheckpointError
 from zoo.weights.plan import TensorPlan, plan_tensors
@@ -23,6 +24,8 @@ _EMBEDDING_MODULES = ("embed_tokens", "lm_head")
 """Modules whose base weight PEFT saves with their adapter, since the vocabulary may have been extended."""
 _CLASSIFIERS = ("classifier", "score")
 """Heads of classifiers. For the task SEQ_CLS, PEFT trains the one that the model has in full, and names both."""
+_SCORE = "score"
+"""The head of a `SequenceScore`, in all families."""
 _ParameterKey = tuple[str, IndexRanges]
 """Name and index ranges of one of our arrays. The name is not unique: alternating kinds of layers share names."""
 _TrainedValues = dict[_ParameterKey, tuple[np.ndarray, np.ndarray]]
@@ -141,7 +144,10 @@ def collect_base_tensors(
     """Return the base's tensors that the adapter's file stores, by name, and the config's `bias` and `modules_to_save`:
     the values of `model`, or of a tree of its structure, such as gradients, for trainable tensors only.
 
-    **Raises** `CheckpointError` for a module that has an adapter and a trainable parameter other than a bias.
+    The score of a `SequenceScore` is always stored, as PEFT does for the task SEQ_CLS.
+
+    **Raises** `CheckpointError` for a module that has an adapter and a trainable parameter other than a bias, and for a
+    score that has an adapter or is quantized.
     """
     base = _plan_base_tensors(model, table)
     copies = _find_trainable_copies(model, adapter_name)
@@ -159,6 +165,9 @@ def collect_base_tensors(
     option = next((word for word, names in options.items() if names and names <= trainable), "none")
     biases = options.get(option, set())
     saved = {name.rpartition(".")[0] for name in trainable - biases}
+    if tree is None and isinstance(model, SequenceScore):  # also one that was frozen: PEFT reads no file without it
+        _refuse_score(base.plan, targeted)
+        saved.add(_SCORE)
     if both := sorted(saved & targeted):
         raise CheckpointError(
             f"{both[0]} has an adapter, and is trained in full in part: PEFT's files have one of both"
@@ -185,6 +194,17 @@ def collect_base_tensors(
                 view[...] = gather_to_host(leaves[part.leaf], part.index).reshape(view.shape)
         tensors[base_layer_name if module in targeted else name] = tensor
     return tensors, {"bias": option, "modules_to_save": sorted(saved) or None}
+
+
+def _refuse_score(plan: Mapping[str, TensorPlan], targeted: set[str]) -> None:
+    """**Raises** `CheckpointError` for a score with an adapter or a quantized matrix."""
+    if _SCORE not in targeted and f"{_SCORE}.weight" in plan:
+        return
+    found = "has an adapter" if _SCORE in targeted else "is quantized"
+    raise CheckpointError(
+        f"{_SCORE} {found}, and PEFT trains the score of the task SEQ_CLS in full, always: leave it out of targets= and "
+        f"pass modules_to_save=({_SCORE!r},), or merge the adapter and save the model"
+    )
 
 
 def _find_trainable_copies(tree: Any, adapter_name: str) -> dict[_ParameterKey, TrainableCopy]:

@@ -47,6 +47,8 @@ def save(model: Any, directory: str | Path, *, adapter_name: str | None = None, 
     For a fused projection, the parts are saved as one adapter of the same rank while they share A. Once training has
     changed A, their ranks are concatenated, which is equivalent.
 
+    The score of a `SequenceScore` is saved with its adapter, trained or frozen, as PEFT's task SEQ_CLS does.
+
     An embedding that is tied to the head is saved with `ensure_weight_tying`, with which PEFT (0.21 or later, for a
     LoRA of it) trains both as one.
 
