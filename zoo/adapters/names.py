@@ -106,6 +106,11 @@ def get_name_table(model: Any, *, in_memory: bool = False) -> NameMap:
     return read_name_map(origin)
 
 
+def get_family_name(model: Any) -> str:
+    """Return the `model_type` of a model's family."""
+    return _resolve_module_origin(model).family.name
+
+
 def get_callers(model: Any) -> Mapping[str, str]:
     """Return the names of modules that layers share, in each later layer that calls one -> in the first."""
     return read_callers(_resolve_module_origin(model))

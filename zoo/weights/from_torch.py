@@ -111,10 +111,11 @@ def _refuse_wrapped(kind: str, names: Iterable[str]) -> None:
 def _with_memory_names(family: Family, names: Collection[str]) -> Family:
     """Return the family with the name map of modules in memory.
 
-    Since version 5 of transformers a module in memory has all experts in one tensor, and layers of ViT have other
-    names. Before, both were as in files.
+    Since version 5 of transformers a module in memory has all experts in one tensor, and layers of ViT and of
+    Nemotron-H have other names. Before, they were as in files.
     """
-    is_as_in_files = any(mark in name for name in names for mark in (".experts.0.", ".attention.attention."))
+    marks = (".experts.0.", ".attention.attention.", "backbone.")
+    is_as_in_files = any(mark in name for name in names for mark in marks)
     if family.memory_names is None or is_as_in_files:
         return family
     return dataclasses.replace(family, names=family.memory_names)

@@ -9,12 +9,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 import zoo
 from tests.adapters.perturb import perturb
 from tests.quick import mark_slow
+from tests.weights.conftest import make_model as make_loaded
 from zoo import adapters
+from zoo.adapters.peft.source import WEIGHTS_FILE
 from zoo.parallel.rounds import merge_rounds, split_rounds
+from zoo.weights.safetensors import open_safetensors
 
 METHODS = ("lora", "dora", "vera", "ia3", "loha", "lokr", "oft", "adalora")
 
@@ -179,3 +183,23 @@ def test_save_refuses_a_strength_without_a_factor(add, tmp_path):
     with pytest.raises(zoo.CheckpointError, match="'mine' has the strength 0.5, and PEFT's files of .* hold no factor"):
         adapters.save(adapters.set_strength(model, {"mine": 0.5}), tmp_path / "new")
     assert not (tmp_path / "new").exists()
+
+
+def test_an_encoder_is_saved_without_a_task_under_names_in_memory(tmp_path):
+    """PEFT's class for CAUSAL_LM takes no encoder. ViT's modules in transformers 5 have other names than its tensors,
+    which files for transformers 4 have."""
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+    base = make_loaded(
+        "vit", {**sizes, "image_size": 4, "patch_size": 2, "architectures": ["ViTForImageClassification"]}
+    )
+    adapted = adapters.lora(base, targets="query", rank=2, key=jax.random.key(0))
+    adapters.save(adapted, tmp_path)
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    [name] = config["target_modules"]
+    assert config["task_type"] is None and name == "vit.layers.0.attention.q_proj"
+    assert eqx.tree_equal(adapters.load(base, tmp_path, adapter_name="lora"), adapted)
+    older = "vit.encoder.layer.0.attention.attention.query"
+    tensors = {key.replace(name, older): x.read() for key, x in open_safetensors(tmp_path / WEIGHTS_FILE).items()}
+    save_file(tensors, tmp_path / WEIGHTS_FILE)
+    (tmp_path / "adapter_config.json").write_text(json.dumps({**config, "target_modules": [older]}))
+    assert eqx.tree_equal(adapters.load(base, tmp_path, adapter_name="lora"), adapted)

@@ -18,7 +18,7 @@ from zoo.parallel.tokens import match_tokens
 from ..apply import apply_uniform, compute_scale
 from ..base import AbstractLinearAdapter, Matrix, Strength, full_strength, get_dims, is_adapter
 from ..merged_layers import require_unmerged
-from ..names import translate_targets
+from ..peft_limits import resolve_targets
 from .low_rank import linear_from_weight
 
 _Model = TypeVar("Model")
@@ -136,7 +136,7 @@ def adalora(
     def factory(base: AbstractLinear, *, key: Key[Array, ""], applies: Array) -> AdaLoRA:
         return AdaLoRA(base, rank=rank, scale=scale, applies=applies, adapter_name=adapter_name, key=key)
 
-    targets = translate_targets(model, targets, find_linears(model, include_embeddings=True))
+    targets = resolve_targets(model, targets, find_linears(model, include_embeddings=True), "AdaLoRA")
     return apply_uniform(model, factory, targets, key, adapter_name)
 
 

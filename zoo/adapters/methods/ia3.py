@@ -16,6 +16,7 @@ from zoo.parallel.rounds import in_one_round
 from ..apply import apply_adapters, refuse_embedding
 from ..base import AbstractLinearAdapter, BiasVector, Matrix, Strength, full_strength, get_dims
 from ..names import translate_targets
+from ..peft_limits import resolve_targets
 
 _Model = TypeVar("Model")
 
@@ -109,7 +110,7 @@ def ia3(
     their inputs multiplied, like PEFT's feedforward modules. **Raises** `ValueError` for a target that matches
     nothing."""
     sites = find_linears(model, include_embeddings=True)
-    is_target = match_targets(translate_targets(model, targets, sites), sites)
+    is_target = match_targets(resolve_targets(model, targets, sites, "IA3"), sites)
     if inputs is None:
         multiplies_inputs = lambda _: False
     else:

@@ -19,7 +19,8 @@ from zoo.parallel.tokens import match_tokens
 
 from ..apply import apply_adapters, check_rank, refuse_embedding
 from ..base import Matrix, Strength, full_strength, get_dims
-from ..names import translate_patterns, translate_targets
+from ..names import translate_patterns
+from ..peft_limits import resolve_targets
 from .embedding import EmbeddingLoRA
 from .low_rank import AbstractLowRankAdapter, check_dropout_rate, linear_from_weight, low_rank_product
 from .modules_to_save import BiasOption, train_biases_and_modules
@@ -158,7 +159,8 @@ def lora(
     """Wrap each target module with a `LoRA` and freeze the rest of the model. The output does not change at first.
 
     - `targets`: names, patterns, or a predicate of module paths: see `zoo.adapters.match_targets`. For a model of a
-      family also names and patterns of PEFT's, such as `q_proj`.
+      family also names and patterns of PEFT's, such as `q_proj`; `"all-linear"` then leaves out the layers that PEFT
+      does not wrap, such as a Mamba's step size, with a line in the log. Named, they are trained, also with a line.
     - `rank`, `alpha`: of all modules that no pattern in `rank_pattern` or `alpha_pattern` matches. `alpha` defaults to
       `rank`. The update is scaled by alpha / rank, or by alpha / sqrt(rank) if `rank_stabilized`.
     - `init`: initialization of A and B: "zero", "gaussian", "pissa" or "olora".
@@ -205,7 +207,7 @@ def apply_low_rank(
     ranks = translate_patterns(model, rank_pattern, sites)
     alphas = translate_patterns(model, alpha_pattern, sites)
     check_rank(min([rank, *ranks.values()]))
-    targets = translate_targets(model, targets, sites)
+    targets = resolve_targets(model, targets, sites, factory.func.__name__)
     is_target = match_targets(targets, sites)
     get_rank = lookup_by_pattern(ranks, rank)
     get_alpha = lookup_by_pattern(alphas, rank if alpha is None else alpha)

@@ -18,7 +18,7 @@ from zoo.parallel.rounds import in_one_round
 
 from ..apply import apply_uniform, compute_scale
 from ..base import AbstractLinearAdapter, Matrix, Strength, full_strength, get_dims
-from ..names import translate_targets
+from ..peft_limits import resolve_targets
 from .low_rank import linear_from_weight
 
 _Model = TypeVar("Model")
@@ -199,7 +199,7 @@ def loha(
     """Wrap each target module with a `LoHa` and freeze the rest of the model. The update is scaled by alpha / rank;
     `alpha` defaults to `rank`. **Raises** `ValueError` for a target that matches nothing, and for a rank below 1."""
     factory = partial(LoHa, rank=rank, scale=compute_scale(alpha, rank), adapter_name=adapter_name)
-    targets = translate_targets(model, targets, find_linears(model, include_embeddings=True))
+    targets = resolve_targets(model, targets, find_linears(model, include_embeddings=True), "LoHa")
     return apply_uniform(model, factory, targets, key, adapter_name)
 
 
@@ -226,7 +226,7 @@ def lokr(
         decompose_both=decompose_both,
         adapter_name=adapter_name,
     )
-    targets = translate_targets(model, targets, find_linears(model, include_embeddings=True))
+    targets = resolve_targets(model, targets, find_linears(model, include_embeddings=True), "LoKr")
     return apply_uniform(model, factory, targets, key, adapter_name)
 
 

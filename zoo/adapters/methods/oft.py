@@ -17,7 +17,7 @@ from zoo.parallel.rounds import in_one_round
 
 from ..apply import apply_uniform
 from ..base import AbstractLinearAdapter, Matrix, Strength, full_strength, get_dims
-from ..names import translate_targets
+from ..peft_limits import resolve_targets
 
 _Model = TypeVar("Model")
 _Blocks = Float[Array, "blocks size size"]
@@ -213,5 +213,5 @@ def oft(
             **applies,
         )
 
-    targets = translate_targets(model, targets, find_linears(model, include_embeddings=True))
+    targets = resolve_targets(model, targets, find_linears(model, include_embeddings=True), "OFT")
     return apply_uniform(model, factory, targets, jax.random.key(0) if key is None else key, adapter_name)

@@ -17,7 +17,7 @@ from zoo.parallel.tokens import match_tokens
 
 from ..apply import apply_uniform, check_rank
 from ..base import AbstractLinearAdapter, Matrix, Strength, full_strength, get_dims
-from ..names import translate_targets
+from ..peft_limits import resolve_targets
 from .low_rank import linear_from_weight
 
 _Model = TypeVar("Model")
@@ -116,7 +116,7 @@ def vera(
     rank below 1."""
     check_rank(rank)
     sites = find_linears(model, include_embeddings=True)
-    targets = translate_targets(model, targets, sites)
+    targets = resolve_targets(model, targets, sites, "VeRA")
     is_target = match_targets(targets, sites)
     shapes = [site.get_shape() for site in sites if site.tabulate(is_target, bool).any()]
     out_size, in_size = (max(sizes) for sizes in zip(*shapes, strict=True))

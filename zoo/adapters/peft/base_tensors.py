@@ -202,8 +202,8 @@ def _refuse_score(plan: Mapping[str, TensorPlan], targeted: set[str]) -> None:
         return
     found = "has an adapter" if _SCORE in targeted else "is quantized"
     raise CheckpointError(
-        f"{_SCORE} {found}, and PEFT trains the score of the task SEQ_CLS in full, always: leave it out of targets= and "
-        f"pass modules_to_save=({_SCORE!r},), or merge the adapter and save the model"
+        f"{_SCORE} {found}, and PEFT trains the score of the task SEQ_CLS in full, always: leave it out of targets= "
+        f"and pass modules_to_save=({_SCORE!r},), or merge the adapter and save the model"
     )
 
 

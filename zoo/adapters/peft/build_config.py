@@ -17,6 +17,7 @@ from ..methods.lycoris import LoHa, LoKr
 from ..methods.oft import OFT
 from ..methods.vera import VeRA
 from ..names import PeftModule
+from ..peft_limits import is_taken_for_experts
 from .join import Experts, get_first_layer, get_joined_rank
 from .methods import METHODS, find_factor_shapes, find_nearest_divisor
 
@@ -24,7 +25,7 @@ _Adapters = Mapping[str, tuple[PeftModule, Any, Any]]
 """PEFT's module names -> the module, its adapter (of one part or expert, if there are several), and its values."""
 
 
-def build_config(by_module: Mapping[str, Experts], *, bias: str) -> dict[str, Any]:
+def build_config(by_module: Mapping[str, Experts], *, family: str, bias: str) -> dict[str, Any]:
     """Build the options of an adapter's method, and its target modules. **Raises** `CheckpointError` for an adapter
     that no options of PEFT's describe."""
     adapters = {name: get_first_layer(experts) for name, experts in by_module.items()}
@@ -33,7 +34,7 @@ def build_config(by_module: Mapping[str, Experts], *, bias: str) -> dict[str, An
     _, adapter, _ = next(iter(adapters.values()))
     if bias != "none" and not isinstance(adapter, LoRA | DoRA | EmbeddingLoRA):
         raise CheckpointError(f"biases are trained with {type(adapter).__name__}, which PEFT's files do not have")
-    parameters = _list_target_parameters(adapters)
+    parameters = _list_target_parameters(adapters, family)
     config = {
         "fan_in_fan_out": any(
             module.mapping.transposed and not module.holds_experts for module, _, _ in adapters.values()
@@ -66,17 +67,22 @@ def _refuse_strength(module: PeftModule, adapter: Any) -> None:
         )
 
 
-def _list_target_parameters(adapters: _Adapters) -> dict[str, str]:
-    """Map the modules that hold a parameter of `target_parameters` to its name: all experts, and their routers, whose
-    module is not a Linear where experts are one parameter."""
+def _list_target_parameters(adapters: _Adapters, family: str) -> dict[str, str]:
+    """Map the modules that hold a parameter of `target_parameters` to its name: all experts, their routers, whose
+    module is not a Linear where experts are one parameter, and modules of LoRAs that PEFT would take for experts."""
     modules = {name: module for name, (module, _, _) in adapters.items()}
-    if not any(module.holds_experts for module in modules.values()):
-        return {}
     holders = {name: module.parameter for name, module in modules.items() if module.holds_experts}
+    mistaken = {
+        name: f"{name}.weight"
+        for name, (module, adapter, _) in adapters.items()
+        if isinstance(adapter, LoRA) and not module.holds_experts and is_taken_for_experts(family, name)
+    }
+    if not holders:
+        return mistaken
     routers = {name: f"{name}.weight" for name, module in modules.items() if ".router." in module.site.name}
     if any(isinstance(adapter, DoRA) for _, adapter, _ in adapters.values()):
         raise CheckpointError("use_dora and target_parameters, all experts in one, exclude each other in PEFT's files")
-    return holders | routers
+    return holders | routers | mistaken
 
 
 def _build_lora_config(by_module: Mapping[str, Experts], parameters: Mapping[str, str], bias: str) -> dict[str, Any]:

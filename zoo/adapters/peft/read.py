@@ -18,7 +18,7 @@ from zoo.models.targets import LinearSite
 from zoo.parallel.rounds import in_one_round
 from zoo.weights import CheckpointError
 from zoo.weights.directory import resolve_directory
-from zoo.weights.safetensors import open_safetensors
+from zoo.weights.safetensors import LazyTensor, open_safetensors
 
 from ..apply import apply_adapters
 from ..base import AbstractAdapter
@@ -65,7 +65,7 @@ def load(
     path = resolve_directory(directory, revision)
     config = read_config(path)
     tensors = open_safetensors(path / WEIGHTS_FILE)
-    table = get_name_table(model, in_memory=bool(config.get("target_parameters")))
+    table = _choose_name_table(model, config, tensors)
     tensors = join_calls(tensors, get_callers(model), str(path / WEIGHTS_FILE))
     config, tensors = resolve_tying(config, tensors, find_tied_modules(model), str(path))
     source = AdapterSource(config, tensors, str(path / WEIGHTS_FILE), adapter_name, check_dropout_rate(dropout))
@@ -79,6 +79,20 @@ def load(
     reader.check_all_read()
     adapted = apply_adapters(model, reader.plan_adapter, jax.random.key(0))
     return make_trainable(adapted, trained, adapter_name)
+
+
+def _choose_name_table(model: Any, config: Mapping[str, Any], tensors: Mapping[str, LazyTensor]) -> NameMap:
+    """Return the names that a file uses: of the modules that transformers 5 builds, or of the base's tensors, which
+    are the modules of transformers 4."""
+    in_files, in_memory = (get_name_table(model, in_memory=in_memory) for in_memory in (False, True))
+    if config.get("target_parameters"):
+        return in_memory
+
+    def count_known(table: NameMap) -> int:
+        modules = {PREFIX + module.peft_name for module in list_peft_modules(model, table)}
+        return sum(any(name.rsplit(".", count)[0] in modules for count in (1, 2)) for name in tensors)
+
+    return max(in_files, in_memory, key=count_known)
 
 
 class _AdapterReader:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from zoo._files import create_files
+from zoo.models.decoder import Decoder
 from zoo.models.hf.spec import NameMap
 from zoo.models.sequence_score import SequenceScore
 from zoo.models.targets import find_linears
@@ -20,8 +21,8 @@ from zoo.weights.safetensors import write_tensors
 
 from ..compose import adapter_names, check_adapter_name, is_adapter
 from ..merged_layers import restore_adapters
-from ..methods.lora import LoRA
-from ..names import PeftModule, get_callers, get_name_table, list_peft_modules, nest_parameters
+from ..names import PeftModule, get_callers, get_family_name, get_name_table, list_peft_modules, nest_parameters
+from ..peft_limits import find_limit
 from . import base_tensors
 from .build_config import build_config
 from .config import CONFIG_FILE
@@ -98,7 +99,7 @@ def collect_tensors(model: Any, tree: Any = None, *, adapter_name: str) -> dict[
     structure, summed over the parts of a fused module that share an array."""
     model, tree = merge_rounds((model, tree))
     tensors: dict[str, np.ndarray] = {}
-    table = _choose_name_table(model, adapter_name)
+    table = get_name_table(model, in_memory=True)
     by_module = _group_by_module(model, tree, table, adapter_name)
     combine_parts = partial(join_parts, model=model) if tree is None else sum_parts
     for peft_name, experts in by_module.items():
@@ -118,13 +119,6 @@ def collect_tensors(model: Any, tree: Any = None, *, adapter_name: str) -> dict[
     return dict(sorted(add_head_tensors(tensors, find_tied_modules(model)).items()))
 
 
-def _choose_name_table(model: Any, adapter_name: str) -> NameMap:
-    """Return the tensor names of the model's family: those in memory if a LoRA wraps experts, since transformers 5 has
-    all experts in one parameter."""
-    adapted = [_find_adapter(site.module, adapter_name) for site in find_linears(model) if len(site.ranges) > 1]
-    return get_name_table(model, in_memory=any(isinstance(adapter, LoRA) for adapter in adapted))
-
-
 def _group_by_module(model: Any, tree: Any, table: NameMap, adapter_name: str) -> Mapping[str, Experts]:
     """Group the layers that have the adapter by PEFT module, expert and part. **Raises** `CheckpointError` for a layer
     that PEFT has no module for."""
@@ -132,11 +126,12 @@ def _group_by_module(model: Any, tree: Any, table: NameMap, adapter_name: str) -
     values = {site.identity: site.module for site in sites}
     adapted: list[tuple[PeftModule, Any]] = []
     modules = list(list_peft_modules(model, table))
+    family = get_family_name(model)
     for module in modules:
         adapter = _find_adapter(module.site.module, adapter_name)
         if adapter is not None and bool(np.asarray(adapter.has_adapter)[module.index]):
             adapted.append((module, adapter))
-            _refuse_unwritable(module, adapter)
+            _refuse_unwritable(module, adapter, family)
     known = {module.site.identity for module in modules}
     for site in find_linears(model, include_embeddings=True):
         if site.identity not in known and _find_adapter(site.module, adapter_name) is not None:
@@ -150,12 +145,10 @@ def _group_by_module(model: Any, tree: Any, table: NameMap, adapter_name: str) -
     return by_module
 
 
-def _refuse_unwritable(module: PeftModule, adapter: Any) -> None:
+def _refuse_unwritable(module: PeftModule, adapter: Any, family: str) -> None:
     """**Raises** `CheckpointError` for an adapter that PEFT does not have for such a module."""
-    if module.holds_experts and not isinstance(adapter, LoRA):
-        raise CheckpointError(
-            f"{module.parameter} holds all experts, for which PEFT has LoRA only, not {type(adapter).__name__}"
-        )
+    if limit := find_limit(module, family, type(adapter).__name__):
+        raise CheckpointError(f"{limit}: leave it out of targets=, or merge the adapter and save the model")
     refuse_fused(get_method(adapter), module, WEIGHTS_FILE)
 
 
@@ -168,7 +161,7 @@ def _find_adapter(node: Any, adapter_name: str) -> Any:
 
 def _build_adapter_config(model: Any, adapter_name: str, base: str | None) -> dict[str, Any]:
     """Build adapter_config.json."""
-    table = _choose_name_table(model, adapter_name)
+    table = get_name_table(model, in_memory=True)
     by_module = _group_by_module(model, None, table, adapter_name)
     if not by_module:
         raise CheckpointError(
@@ -179,6 +172,13 @@ def _build_adapter_config(model: Any, adapter_name: str, base: str | None) -> di
         "base_model_name_or_path": base,
         "inference_mode": True,
         "modules_to_save": base_options["modules_to_save"],
-        "task_type": "SEQ_CLS" if isinstance(model, SequenceScore) else "CAUSAL_LM",
-        **build_config(by_module, bias=base_options["bias"]),
+        "task_type": _name_task(model),
+        **build_config(by_module, family=get_family_name(model), bias=base_options["bias"]),
     }
+
+
+def _name_task(model: Any) -> str | None:
+    """Return the task that PEFT's class for this model has. None for an encoder, which PEFT wraps as any module."""
+    if isinstance(model, SequenceScore):
+        return "SEQ_CLS"
+    return "CAUSAL_LM" if isinstance(model, Decoder) else None

@@ -2,6 +2,7 @@
 MLP of squared ReLUs, a mixture of such MLPs, or attention without positions. Modules of multi-token prediction are not
 read."""
 
+import re
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -123,7 +124,8 @@ def _map_nemotron_h_names(config: Config) -> NameMap:
 
 def _map_nemotron_h_memory_names(config: Config) -> NameMap:
     experts: NameMap = {"up_proj": "up.weight", "down_proj": "down.weight"}
-    return _map_nemotron_h_layers(config, prefixed("experts", "experts.*", experts))
+    names = _map_nemotron_h_layers(config, prefixed("experts", "experts.*", experts))
+    return {re.sub(r"^backbone\.", "model.", name): mapping for name, mapping in names.items()}
 
 
 def _map_nemotron_h_layers(config: Config, experts: NameMap) -> NameMap:
