@@ -89,6 +89,15 @@ def test_lora_of_shared_experts_is_saved_by_parameter(family, tmp_path):
     assert equal(adapters.load(base, tmp_path, adapter_name="lora"), adapted)
 
 
+def test_lora_of_a_router_is_saved_by_parameter(tmp_path):
+    """Routers are not a torch.nn.Linear in transformers 5, whether or not experts are targets too."""
+    base = zoo.load(MODELS / "qwen2_moe")
+    adapters.save(adapters.lora(base, targets="scores", rank=2, key=KEY), tmp_path)
+    config = read_config(tmp_path)
+    assert config["target_modules"] == []
+    assert all(name.endswith(".mlp.gate.weight") for name in config["target_parameters"])
+
+
 def test_lora_of_shared_experts_is_read_by_module(tmp_path):
     """As PEFT writes it for transformers 4, where experts are modules."""
     base = zoo.load(MODELS / "glm4_moe", dtype="float32")

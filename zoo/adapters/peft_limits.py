@@ -102,11 +102,12 @@ def _find_limits(model: Any, sites: Sequence[LinearSite], method: str) -> dict[s
 
 def _find_refusal(module: PeftModule, family: str, method: str) -> str | None:
     """Return why PEFT does not read a file that can be written, and that this library reads."""
-    if family not in _MAMBA_FAMILIES or method not in ("LoRA", "DoRA", "AdaLoRA"):
-        return None
-    if module.peft_name.rpartition(".")[2] != "out_proj":
-        return None
-    return f"PEFT refuses out_proj of {family}, which kernels read directly"
+    is_out_proj = module.peft_name.rpartition(".")[2] == "out_proj"
+    if is_out_proj and family in _MAMBA_FAMILIES and method in ("LoRA", "DoRA", "AdaLoRA"):
+        return f"PEFT refuses out_proj of {family}, which kernels read directly"
+    if ".router." in module.site.name and method != "LoRA":
+        return f"PEFT refuses {method} of routers that are not a torch.nn.Linear"
+    return None
 
 
 def _describe(paths: set[str], limits: Mapping[str, str]) -> str:

@@ -68,21 +68,20 @@ def _refuse_strength(module: PeftModule, adapter: Any) -> None:
 
 
 def _list_target_parameters(adapters: _Adapters, family: str) -> dict[str, str]:
-    """Map the modules that hold a parameter of `target_parameters` to its name: all experts, their routers, whose
-    module is not a Linear where experts are one parameter, and modules of LoRAs that PEFT would take for experts."""
+    """Map the modules that hold a parameter of `target_parameters` to its name: all experts; of LoRAs also routers,
+    which are not a Linear where experts are one parameter, and modules that PEFT would take for experts."""
     modules = {name: module for name, (module, _, _) in adapters.items()}
     holders = {name: module.parameter for name, module in modules.items() if module.holds_experts}
-    mistaken = {
+    others = {
         name: f"{name}.weight"
         for name, (module, adapter, _) in adapters.items()
-        if isinstance(adapter, LoRA) and not module.holds_experts and is_taken_for_experts(family, name)
+        if isinstance(adapter, LoRA)
+        and name not in holders
+        and (".router." in module.site.name or is_taken_for_experts(family, name))
     }
-    if not holders:
-        return mistaken
-    routers = {name: f"{name}.weight" for name, module in modules.items() if ".router." in module.site.name}
-    if any(isinstance(adapter, DoRA) for _, adapter, _ in adapters.values()):
+    if (holders or others) and any(isinstance(adapter, DoRA) for _, adapter, _ in adapters.values()):
         raise CheckpointError("use_dora and target_parameters, all experts in one, exclude each other in PEFT's files")
-    return holders | routers | mistaken
+    return holders | others
 
 
 def _build_lora_config(by_module: Mapping[str, Experts], parameters: Mapping[str, str], bias: str) -> dict[str, Any]:
