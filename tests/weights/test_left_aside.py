@@ -1,5 +1,6 @@
 """Checkpoints that hold more than the model: what is left aside on loading is written back bit for bit."""
 
+import dataclasses
 import json
 import logging
 import re
@@ -153,8 +154,19 @@ def test_multi_token_prediction_layer_round_trip_is_bitwise(make, tmp_path, capl
     zoo.save(model, tmp_path / "out", source=tmp_path / "in")
     for name in (CONFIG, WHOLE):
         assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "in" / name).read_bytes(), name
+    zoo.save(cast_to(model, ml_dtypes.bfloat16), tmp_path / "cast", source=tmp_path / "in")
+    assert len(caplog.messages) == 1, "a body that was only cast is the source's"
+    trained = dataclasses.replace(model, norm=jax.tree.map(lambda x: x + 1, model.norm))
+    zoo.save(trained, tmp_path / "trained", source=tmp_path / "in")
+    [_, line] = caplog.messages
+    assert f"{tmp_path / 'trained'}: the model is not the one in {tmp_path / 'in'} any more, model.norm.weight" in line
+    assert f"{len(more)} tensors (" in line and "model.layers.2.*" in line and "do not draft with them" in line
     zoo.save(model, tmp_path / "less")
     assert "less lacks" in caplog.messages[-1] and read(tmp_path / "less").keys() == tensors.keys()
+
+
+def cast_to(model, dtype):
+    return jax.tree.map(lambda x: np.asarray(x).astype(dtype), model)
 
 
 def test_save_refuses_a_source_of_another_model(make, plain, tmp_path):
@@ -239,6 +251,19 @@ def test_quantized_wrapper_is_written_packed_or_decoded(make, tmp_path, name):
     assert bits(zoo.load(tmp_path / "decoded")) == bits(decoded)
     message = catch_error(lambda: zoo.save(model, tmp_path / "mixed", source=tmp_path / "decoded"))
     assert "has the quantization_config None, and the model {" in message
+
+
+def test_decoded_nf4_is_of_its_own_source(make, tmp_path):
+    """bitsandbytes stores a matrix under its own name, as one column of bytes."""
+    write_quantized(tmp_path / "in", make, "nf4")
+    model = zoo.load(tmp_path / "in")
+    zoo.save(model, tmp_path / "out", source=tmp_path / "in")
+    assert bits(zoo.load(tmp_path / "out")) == bits(model)
+    write_quantized(tmp_path / "other", make, "nf4", sizes={"intermediate_size": 64})
+    message = catch_error(lambda: zoo.save(model, tmp_path / "out", source=tmp_path / "other"))
+    assert (
+        "other has another model: model.layers.0.mlp.down_proj.weight is [32, 64] there, and [32, 48] here" in message
+    )
 
 
 def test_adapters_of_a_wrapper_are_named_as_its_classes(plain, tmp_path):

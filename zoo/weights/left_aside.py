@@ -67,25 +67,57 @@ class LeftAside:
 
     tensors: Mapping[str, LazyTensor]
     wrapping: Wrapping | None
+    body: Mapping[str, LazyTensor] = dataclasses.field(default_factory=dict)
+    """The language model's own tensors in the source, decoded if the model was."""
+    mtp: tuple[str, ...] = ()
+    """Those of `tensors` that are modules of multi-token prediction, which are trained with the body."""
 
     @property
     def specs(self) -> _TensorSpecs:
         return {name: (tensor.shape, tensor.dtype) for name, tensor in self.tensors.items()}
 
-    def or_else(self, assemble: Callable[[str], np.ndarray]) -> Callable[[str], np.ndarray]:
+    def or_else(
+        self, assemble: Callable[[str], np.ndarray], changed: list[str] | None = None
+    ) -> Callable[[str], np.ndarray]:
         """Return a function that reads a tensor that was left aside, and assembles any other. Pages of the file are
-        dropped when the next tensor is read, so that one tensor is in memory at a time."""
+        dropped when the next tensor is read, so that one tensor is in memory at a time.
+
+        - `changed`: gets the name of the first assembled tensor that differs from the source's.
+        """
         before: list[LazyTensor] = []
 
         def read(name: str) -> np.ndarray:
             while before:
                 before.pop().release()
             if name not in self.tensors:
-                return assemble(name)
+                array = assemble(name)
+                if changed is not None and not changed and not self._equals_source(name, array):
+                    changed.append(name)
+                return array
             before.append(self.tensors[name])
             return self.tensors[name].read()
 
         return read
+
+    def _equals_source(self, name: str, array: np.ndarray) -> bool:
+        """Compare a tensor with the source's, in the narrower of their dtypes. A name that the source lacks is equal:
+        it was named, or tied, otherwise there."""
+        if name not in self.body:
+            return True
+        stored = self.body[name]
+        dtype = min(stored.dtype, array.dtype, key=lambda dtype: dtype.itemsize)
+        views = [np.ascontiguousarray(x.astype(dtype)).reshape(-1).view(np.uint8) for x in (stored.read(), array)]
+        stored.release()
+        return np.array_equal(*views)
+
+    def describe_stale(self, source: str | Path, changed: str) -> str:
+        """Return a warning for modules of multi-token prediction that are saved with another body than theirs."""
+        mtp = describe_left_aside({name: self.tensors[name] for name in self.mtp})
+        return (
+            f"the model is not the one in {source} any more, {changed} differs, and its modules of multi-token "
+            f"prediction are written as they were there: {mtp}. They predict what the old model would: do not draft "
+            "with them, or train them again"
+        )
 
 
 def open_left_aside(source: str | Path, origin: Origin) -> LeftAside:
@@ -115,16 +147,24 @@ def open_left_aside(source: str | Path, origin: Origin) -> LeftAside:
         raise CheckpointError(f"source: {path} {is_what}, and the model's checkpoint is the other way round")
     if (of_file := text.get(QUANTIZATION_KEY)) != (of_model := written.get(QUANTIZATION_KEY)) and of_model is not None:
         raise CheckpointError(f"source: {path} has the {QUANTIZATION_KEY} {of_file!r}, and the model {of_model!r}")
-    _, aside = split_left_aside(tensors, family, known, wrapping)
+    body, aside = split_left_aside(tensors, family, known, wrapping)
     if quantized is not None and written.get(QUANTIZATION_KEY) is None:
-        aside = dequantize_lazily(aside, quantized, f"source: {path}")
-    return LeftAside(aside, wrapping)
+        body, aside = (dequantize_lazily(x, quantized, f"source: {path}") for x in (body, aside))
+    layers = known.get("num_hidden_layers", math.inf)
+    mtp = (name for name in aside if is_text_tensor(name, family, wrapping) and _is_mtp(name, layers))
+    return LeftAside(aside, wrapping, body, tuple(mtp))
+
+
+def _is_mtp(name: str, layers: float) -> bool:
+    """Return True for a tensor of multi-token prediction, which is named so or in a layer after the last."""
+    layer = re.search(r"layers\.(\d+)\.", name)
+    return re.search(r"(^|\.)mtp[._]", name) is not None or (layer is not None and int(layer[1]) >= layers)
 
 
 def check_source(source: str | Path, specs: _TensorSpecs, aside: LeftAside) -> None:
     """**Raises** `CheckpointError` if `source` belongs to another model: if the model itself writes one of the tensors
     left aside, or shares no tensor with the source, or one of another shape."""
-    stored = open_tensors(resolve_directory(source))
+    stored = aside.body
     if taken := sorted(specs.keys() & aside.tensors.keys()):
         raise CheckpointError(f"source: {source} has {taken[0]} beside its model, and this model has it itself")
     for name in sorted(specs.keys() & stored.keys()):

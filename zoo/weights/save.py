@@ -71,7 +71,8 @@ def save(
       scratch the first family that computes the same.
     - `source`: the directory, or the name on the hub, that the model was loaded from. Its tokenizer, chat template and
       generation_config.json are copied, and the tensors that `load` left aside are written back, bit for bit: vision
-      towers, projectors, modules of multi-token prediction. Default: they are missing, with a line in the log.
+      towers, projectors, modules of multi-token prediction. If the model was trained, these were not, and a line in the
+      log says so. Default: they are missing, with a line in the log.
     - `config`: keys to add or change in config.json that do not affect the computation: `{"eos_token_id": 2}`.
     - `shard_bytes`: a larger checkpoint is saved in shards with an index.
 
@@ -322,7 +323,8 @@ def _write_checkpoint(
     if source is not None:
         check_source(source, specs, aside)
         specs = dict(sorted((specs | aside.specs).items()))
-        tensor = aside.or_else(tensor)
+        changed: list[str] = []
+        tensor = aside.or_else(tensor, changed if aside.mtp else None)
     shards = _assign_shards(specs, shard_bytes)
     numbered = [f"model-{number + 1:05}-of-{len(shards):05}.safetensors" for number in range(len(shards))]
     files = [SAFE_WEIGHTS_NAME] if len(shards) == 1 else numbered
@@ -344,6 +346,8 @@ def _write_checkpoint(
                 old.unlink()
         if source is not None:
             copy_tokenizer(Path(source), directory)
+            if changed:
+                _logger.warning("%s: %s", directory, aside.describe_stale(source, changed[0]))
         if is_of_transformers(origin.family):  # transformers does not read a family of one's own
             base = None if source is None else name_base(Path(source))
             reader = "AutoModelForSequenceClassification" if isinstance(model, SequenceScore) else "AutoModel"
