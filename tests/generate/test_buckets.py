@@ -180,7 +180,12 @@ def test_rows_are_rounded_unless_the_model_has_arrays_per_row():
     assert [choose(rows, mesh) for rows in (1, 4, 5, 33)] == [4, 4, 16, 48]
     assert all(size <= choose(size, None) <= 1.5 * size for size in range(9, 200))
     adapted = zoo.adapters.lora(model, targets="query", adapter_name="only", key=KEY)
-    assert choose_rows(zoo.adapters.select_per_row(adapted, ["only", None]), 2, None) == 2
+    per_row = zoo.adapters.select_per_row(adapted, ["only", None])
+    assert choose_rows(per_row, 2, None) == 2
+    with pytest.raises(ValueError, match="samples=2: the model has an adapter for each row .*: repeat the prompts"):
+        zoo.generate(per_row, np.ones((2, 3), int), max_new_tokens=1, samples=2)
+    with pytest.raises(ValueError, match="rows=2 gives a row to one request after another: .*set_strength"):
+        zoo.generate_stream(per_row, [], rows=2, length=8)
     assert [choose_piece(length) for length in (21, 128, 192, 4096)] == [6, 32, 48, 256]
     context = zoo.make_mesh(context=8)
     assert [choose_piece(length, context) for length in (21, 128, 4096)] == [8, 32, 256]

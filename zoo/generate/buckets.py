@@ -66,6 +66,12 @@ def choose_rows(model: Decoder, rows: int, mesh: Mesh | None, samples: int = 1) 
     return shards * rounded
 
 
+def refuse_arrays_per_row(model: Decoder, use: str, advice: str) -> None:
+    """**Raises** `ValueError` for a model with arrays of its own per row where the rows of a program change."""
+    if _has_arrays_per_row(model):
+        raise ValueError(f"{use}: the model has an adapter for each row of a batch (adapters.select_per_row): {advice}")
+
+
 def _has_arrays_per_row(model: Decoder) -> bool:
     return any(dim.name == "batch" for leaf in leaves(eqx.filter(model, eqx.is_array)) for dim in leaf.dims or ())
 

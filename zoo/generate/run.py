@@ -18,7 +18,7 @@ from zoo.parallel import Activation, Mesh, place, reduce
 from zoo.parallel.spmd import run_jitted
 
 from . import request
-from .buckets import choose_rows
+from .buckets import choose_rows, refuse_arrays_per_row
 from .decode import DecodeState, begin, complete, decode_until, find_new_axis, refill, unstack_layers
 from .prefill import (
     Prefix,
@@ -189,6 +189,9 @@ def generate(
     sampling = temperature, top_k, top_p, min_p, repetition_penalty
     request.check_sampling_options(max_new_tokens, *sampling, key is not None, **counting)
     request.check_count("samples", samples)
+    if samples > 1:
+        advice = "repeat the prompts instead, and select an adapter for each copy"
+        refuse_arrays_per_row(model, f"samples={samples}", advice)
     request.check_count("draft_tokens", draft_tokens)
     names = _check_capture(capture, details=details)
     request.check_prompt(tokens, mask, vocab)

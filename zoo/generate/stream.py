@@ -17,7 +17,7 @@ from zoo.parallel.batch import find_batch_axis
 from zoo.parallel.spmd import run_jitted
 
 from . import request
-from .buckets import Prompt, choose_cache_length, pad_prompt
+from .buckets import Prompt, choose_cache_length, pad_prompt, refuse_arrays_per_row
 from .decode import DecodeState, RowProgress, begin, decode_until, unstack_layers
 from .prefill import drop_sequence_parallelism, list_mixers, on_mesh, repeat_rows
 
@@ -88,6 +88,11 @@ def generate_stream(
     """
     request.check_decoder(model)
     request.check_count("rows", rows)
+    if rows > 1:
+        advice = "zoo.generate takes it, or a stream of each adapter, which adapters.set_strength switches on"
+        refuse_arrays_per_row(
+            model, f"generate_stream with rows={rows} gives a row to one request after another", advice
+        )
     request.check_count("length", length)
     request.check_mesh(mesh)
     # 1.0: truncation is for the requests that are sampled.
