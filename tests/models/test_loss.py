@@ -88,6 +88,13 @@ def test_cross_entropy_weights_default_to_one():
     assert jnp.allclose(total, cross_entropy(model(tokens), tokens).sum(), rtol=1e-5)
     none = zoo.cross_entropy(model, batch | {"weights": jnp.zeros((2, 5))})
     assert none == (0, 0)
+    negative = np.ones((2, 5), np.float32)
+    negative[0, 1] = -9  # the weights cancel
+    with pytest.raises(ValueError, match="weights: numbers of at least 0 were expected"):
+        zoo.cross_entropy(model, batch | {"weights": negative})
+    assert all(map(jnp.isnan, zoo.cross_entropy(model, batch | {"weights": jnp.asarray(negative)})))
+    ignored = {"targets": tokens.at[0, 1].set(-1), "weights": jnp.asarray(negative)}
+    assert zoo.cross_entropy(model, batch | ignored)[1] == 9, "a target that is ignored has the weight 0"
 
 
 @pytest.mark.slow

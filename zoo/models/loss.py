@@ -7,6 +7,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Float, Int, Key
@@ -28,6 +29,11 @@ from .loss_request import LossRequest
 from .observe import observe_logits
 from .tokamax_loss import find_tokamax_loss_obstacle, tokamax_cross_entropy
 
+_NEGATIVE_WEIGHT = (
+    "weights: numbers of at least 0 were expected, since the mean loss divides by their sum; a policy gradient is a "
+    "loss of your own, as in zoo.train.objectives"
+)
+
 
 def cross_entropy(
     model: Decoder | Encoder,
@@ -47,7 +53,8 @@ def cross_entropy(
     - `batch`: `tokens` and `targets`, "batch seq", already shifted (for an `Encoder`, the tokens before masking, and
       negative where none was masked); optionally `weights` (loss weight of each target, 1
       by default), `segment_ids` and `positions`. A negative target is ignored, like PyTorch's `ignore_index=-100`: its
-      weight is 0.
+      weight is 0. A weight is at least 0, since the mean divides by their sum: a policy gradient, whose advantages may
+      be negative, is a loss of your own with `zoo.train.objectives`.
     - `z_loss`: keeps log Z near zero (PaLM, arXiv:2204.02311, section 5).
     - `balance`, `router_z`: weights of `balance_loss` (with its `over`) and of `router_z_loss`, added to the mean over
       tokens. Both leave out tokens of segment 0, which is padding.
@@ -61,7 +68,8 @@ def cross_entropy(
     The loss is computed in float32. A sharded vocabulary is not all-gathered: see `token_losses`.
 
     **Raises** `ValueError` or `TypeError` for a batch with an unknown or a missing key, or with arrays of other shapes
-    or dtypes; outside of programs also for an id outside the vocabulary, which inside gives a loss of NaN.
+    or dtypes; outside of programs also for an id outside the vocabulary, and for a negative weight in an array of
+    NumPy. Inside both give a loss of NaN.
     `ValueError` for a `chunk` below 1, for a batch without rows, for `balance` or `router_z` with a model that has no
     routers, and for `indexer` with one that has no indexers.
     """
@@ -100,7 +108,10 @@ def cross_entropy_and_routing(
     if weights is None:
         weights = jnp.ones(targets.shape, jnp.float32)
     else:
+        if isinstance(weights, np.ndarray) and weights.min(initial=0) < 0:
+            raise ValueError(_NEGATIVE_WEIGHT)
         weights = weights.astype(jnp.float32)
+        weights = jnp.where(weights < 0, jnp.nan, weights)
     weights = jnp.where(targets < 0, 0, weights)
     x = hidden.x.reshape(-1, hidden.x.shape[-1])
     head = model.gather_unembedding()
