@@ -535,6 +535,7 @@ def test_save_mixed_dtypes(make, tmp_path):
     half = eqx.tree_at(lambda m: m.norm.weight, half, model.norm.weight)
     zoo.save(half, tmp_path / "mixed")
     same(zoo.load(tmp_path / "mixed"), half)
+    assert json.loads((tmp_path / "mixed" / "config.json").read_text())["dtype"] == "bfloat16", "of most parameters"
     gpt2 = make("gpt2", {"vocab_size": 11, "n_embd": 8, "n_layer": 2, "n_head": 2, "n_positions": 6})
     key = lambda m: m.stack.segments[0].blocks[0].mixer.query.weight
     mixed = eqx.tree_at(key, gpt2, key(gpt2).astype(jnp.bfloat16))

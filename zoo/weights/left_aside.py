@@ -106,9 +106,9 @@ class LeftAside:
             return True
         stored = self.body[name]
         dtype = min(stored.dtype, array.dtype, key=lambda dtype: dtype.itemsize)
-        views = [np.ascontiguousarray(x.astype(dtype)).reshape(-1).view(np.uint8) for x in (stored.read(), array)]
+        old, new = (np.ascontiguousarray(x.astype(dtype)).reshape(-1).view(np.uint8) for x in (stored.read(), array))
         stored.release()
-        return np.array_equal(*views)
+        return np.array_equal(old, new)
 
     def describe_stale(self, source: str | Path, changed: str) -> str:
         """Return a warning for modules of multi-token prediction that are saved with another body than theirs."""

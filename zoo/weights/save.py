@@ -5,6 +5,7 @@ import json
 import logging
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from zoo.models.parameter_paths import find_differences, list_parameter_paths
 from zoo.models.sequence_score import SequenceScore
 
 from .directory import CONFIG_NAME, resolve_directory
-from .formats import split_quantization
+from .formats import QUANTIZATION_KEY, split_quantization
 from .formats.pack import drop_quantization_if_plain, pack_like, unpack_exported
 from .left_aside import LeftAside, check_source, open_left_aside
 from .model_card import describe_model, name_base, write_model_card
@@ -288,13 +289,16 @@ def read_name_map(origin: Origin) -> NameMap:
 
 
 def _format_config(config: Mapping[str, Any], model: Any) -> str:
-    """Return config.json as text, with the parameters' dtype, under `torch_dtype` if the config used that key."""
-    dtypes = {np.dtype(x.dtype) for x in jax.tree.leaves(model) if hasattr(x, "dtype")}
-    dtypes = {dtype for dtype in dtypes if jax.numpy.issubdtype(dtype, jax.numpy.floating)}
+    """Return config.json as text, with the dtype of most parameters, under `torch_dtype` if the config used that key.
+    Norms and biases may be in float32 where the rest is not; a quantized model keeps the dtype that it has there."""
+    sizes: Counter[str] = Counter()
+    for x in jax.tree.leaves(model):
+        if hasattr(x, "dtype") and jax.numpy.issubdtype(x.dtype, jax.numpy.floating):
+            sizes[np.dtype(x.dtype).name] += x.size
     config = dict(config)
-    if len(dtypes) == 1:
+    if len(sizes) == 1 or (sizes and QUANTIZATION_KEY not in config):
         key = "torch_dtype" if "torch_dtype" in config else "dtype"
-        config[key] = next(iter(dtypes)).name
+        config[key] = sizes.most_common(1)[0][0]
     return json.dumps(config, indent=2, sort_keys=True) + "\n"
 
 
