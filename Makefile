@@ -37,8 +37,10 @@ newest: $(VENV)/.dev ## tests of numbers; `make newest VENV=.venv-newest CONSTRA
 	$(call say,tests with $$($(BIN)/python -c 'import sys, jax; print("jax", jax.__version__, "on Python", sys.version.split()[0])'))
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --durations 10 $(NUMBERS) $(ARGS)
 
-# What a new JAX can break: its primitives, shard_map, the parameters of equations. Configs are read without JAX.
-NUMBERS := $(addprefix tests/,ops layers models parallel generate inspect tools/plan) --ignore-glob='tests/models/hf/test_*'
+# What a new JAX can break: its primitives, shard_map, the parameters of equations. Configs are read without JAX. The help
+# of commands is read from docstrings, which Python 3.13 dedents.
+NUMBERS := $(addprefix tests/,ops layers models parallel generate inspect tools/plan) --ignore-glob='tests/models/hf/test_*' \
+	tests/cli/test_main.py::test_command_help_describes_every_option
 
 format: $(VENV)/.dev ## let ruff format and correct what it can
 	@$(BIN)/ruff check --fix .

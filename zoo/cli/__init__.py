@@ -4,6 +4,7 @@ Each command is a function in its own file: its signature is the options, its do
 list of them.
 """
 
+import inspect
 import io
 import sys
 import traceback
@@ -93,8 +94,8 @@ def build_subcommands(selected: str) -> Any:
     """Return the union of all commands for tyro. The selected one has its full description, the others one line."""
 
     def entry(name: str) -> Any:
-        docstring = COMMANDS[name].__doc__ or ""
-        end = "\n\n    Args:" if name == selected else "\n"
+        docstring = inspect.getdoc(COMMANDS[name]) or ""
+        end = "\n\nArgs:" if name == selected else "\n"
         about = docstring.partition(end)[0]
         return Annotated[
             Any, tyro.conf.subcommand(name, constructor=COMMANDS[name], description=unwrap_paragraphs(about))
