@@ -105,6 +105,34 @@ def open_regular(path: Path) -> BinaryIO:
 _FILE_TYPES = {stat.S_IFDIR: "directory", stat.S_IFIFO: "pipe", stat.S_IFCHR: "device", stat.S_IFBLK: "device"}
 
 
+def explain_wrong_folder(folder: Path, config: str = "config.json") -> str:
+    """Return what a folder is, and where to look, if it holds no model, or, with `config="adapter_config.json"`, no
+    adapter; "" if it may hold one."""
+    part, noun = {"config.json": ("export", "a model"), "adapter_config.json": ("adapter", "an adapter")}[config]
+    names = ("config.json", "adapter_config.json", "env.json", "metrics.jsonl", "export", "adapter")
+    names += ("model.safetensors", "model.safetensors.index.json")
+    held = {name for name in names if os.path.exists(folder / name)}
+    is_run = bool(held & {"env.json", "metrics.jsonl"})
+    # A run's own config.json has its flags. Weights beside it are of a model that was saved over them.
+    has_flags = is_run and config == "config.json" and not any(name.startswith("model.") for name in held)
+    if config in held and not has_flags:
+        return ""
+    if is_run and part in held:
+        return f"{folder} is a run's folder: its {noun.split()[1]} is in {folder / part}"
+    if is_run:
+        return f"{folder} is a run's folder, and has no {part}/ with {noun}"
+    if "adapter_config.json" in held:
+        return (
+            f"{folder} is an adapter and not a model: load its base, then zoo.adapters.load(base, {str(folder)!r}), or "
+            f"pass --adapter {folder} where a command has it"
+        )
+    if "config.json" in held:
+        return f"{folder} is a model and not an adapter: it has no {config}"
+    found = min(folder.glob(f"*/{part}/{config}"), default=None)
+    advice = "" if found is None else f"; did you mean {found.parent}?"
+    return f"{folder} has no {config}, which {noun} has{advice}"
+
+
 def walk_files(root: Path, excluded: Iterable[str] = ()) -> Iterator[Path]:
     """Yield every file below `root` except hidden files and `excluded` folders. Links to folders are not followed."""
     for folder, folders, files in os.walk(root):

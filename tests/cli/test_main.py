@@ -56,6 +56,24 @@ def test_missing_checkpoint_is_one_line(refused, tmp_path):
     assert "did you mean 'llama'" in refused("convert", tmp_path, tmp_path / "out")
 
 
+@pytest.mark.parametrize(
+    "name", ["chat", "info", "draw", "generate", "evaluate", "export", "parity", "convert", "plan"]
+)
+def test_a_runs_folder_is_named(refused, tmp_path, name):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "metrics.jsonl").touch()
+    further = {
+        "generate": ["a"],
+        "evaluate": ["--data", tmp_path],
+        "parity": ["--expected", tmp_path / "x.safetensors"],
+        "convert": [tmp_path / "out"],
+        "export": [tmp_path / "out"],
+        "plan": ["--on", "h100:1x8"],
+    }
+    (tmp_path / "a.txt").write_text("some text")
+    assert f"error: {tmp_path} is a run's folder, and has no export/" in refused(name, tmp_path, *further.get(name, ()))
+
+
 def planted(error):
     def info():
         """Fail."""

@@ -19,7 +19,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Int, Integer
 
-from zoo._files import JSON_BYTES, copy_file, read_json, read_limited, write_json, write_text
+from zoo._files import JSON_BYTES, copy_file, explain_wrong_folder, read_json, read_limited, write_json, write_text
 from zoo._optional import import_optional
 
 from .tokenizer_file import PROBE, TOKENIZER_FILE, TokenizerError, load_tokenizer, name_faults
@@ -322,7 +322,8 @@ def read_tokenizer(directory: str | Path) -> Tokenizer:
     for required in (path, config):
         if not required.exists():
             raise FileNotFoundError(
-                f"{required}: there is no such file, which says how text becomes the model's tokens"
+                explain_wrong_folder(directory)
+                or f"{required}: there is no such file, which says how text becomes the model's tokens"
             )
     with name_faults(config, "cannot be read"):
         facts = read_json(config)

@@ -116,17 +116,21 @@ def find_family(config: Mapping[str, Any], path: Path) -> Family:
         problem = f"has the model_type {shorten_repr(name)}"
     else:
         problem = "has no model_type"
-    hint = suggest_nearest(str(name), [*FAMILIES, *ALIASES, *WRAPPERS]) or "."
+    hint = ""
+    if isinstance(name, str):
+        hint = suggest_nearest(name, [*FAMILIES, *ALIASES, *WRAPPERS])
     wraps = name != config.get("model_type")
     if wraps:
         problem = f"wraps a language model that {problem}"
     if reason := find_reason(name):
-        hint = f", which is not read: {reason}."
+        hint = f", which is not read: {reason}"
         if nearest := find_nearest(name):
-            hint += f" The nearest family that is read is {nearest!r}."
+            hint += f". The nearest family that is read is {nearest!r}"
     elif TEXT_CONFIG in config and not wraps:
-        hint = f". Language models are read out of {', '.join(WRAPPERS)}."
-    raise CheckpointError(f"{path} {problem}{hint} Families that can be read: {', '.join(sorted(FAMILIES))}")
+        hint = f". Language models are read out of {', '.join(WRAPPERS)}"
+    raise CheckpointError(
+        f"{path} {problem}{hint}{'' if hint.endswith('?') else '.'} `zoo families` lists what is read"
+    )
 
 
 def resolve_checkpoint(

@@ -49,4 +49,4 @@ def test_load_names_the_nearest_family(tmp_path, model_type, words):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
     with pytest.raises(zoo.CheckpointError, match=words) as raised:
         zoo.load(tmp_path)
-    assert "Families that can be read: afmoe, " in str(raised.value)
+    assert str(raised.value).endswith("`zoo families` lists what is read") and ".." not in str(raised.value)

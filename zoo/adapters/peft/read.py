@@ -62,7 +62,7 @@ def load(
     are missing, not floating-point, or of another shape; `ValueError` for a model whose adapters are merged.
     """
     require_unmerged(model)
-    path = resolve_directory(directory, revision)
+    path = resolve_directory(directory, revision, config=CONFIG_FILE)
     config = read_config(path)
     tensors = open_safetensors(path / WEIGHTS_FILE)
     table = _choose_name_table(model, config, tensors)

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 from zoo import adapters
+from zoo.adapters.peft.config import CONFIG_FILE
 from zoo.models import Decoder
 from zoo.parallel import Mesh
 from zoo.text.chat import ChatTemplate
@@ -47,7 +48,7 @@ def load_language_model(
     """
     path = resolve_directory(directory)
     if adapter is not None:
-        adapter = resolve_directory(adapter)
+        adapter = resolve_directory(adapter, config=CONFIG_FILE)
     template = ChatTemplate.read(path) if chat else None
     names = read_special_tokens(path)
     stops = read_stop_tokens(path)
