@@ -127,6 +127,20 @@ def test_folder_that_cannot_be_made_costs_one_line(folder, caplog):
     assert record.message.startswith("compiled programs are not cached: ") and str(folder.parent) in record.message
 
 
+def test_folder_that_cannot_be_written_costs_one_line(folder, caplog, monkeypatch):
+    """As on a read-only file system: the user of the tests may write anywhere."""
+    monkeypatch.setattr("os.access", lambda path, mode: (path, mode) != (folder, os.W_OK))
+    enable_compile_cache()
+    assert not is_on() and caplog.messages == [f"compiled programs are not cached: {folder} cannot be written"]
+
+
+def test_user_without_a_home_costs_one_line(folder, caplog, monkeypatch):
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr("os.path.expanduser", lambda path: path)
+    enable_compile_cache()
+    assert not is_on() and "there is no home to keep a cache in: set XDG_CACHE_HOME" in caplog.text
+
+
 def test_mesh_of_several_cpu_devices_turns_it_off(folder, caplog):
     enable_compile_cache()
     zoo.make_mesh(devices=jax.devices()[:1])

@@ -111,3 +111,9 @@ def test_read_json_reads_nested_values_and_links(tmp_path):
 def test_write_json_of_a_name_that_is_no_text(tmp_path):
     _files.write_json(tmp_path / "file", {"data": os.fsdecode(b"caf\xe9"), "loss": float("nan")})
     assert _files.read_json(tmp_path / "file") == {"data": "caf\udce9", "loss": "nan"}
+
+
+def test_file_that_cannot_be_created_is_named():
+    with pytest.raises(OSError) as raised:
+        _files.write_text(_files.Path("/proc/mine.txt"), "text")
+    assert raised.value.filename == "/proc/mine.txt"

@@ -29,7 +29,7 @@ def enable_compile_cache(*, exact_names: bool = False) -> None:
     """Turn on JAX's persistent compilation cache in `equizoo/compiled`, in the user's cache folder.
 
     It keeps the programs last used, up to 1 GiB. JAX's own settings win: `JAX_COMPILATION_CACHE_DIR` moves the cache,
-    `JAX_ENABLE_COMPILATION_CACHE=false` turns it off. If the folder cannot be made, one line is logged and every
+    `JAX_ENABLE_COMPILATION_CACHE=false` turns it off. If the folder cannot be written, one line is logged and every
     program is compiled.
 
     - `exact_names`: treat programs that differ only in scopes or source lines as different, for a profiler's traces.
@@ -40,7 +40,9 @@ def enable_compile_cache(*, exact_names: bool = False) -> None:
     try:
         folder = user_cache_folder() / "compiled"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # its entries are executed
-    except (OSError, RuntimeError) as error:  # RuntimeError: no home
+        if not os.access(folder, os.W_OK):
+            raise OSError(f"{folder} cannot be written")
+    except OSError as error:
         _log.warning("compiled programs are not cached: %s", error)
         return
     for name, value in _SETTINGS.items():

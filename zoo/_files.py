@@ -34,7 +34,11 @@ def create_files(directory: Path) -> Iterator[Callable[[str], BinaryIO]]:
 
     def create(name: str) -> BinaryIO:
         part = directory / f"{name}.{secrets.token_hex(8)}.part"
-        file = part.open("xb")
+        try:
+            file = part.open("xb")
+        except OSError as error:
+            error.filename = str(directory / name)  # rather than a random name
+            raise
         created[name] = part, file
         return file
 
@@ -57,13 +61,17 @@ def create_files(directory: Path) -> Iterator[Callable[[str], BinaryIO]]:
 def user_cache_folder() -> Path:
     """Return `equizoo` in the user's cache folder: `XDG_CACHE_HOME`, or `~/Library/Caches` on macOS and `~/.cache`.
 
-    **Raises** `RuntimeError` for a user without a home.
+    **Raises** `OSError` for a user without a home.
     """
     if given := os.environ.get("XDG_CACHE_HOME"):
         return Path(given) / "equizoo"
+    try:
+        home = Path.home()
+    except RuntimeError:
+        raise OSError("there is no home to keep a cache in: set XDG_CACHE_HOME to a folder") from None
     if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches" / "equizoo"
-    return Path.home() / ".cache" / "equizoo"
+        return home / "Library" / "Caches" / "equizoo"
+    return home / ".cache" / "equizoo"
 
 
 def open_to_append(path: Path) -> BinaryIO:

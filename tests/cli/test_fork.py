@@ -102,6 +102,11 @@ def test_fork_errors_name_the_problem(refused, words, message, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_fork_into_a_folder_that_cannot_be_written(refused):
+    message = refused("fork", "sft", "/proc/mine.py")
+    assert "/proc/mine.py cannot be written (" in message and "as in `zoo fork sft /tmp/sft.py`" in message
+
+
 def test_fork_names_missing_packages(run, monkeypatch):
     assert "pip install" not in run("fork", "transformer")[0]
     monkeypatch.setattr(module, "_TRAIN_REQUIREMENTS", ("optax", "no_such_package", "nor.this"))

@@ -54,6 +54,29 @@ def test_damaged_cache_is_made_again(tmp_path, caplog, damage):
     assert load_text(TEXTS, vocab=vocab, cache=tmp_path).digest == first.digest and len(caplog.records) == 1
 
 
+@pytest.mark.parametrize("is_made", [False, True], ids=["below a file", "read-only"])
+def test_folder_that_cannot_be_written_is_named(tmp_path, monkeypatch, is_made):
+    """The user of the tests may write anywhere, so a read-only file system is simulated."""
+    folder = tmp_path / "equizoo" / "text"
+    if is_made:
+        whole = load_text(TEXTS, cache=folder)
+    else:
+        folder.parent.touch()
+
+    def refuse(**options):
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr("tempfile.TemporaryFile", refuse)
+    reason = "Read-only file system" if is_made else "Not a directory"
+    with pytest.raises(OSError) as raised:
+        load_text(TEXTS, vocab=300, cache=folder)
+    assert str(raised.value) == (
+        f"{folder} cannot hold a cache ({reason}): set XDG_CACHE_HOME to a folder that can, or pass cache="
+    )
+    if is_made:  # what is there needs no writing
+        assert load_text(TEXTS, cache=folder).digest == whole.digest
+
+
 def test_damaged_cache_without_its_source_is_an_error(tmp_path):
     source = tmp_path / "source"
     source.mkdir()

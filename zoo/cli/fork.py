@@ -59,7 +59,12 @@ def fork(
     text = _rename_recipe(recipes[name].read_text(encoding="utf-8"), name, path, others=recipes.keys() - {name})
     if os.path.lexists(path) and not force:  # a link whose target is missing, too
         raise ValueError(f"{path} exists already: choose another file, or pass --force to overwrite it")
-    write_text(path, text)
+    try:
+        write_text(path, text)
+    except OSError as error:
+        raise OSError(
+            f"{path} cannot be written ({error.strerror}): name another, as in `zoo fork {name} /tmp/{name}.py`"
+        ) from error
     show(f"wrote {path}, a copy of the recipe {name}")
     if missing := [
         module for module in _TRAIN_REQUIREMENTS if importlib.util.find_spec(module.partition(".")[0]) is None

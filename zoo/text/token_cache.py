@@ -31,9 +31,11 @@ def open_cache(directory: Path, write: Callable[[Path], dict[str, Any]]) -> tupl
     `write(directory)` writes the files and returns the metadata. It is called if the cache is missing; of several
     processes on one file system one writes, and the others wait. A damaged cache, with other sizes or digests than were
     written, is rebuilt with a warning.
+
+    **Raises** `OSError` for a cache that is missing or damaged, in a folder that cannot be written.
     """
     if not directory.exists():
-        directory.parent.mkdir(parents=True, exist_ok=True)
+        _make_writable(directory.parent)
         lock = directory.parent / f".lock-{directory.name}"
         try:
             with FileLock(lock):
@@ -93,9 +95,20 @@ def _read_verified(directory: Path) -> tuple[dict[str, Any], dict[str, str]]:
     return metadata, {name: entry["digest"] for name, entry in files.items()}
 
 
+def _make_writable(folder: Path) -> None:
+    """Make a folder, if need be, and try to write into it. **Raises** `OSError` if that is impossible."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise OSError(
+            f"{folder} cannot hold a cache ({error.strerror}): set XDG_CACHE_HOME to a folder that can, or pass cache="
+        ) from error
+
+
 def _write_atomically(directory: Path, write: Callable[[Path], dict[str, Any]]) -> None:
     """Write into a temporary directory, sync its files and then itself, and rename it."""
-    directory.parent.mkdir(parents=True, exist_ok=True)
+    _make_writable(directory.parent)
     part = Path(tempfile.mkdtemp(prefix=".part-", dir=directory.parent))
     try:
         metadata = write(part)

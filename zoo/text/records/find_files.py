@@ -1,5 +1,6 @@
 """Files of records from paths, folders, patterns and names on the Hugging Face hub, and the digests of their bytes."""
 
+import contextlib
 import difflib
 import glob
 import hashlib
@@ -116,8 +117,9 @@ def digest_files(files: Sequence[RecordFile], cache: Path) -> list[str]:
         if is_settled:
             table[path] = entry
     if table != known:
-        cache.mkdir(parents=True, exist_ok=True)
-        write_json(cache / _DIGESTS, table)
+        with contextlib.suppress(OSError):  # a folder that cannot be written may hold all that is needed
+            cache.mkdir(parents=True, exist_ok=True)
+            write_json(cache / _DIGESTS, table)
     return [entry[-1] for entry, _ in digested]
 
 
