@@ -7,6 +7,7 @@ programs; inside one, an id outside the vocabulary gives NaN.
 import contextlib
 import difflib
 from collections.abc import Mapping
+from types import FunctionType
 from typing import Any
 
 import jax
@@ -110,6 +111,18 @@ def check_segment_ids(segment_ids: Any) -> None:
         )
 
 
+def describe_argument(x: Any) -> str:
+    """Return what was passed where something else was expected: "an array float32[2, 3]", "the class Decoder",
+    "the function loss", "dict"."""
+    if hasattr(x, "shape") and hasattr(x, "dtype"):
+        return f"an array {x.dtype}{list(x.shape)}"
+    if isinstance(x, type):
+        return f"the class {x.__name__}"
+    if isinstance(x, FunctionType):
+        return f"the function {x.__name__}"
+    return type(x).__name__
+
+
 def check_int32(x: Any, name: str) -> None:
     """Check that 64-bit integers of NumPy fit into 32 bits, which JAX takes of them without a word.
 
@@ -133,8 +146,7 @@ def wrap_key(key: Any) -> Key[Array, "..."]:
         return key
     if dtype == np.uint32 and key.ndim > 0:
         return jax.random.wrap_key_data(jnp.asarray(key))
-    came = type(key).__name__ if dtype is None else f"an array {dtype}{list(key.shape)}"
-    raise TypeError(f"key: a PRNG key was expected, as jax.random.key(0) makes it, not {came}")
+    raise TypeError(f"key: a PRNG key was expected, as jax.random.key(0) makes it, not {describe_argument(key)}")
 
 
 def check_images(images: Any) -> None:

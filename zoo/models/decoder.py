@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Key
 
-from zoo._checks import check_tokens
+from zoo._checks import check_tokens, describe_argument
 from zoo.layers import (
     AbstractEmbedding,
     AbstractFeedForward,
@@ -421,8 +421,16 @@ def check_length(model: Any, length: int) -> None:
 def find_checkable_vocab(model: Any) -> int | None:
     """Return the size of the vocabulary, to check ids; None inside `zoo.spmd`, where a device may hold a shard.
 
-    **Raises** `TypeError` for a model of images.
+    **Raises** `TypeError` for a model of images, and for what is not a model, such as logits.
     """
+    if not hasattr(model, "embedding"):
+        advice = ""
+        if hasattr(model, "shape"):
+            advice = (
+                ". Pass the model itself, as in zoo.cross_entropy(model, batch), which computes the logits; of logits, "
+                "zoo.models.token_losses(logits, targets) returns the losses"
+            )
+        raise TypeError(f"a Decoder or Encoder of tokens was expected, not {describe_argument(model)}{advice}")
     if isinstance(model.embedding, ImageEmbedding):
         raise TypeError(
             f"a model of tokens was expected, and {type(model).__name__} reads images: model(images), or "
