@@ -31,7 +31,7 @@ MISTAKES = {
     ),
     "logits in a program": (
         lambda model: zoo.value_and_grad(loss_of_logits, zoo.make_mesh())(model, BATCH),
-        "tokens was expected, not an array float32[2, 4, 32]. Pass the model itself, as in zoo.cross_entropy(model",
+        "tokens was expected, not an array float32[1, 4, 32]. Pass the model itself, as in zoo.cross_entropy(model",
     ),
     "logits of log_probs": (
         lambda model: zoo.log_probs(jnp.zeros((2, 4, 32)), BATCH),

@@ -20,6 +20,7 @@ from .load_balancing import balance_loss, count_active_parameters, router_z_loss
 from .log_probs import log_probs
 from .loss import cross_entropy, cross_entropy_and_routing, token_losses
 from .observe import find_first_nonfinite, observe, tabulate_observations, unobserve
+from .parameter_access import get, replace
 from .parameter_paths import list_parameter_paths
 from .presets.hybrid import Hybrid
 from .presets.looped import Looped
@@ -109,6 +110,7 @@ __all__ = [
     "embed",
     "find_first_nonfinite",
     "fused",
+    "get",
     "hidden_states",
     "indexer_loss",
     "keep_layers",
@@ -119,6 +121,7 @@ __all__ = [
     "pack_positions",
     "prefixed",
     "preset",
+    "replace",
     "replace_mixers",
     "router_z_loss",
     "score",

@@ -1,4 +1,4 @@
-"""Advice for the methods of `torch.nn.Module` that a model here does not have."""
+"""Advice for attributes of models in PyTorch, and in Flax, that a model here does not have."""
 
 from typing import Any, NoReturn
 
@@ -13,9 +13,19 @@ _TRAINABLE = (
 )
 _GRADIENTS = "gradients are values: loss, grads = zoo.value_and_grad(loss_fn, mesh)(model, batch)"
 
+_LAYERS = (
+    'zoo.models.get(model, "layers.0.attention.query.weight") is a parameter by its name, zoo.models.replace returns a '
+    "model with another; layers of one structure are stacked, in model.stack"
+)
+_CALL = "call the model: model(tokens)"
+
 TORCH_HABITS = {
     "generate": "zoo.generate(model, tokens, max_new_tokens=16)",
-    "forward": "call the model: model(tokens)",
+    "forward": _CALL,
+    "apply": _CALL,
+    "layers": _LAYERS,
+    "blocks": _LAYERS,
+    "get_parameter": _LAYERS,
     "eval": _DROPOUT,
     "train": _DROPOUT,
     "to": _PLACE,

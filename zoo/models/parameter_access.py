@@ -1,0 +1,98 @@
+"""Parameters by name: read one, and replace some, whether or not the scan over layers stacks it.
+
+weight = zoo.models.get(model, "layers.0.attention.query.weight")
+model = zoo.models.replace(model, {"layers.0.attention.query.weight": weight * 2, "norm.weight": jnp.ones_like})
+"""
+
+import difflib
+from collections.abc import Callable, Mapping
+from typing import TypeVar
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, PyTree, Shaped
+
+from zoo.parallel.rounds import in_one_round, merge_rounds
+
+from .parameter_paths import IndexRanges, walk_parameters
+
+_Model = TypeVar("_Model", bound=PyTree)
+Edit = Array | Callable[[Array], Array]
+
+
+def get(model: PyTree, name: str) -> Shaped[Array, "..."]:
+    """Return a parameter of a model, or of a tree like it, such as gradients, by its name in `list_parameter_paths`.
+
+    A number in place of a star is one layer or expert: `layers.3.attention.query.weight` is a slice of the array that
+    holds several layers. A star is all that the array holds.
+
+    **Raises** `ValueError` for a name that no array has, with the nearest, and for a star that several arrays share.
+    """
+    model = merge_rounds(model)
+    number, index = _find_array(model, name)
+    return jax.tree.leaves(model)[number][index]
+
+
+@in_one_round
+def replace(model: _Model, parameters: Mapping[str, Edit]) -> _Model:
+    """Return a model with parameters replaced, by their names as in `get`: by an array, or by a function of the
+    parameter. Shapes, dtypes and shardings stay.
+
+    **Raises** `ValueError` as `get`, and for an array of another shape.
+    """
+    arrays, treedef = jax.tree.flatten(model)
+    for name, edit in parameters.items():
+        number, index = _find_array(model, name)
+        array = arrays[number]
+        old = array[index]
+        new = edit(old) if callable(edit) else jnp.asarray(edit)
+        if new.shape != old.shape:
+            raise ValueError(f"{name}: an array of shape {old.shape} was expected, not {new.shape}")
+        arrays[number] = array.at[index].set(new.astype(array.dtype))
+        if not isinstance(array, jax.core.Tracer):
+            arrays[number] = jax.device_put(arrays[number], array.sharding)
+    return jax.tree.unflatten(treedef, arrays)
+
+
+def _find_array(model: PyTree, name: str) -> tuple[int, tuple[int | slice, ...]]:
+    """Return the number of the leaf that holds a parameter, and the index into its stacked dims."""
+    paths = list(walk_parameters(model, "", ()))
+    indices = [_find_index(*path, name.split(".")) for path in paths]
+    found = [(number, index) for number, index in enumerate(indices) if index is not None]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise ValueError(f"{name} is in {len(found)} arrays, which hold layers in turn: name one layer by its number")
+    pattern = ".".join("*" if word.isdecimal() else word for word in name.split("."))
+    known = sorted({path for path, _ in paths})
+    if below := [path for path in known if path.startswith(f"{pattern}.")]:
+        raise ValueError(f"{name} is not an array but a module, which has {', '.join(below)}")
+    numbers = sorted({number for path, ranges in paths if path == pattern for number in ranges[0]})
+    if numbers:
+        advice = f"{pattern} has {', '.join(map(str, numbers))}"
+    elif nearest := difflib.get_close_matches(pattern, known, n=1, cutoff=0.7):
+        advice = f"did you mean {nearest[0]}?"
+    else:
+        advice = "zoo.models.list_parameter_paths(model) has the names"
+    raise ValueError(f"the model has no parameter {name}; {advice}")
+
+
+def _find_index(pattern: str, ranges: IndexRanges, words: list[str]) -> tuple[int | slice, ...] | None:
+    """Return the index into the stacked dims of an array that a name means; None for a name of another array."""
+    parts = pattern.split(".")
+    if len(parts) != len(words):
+        return None
+    index: list[int | slice] = []
+    for part, word in zip(parts, words, strict=True):
+        if part != "*":
+            if part != word:
+                return None
+            continue
+        numbers = ranges[len(index)]
+        if word == "*":
+            index.append(slice(None))
+        elif word.isdecimal() and int(word) in numbers:
+            index.append(numbers.index(int(word)))
+        else:
+            return None
+    return tuple(index)
