@@ -7,6 +7,7 @@ import pytest
 
 import zoo
 from zoo.models import Transformer
+from zoo.train import MeshOptions, RunOptions
 
 KEY = jax.random.key(0)
 TOKENS = np.zeros((8, 4), np.int32)  # a row for each device of the tests
@@ -42,6 +43,49 @@ MISTAKES = {
         lambda model: zoo.score(Transformer, TOKENS),
         "was expected, not the function Transformer",
     ),
+    "a mesh of JAX": (
+        lambda model: zoo.place(model, jax.make_mesh((8,), ("data",))),
+        "a mesh of zoo.make_mesh was expected, not Mesh of jax.sharding, which lacks the layout that zoo.make_mesh(",
+    ),
+    "a mesh of JAX for a batch": (
+        lambda model: zoo.place_batch(BATCH, jax.make_mesh((8,), ("data",))),
+        "zoo.make_mesh was expected",
+    ),
+    "a mesh of JAX for text": (
+        lambda model: zoo.generate(model, TOKENS, max_new_tokens=1, mesh=jax.make_mesh((8,), ("data",))),
+        "zoo.make_mesh was expected",
+    ),
+    "a mesh first": (
+        lambda model: zoo.value_and_grad(zoo.make_mesh(), zoo.cross_entropy),
+        "was expected, not the function cross_entropy: the mesh comes second, as in zoo.value_and_grad(loss_fn, mesh)",
+    ),
+    "a mesh first, of a value": (lambda model: zoo.value(zoo.make_mesh(), zoo.cross_entropy), "the mesh comes second"),
+    "a mesh first, of spmd": (lambda model: zoo.spmd(zoo.make_mesh(), sum, out=""), "the mesh comes second"),
+    "a model for a mesh": (lambda model: zoo.place(zoo.make_mesh(), model), "not Decoder: the mesh comes second"),
+    "sizes of a mesh": (
+        lambda model: zoo.make_mesh((2, 4), ("data", "model")),
+        "the size of a mesh axis is a whole number, as in zoo.make_mesh(data=2, tensor=4), not (2, 4): axes have names",
+    ),
+    "a model to initialize": (
+        lambda model: zoo.init(model, KEY, zoo.make_mesh()),
+        "a function key -> model was expected, not Decoder: zoo.init(partial(make, ...), key, mesh) initializes",
+    ),
+    "two meshes": (
+        lambda model: zoo.value(zoo.cross_entropy, zoo.make_mesh(data=2, fsdp=2, tensor=2))(
+            zoo.place(model, zoo.make_mesh(data=1, fsdp=8)), BATCH
+        ),
+        "the model lies on fsdp 8, and this call is for data 2 x fsdp 2 x tensor 2: zoo.place(model, mesh) moves it",
+    ),
+    "two meshes of text": (
+        lambda model: zoo.generate(
+            zoo.place(model, zoo.make_mesh(tensor=2)), TOKENS, max_new_tokens=1, mesh=zoo.make_mesh()
+        ),
+        "the model lies on data 4 x tensor 2, and this call is for data 8",
+    ),
+    "devices that do not divide": (
+        lambda model: MeshOptions(fsdp=3).make_mesh(),
+        "--fsdp 3 takes a multiple of 3 devices, and there are 8: let the flags multiply to a divisor of 8, or show",
+    ),
 }
 
 
@@ -50,3 +94,25 @@ def test_a_mistake_is_answered(model, mistake, words):
     with pytest.raises((TypeError, ValueError, AttributeError)) as raised:
         mistake(model)
     assert words in str(raised.value) and "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda model, path: model(TOKENS),
+        lambda model, path: zoo.cross_entropy(model, BATCH),
+        lambda model, path: zoo.value(zoo.cross_entropy, zoo.make_mesh())(model, BATCH),
+        lambda model, path: zoo.generate(model, TOKENS, max_new_tokens=1),
+        lambda model, path: zoo.place(model, zoo.make_mesh()),
+        lambda model, path: zoo.save(model, path),
+    ],
+)
+def test_a_donated_model_is_answered(model, tmp_path, use):
+    donated = jax.tree.map(jnp.copy, model)
+    jax.tree.map(lambda x: x.delete(), donated)
+    with pytest.raises(RuntimeError, match="was donated to an earlier call, which has reused its memory: go on"):
+        use(donated, tmp_path)
+
+
+def test_a_run_takes_a_folder_in_text(tmp_path):
+    assert RunOptions(str(tmp_path)).checkpoints == tmp_path / "checkpoints"  # pyright: ignore[reportArgumentType]

@@ -123,6 +123,16 @@ def describe_argument(x: Any) -> str:
     return type(x).__name__
 
 
+def check_not_donated(tree: Any) -> None:
+    """**Raises** `RuntimeError`, as JAX does, for arrays that a program was given to reuse their memory."""
+    for x in jax.tree.leaves(tree):
+        if isinstance(x, jax.Array) and not isinstance(x, Tracer) and x.is_deleted():
+            raise RuntimeError(
+                "the model or another argument was donated to an earlier call, which has reused its memory: go on with "
+                "the result of that call, or compile it without donate="
+            )
+
+
 def check_int32(x: Any, name: str) -> None:
     """Check that 64-bit integers of NumPy fit into 32 bits, which JAX takes of them without a word.
 

@@ -53,7 +53,7 @@ class Conversation:
         counting = {"presence": presence_penalty, "frequency": frequency_penalty, "logits": logits}
         sampling = temperature, top_k, top_p, min_p, repetition_penalty
         request.check_sampling_options(1, *sampling, key is not None, **counting)
-        request.check_mesh(mesh)
+        request.check_mesh(mesh, model)
         self._vocab, _ = model.embedding.table_shape
         self._mesh = drop_sequence_parallelism(mesh)
         options = request.SamplingOptions.from_arguments(

@@ -75,7 +75,7 @@ def prefill(
     """
     request.check_decoder(model)
     request.check_prompt(tokens, mask, model.embedding.table_shape[0])
-    request.check_mesh(mesh)
+    request.check_mesh(mesh, model)
     mesh = drop_sequence_parallelism(mesh)
     slots, rope_length = choose_capacity(model, tokens, 0, length, prefix)
     rows = choose_rows(model, len(tokens), mesh)

@@ -11,9 +11,10 @@ import jax
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from zoo._checks import check_mask, check_tokens, is_host_readable
+from zoo._checks import check_mask, check_not_donated, check_tokens, is_host_readable
 from zoo.models import Decoder
-from zoo.parallel import Mesh, Module
+from zoo.parallel import Mesh, Module, leaves
+from zoo.parallel.mesh import check_placed, require_mesh
 
 _Number = float | int
 
@@ -245,9 +246,16 @@ def check_prompt(
             raise ValueError(f"the prompt holds {outside[0]}, which is outside the vocabulary of {vocab} tokens")
 
 
-def check_mesh(mesh: Mesh | None) -> None:
-    """**Raises** `NotImplementedError` for a mesh that shards the layers."""
-    if mesh is not None and (axes := mesh.axes("layers")):
+def check_mesh(mesh: Mesh | None, model: Any) -> None:
+    """**Raises** `NotImplementedError` for a mesh that shards the layers, `TypeError` for another object, `ValueError`
+    for a model on another mesh, `RuntimeError` for a donated one."""
+    if mesh is None:
+        check_not_donated(model)
+        return
+    require_mesh(mesh)
+    for leaf, x in zip(leaves(model), jax.tree.leaves(model), strict=True):
+        check_placed(leaf, x, mesh)
+    if axes := mesh.axes("layers"):
         sizes = " x ".join(f"{axis}={mesh.shape[axis]}" for axis in axes)
         raise NotImplementedError(
             f"generate does not shard layers, and this mesh has {sizes}: decode on data, fsdp, context and tensor"

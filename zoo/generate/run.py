@@ -195,7 +195,7 @@ def generate(
     request.check_count("draft_tokens", draft_tokens)
     names = _check_capture(capture, details=details)
     request.check_prompt(tokens, mask, vocab)
-    request.check_mesh(mesh)
+    request.check_mesh(mesh, model)
     mesh = drop_sequence_parallelism(mesh)
     _check_callback(callback, draft, (model, tokens, mask, prefix, key))
     if draft is not None:

@@ -94,7 +94,7 @@ def generate_stream(
             model, f"generate_stream with rows={rows} gives a row to one request after another", advice
         )
     request.check_count("length", length)
-    request.check_mesh(mesh)
+    request.check_mesh(mesh, model)
     # 1.0: truncation is for the requests that are sampled.
     sampled = 1.0, top_k, top_p, min_p, repetition_penalty
     extra: dict[str, Any] = {"presence": presence_penalty, "frequency": frequency_penalty, "logits": logits}

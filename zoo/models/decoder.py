@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Key
 
-from zoo._checks import check_tokens, describe_argument
+from zoo._checks import check_not_donated, check_tokens, describe_argument
 from zoo.layers import (
     AbstractEmbedding,
     AbstractFeedForward,
@@ -431,6 +431,7 @@ def find_checkable_vocab(model: Any) -> int | None:
                 "zoo.models.token_losses(logits, targets) returns the losses"
             )
         raise TypeError(f"a Decoder or Encoder of tokens was expected, not {describe_argument(model)}{advice}")
+    check_not_donated(model.embedding)
     if isinstance(model.embedding, ImageEmbedding):
         raise TypeError(
             f"a model of tokens was expected, and {type(model).__name__} reads images: model(images), or "

@@ -14,7 +14,7 @@ from jaxtyping import PyTree
 
 from zoo._checks import BATCH_KEYS, check_batch_ids, check_batch_types, check_numpy_values, is_host_readable
 
-from .mesh import Mesh
+from .mesh import Mesh, require_mesh
 from .module import Leaf, leaves, map_leaves
 from .place import copy_buffer, refuse_imagined
 
@@ -61,6 +61,7 @@ def place_batch(batch: PyTree, mesh: Mesh, *, vocab: int | None = None) -> PyTre
     arrays also for integers that do not fit into 32 bits, and for `segment_ids` in which an id comes again after
     another. **Raises** `TypeError` for a list under one of these names.
     """
+    require_mesh(mesh)
     if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(batch)):
         shardings = mesh.shardings(batch, name_batch_dims)
         return jax.tree.map(lambda x, sharding: x.update(sharding=sharding), batch, shardings)

@@ -21,7 +21,7 @@ from .activation import Activation
 from .batch import find_batch_axis
 from .collectives import vary, varying
 from .gather import attach_gradient_shards, make_gradient_shards
-from .mesh import Mesh
+from .mesh import Mesh, require_mesh
 from .module import Leaf, is_differentiated, leaves, map_leaves
 from .one_forward_one_backward import run_timetable
 from .pipeline import Pipelining, active_pipelining
@@ -42,6 +42,8 @@ def value(loss_fn: Callable, mesh: Mesh, *, has_aux: bool = False, microbatches:
     `microbatches`: None for all rows of a device at once or, on a mesh with `pipe`, for as many as divide its rows, up
     to four for each stage.
     """
+
+    require_mesh(mesh)
 
     def run(model: PyTree, batch: PyTree, *rest: Any, key: PRNGKeyArray | None = None) -> Any:
         program = _LossAndGrad(loss_fn, mesh, microbatches or 1, has_aux, False, Pipelining(microbatches))
@@ -84,11 +86,13 @@ def value_and_grad(
     Layers gather their parameters. A loss that computes with parameters itself, such as a penalty, takes them from
     `zoo.parallel.gather(model)`: in `model` they may be shards, and with `ZERO2` are NaN.
 
-    **Raises** `ValueError` if devices and micro-batches do not divide the rows, if `loss_fn` closes over an array (pass
-    it in `rest`), if the loss still varies along an axis that does not shard tokens, and if the model has observed
-    fields but `observe` is not set, since their statistics would be lost; `NotImplementedError` for a loss that 1F1B
-    cannot cut, and for observed fields in a pipeline.
+    **Raises** `ValueError` if devices and micro-batches do not divide the rows, if the model lies on another mesh,
+    if `loss_fn` closes over an array (pass it in `rest`), if the loss still varies along an axis that does not
+    shard tokens, and if the model has observed fields but `observe` is not set, since their statistics would be
+    lost; `NotImplementedError` for a loss that 1F1B cannot cut, and for observed fields in a pipeline.
     """
+
+    require_mesh(mesh)
 
     def run(
         model: PyTree,

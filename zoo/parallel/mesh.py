@@ -10,15 +10,17 @@ from typing import Any, ParamSpec, TypeVar
 import equinox as eqx
 import jax
 import numpy as np
+from jax.core import Tracer
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
+from zoo._checks import check_not_donated, describe_argument
 from zoo._compile_cache import disable_cache_for_cpu_mesh
 from zoo.ops.platform import Platform, normalize_platform, stand_in_platform
 
 from .layout import AXES, Layout
-from .module import Dim, leaves
+from .module import Dim, Leaf, leaves
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
@@ -192,6 +194,34 @@ class Mesh:
         return f"Mesh({'; '.join(filter(None, [', '.join(sizes), devices]))})"
 
 
+def require_mesh(mesh: Any) -> None:
+    """**Raises** `TypeError` for anything but a `Mesh`."""
+    if isinstance(mesh, Mesh):
+        return
+    advice = ""
+    if isinstance(mesh, jax.sharding.Mesh):
+        advice = " of jax.sharding, which lacks the layout that zoo.make_mesh(data=2, tensor=4) gives to its six axes"
+    elif callable(mesh):
+        advice = ": the mesh comes second, as in zoo.value_and_grad(loss_fn, mesh) and zoo.place(model, mesh)"
+    raise TypeError(f"a mesh of zoo.make_mesh was expected, not {describe_argument(mesh)}{advice}")
+
+
+def check_placed(leaf: Leaf, x: Any, mesh: Mesh) -> None:
+    """Check that an array of a module does not lie on a mesh of another shape. An array of one device, which a program
+    shares out, may be anywhere, and where a traced one lies is not known.
+
+    **Raises** `ValueError` with both meshes; `RuntimeError` for a donated array.
+    """
+    check_not_donated(x)
+    if leaf.dims is not None and isinstance(x, jax.Array) and not isinstance(x, Tracer):
+        sharding = x.sharding
+        if isinstance(sharding, NamedSharding) and dict(sharding.mesh.shape) != mesh.shape:
+            raise ValueError(
+                f"the model lies on {format_sizes(sharding.mesh.shape)}, and this call is for {mesh}: "
+                "zoo.place(model, mesh) moves it"
+            )
+
+
 def format_sizes(sizes: Mapping[str, int]) -> str:
     """Return the axes that shard something, as in "data 4 x tensor 2"."""
     return " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "one device"
@@ -258,6 +288,12 @@ def make_mesh(
     """
     devices = jax.devices() if devices is None else list(devices)
     sizes: dict[str, int] = dict(zip(AXES, (pipe, data, fsdp, expert, context, tensor), strict=True))
+    for size in sizes.values():
+        if not isinstance(size, int | np.integer):
+            raise TypeError(
+                f"the size of a mesh axis is a whole number, as in zoo.make_mesh(data=2, tensor=4), not {size!r}: axes "
+                "have names, and devices are passed as devices="
+            )
     if bad := {axis: size for axis, size in sizes.items() if size < 1 and size != -1}:
         raise ValueError(f"a mesh axis has a size of at least 1, or -1 for the remaining devices, not {bad}")
     inferred = [axis for axis, size in sizes.items() if size == -1]

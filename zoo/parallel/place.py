@@ -11,10 +11,10 @@ from jax import lax
 from jax.core import Tracer
 from jaxtyping import Array, Key, PyTree
 
-from zoo._checks import wrap_key
+from zoo._checks import check_not_donated, describe_argument, wrap_key
 
 from .imagined import is_imagined
-from .mesh import Mesh, is_array_or_shape, replicated_dims
+from .mesh import Mesh, is_array_or_shape, replicated_dims, require_mesh
 from .module import Module, leaves
 from .rounds import split_rounds
 
@@ -35,6 +35,8 @@ def place(tree: PyTree, mesh: Mesh) -> PyTree:
     **Raises** `ValueError` for an unknown dim or a size that the mesh does not divide, before any transfer; for an
     array if the devices are `imagined`; and for layers in rounds with an optimizer state of other shapes.
     """
+    require_mesh(mesh)
+    check_not_donated(tree)
     _check_rounds(tree, mesh)
     arrays, rest = eqx.partition(split_rounds(tree, mesh.layout.rounds), is_array_or_shape)
     shardings = mesh.shardings(arrays, uneven_state=True)
@@ -87,7 +89,13 @@ def init(make: Callable[[Key[Array, ""]], PyTree], key: Key[Array, ""], mesh: Me
 
     The values are the same as from `make(key)` on one device. **Raises** as `place` does, before anything is computed.
     """
+    require_mesh(mesh)
     refuse_imagined(mesh)
+    if not isinstance(make, Callable) or isinstance(make, Module):
+        raise TypeError(
+            f"a function key -> model was expected, not {describe_argument(make)}: zoo.init(partial(make, ...), key, "
+            "mesh) initializes a model in its shards, and zoo.place(model, mesh) shards one that is there"
+        )
     key = wrap_key(key)
     make_placed = lambda key: split_rounds(make(key), mesh.layout.rounds)
     abstract = eqx.filter_eval_shape(make_placed, key)

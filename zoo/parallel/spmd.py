@@ -22,7 +22,7 @@ from zoo.ops.platform import target_platform
 from .batch import find_batch_axis, name_batch_dims
 from .closures import refuse_closed_over_arrays
 from .collectives import active_mesh, varying
-from .mesh import Mesh
+from .mesh import Mesh, check_placed, require_mesh
 from .module import Dim, Leaf, Module, leaves
 
 
@@ -53,9 +53,11 @@ def spmd(fn: Callable, mesh: Mesh, *, out: PyTree[str]) -> Callable:
     The returned function takes the arguments of `fn`, and a `key`, which is split into one PRNG key per row. It
     compiles once per shape.
 
-    **Raises** `ValueError` if the mesh does not divide a size, if `fn` closes over an array, and if a result differs
-    between devices along an axis that shards none of its dims.
+    **Raises** `ValueError` if the mesh does not divide a size, if a model lies on another mesh, if `fn` closes over an
+    array, and if a result differs between devices along an axis that shards none of its dims.
     """
+
+    require_mesh(mesh)
 
     def run(*args: Any, key: PRNGKeyArray | None = None) -> PyTree:
         return run_sharded(SpmdProgram(fn, mesh, 1, OutputDims.from_tree(out)), args, key)
@@ -76,6 +78,7 @@ def run_sharded(program: ShardMapProgram, args: tuple, key: PRNGKeyArray | None)
     named = list(zip(leaves(arrays), jax.tree.leaves(arrays), strict=True))
     for leaf, x in named:
         check_numpy_values(x, leaf.name)
+        check_placed(leaf, x, program.mesh)
     rows = _count_rows(named, program.mesh, program.microbatches)
     return run_jitted(program, args, keys=None if key is None else _split_row_keys(key, rows))
 

@@ -1,10 +1,13 @@
 """Command-line flags that recipes share: sharding, memory and precision of a step, and a run's directory."""
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
+
+import jax
 
 from zoo.models import configure
 from zoo.parallel import SEQUENCE, ZERO1, ZERO2, ZERO3, Mesh, Schedule, make_mesh
@@ -79,6 +82,14 @@ class MeshOptions:
             layout = layout.with_dims(tokens=SEQUENCE.axes("tokens"))
         layout = dataclasses.replace(layout, context=self.context_attention, rounds=self.rounds)
         sizes = {axis: getattr(self, axis) for axis in ("fsdp", "expert", "context", "tensor", "pipe")}
+        count = math.prod(sizes.values())
+        devices = jax.device_count()
+        if 0 < count < devices and devices % count:
+            flags = " ".join(f"--{axis} {size}" for axis, size in sizes.items() if size > 1)
+            raise ValueError(
+                f"{flags} takes a multiple of {count} devices, and there are {devices}: let the flags multiply to a "
+                f"divisor of {devices}, or show the program fewer (CUDA_VISIBLE_DEVICES, TPU_VISIBLE_CHIPS)"
+            )
         return make_mesh(**sizes, layout=layout)
 
 
@@ -104,6 +115,7 @@ class RunOptions:
     """Experiment trackers that get configuration, metrics, samples and report: one or several."""
 
     def __post_init__(self):
+        object.__setattr__(self, "out", Path(self.out))  # a script may pass a string
         refuse_url(self.out)
 
     @property

@@ -20,6 +20,7 @@ from zoo.models.parameter_paths import iterate_indices, list_parameter_paths
 from zoo.ops.quantized.mxfp4 import NAN_SCALE
 from zoo.parallel import Mesh
 from zoo.parallel import leaves as annotated_leaves
+from zoo.parallel.mesh import require_mesh
 from zoo.parallel.place import warn_replicated
 from zoo.parallel.rounds import count_rounds, split_rounds
 
@@ -80,6 +81,8 @@ def load(
     """
     if dtype is not None:
         dtype = parse_dtype(dtype)
+    if mesh is not None:
+        require_mesh(mesh)
     return read_parameters(open_checkpoint(resolve_directory(directory, revision), family, ignore, packed), mesh, dtype)
 
 

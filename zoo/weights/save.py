@@ -16,6 +16,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jaxtyping import PyTree
 
+from zoo._checks import check_not_donated
 from zoo._files import create_files
 from zoo.layers import FP8Linear
 from zoo.models.hf.config import IGNORED_KEYS, read_config
@@ -115,6 +116,7 @@ def write_model(
 ) -> None:
     """Save a model as `save` does, without a word on a tokenizer that the caller writes."""
     _require_directory(directory)
+    check_not_donated(model)
     model, origin, name_map = resolve_model(model, family, dict(config or {}))
     aside = LeftAside({}, origin.wrapping)
     if source is not None:
