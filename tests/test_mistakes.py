@@ -1,5 +1,6 @@
 """Natural mistakes of a first script: one line says what was expected, what came, and what would do."""
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,12 +12,17 @@ from zoo.train import MeshOptions, RunOptions
 
 KEY = jax.random.key(0)
 TOKENS = np.zeros((8, 4), np.int32)  # a row for each device of the tests
+SIZES = {"embed": 16, "layers": 2, "heads": 2, "mlp": 16, "key": KEY}
 BATCH = {"tokens": TOKENS, "targets": TOKENS}
 
 
 @pytest.fixture(scope="module")
 def model():
-    return Transformer(vocab=32, embed=16, layers=2, heads=2, mlp=16, key=KEY)
+    return Transformer(vocab=32, **SIZES)
+
+
+def make_equinox_attention(embed, *, key):
+    return eqx.nn.MultiheadAttention(2, embed, key=key)
 
 
 def loss_of_logits(model, batch):
@@ -81,6 +87,15 @@ MISTAKES = {
             zoo.place(model, zoo.make_mesh(tensor=2)), TOKENS, max_new_tokens=1, mesh=zoo.make_mesh()
         ),
         "the model lies on data 4 x tensor 2, and this call is for data 8",
+    ),
+    "a layer of Equinox": (
+        lambda model: Transformer(vocab=32, **SIZES, mixer=make_equinox_attention),
+        "Block.mixer: AbstractMixer was expected, not equinox.nn.MultiheadAttention, whose arrays have no named dims: "
+        "the page Add a layer shows how to write one",
+    ),
+    "a norm of Equinox": (
+        lambda model: zoo.count(eqx.tree_at(lambda model: model.norm, model, eqx.nn.RMSNorm(16))),
+        "Decoder.norm: AbstractNorm was expected, not equinox.nn.RMSNorm",
     ),
     "devices that do not divide": (
         lambda model: MeshOptions(fsdp=3).make_mesh(),

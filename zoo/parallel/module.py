@@ -208,12 +208,27 @@ def resolve_dims(module: Module, field: dataclasses.Field, ndim: int) -> tuple[D
             "and quotes around types from the file, so that the dims can be read."
         )
     if len(matching) != 1:
+        _refuse_other_modules(getattr(module, field.name), field, field_name)
         raise TypeError(
             f"{field_name} holds an array of {ndim} dims, but its annotation {_format_annotation(field.type)} does not "
             f"name {ndim} dims. "
             'Annotate it with one fixed name per dim: weight: Float[Array, "out in"].'
         )
     return tuple(resolve_dim(module, name) for name in matching[0])
+
+
+def _refuse_other_modules(value: Any, field: dataclasses.Field, field_name: str) -> None:
+    """**Raises** `TypeError` for a module in a field's value that is not a `Module`, such as Equinox's own layers."""
+    for node in jax.tree.leaves(value, is_leaf=lambda x: isinstance(x, eqx.Module)):
+        if isinstance(node, eqx.Module) and not isinstance(node, Module):
+            wanted = "zoo.parallel.Module"
+            if isinstance(field.type, type) and issubclass(field.type, Module):
+                wanted = field.type.__name__
+            public = type(node).__module__.partition("._")[0]
+            raise TypeError(
+                f"{field_name}: {wanted} was expected, not {public}.{type(node).__name__}, whose arrays have no named "
+                "dims: the page Add a layer shows how to write one"
+            )
 
 
 def _find_dim_names(field: dataclasses.Field) -> set[tuple[str, ...]]:
