@@ -23,10 +23,7 @@ PACKAGES = (
     "tools.export",
 )
 """Public packages and modules of `zoo`, in the order of the pages."""
-UNLISTED = (
-    *("cli", "generate", "shapes", "text", "tools", "tools.commands", "testing", "parity"),
-    *("distributed", "drawing", "planning"),  # moved
-)
+UNLISTED = ("cli", "generate", "shapes", "text", "tools", "tools.commands", "testing", "parity")
 """Modules without public names of their own: `zoo.train` exports those of `text`, `zoo` that of `generate`."""
 ALSO_SHOWN = (
     "zoo.models.hf.builders",

@@ -97,6 +97,11 @@ MISTAKES = {
         lambda model: zoo.count(eqx.tree_at(lambda model: model.norm, model, eqx.nn.RMSNorm(16))),
         "Decoder.norm: AbstractNorm was expected, not equinox.nn.RMSNorm",
     ),
+    "a class of transformers": (
+        lambda model: zoo.models.LlamaForCausalLM,
+        "module 'zoo.models' has no attribute 'LlamaForCausalLM': zoo.load(directory) loads a checkpoint of any family",
+    ),
+    "an automatic class": (lambda model: zoo.AutoModelForCausalLM, "'AutoModelForCausalLM': zoo.load(directory) loads"),
     "devices that do not divide": (
         lambda model: MeshOptions(fsdp=3).make_mesh(),
         "--fsdp 3 takes a multiple of 3 devices, and there are 8: let the flags multiply to a divisor of 8, or show",

@@ -13,6 +13,7 @@ from .models.loss import cross_entropy
 from .models.scoring import hidden_states, score
 from .models.second_derivatives import twice_differentiable
 from .models.text_embeddings import embed
+from .models.torch_habits import explain_missing_name
 from .parallel import Layout, cast, count, init, make_mesh, place, place_batch, spmd, trainable, value, value_and_grad
 
 if TYPE_CHECKING:
@@ -98,7 +99,6 @@ _LAZY_NAMES = {
     "summary": "inspect",
 }
 """Names of packages imported at first use."""
-_MOVED = {"distributed": "zoo.parallel.initialize", "drawing": "zoo.tools.draw", "planning": "zoo.tools.plan"}
 
 
 def __getattr__(name: str) -> Any:
@@ -106,9 +106,7 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module(f"{__name__}.{name}")
     if name in _LAZY_NAMES:
         return getattr(importlib.import_module(f"{__name__}.{_LAZY_NAMES[name]}"), name)
-    if name in _MOVED:
-        raise AttributeError(f"zoo.{name} has moved to {_MOVED[name]}")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    explain_missing_name(__name__, name)
 
 
 def __dir__() -> list[str]:

@@ -88,8 +88,11 @@ def test_fork_target_file_or_directory(run, refused):
     [
         ((), f"missing the name of a recipe: {', '.join(RECIPES)}; `zoo fork --list` describes"),
         (("transfomer",), f"there is no recipe 'transfomer': choose from {', '.join(RECIPES)}"),
-        (("qlora",), "the recipe qlora is now part of lora: `zoo fork lora`, then --quantization nf4 or int8"),
-        (("recipes/dora.py",), "part of compare_adapters, which ends with its measurements: `zoo fork"),
+        (("qlora",), "qlora is part of the recipe lora: `zoo fork lora`, then --quantization nf4 or int8"),
+        (
+            ("recipes/dora.py",),
+            "dora is part of the recipe compare_adapters, which ends with its measurements: `zoo fork",
+        ),
         (("transformer", "no/such/x.py"), "no/such: no such directory to write x.py to"),
         (("transformer", "x"), "'x' is not a valid file name for a recipe"),
         (("transformer", 'x"y.py'), "is not a valid file name for a recipe"),

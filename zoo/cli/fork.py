@@ -17,11 +17,11 @@ from zoo._terminal import align_columns, show
 _TRAIN_REQUIREMENTS = ("optax", "grain", "orbax.checkpoint")
 """Dependencies of `zoo.train`, which is not imported here because that takes seconds."""
 
-_MOVED = {
+_PARTS_OF_RECIPES = {
     "dora": "compare_adapters, which ends with its measurements: `zoo fork compare_adapters`, then --methods dora",
     "qlora": "lora: `zoo fork lora`, then --quantization nf4 or int8",
 }
-"""Recipes that became part of another one, and how to run them there."""
+"""Words that name a part of a recipe, and how to run it."""
 
 
 def fork(
@@ -51,8 +51,8 @@ def fork(
     if recipe is None:
         raise ValueError(f"missing the name of a recipe: {', '.join(recipes)}; `zoo fork --list` describes them")
     name = recipe.removesuffix(".py").removeprefix("recipes/")
-    if name in _MOVED:
-        raise ValueError(f"the recipe {name} is now part of {_MOVED[name]}")
+    if name in _PARTS_OF_RECIPES:
+        raise ValueError(f"{name} is part of the recipe {_PARTS_OF_RECIPES[name]}")
     if name not in recipes:
         raise ValueError(f"there is no recipe {recipe!r}: choose from {', '.join(recipes)}")
     path = _resolve_target(name, target)

@@ -3,10 +3,6 @@
 Functions of a step and its arguments, and summaries of a model; models do not depend on them.
 """
 
-from typing import TYPE_CHECKING
-
-from zoo._moved import explain_moved_names
-
 from .collectives import Collective
 from .drift import drift
 from .dtypes import audit_dtypes
@@ -33,15 +29,3 @@ __all__ = [
     "state_bytes",
     "summary",
 ]
-
-_MOVED = {
-    **{name: f"zoo.inspect.program.{name}" for name in ("CompileTimes", "Donation", "MemoryStats")},
-    "DtypeGroup": "zoo.inspect.dtypes.DtypeGroup",
-    "LayerDrift": "zoo.inspect.drift.LayerDrift",
-    "LayerImplementation": "zoo.inspect.implementations.LayerImplementation",
-    "Drift": "zoo.inspect.drift.Drift",
-    "DtypeAudit": "zoo.inspect.dtypes.DtypeAudit",
-    "ModelSize": "zoo.inspect.size.ModelSize",
-}
-if not TYPE_CHECKING:  # for a type checker every name would be an attribute
-    __getattr__ = explain_moved_names(__name__, _MOVED)

@@ -1,9 +1,5 @@
 """Layers: Equinox modules with parameters, which run unchanged on one device and sharded over any mesh."""
 
-from typing import TYPE_CHECKING
-
-from zoo._moved import explain_moved_names
-
 from .abstract import AbstractFeedForward, AbstractLinear, AbstractMixer, AbstractNorm
 from .attention.alibi import AlibiAttention
 from .attention.attention import Attention
@@ -138,47 +134,3 @@ __all__ = [
     "copy_to_mamba2",
     "token_positions",
 ]
-
-_MOVED = {
-    "compute_alibi_slopes": "zoo.layers.attention.alibi.compute_alibi_slopes",
-    "SharedKeyValues": "zoo.layers.attention.cross_layer.SharedKeyValues",
-    "ConvState": "zoo.layers.convolution.ConvState",
-    "TokenTypeEmbedding": "zoo.layers.embedding.TokenTypeEmbedding",
-    "PatchPositions": "zoo.layers.encoders.patches.PatchPositions",
-    **{name: f"zoo.layers.kv_cache.{name}" for name in ("IndexedLatentCache", "LatentCache")},
-    "RoutingSums": "zoo.layers.moe.routing.RoutingSums",
-    "PerHeadLayerNorm": "zoo.layers.norm.PerHeadLayerNorm",
-    "AmaxHistory": "zoo.layers.quantized.fp8.AmaxHistory",
-    **{
-        name: f"zoo.layers.quantized.groups.{name}"
-        for name in ("AbstractGroupLinear", "GroupQuantizedLinear", "NestedNF4Linear")
-    },
-    "AbstractPackedLinear": "zoo.layers.quantized.packed.AbstractPackedLinear",
-    "QueryScale": "zoo.layers.query_scale.QueryScale",
-    **{name: f"zoo.layers.recurrent.common.{name}" for name in ("HeadNorm", "LowRank", "RecurrentState")},
-    "GatedGroupNorm": "zoo.layers.recurrent.gated_norm.GatedGroupNorm",
-    "MambaState": "zoo.layers.recurrent.mamba.MambaState",
-    "RWKV4State": "zoo.layers.recurrent.rwkv4.RWKV4State",
-    "RelativeEmbedding": "zoo.models.encoders.relative.RelativeEmbedding",
-    **{name: f"zoo.models.hf.families.apertus_layers.{name}" for name in ("Xielu", "XieluMLP")},
-    "DisentangledAttention": "zoo.models.hf.families.deberta_v2_layers.DisentangledAttention",
-    **{name: f"zoo.models.hf.families.gemma3n_text_layers.{name}" for name in ("GaussianTopK", "Laurel")},
-    **{
-        name: f"zoo.models.hf.families.gemma4_text_layers.{name}"
-        for name in ("MixtureBesideMLP", "ScaledSoftmaxRouter")
-    },
-    "ClampedGatedMLP": "zoo.models.hf.families.gpt_oss_layers.ClampedGatedMLP",
-    **{
-        name: f"zoo.models.hf.families.jetmoe_layers.{name}"
-        for name in ("AttentionExpert", "MixtureOfAttention", "OutputBias")
-    },
-    **{
-        name: f"zoo.models.hf.families.llama4_text_layers.{name}"
-        for name in ("ChunkedAttention", "InputWeightedMixture", "TopSigmoidRouter")
-    },
-    "ValueScaledAttention": "zoo.models.hf.families.mimo_v2_flash_layers.ValueScaledAttention",
-    "SparseMixerRouter": "zoo.models.hf.families.phimoe_layers.SparseMixerRouter",
-    "RWKV4ChannelMixing": "zoo.models.hf.families.rwkv_layers.RWKV4ChannelMixing",
-}
-if not TYPE_CHECKING:  # for a type checker every name would be an attribute
-    __getattr__ = explain_moved_names(__name__, _MOVED)

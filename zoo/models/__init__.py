@@ -1,8 +1,8 @@
 """Models: the decoder, its loss and scores, presets from scratch, and families of Hugging Face checkpoints."""
 
+from functools import partial
 from typing import TYPE_CHECKING
 
-from zoo._moved import explain_moved_names
 from zoo.layers.token_info import count_positions, pack_positions, token_info
 
 from .blocks import AddNormBlock, FeedForwardBlock, LayerScaleBlock, MixerBlock, ParallelBlock
@@ -52,6 +52,7 @@ from .second_derivatives import twice_differentiable
 from .sequence_score import SequenceScore
 from .stack import Stack, describe_loop, swap_stack
 from .text_embeddings import embed
+from .torch_habits import explain_missing_name
 
 __all__ = [
     "GLA",
@@ -137,17 +138,5 @@ __all__ = [
     "update_expert_bias",
 ]
 
-_MOVED = {
-    **dict.fromkeys(("set_loop", "set_routing"), "zoo.configure"),
-    "batch_token_info": "zoo.layers.token_info.batch_token_info",
-    **{name: f"zoo.models.decoder.{name}" for name in ("AbstractStack", "UnrolledStack")},
-    "EncoderFeatures": "zoo.models.encoders.heads.EncoderFeatures",
-    "RelativeHidden": "zoo.models.encoders.relative.RelativeHidden",
-    "RelativeBlock": "zoo.models.encoders.relative.RelativeBlock",
-    "TwoMixerBlock": "zoo.models.hf.families.rwkv_layers.TwoMixerBlock",
-    "Loop": "zoo.models.loop.Loop",
-    "ParameterPath": "zoo.models.parameter_paths.ParameterPath",
-    **{name: f"zoo.models.segment.{name}" for name in ("Segment", "find_patterns")},
-}
 if not TYPE_CHECKING:  # for a type checker every name would be an attribute
-    __getattr__ = explain_moved_names(__name__, _MOVED)
+    __getattr__ = partial(explain_missing_name, __name__)

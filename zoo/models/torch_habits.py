@@ -1,5 +1,6 @@
 """Advice for attributes of models in PyTorch, and in Flax, that a model here does not have."""
 
+import re
 from typing import Any, NoReturn
 
 import equinox as eqx
@@ -48,6 +49,20 @@ TORCH_HABITS = {
     "compile": "eqx.filter_jit(function)(model, ...) compiles a function of the model",
     "config": "a model that was loaded has the text of its config.json in model.origin.config",
 }
+
+
+def explain_missing_name(module: str, name: str) -> NoReturn:
+    """Raise the `AttributeError` of a name that a package lacks, with advice for a class of transformers."""
+    message = f"module {module!r} has no attribute {name!r}"
+    if found := re.fullmatch(r"([A-Z]\w*?)(LMHead)?(Model)?(For\w+)?", name):
+        from .hf.families import get_family  # here, since all families come with it
+
+        if found[1] == "Auto" or get_family(found[1].lower()) is not None:
+            message += (
+                ": zoo.load(directory) loads a checkpoint of any family, zoo.models.preset(name, key=key) makes a "
+                "published size, and zoo.models.Transformer LLaMA's architecture in sizes of your own"
+            )
+    raise AttributeError(message)
 
 
 def explain_torch_habit(model: Any, name: str) -> NoReturn:

@@ -1,8 +1,5 @@
 """Data, ZeRO-3 (FSDP) and tensor parallelism, derived from annotated dims, one layout table and one `shard_map`."""
 
-from typing import TYPE_CHECKING
-
-from zoo._moved import explain_moved_names
 from zoo._processes import initialize
 
 from .activation import Activation
@@ -99,14 +96,3 @@ __all__ = [
     "varying",
     "wrapped",
 ]
-
-_MOVED = {
-    "array_fields": "zoo.parallel.module.array_fields",
-    "AXES": "zoo.parallel.layout.AXES",
-    **{name: f"zoo.parallel.module.{name}" for name in ("Leaf", "find_operations")},
-    **{name: f"zoo.parallel.remat.{name}" for name in ("RematPolicy", "rematerialize")},
-    "merge_rounds": "zoo.parallel.rounds.merge_rounds",
-    **{name: f"zoo.parallel.trainable_copy.{name}" for name in ("TrainableCopy", "materialize")},
-}
-if not TYPE_CHECKING:  # for a type checker every name would be an attribute
-    __getattr__ = explain_moved_names(__name__, _MOVED)

@@ -1,8 +1,5 @@
 """Everything around a training loop: text, checkpoints, metrics, progress, signals. Never the loop itself."""
 
-from typing import TYPE_CHECKING
-
-from zoo._moved import explain_moved_names
 from zoo._optional import require_installed
 
 require_installed("optax", "grain", "orbax.checkpoint", extra="train")  # before anything that needs them is imported
@@ -162,23 +159,3 @@ __all__ = [
     "warmup_stable_decay",
     "width_factors",
 ]
-
-_MOVED = {
-    **{name: f"zoo.tools.report.{name}" for name in ("Curve", "tabulate_parameters", "write_report")},
-    "ParameterRow": "zoo.tools.report.page.ParameterRow",
-    "ScatterSeries": "zoo.tools.report.Curve",
-    "draw_image_grid": "zoo.tools.report.ImageGrid",
-    "draw_line_chart": "zoo.tools.report.LineChart",
-    "draw_scatter": "zoo.tools.report.ScatterChart",
-    "group_series": "zoo.tools.report.ScatterChart.of_rows",
-    "rematerialize": "zoo.configure",
-    "report_runs": "zoo.tools.report_runs",
-    **{name: f"zoo.text.batches.{name}" for name in ("CorpusSplit", "Dataset", "OrderedBatches")},
-    "Corpus": "zoo.text.corpus.Corpus",
-    "Tokenizer": "zoo.text.tokenizers.Tokenizer",
-    "RestoredCheckpoint": "zoo.train.checkpoint.RestoredCheckpoint",
-    "LabeledImages": "zoo.train.digits.LabeledImages",
-    "scale_by_adam": "zoo.train.optimizer.adam.scale_by_adam",
-}
-if not TYPE_CHECKING:  # for a type checker every name would be an attribute
-    __getattr__ = explain_moved_names(__name__, _MOVED)

@@ -381,10 +381,6 @@ class Run:
                 saved = ""
             raise KeyboardInterrupt(f"interrupted while {doing}{saved}") from None
 
-    def report(self, *_: Any, **__: Any) -> None:
-        """Moved to `zoo.tools.report_run`. **Raises** `NotImplementedError`."""
-        raise NotImplementedError("run.report has moved: from zoo import tools; tools.report_run(run, title, ...)")
-
     def _show_metrics(self, lines: Sequence[Record]) -> None:
         if lines:
             newest = lines[-1]

@@ -68,13 +68,6 @@ def test_stopped_run_reports_nothing(tmp_path, corpus):
     assert not (tmp_path / "run" / "report.html").exists() and not (tmp_path / "run" / "results.json").exists()
 
 
-def test_run_says_where_its_report_went(tmp_path):
-    with train.Run(train.RunOptions(tmp_path / "run"), config={}) as run:
-        pass
-    with pytest.raises(NotImplementedError, match="run.report has moved: .* tools.report_run"):
-        run.report("A Transformer")
-
-
 def write_run(directory, validation, speeds):
     directory.mkdir(parents=True)
     metrics = [{"step": 1, "validation": 9.0}, {"step": 3, "validation": 8.0}]

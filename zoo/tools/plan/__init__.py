@@ -1,8 +1,5 @@
 """Memory, traffic and time of a step on any mesh of any chips, before it is launched."""
 
-from typing import TYPE_CHECKING
-
-from zoo._moved import explain_moved_names
 from zoo.inspect.links import time_transfer
 from zoo.parallel.chips import CHIPS, Chip
 
@@ -38,11 +35,3 @@ __all__ = [
     "suggest_mesh",
     "time_transfer",
 ]
-
-_MOVED = {
-    "Transfer": "zoo.inspect.links.Transfer",
-    "make_stand_in_mesh": "zoo.tools.plan.search.make_stand_in_mesh",
-    "make_training_step": "zoo.tools.plan.training.make_training_step",
-}
-if not TYPE_CHECKING:  # for a type checker every name would be an attribute
-    __getattr__ = explain_moved_names(__name__, _MOVED)
