@@ -102,6 +102,21 @@ MISTAKES = {
         "module 'zoo.models' has no attribute 'LlamaForCausalLM': zoo.load(directory) loads a checkpoint of any family",
     ),
     "an automatic class": (lambda model: zoo.AutoModelForCausalLM, "'AutoModelForCausalLM': zoo.load(directory) loads"),
+    "sizes as in a config.json": (
+        lambda model: Transformer(vocab_size=32, **SIZES),
+        "Transformer has no argument 'vocab_size': vocab= is that here",
+    ),
+    "a recurrent model's": (lambda model: zoo.models.RetNet(**SIZES, n_vocab=32), "'n_vocab': vocab= is that here"),
+    "a misspelled size": (lambda model: Transformer(vocab=32, **SIZES, kv_head=1), "did you mean kv_heads=?"),
+    "no argument": (
+        lambda model: zoo.make_mesh(gpus=2),
+        "no argument 'gpus': it takes data, fsdp, expert, context, te",
+    ),
+    "PEFT's rank": (lambda model: zoo.adapters.lora(model, r=8, key=KEY), "lora has no argument 'r': rank= is that"),
+    "a maximum length": (
+        lambda model: zoo.generate(model, TOKENS, max_length=8),
+        "generate has no argument 'max_length': max_new_tokens= is that here",
+    ),
     "devices that do not divide": (
         lambda model: MeshOptions(fsdp=3).make_mesh(),
         "--fsdp 3 takes a multiple of 3 devices, and there are 8: let the flags multiply to a divisor of 8, or show",

@@ -1,11 +1,9 @@
 """The mesh: devices along six named axes, and the PartitionSpec of an array by its dims, its shape and the layout."""
 
 import dataclasses
-import functools
-import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -17,13 +15,12 @@ from jaxtyping import PyTree
 
 from zoo._checks import check_not_donated, describe_argument
 from zoo._compile_cache import disable_cache_for_cpu_mesh
+from zoo._synonyms import explain_keywords
 from zoo.ops.platform import Platform, normalize_platform, stand_in_platform
 
 from .layout import AXES, Layout
 from .module import Dim, Leaf, leaves
 
-_Arguments = ParamSpec("_Arguments")
-_Result = TypeVar("_Result")
 _AXES_OVER_SLICES = ("pipe", "data")  # they move least, and seldom
 _REPLICATED_IF_FEWER = ("kv_heads", "groups")
 """Dims that are replicated over an axis larger than their count: a device selects the heads that its queries use."""
@@ -236,37 +233,7 @@ def _is_spec(x: Any) -> bool:
     return isinstance(x, PartitionSpec)
 
 
-_OTHER_NAMES = {
-    "data": ("dp", "ddp", "replica", "data_parallel"),
-    "fsdp": ("zero", "shard", "fully_sharded", "fully_sharded_data_parallel"),
-    "tensor": ("tp", "mp", "model", "tensor_parallel", "model_parallel"),
-    "context": ("cp", "sp", "seq", "sequence", "context_parallel", "sequence_parallel"),
-    "expert": ("ep", "experts", "expert_parallel"),
-    "pipe": ("pp", "pipeline", "stage", "stages", "pipeline_parallel"),
-}
-"""Other names of axes."""
-
-
-def _explain_axes(make: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
-    """Let `make` name the axis that an unknown keyword may stand for."""
-    known = inspect.signature(make).parameters
-
-    @functools.wraps(make)
-    def checked(*arguments: _Arguments.args, **options: _Arguments.kwargs) -> _Result:
-        for name in options:
-            if name not in known:
-                axis = next((axis for axis, others in _OTHER_NAMES.items() if name.lower() in others), None)
-                if axis:
-                    advice = f"{axis}= is that axis here"
-                else:
-                    advice = f"the axes are {', '.join(AXES)}"
-                raise TypeError(f"make_mesh has no argument {name!r}: {advice}")
-        return make(*arguments, **options)
-
-    return checked
-
-
-@_explain_axes
+@explain_keywords
 def make_mesh(
     data: int = -1,
     fsdp: int = 1,

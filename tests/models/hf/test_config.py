@@ -281,3 +281,16 @@ def test_config_suggests_to_ignore_only_what_can_be_ignored():
         with pytest.raises(ConfigError) as raised:
             read_config(FAMILIES["llama"], given)
         assert "ignore=" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "suggestion"),
+    [("n_layers", "; did you mean 'num_hidden_layers'?"), ("dim", "; did you mean 'hidden_size'?"), ("use_x", ".")],
+)
+def test_config_suggests_synonyms_and_nothing_far(key, suggestion):
+    with pytest.raises(ConfigError) as raised:
+        read_config(FAMILIES["llama"], {key: 7})
+    assert str(raised.value) == (
+        f"{key} = 7 is not a key of llama that we know{suggestion} A key that changes no result of yours may be ignored: "
+        'ignore=("key",)'
+    )

@@ -92,7 +92,7 @@ def read_config(family: Family, given: Mapping[str, Any], *, ignore: Collection[
                 config[canonical] = value
                 read_from[canonical] = key
         elif key not in known and value is not None:
-            suggestion = suggest_nearest(key, known)
+            suggestion = suggest_nearest(key, {*family.defaults, *family.aliases, *required})
             errors.append(f"{key} = {shorten_repr(value)} is not a key of {family.name} that we know{suggestion}")
             can_be_ignored = True
     if not config.get("sliding_window_pattern", 1) and config.get("sliding_window") is not None:
@@ -108,8 +108,9 @@ def read_config(family: Family, given: Mapping[str, Any], *, ignore: Collection[
         except ConfigError as error:
             errors.append(str(error))
     if errors:
-        hint = ""
+        message = "; ".join(errors)
         if can_be_ignored and ignore is not None:
-            hint = '. A key that changes no result of yours can be left out of account: ignore=("key",)'
-        raise ConfigError("; ".join(errors) + hint)
+            stop = "" if message.endswith("?") else "."
+            message += f'{stop} A key that changes no result of yours may be ignored: ignore=("key",)'
+        raise ConfigError(message)
     return config

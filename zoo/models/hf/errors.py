@@ -6,17 +6,21 @@ import itertools
 from collections.abc import Iterable
 from typing import Any
 
+from zoo._synonyms import find_synonym
+
 
 class ConfigError(ValueError):
     """Invalid or unsupported config.json; the message names the key."""
 
 
 def suggest_nearest(word: str, known: Iterable[str]) -> str:
-    """Return "; did you mean ...?" with the closest known word, or "" if none is close."""
+    """Return "; did you mean ...?" with a known word for the same thing, else the closest, or "" if none is close."""
     known = sorted(known)
+    if synonym := find_synonym(word, known):
+        return f"; did you mean {synonym!r}?"
     if len(known) > 300:  # tensor names of a checkpoint: difflib would take a second per word
         known = heapq.nlargest(30, known, key=lambda other: _count_shared_ends(word, other))
-    matches = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
+    matches = difflib.get_close_matches(word, known, n=1, cutoff=0.75)
     if not matches:
         return ""
     return f"; did you mean {matches[0]!r}?"

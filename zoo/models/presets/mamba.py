@@ -4,6 +4,7 @@ from functools import partial
 
 from jaxtyping import Array, Key
 
+from zoo._synonyms import explain_keywords
 from zoo.layers import Mamba as MambaLayer
 from zoo.layers import Mamba2 as Mamba2Layer
 from zoo.layers import RMSNorm
@@ -14,6 +15,7 @@ from ..decoder import Decoder
 from ..loop import Loop
 
 
+@explain_keywords
 def Mamba(
     *,
     vocab: int,
@@ -65,6 +67,7 @@ def Mamba(
     )
 
 
+@explain_keywords
 def Mamba2(
     *,
     vocab: int,

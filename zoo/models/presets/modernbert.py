@@ -5,6 +5,7 @@ from functools import partial
 
 from jaxtyping import Array, Key
 
+from zoo._synonyms import explain_keywords
 from zoo.layers import GatedMLP, LayerNorm
 from zoo.layers.encoders.bidirectional_attention import BidirectionalAttention
 from zoo.layers.linear import resolve_head_dim
@@ -19,6 +20,7 @@ from ..encoders.text import Encoder, build_encoder
 from ..loop import Loop
 
 
+@explain_keywords
 def ModernBERT(
     *,
     vocab: int,
