@@ -106,7 +106,6 @@ MISTAKES = {
         lambda model: Transformer(vocab_size=32, **SIZES),
         "Transformer has no argument 'vocab_size': vocab= is that here",
     ),
-    "a recurrent model's": (lambda model: zoo.models.RetNet(**SIZES, n_vocab=32), "'n_vocab': vocab= is that here"),
     "a misspelled size": (lambda model: Transformer(vocab=32, **SIZES, kv_head=1), "did you mean kv_heads=?"),
     "no argument": (
         lambda model: zoo.make_mesh(gpus=2),

@@ -291,6 +291,6 @@ def test_config_suggests_synonyms_and_nothing_far(key, suggestion):
     with pytest.raises(ConfigError) as raised:
         read_config(FAMILIES["llama"], {key: 7})
     assert str(raised.value) == (
-        f"{key} = 7 is not a key of llama that we know{suggestion} A key that changes no result of yours may be ignored: "
-        'ignore=("key",)'
+        f"{key} = 7 is not a key of llama that we know{suggestion} A key that changes no result of yours may be "
+        'ignored: ignore=("key",)'
     )

@@ -92,7 +92,8 @@ def read_config(family: Family, given: Mapping[str, Any], *, ignore: Collection[
                 config[canonical] = value
                 read_from[canonical] = key
         elif key not in known and value is not None:
-            suggestion = suggest_nearest(key, {*family.defaults, *family.aliases, *required})
+            read = (known - IGNORED_KEYS - family.ignored_keys).union(family.defaults, family.aliases)
+            suggestion = suggest_nearest(key, read)
             errors.append(f"{key} = {shorten_repr(value)} is not a key of {family.name} that we know{suggestion}")
             can_be_ignored = True
     if not config.get("sliding_window_pattern", 1) and config.get("sliding_window") is not None:
