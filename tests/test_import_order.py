@@ -1,6 +1,6 @@
 """Import order: a package of the library imports packages of lower levels only.
 
-    shapes, _backend, _checks, _files, _optional, _synonyms, _terminal, _workarounds
+    shapes, _backend, _checks, _files, _keywords, _optional, _terminal, _workarounds
         < _processes < _compile_cache, ops
         < parallel < layers < models < weights, text, generate < adapters, train, inspect < precision
         < tools.plan, tools.draw, tools.report, tools.parity, tools.export, tools.evaluate
@@ -19,7 +19,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 LEVELS = (
-    ("shapes", "_backend", "_checks", "_files", "_optional", "_synonyms", "_terminal", "_workarounds"),
+    ("shapes", "_backend", "_checks", "_files", "_keywords", "_optional", "_terminal", "_workarounds"),
     ("_processes",),
     ("_compile_cache", "ops"),
     ("parallel",),

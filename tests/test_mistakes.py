@@ -8,7 +8,7 @@ import pytest
 
 import zoo
 from zoo.models import Transformer
-from zoo.train import MeshOptions, RunOptions
+from zoo.train import MeshOptions, RunOptions, load_records, load_text, stream_records
 
 KEY = jax.random.key(0)
 TOKENS = np.zeros((8, 4), np.int32)  # a row for each device of the tests
@@ -23,6 +23,20 @@ def model():
 
 def make_equinox_attention(embed, *, key):
     return eqx.nn.MultiheadAttention(2, embed, key=key)
+
+
+class PreTrainedTokenizerFast:
+    """Stands for the class of transformers."""
+
+
+class Tensor:
+    """Stands for the class of PyTorch, which the tests do not need."""
+
+    __module__ = "torch"
+    dtype = "torch.int64"
+
+    def __init__(self, x):
+        self.shape = x.shape
 
 
 def loss_of_logits(model, batch):
@@ -115,6 +129,45 @@ MISTAKES = {
     "a maximum length": (
         lambda model: zoo.generate(model, TOKENS, max_length=8),
         "generate has no argument 'max_length': max_new_tokens= is that here",
+    ),
+    "a float for a size": (
+        lambda model: Transformer(vocab=64.0, **SIZES),
+        "vocab=64.0: a whole number was expected, as an int",
+    ),
+    "a float for a length": (lambda model: zoo.generate(model, TOKENS, max_new_tokens=2.0), "max_new_tokens=2.0: a wh"),
+    "a layer to check": (
+        lambda model: zoo.testing.check_mixer(zoo.layers.MLP(4, 4, key=KEY)),
+        "make: a class, a function or functools.partial of one was expected, which is called with key= for each layer, "
+        "not a layer, MLP",
+    ),
+    "a directory for a tokenizer": (
+        lambda model: load_records([{"text": "a"}], tokenizer="checkpoints/base", seq_len=8),
+        "a tokenizer of zoo.train.read_tokenizer(directory) was expected, which keeps every byte of a text, not str",
+    ),
+    "another library's tokenizer": (
+        lambda model: load_text({"a": "b"}, tokenizer=PreTrainedTokenizerFast()),
+        "keeps every byte of a text, not PreTrainedTokenizerFast",
+    ),
+    "a tokenizer of a stream": (
+        lambda model: stream_records("x.jsonl", tokenizer=PreTrainedTokenizerFast(), batch_size=1, seq_len=8),
+        "keeps every byte of a text, not PreTrainedTokenizerFast",
+    ),
+    "tensors of PyTorch": (
+        lambda model: model(Tensor(TOKENS)),
+        "tokens: an array of JAX or NumPy was expected, not a tensor of PyTorch: pass x.numpy()",
+    ),
+    "a mask of PyTorch": (lambda model: model(TOKENS, mask=Tensor(TOKENS)), "mask: an array of JAX or NumPy was exp"),
+    "a batch of PyTorch": (
+        lambda model: zoo.place_batch({"tokens": Tensor(TOKENS)}, zoo.make_mesh()),
+        "tokens: an array of JAX or NumPy was expected, not a tensor of PyTorch",
+    ),
+    "a prompt of PyTorch": (
+        lambda model: zoo.generate(model, Tensor(TOKENS), max_new_tokens=1),
+        "the prompt: an array of JAX or NumPy was expected, not a tensor of PyTorch",
+    ),
+    "a loss of PyTorch's tensors": (
+        lambda model: zoo.cross_entropy(model, {name: Tensor(x) for name, x in BATCH.items()}),
+        "tokens: an array of JAX or NumPy was expected, not a tensor of PyTorch",
     ),
     "devices that do not divide": (
         lambda model: MeshOptions(fsdp=3).make_mesh(),

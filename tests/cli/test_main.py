@@ -38,7 +38,14 @@ def test_command_help_describes_every_option(capsys, name):
         assert text.count("".join(filter(str.isalnum, words))) == 1, option
 
 
-def test_version(run):
+def test_a_file_to_evaluate_needs_its_option(refused):
+    assert "text is --data file.txt, and a file of tasks is --task file.txt" in refused("evaluate", "x", "file.txt")
+
+
+def test_version(run, capsys):
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["--help"])
+    assert "`zoo --version` the version" in " ".join(capsys.readouterr().out.split())
     assert run("--version")[0].strip() == zoo.__version__
 
 

@@ -13,7 +13,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int, Key, Shaped
 
 from zoo._checks import is_host_readable, wrap_key
-from zoo._synonyms import explain_keywords
+from zoo._keywords import check_keywords
 from zoo.models import Decoder
 from zoo.parallel import Activation, Mesh, place, reduce
 from zoo.parallel.spmd import run_jitted
@@ -93,7 +93,7 @@ def generate(
 ) -> Int[Array, "batch new"]: ...
 
 
-@explain_keywords
+@check_keywords
 def generate(
     model: Decoder,
     tokens: Int[Array, "batch seq"],

@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Key
 
 from zoo._checks import wrap_key
-from zoo._synonyms import explain_keywords
+from zoo._keywords import check_keywords
 from zoo.layers.rotary import find_length_dependent_scaling
 from zoo.models import Decoder
 from zoo.parallel import Mesh, leaves, place, shard_offset
@@ -52,7 +52,7 @@ class StreamedTokens(NamedTuple):
     """With `details`, the log-probability of each token under the distribution that it was drawn from."""
 
 
-@explain_keywords
+@check_keywords
 def generate_stream(
     model: Decoder,
     requests: Iterable[Request],

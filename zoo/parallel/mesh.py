@@ -15,7 +15,7 @@ from jaxtyping import PyTree
 
 from zoo._checks import check_not_donated, describe_argument
 from zoo._compile_cache import disable_cache_for_cpu_mesh
-from zoo._synonyms import explain_keywords
+from zoo._keywords import check_keywords
 from zoo.ops.platform import Platform, normalize_platform, stand_in_platform
 
 from .layout import AXES, Layout
@@ -233,7 +233,7 @@ def _is_spec(x: Any) -> bool:
     return isinstance(x, PartitionSpec)
 
 
-@explain_keywords
+@check_keywords
 def make_mesh(
     data: int = -1,
     fsdp: int = 1,

@@ -29,7 +29,7 @@ from .batches import CorpusSplit
 from .records.find_files import holds_records
 from .run_data import LossUnit
 from .token_cache import choose_token_dtype, open_cache
-from .tokenizers import ByteTokenizer, FileTokenizer, Tokenizer, encode_utf8, train_bpe
+from .tokenizers import ByteTokenizer, FileTokenizer, Tokenizer, encode_utf8, require_tokenizer, train_bpe
 
 _CACHE_VERSION = 4  # raised whenever the format of the cache changes
 _VALIDATION_FRACTION = 1 / 20
@@ -134,6 +134,8 @@ def load_text(
     """
     if vocab < 256:
         raise ValueError(f"a vocabulary of {vocab} cannot write every byte: take 256 for bytes, more for byte pairs")
+    if tokenizer is not None:
+        require_tokenizer(tokenizer)
     if isinstance(source, str | Path):
         source = (source,)
     if source:

@@ -94,6 +94,15 @@ class Tokenizer(Protocol):
         ...
 
 
+def require_tokenizer(tokenizer: Any) -> None:
+    """**Raises** `TypeError` for what is not a tokenizer, such as a directory, or the tokenizer of transformers."""
+    if not hasattr(tokenizer, "cache_key"):
+        raise TypeError(
+            "a tokenizer of zoo.train.read_tokenizer(directory) was expected, which keeps every byte of a text, not "
+            f"{type(tokenizer).__name__}"
+        )
+
+
 def encode_utf8(text: str, name: str = "the text") -> bytes:
     """Return `text` in UTF-8. **Raises** `ValueError`, naming the text, for a surrogate, which UTF-8 does not have."""
     try:

@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Array, Key
 
 from zoo._checks import parse_dtype
-from zoo._synonyms import explain_keywords
+from zoo._keywords import check_keywords
 from zoo.models.hf.spec import Family
 from zoo.models.hf.wrappers import TIE
 from zoo.models.parameter_paths import iterate_indices, list_parameter_paths
@@ -37,7 +37,7 @@ _Sources = Mapping[tuple[int, ...], tuple[str, int]]
 """Index into the stacked dims of an array -> (name of the tensor that holds this slice, part of the tensor)."""
 
 
-@explain_keywords
+@check_keywords
 def load(
     directory: str | Path,
     *,

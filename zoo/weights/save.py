@@ -78,6 +78,8 @@ def save(
     - `config`: keys to add or change in config.json that do not affect the computation: `{"eos_token_id": 2}`.
     - `shard_bytes`: a larger checkpoint is saved in shards with an index.
 
+    A model that is in the directory is replaced, its shards too; other files stay.
+
     A directory without a README.md gets a model card, so that `hf upload NAME DIRECTORY` publishes it.
 
     Before anything is written, the config's model is built in shapes and compared with `model`, so that `load` returns

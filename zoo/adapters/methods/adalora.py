@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from zoo._synonyms import explain_keywords
+from zoo._keywords import check_keywords
 from zoo.layers import AbstractLinear, Linear
 from zoo.models.parameter_paths import IndexRanges
 from zoo.models.targets import Targets, find_linears, get_linear_shape, vmap_stacked
@@ -120,7 +120,7 @@ class AdaLoRA(AbstractLinearAdapter):
 
 
 @in_one_round
-@explain_keywords
+@check_keywords
 def adalora(
     model: _Model,
     *,

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, Key
 
-from zoo._synonyms import explain_keywords
+from zoo._keywords import check_keywords
 from zoo.layers import AbstractLinear, Linear
 from zoo.models.targets import Targets
 from zoo.ops.moe.grouped_matmul import expand_group_values
@@ -190,7 +190,7 @@ def _sum_squares(matrix: Matrix) -> Float[Array, "out"]:
 
 
 @in_one_round
-@explain_keywords
+@check_keywords
 def dora(
     model: _Model,
     *,

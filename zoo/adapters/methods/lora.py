@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Key
 
-from zoo._synonyms import explain_keywords
+from zoo._keywords import check_keywords
 from zoo.layers import AbstractEmbedding, AbstractLinear, Linear
 from zoo.models.targets import LinearSite, Targets, find_linears, get_linear_shape, lookup_by_pattern, match_targets
 from zoo.ops.moe.grouped_matmul import expand_group_values
@@ -141,7 +141,7 @@ class LoRA(AbstractLowRankAdapter):
 
 
 @in_one_round
-@explain_keywords
+@check_keywords
 def lora(
     model: _Model,
     *,

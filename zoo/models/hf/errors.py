@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterable
 from typing import Any
 
-from zoo._synonyms import find_synonym
+from zoo._keywords import find_synonym
 
 
 class ConfigError(ValueError):

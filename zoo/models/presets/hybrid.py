@@ -6,7 +6,7 @@ from typing import Any
 
 from jaxtyping import Array, Key
 
-from zoo._synonyms import explain_keywords
+from zoo._keywords import check_keywords
 from zoo.layers import GatedMLP, RMSNorm
 from zoo.parallel import Remat
 
@@ -16,7 +16,7 @@ from ..factories import bind_factory
 from ..loop import Loop
 
 
-@explain_keywords
+@check_keywords
 def Hybrid(
     *,
     vocab: int,

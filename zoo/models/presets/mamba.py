@@ -4,7 +4,7 @@ from functools import partial
 
 from jaxtyping import Array, Key
 
-from zoo._synonyms import explain_keywords
+from zoo._keywords import check_keywords
 from zoo.layers import Mamba as MambaLayer
 from zoo.layers import Mamba2 as Mamba2Layer
 from zoo.layers import RMSNorm
@@ -15,7 +15,7 @@ from ..decoder import Decoder
 from ..loop import Loop
 
 
-@explain_keywords
+@check_keywords
 def Mamba(
     *,
     vocab: int,
@@ -67,7 +67,7 @@ def Mamba(
     )
 
 
-@explain_keywords
+@check_keywords
 def Mamba2(
     *,
     vocab: int,

@@ -5,7 +5,7 @@ from functools import partial
 
 from jaxtyping import Array, Key
 
-from zoo._synonyms import explain_keywords
+from zoo._keywords import check_keywords
 from zoo.layers import GatedMLP, LayerNorm
 from zoo.layers.encoders.bidirectional_attention import BidirectionalAttention
 from zoo.layers.linear import resolve_head_dim
@@ -20,7 +20,7 @@ from ..encoders.text import Encoder, build_encoder
 from ..loop import Loop
 
 
-@explain_keywords
+@check_keywords
 def ModernBERT(
     *,
     vocab: int,

@@ -5,7 +5,7 @@ from functools import partial
 
 from jaxtyping import Array, Key
 
-from zoo._synonyms import explain_keywords
+from zoo._keywords import check_keywords
 from zoo.layers import AbstractMixer, AbstractRouter, GatedMLP, RMSNorm, SoftmaxRouter
 from zoo.layers import MixtureOfExperts as Mixture
 from zoo.ops.rotary import Rotary
@@ -17,7 +17,7 @@ from ..loop import Loop
 from .mixers import make_mixer_pattern
 
 
-@explain_keywords
+@check_keywords
 def MixtureOfExperts(
     *,
     vocab: int,

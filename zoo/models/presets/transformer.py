@@ -7,7 +7,7 @@ import jax
 from jaxtyping import Array, Key
 
 from zoo._checks import wrap_key
-from zoo._synonyms import explain_keywords
+from zoo._keywords import check_keywords
 from zoo.layers import AbstractMixer, GatedMLP, RMSNorm
 from zoo.ops.rotary import Rotary
 from zoo.parallel import Remat
@@ -20,7 +20,7 @@ from ..segment import check_order
 from .mixers import make_mixer_pattern
 
 
-@explain_keywords
+@check_keywords
 def Transformer(
     *,
     vocab: int,

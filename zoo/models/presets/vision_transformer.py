@@ -5,7 +5,7 @@ from functools import partial
 
 from jaxtyping import Array, Key
 
-from zoo._synonyms import explain_keywords
+from zoo._keywords import check_keywords
 from zoo.layers import MLP, ImageEmbedding, LayerNorm
 from zoo.layers.encoders.bidirectional_attention import BidirectionalAttention
 from zoo.ops.activations import gelu
@@ -16,7 +16,7 @@ from ..encoders.image import ImageEncoder, build_image_encoder
 from ..loop import Loop
 
 
-@explain_keywords
+@check_keywords
 def VisionTransformer(
     *,
     image_size: int | tuple[int, int],

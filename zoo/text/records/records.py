@@ -27,7 +27,7 @@ from zoo.text.packing import PackedRows, TooLong
 from zoo.text.records.token_store import TokenStore, count_default_processes, write_store
 from zoo.text.run_data import LossUnit
 from zoo.text.token_cache import open_cache
-from zoo.text.tokenizers import Tokenizer
+from zoo.text.tokenizers import Tokenizer, require_tokenizer
 
 from .find_files import digest_files
 from .in_memory import InMemory
@@ -243,6 +243,7 @@ def load_records(
     with its file and line, what was expected and what came; `ValueError` for a source without records, and for parts of
     a mixture of different kinds.
     """
+    require_tokenizer(tokenizer)
     if processes is not None and processes < 1:
         raise ValueError(f"processes is {processes}: 1 or more workers tokenize")
     if whole and too_long == "cut":

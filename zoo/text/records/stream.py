@@ -27,7 +27,7 @@ from zoo.text.batches import assign_rows
 from zoo.text.chat import ChatTemplate
 from zoo.text.packing import PackedRows, TooLong
 from zoo.text.token_cache import choose_token_dtype
-from zoo.text.tokenizers import Tokenizer
+from zoo.text.tokenizers import Tokenizer, require_tokenizer
 
 from .in_memory import InMemory
 from .kinds import Encoding, RecordKind
@@ -109,6 +109,7 @@ def stream_records(
     for name, value, least in (("seq_len", seq_len, 1), ("window", window, 1), ("workers", workers, 0)):
         if value < least:
             raise ValueError(f"{name} is {value}: at least {least} was expected")
+    require_tokenizer(tokenizer)
     if find_weights(source) is not None:
         raise NotImplementedError(f"a mixture of sources is not streamed: {_INSTEAD}")
     files = find_source_files(source)

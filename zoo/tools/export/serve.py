@@ -81,7 +81,10 @@ def forward(about, programs, weights, rows):
 
 def read_rows(about, words):
     """Parse the token ids of each row."""
-    rows = [[int(token) for token in row.split()] for row in words]
+    try:
+        rows = [[int(token) for token in row.split()] for row in words]
+    except ValueError:
+        raise SystemExit("a row is token ids in quotes, as in '5 17 3', not text, which is tokenized before") from None
     if about["batch"] not in ("symbolic", len(rows)):
         raise SystemExit(f"the programs take {about['batch']} rows, and {len(rows)} were given")
     if not all(row and min(row) >= 0 and max(row) < about["vocabulary"] for row in rows):

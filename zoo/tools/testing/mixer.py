@@ -8,6 +8,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Key
 
+from zoo.models.factories import check_factory
 from zoo.parallel import Mesh, map_leaves
 from zoo.parallel.module import is_trainable
 
@@ -65,6 +66,7 @@ def check_mixer(
     """
     if seq_len <= MOST_PADDING + 1:
         raise ValueError(f"seq_len={seq_len}: a document has {MOST_PADDING + 2} tokens or more, to be padded")
+    check_factory("make", make)
     if key is None:
         key = jax.random.key(0)
     subject = make_subject(eqx.filter_jit(make)(key=key))

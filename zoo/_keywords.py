@@ -1,10 +1,12 @@
-"""Words that mean one thing in several libraries: for suggestions, where a key or an argument is not known."""
+"""Keywords of functions and keys of configs: what an unknown one may mean, by words that other libraries use."""
 
 import difflib
 import functools
 import inspect
 from collections.abc import Callable, Iterable
 from typing import ParamSpec, TypeVar
+
+import numpy as np
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
@@ -54,13 +56,20 @@ def find_synonym(word: str, known: Iterable[str]) -> str | None:
     return next((other for group in groups if word in group for other in group if other in known), None)
 
 
-def explain_keywords(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
-    """Let a function that is called with an unknown keyword name the argument that was meant."""
+def check_keywords(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+    """Let a function name the argument that was meant by an unknown keyword, and refuse a float where an annotation
+    asks for a whole number.
+
+    **Raises** `TypeError`.
+    """
     known = inspect.signature(function).parameters
+    whole = {name for name, parameter in known.items() if parameter.annotation in (int, int | None)}
 
     @functools.wraps(function)
     def checked(*arguments: _Arguments.args, **options: _Arguments.kwargs) -> _Result:
-        for name in options:
+        for name, value in options.items():
+            if name in whole and isinstance(value, float | np.floating):
+                raise TypeError(f"{name}={value!r}: a whole number was expected, as an int")
             if name not in known:
                 if meant := find_synonym(name.lower(), known):
                     advice = f"{meant}= is that here"
