@@ -169,6 +169,10 @@ MISTAKES = {
         lambda model: zoo.cross_entropy(model, {name: Tensor(x) for name, x in BATCH.items()}),
         "tokens: an array of JAX or NumPy was expected, not a tensor of PyTorch",
     ),
+    "a directory first": (
+        lambda model: zoo.save("checkpoints/mine", model),
+        "zoo.save(model, directory): a path was expected, not Decoder",
+    ),
     "devices that do not divide": (
         lambda model: MeshOptions(fsdp=3).make_mesh(),
         "--fsdp 3 takes a multiple of 3 devices, and there are 8: let the flags multiply to a divisor of 8, or show",

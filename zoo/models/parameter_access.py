@@ -10,6 +10,8 @@ from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, PyTree, Shaped
 
 from zoo.parallel.rounds import in_one_round, merge_rounds
@@ -17,7 +19,7 @@ from zoo.parallel.rounds import in_one_round, merge_rounds
 from .parameter_paths import IndexRanges, walk_parameters
 
 _Model = TypeVar("_Model", bound=PyTree)
-Edit = Array | Callable[[Array], Array]
+Edit = Array | np.ndarray | Callable[[Array], Array]
 
 
 def get(model: PyTree, name: str) -> Shaped[Array, "..."]:
@@ -49,7 +51,7 @@ def replace(model: _Model, parameters: Mapping[str, Edit]) -> _Model:
         if new.shape != old.shape:
             raise ValueError(f"{name}: an array of shape {old.shape} was expected, not {new.shape}")
         arrays[number] = array.at[index].set(new.astype(array.dtype))
-        if not isinstance(array, jax.core.Tracer):
+        if not isinstance(array, Tracer):
             arrays[number] = jax.device_put(arrays[number], array.sharding)
     return jax.tree.unflatten(treedef, arrays)
 

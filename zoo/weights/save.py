@@ -4,6 +4,7 @@ import dataclasses
 import json
 import logging
 import math
+import os
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +17,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jaxtyping import PyTree
 
-from zoo._checks import check_not_donated
+from zoo._checks import check_not_donated, describe_argument
 from zoo._files import create_files
 from zoo.layers import FP8Linear
 from zoo.models.hf.config import IGNORED_KEYS, read_config
@@ -95,6 +96,8 @@ def save(
     `CheckpointError` if the parts of a fused tensor have several dtypes, for a `source` of another model, and for the
     name of a file.
     """
+    if not isinstance(directory, str | os.PathLike):
+        raise TypeError(f"zoo.save(model, directory): a path was expected, not {describe_argument(directory)}")
     source = None if source is None else resolve_directory(source)
     write_model(model, Path(directory), family, source=source, config=config, shard_bytes=shard_bytes)
     if jax.process_index() != 0:

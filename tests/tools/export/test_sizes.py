@@ -14,6 +14,7 @@ from tests.processes import ROOT
 from zoo.ops.implementations import find_kernel_obstacle
 from zoo.ops.platform import for_export
 from zoo.ops.symbolic import always_holds
+from zoo.tools.export import serve
 from zoo.tools.export.folder import MANIFEST, check_folder, write_folder
 
 from .serve_cases import import_serve
@@ -147,3 +148,8 @@ def test_kernels_have_an_obstacle_while_exporting():
     assert find_kernel_obstacle("cpu") is None
     with for_export(True):
         assert "holds only XLA's own operations" in (find_kernel_obstacle("cpu") or "")
+
+
+def test_serve_names_text_for_token_ids():
+    with pytest.raises(SystemExit, match="^a row is token ids in quotes, as in '5 17 3', not text, which is tokenized"):
+        serve.read_rows({"batch": "symbolic", "vocabulary": 9}, ["hello"])
