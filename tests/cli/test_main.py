@@ -81,6 +81,11 @@ def test_a_runs_folder_is_named(refused, tmp_path, name):
     assert f"error: {tmp_path} is a run's folder, and has no export/" in refused(name, tmp_path, *further.get(name, ()))
 
 
+def test_a_model_for_an_adapter_is_named_before_any_is_loaded(refused, bytes_model, monkeypatch):
+    monkeypatch.setattr(zoo, "load", None)
+    assert f"{bytes_model} is a model and not an adapter" in refused("chat", bytes_model, "--adapter", bytes_model)
+
+
 def planted(error):
     def info():
         """Fail."""

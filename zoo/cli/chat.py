@@ -16,6 +16,7 @@ import zoo
 from zoo._compile_cache import enable_compile_cache
 from zoo._files import write_text
 from zoo._terminal import show
+from zoo.adapters.peft.config import CONFIG_FILE
 from zoo.generate import Conversation
 from zoo.generate.request import check_decoder
 from zoo.parallel.devices import make_device_mesh
@@ -89,6 +90,8 @@ def chat(
         enable_compile_cache()
     variables = _parse_variables(variable)
     path = resolve_directory(directory)
+    if adapter is not None:
+        adapter = resolve_directory(adapter, config=CONFIG_FILE)
     mesh = make_device_mesh(data=1, fsdp=fsdp, expert=expert, context=context, tensor=tensor, pipe=1)
     model = zoo.load(path, mesh=mesh, dtype=dtype)
     check_decoder(model)
