@@ -32,7 +32,7 @@ def check_tokens(tokens: Any, vocab: int | None = None, *, name: str = "tokens")
     """
     if not hasattr(tokens, "shape") or not hasattr(tokens, "dtype"):
         raise TypeError(f'{name}: an array of integers "batch seq" was expected, not {type(tokens).__name__}')
-    _require_array(tokens, name)
+    _refuse_tensor(tokens, name)
     _check_integers(tokens, name)
     if len(tokens.shape) != 2:
         hint = f": {name}[None] is a batch of one row" if len(tokens.shape) == 1 else ""
@@ -167,7 +167,7 @@ def check_images(images: Any) -> None:
     """
     if not hasattr(images, "shape") or not hasattr(images, "dtype"):
         raise TypeError(f'images: an array "batch channels height width" was expected, not {type(images).__name__}')
-    _require_array(images, "images")
+    _refuse_tensor(images, "images")
     if not jax.numpy.issubdtype(images.dtype, np.floating):
         raise TypeError(f"images: normalized pixels in floating point were expected, not {images.dtype}")
     if len(images.shape) != 4:
@@ -302,6 +302,10 @@ def is_host_readable(x: Any) -> bool:
 def _require_array(x: Any, name: str) -> None:
     if not hasattr(x, "shape") or not hasattr(x, "dtype"):
         raise TypeError(f"{name}: an array was expected, not {type(x).__name__}")
+    _refuse_tensor(x, name)
+
+
+def _refuse_tensor(x: Any, name: str) -> None:
     if type(x).__module__.partition(".")[0] == "torch":
         raise TypeError(f"{name}: an array of JAX or NumPy was expected, not a tensor of PyTorch: pass x.numpy()")
 
