@@ -61,6 +61,14 @@ def test_replace_changes_that_layer_and_nothing_else(model):
     assert eqx.tree_equal(back, model)
 
 
+def test_every_layer_of_a_placed_model(model):
+    placed = zoo.place(model, zoo.make_mesh(data=1, fsdp=8))
+    for path in list_parameter_paths(model):
+        name = path.name.replace("*", str([*path.ranges, [0]][0][0]))
+        x = zoo.models.get(placed, name)
+        assert np.array_equal(x, zoo.models.get(model, name)) and "fsdp" in str(x.sharding.spec)
+
+
 def test_layers_in_rounds_and_on_a_mesh():
     mesh = zoo.make_mesh(data=1, fsdp=2, pipe=2, devices=jax.devices()[:4], layout=zoo.Layout(rounds=2))
     sizes = {"vocab": 16, "embed": 8, "layers": 4, "heads": 2, "mlp": 12}

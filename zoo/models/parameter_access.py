@@ -1,17 +1,22 @@
 """Parameters by name: read one, and replace some, whether or not the scan over layers stacks it.
 
-weight = zoo.models.get(model, "layers.0.attention.query.weight")
-model = zoo.models.replace(model, {"layers.0.attention.query.weight": weight * 2, "norm.weight": jnp.ones_like})
+    weight = zoo.models.get(model, "layers.0.attention.query.weight")
+    model = zoo.models.replace(model, {"layers.0.attention.query.weight": weight * 2, "norm.weight": jnp.ones_like})
+
+Names are those of `zoo.models.list_parameter_paths`, with the number of a layer in place of a star.
 """
 
 import difflib
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.core import Tracer
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, PyTree, Shaped
 
 from zoo.parallel.rounds import in_one_round, merge_rounds
@@ -20,6 +25,8 @@ from .parameter_paths import IndexRanges, walk_parameters
 
 _Model = TypeVar("_Model", bound=PyTree)
 Edit = Array | np.ndarray | Callable[[Array], Array]
+_Index = tuple[int | None, ...]
+"""Index into the stacked dims of an array; None for all of a dim."""
 
 
 def get(model: PyTree, name: str) -> Shaped[Array, "..."]:
@@ -32,7 +39,7 @@ def get(model: PyTree, name: str) -> Shaped[Array, "..."]:
     """
     model = merge_rounds(model)
     number, index = _find_array(model, name)
-    return jax.tree.leaves(model)[number][index]
+    return _read(jax.tree.leaves(model)[number], index)
 
 
 @in_one_round
@@ -46,17 +53,47 @@ def replace(model: _Model, parameters: Mapping[str, Edit]) -> _Model:
     for name, edit in parameters.items():
         number, index = _find_array(model, name)
         array = arrays[number]
-        old = array[index]
+        old = _read(array, index)
         new = edit(old) if callable(edit) else jnp.asarray(edit)
         if new.shape != old.shape:
             raise ValueError(f"{name}: an array of shape {old.shape} was expected, not {new.shape}")
-        arrays[number] = array.at[index].set(new.astype(array.dtype))
-        if not isinstance(array, Tracer):
-            arrays[number] = jax.device_put(arrays[number], array.sharding)
+        arrays[number] = _write(array, index, new.astype(array.dtype))
     return jax.tree.unflatten(treedef, arrays)
 
 
-def _find_array(model: PyTree, name: str) -> tuple[int, tuple[int | slice, ...]]:
+def _read(array: Array, index: _Index) -> Array:
+    """Return part of an array, sharded as the dims that are left were."""
+    if all(number is None for number in index):
+        return array
+    if isinstance(array, Tracer) or not isinstance(array.sharding, NamedSharding):
+        return array[_to_slices(index)]
+    index += (None,) * (array.ndim - len(index))
+    spec = (*array.sharding.spec, *[None] * (array.ndim - len(array.sharding.spec)))
+    kept = [axes for axes, number in zip(spec, index, strict=True) if number is None]
+    return _read_shards(array, index, NamedSharding(array.sharding.mesh, PartitionSpec(*kept)))
+
+
+@partial(jax.jit, static_argnums=(1, 2))  # by itself JAX may choose a sharding that does not divide the dims, and raise
+def _read_shards(array: Array, index: _Index, sharding: NamedSharding) -> Array:
+    return lax.with_sharding_constraint(array[_to_slices(index)], sharding)
+
+
+def _write(array: Array, index: _Index, new: Array) -> Array:
+    if isinstance(array, Tracer) or not isinstance(array.sharding, NamedSharding):
+        return array.at[_to_slices(index)].set(new)
+    return _write_shards(array, index, new, array.sharding)
+
+
+@partial(jax.jit, static_argnums=(1, 3))
+def _write_shards(array: Array, index: _Index, new: Array, sharding: NamedSharding) -> Array:
+    return lax.with_sharding_constraint(array.at[_to_slices(index)].set(new), sharding)
+
+
+def _to_slices(index: _Index) -> tuple[int | slice, ...]:
+    return tuple(slice(None) if number is None else number for number in index)
+
+
+def _find_array(model: PyTree, name: str) -> tuple[int, _Index]:
     """Return the number of the leaf that holds a parameter, and the index into its stacked dims."""
     paths = list(walk_parameters(model, "", ()))
     indices = [_find_index(*path, name.split(".")) for path in paths]
@@ -79,12 +116,12 @@ def _find_array(model: PyTree, name: str) -> tuple[int, tuple[int | slice, ...]]
     raise ValueError(f"the model has no parameter {name}; {advice}")
 
 
-def _find_index(pattern: str, ranges: IndexRanges, words: list[str]) -> tuple[int | slice, ...] | None:
+def _find_index(pattern: str, ranges: IndexRanges, words: list[str]) -> _Index | None:
     """Return the index into the stacked dims of an array that a name means; None for a name of another array."""
     parts = pattern.split(".")
     if len(parts) != len(words):
         return None
-    index: list[int | slice] = []
+    index: list[int | None] = []
     for part, word in zip(parts, words, strict=True):
         if part != "*":
             if part != word:
@@ -92,7 +129,7 @@ def _find_index(pattern: str, ranges: IndexRanges, words: list[str]) -> tuple[in
             continue
         numbers = ranges[len(index)]
         if word == "*":
-            index.append(slice(None))
+            index.append(None)
         elif word.isdecimal() and int(word) in numbers:
             index.append(numbers.index(int(word)))
         else:
