@@ -423,7 +423,7 @@ def find_checkable_vocab(model: Any) -> int | None:
 
     **Raises** `TypeError` for a model of images, and for what is not a model, such as logits.
     """
-    if not hasattr(model, "embedding"):
+    if not isinstance(model, Module):
         advice = ""
         if hasattr(model, "shape"):
             advice = (
