@@ -45,6 +45,21 @@ def test_template_of_a_file_or_a_checkpoint_or_a_plain_one(tmp_path, capsys):
     assert capsys.readouterr().out == ""
 
 
+def test_template_of_a_file_has_the_special_tokens_of_the_checkpoint(tmp_path):
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "mine.jinja").write_text("{{ bos_token }}{{ messages[0].content }}{{ eos_token }}")
+    (elsewhere / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<other>", "eos_token": "<other>"}))
+    options = train.RecordOptions(chat_template=elsewhere / "mine.jinja")
+    messages = [{"role": "user", "content": "a"}]
+    unnamed = options.read_template(tmp_path, ByteTokenizer())  # as ByteTokenizer.save names them in an export
+    assert unnamed.render(messages).text == "\0a\0"
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"bos_token": None, "eos_token": "</s>"}))
+    assert options.read_template(tmp_path, ByteTokenizer()).render(messages).text == "a</s>"
+    plain = train.RecordOptions().read_template(tmp_path, ByteTokenizer())
+    assert plain.special_tokens == {"eos_token": "</s>"}
+
+
 def test_flags_of_records_are_flat_in_a_configuration():
     flat = train.options.flatten_config({"records": train.RecordOptions(train_on="last"), "steps": 3})
     assert flat["train_on"] == "last" and flat["steps"] == 3 and "records" not in flat

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import zoo.text.tokenizers
+from zoo.text.chat import read_special_tokens
 from zoo.text.tokenizers import (
     ByteTokenizer,
     FileTokenizer,
@@ -119,6 +120,13 @@ def test_prefix_gives_the_default_separator(with_end, tmp_path):
     (tmp_path / "tokenizer.json").write_text(json.dumps(facts))
     tokenizer = FileTokenizer(tmp_path / "tokenizer.json", 300)
     assert tokenizer.prefix == (end,) and tokenizer.separator == end
+
+
+def test_save_names_the_tokens_that_begin_and_end_a_text(with_end, tmp_path):
+    _, end = with_end
+    (tmp_path / "out").mkdir()
+    FileTokenizer(tmp_path / "tokenizer.json", 300, end=end).save(tmp_path / "out")
+    assert read_special_tokens(tmp_path / "out") == {"bos_token": "\0", "eos_token": "<end>"}
 
 
 def test_bpe_training_is_reproducible(tmp_path):

@@ -8,7 +8,13 @@ from typing import Any, Literal
 import jax
 
 from zoo._terminal import show
-from zoo.text.chat import PLAIN_TEMPLATE, ChatTemplate, NoChatTemplateError, read_chat_template
+from zoo.text.chat import (
+    PLAIN_TEMPLATE,
+    ChatTemplate,
+    NoChatTemplateError,
+    read_chat_template,
+    read_special_tokens,
+)
 from zoo.text.records import Records, load_records
 from zoo.text.tokenizers import Tokenizer
 
@@ -35,17 +41,16 @@ class RecordOptions:
     """Workers that tokenize; by default one for each core, at most 8."""
 
     def read_template(self, checkpoint: Path, tokenizer: Tokenizer) -> ChatTemplate:
-        """Return the template that the flags name, else the checkpoint's, else a plain one, and say so."""
+        """Return the template that the flags name, else the checkpoint's, else a plain one, and say so. A template from
+        elsewhere has the special tokens of this checkpoint."""
         if self.chat_template is not None:
-            return read_chat_template(self.chat_template)
+            return read_chat_template(self.chat_template, _name_special_tokens(checkpoint, tokenizer))
         try:
             return read_chat_template(checkpoint)
         except NoChatTemplateError:
             if jax.process_index() == 0:
                 show(f"{checkpoint} has no chat template: it gets a plain one; --chat-template FILE takes another")
-        spellings = {token: spelling for spelling, token in tokenizer.special_tokens.items()}
-        names = {"bos_token": tokenizer.separator, "eos_token": tokenizer.end}
-        special = {name: spellings[token] for name, token in names.items() if token in spellings}
+        special = _name_special_tokens(checkpoint, tokenizer)
         return ChatTemplate(PLAIN_TEMPLATE, special, name="the plain chat template")
 
     def load(
@@ -76,6 +81,18 @@ class RecordOptions:
             processes=self.data_processes,
             **options,
         )
+
+
+def _name_special_tokens(checkpoint: Path, tokenizer: Tokenizer) -> dict[str, str]:
+    """Return the special tokens of a checkpoint by name, as its tokenizer_config.json has them. If that does not name
+    EOS, the separator is BOS, and EOS is what ends an answer."""
+    named = read_special_tokens(checkpoint)
+    if "eos_token" in named:
+        return named
+    spellings = {token: spelling for spelling, token in tokenizer.special_tokens.items()}
+    tokens = {"bos_token": tokenizer.separator, "eos_token": tokenizer.end}
+    spelled = {name: spellings[token] for name, token in tokens.items() if token in spellings}
+    return {**spelled, **named}
 
 
 def _parse_weights(source: Sequence[Any]) -> Any:

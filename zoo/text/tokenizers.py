@@ -149,7 +149,7 @@ class ByteTokenizer:
 
     def save(self, directory: Path) -> None:
         write_text(directory / TOKENIZER_FILE, _byte_tokenizer_json())
-        _write_tokenizer_config(directory, "\0")
+        _write_tokenizer_config(directory, "\0", "\0")
 
 
 class FileTokenizer:
@@ -274,7 +274,8 @@ class FileTokenizer:
         for path in sorted({path for pattern in _TOKENIZER_FILE_PATTERNS for path in self._path.parent.glob(pattern)}):
             copy_file(path, directory / path.name)
         if not (self._path.parent / _TOKENIZER_CONFIG_FILE).exists():
-            _write_tokenizer_config(directory, self._tokenizer.id_to_token(self.separator))
+            spell = self._tokenizer.id_to_token
+            _write_tokenizer_config(directory, spell(self.separator), spell(self.end))
 
 
 def train_bpe(documents: Iterable[bytes], vocab: int, path: Path) -> FileTokenizer:
@@ -453,7 +454,7 @@ def _is_byte_tokenizer(path: Path) -> bool:
         return read_limited(path, JSON_BYTES) == _byte_tokenizer_json().encode()
 
 
-def _write_tokenizer_config(directory: Path, separator: str) -> None:
+def _write_tokenizer_config(directory: Path, begin: str, end: str) -> None:
     """Write `tokenizer_config.json`, which names the tokens that begin and end a text."""
     facts: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
-    write_json(directory / _TOKENIZER_CONFIG_FILE, {**facts, "bos_token": separator, "eos_token": separator})
+    write_json(directory / _TOKENIZER_CONFIG_FILE, {**facts, "bos_token": begin, "eos_token": end})

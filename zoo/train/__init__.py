@@ -7,7 +7,7 @@ require_installed("optax", "grain", "orbax.checkpoint", extra="train")  # before
 from zoo.models.segment_sums import sum_segments
 from zoo.parallel.fingerprint import fingerprint
 from zoo.text.batches import BatchIterator, ShuffledBatches, TokenWindows, bits_per_byte, stack_rows
-from zoo.text.chat import ChatTemplate, read_chat_template, tool_schema
+from zoo.text.chat import ChatTemplate, read_chat_template, read_special_tokens, tool_schema
 from zoo.text.corpus import load_text
 from zoo.text.digit_sorting import count_sorted_digits, list_sorting_examples, list_sorting_prompts
 from zoo.text.docstrings import read_docstrings, read_standard_library
@@ -134,6 +134,7 @@ __all__ = [
     "read_chat_template",
     "read_docstrings",
     "read_metrics",
+    "read_special_tokens",
     "read_standard_library",
     "read_tokenizer",
     "run_cli",

@@ -158,8 +158,12 @@ def test_read_chat_template_takes_a_file_or_a_directory(tmp_path):
     assert read_chat_template(directory).render([]).text == "<s>"
     assert read_chat_template(directory / "other.jinja").render([]).text == "</s>!"
     assert read_chat_template(directory / "other.jinja").source == "{{ eos_token }}!\n"
-    alone = write(tmp_path / "b", {"t.jinja": "{{ eos_token is defined }}"})
-    assert read_chat_template(str(alone / "t.jinja")).render([]).text == "False"
+    alone = write(tmp_path / "b", {"t.jinja": "{{ eos_token }}"})
+    with pytest.raises(ChatError, match=r"t.jinja writes eos_token, which a tokenizer names, .* read_special_tokens"):
+        read_chat_template(str(alone / "t.jinja"))
+    special = read_special_tokens(directory)
+    for path in (alone / "t.jinja", write(tmp_path / "d", {"chat_template.jinja": "{{ eos_token }}"})):
+        assert read_chat_template(path, special).render([]).text == "</s>"
     with pytest.raises(FileNotFoundError, match=r"none.jinja does not exist: a checkpoint directory or a .jinja file"):
         read_chat_template(tmp_path / "none.jinja")
     with pytest.raises(ChatError, match=r"tokenizer_config.json is not a chat template: .* a .jinja file was expected"):

@@ -214,22 +214,36 @@ class ChatTemplate:
         return encode_rendered(text, tokenizer)
 
 
-def read_chat_template(path: str | Path) -> ChatTemplate:
+def read_chat_template(path: str | Path, special_tokens: Mapping[str, str] | None = None) -> ChatTemplate:
     """Read the chat template of a checkpoint directory, or a `.jinja` file.
 
-    A file takes its special tokens from a `tokenizer_config.json` in the same directory, if there is one.
+    - `special_tokens`: special tokens of the tokenizer that the template is used with,
+      `read_special_tokens(directory)`. By default they come from a `tokenizer_config.json` in the template's directory.
 
     **Raises** `FileNotFoundError` for a path that does not exist, `NoChatTemplateError` for a directory without a
-    template, and `ChatError` for a file of another kind or a damaged one.
+    template, and `ChatError` for a file of another kind or a damaged one, and for a file that writes BOS or EOS if
+    neither `special_tokens` nor its directory names any.
     """
     path = Path(path)
     if path.is_dir():
-        return ChatTemplate.read(path)
+        template = ChatTemplate.read(path)
+        if special_tokens is None:
+            return template
+        return ChatTemplate(template.source, special_tokens, name=template.name)
     if not path.exists():
         raise FileNotFoundError(f"{path} does not exist: a checkpoint directory or a .jinja file was expected")
     if path.suffix != ".jinja":
         raise ChatError(f"{path} is not a chat template: a checkpoint directory or a .jinja file was expected")
-    return ChatTemplate(_read_source(path), read_special_tokens(path.parent), name=str(path))
+    source = _read_source(path)
+    if special_tokens is None:
+        special_tokens = read_special_tokens(path.parent)
+        written = re.search(r"\b[be]os_token\b", source)
+        if written and not special_tokens:
+            raise ChatError(
+                f"{path} writes {written[0]}, which a tokenizer names, and there is none in its directory: pass "
+                "read_special_tokens(directory) of the checkpoint"
+            )
+    return ChatTemplate(source, special_tokens, name=str(path))
 
 
 def read_special_tokens(directory: str | Path) -> dict[str, str]:
