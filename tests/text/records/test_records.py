@@ -87,6 +87,46 @@ def test_a_file_and_the_records_in_it_are_equal(load, tmp_path):
         np.testing.assert_array_equal(load(path).train.rows[number]["tokens"], load(chats).train.rows[number]["tokens"])
 
 
+def test_nulls_that_a_table_adds_are_left_out(load, tmp_path):
+    """Tools, calls, completions and fields of prompts are the same from a table as from JSON lines."""
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    ipc = pytest.importorskip("pyarrow.ipc")
+    written = "{% generation %}{{ message | tojson }}{% endgeneration %}"
+    template = ChatTemplate("{{ tools | tojson }}{% for message in messages %}" + written + "{% endfor %}")
+    for kind in ("chat", "completion", "prompts"):
+        records = []
+        for number, name in enumerate(["city", "to"] * 6):
+            call = {"function": {"name": name, "arguments": {name: [{name: number}]}}}
+            asked = [{"role": "user", "content": f"{number}?"}]
+            said = [{"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "assistant", "content": "a"}]
+            tools = [{"name": name, "parameters": {"properties": {name: {"type": "string"}}}}]
+            fields = {
+                "chat": {"messages": [*asked, *said]},
+                "completion": {"prompt": asked, "completion": said},
+                "prompts": {"prompt": asked, "answer": {name: number}},
+            }
+            records.append({**fields[kind], "tools": tools})
+        table = pyarrow.Table.from_pylist(records)
+        parquet.write_table(table, tmp_path / f"{kind}.parquet")
+        with ipc.new_stream(tmp_path / f"{kind}.arrow", table.schema) as writer:
+            writer.write_table(table)
+        lines = write_lines(tmp_path / f"{kind}.jsonl", records)
+        sources = [lines, tmp_path / f"{kind}.parquet", tmp_path / f"{kind}.arrow", table.to_pylist()]
+        options = {"template": template, "seq_len": 512, "validation": 0.0, "pack": False}
+        expected, *found = [load(each, **options).train for each in sources]
+        assert len(expected.rows) == 12
+        for split in found:
+            for number in range(12):
+                np.testing.assert_array_equal(split.rows[number]["tokens"], expected.rows[number]["tokens"])
+                if kind == "prompts":
+                    assert split.read_fields(number) == expected.read_fields(number)
+    call = {"function": {"name": "f", "arguments": {"city": None}}}
+    spelled = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    row = load(write_lines(tmp_path / "null.jsonl", [{"messages": spelled}]), **options).train.rows[0]
+    assert b'"city": null' in row["tokens"].astype(np.uint8).tobytes(), "JSON lines keep nulls"
+
+
 def test_the_cache_depends_on_what_its_tokens_depend_on(load, tmp_path):
     path = write_lines(tmp_path / "chats.jsonl", make_chats())
 

@@ -5,7 +5,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from zoo._files import open_regular
 from zoo._optional import import_optional
@@ -21,6 +21,7 @@ class ArrayRecords:
     """An ArrayRecord file, in units of 4,096 records. Each record is a JSON object in UTF-8."""
 
     path: Path
+    adds_nulls: ClassVar[bool] = False
 
     def split(self) -> list[Unit]:
         units = []

@@ -4,7 +4,7 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from zoo._files import open_regular
 from zoo._optional import import_optional
@@ -24,6 +24,7 @@ class ArrowTable:
     """
 
     path: Path
+    adds_nulls: ClassVar[bool] = True
 
     def split(self) -> list[Unit]:
         units = []

@@ -5,7 +5,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from zoo._files import to_jsonable
 
@@ -18,6 +18,8 @@ class InMemory:
 
     records: Sequence[Mapping[str, Any]]
     path: Path = Path("records")
+    adds_nulls: ClassVar[bool] = True
+    """They may be the rows of a table, `dataset.to_list()`."""
 
     def split(self) -> list[Unit]:
         """Return one unit: to send records to workers takes longer than to encode them."""

@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn
+from typing import Any, BinaryIO, ClassVar, NoReturn
 
 from zoo._files import JSON_BYTES, open_regular, parse_json
 from zoo._optional import import_optional
@@ -44,6 +44,7 @@ class JsonLines:
 
     path: Path
     unit_bytes: int = _UNIT_BYTES
+    adds_nulls: ClassVar[bool] = False
 
     def split(self) -> list[Unit]:
         """**Raises** `ValueError` for a `.json` file of anything else, and as `RecordFile` does."""

@@ -4,7 +4,7 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from zoo._files import open_regular
 from zoo._optional import import_optional
@@ -20,6 +20,7 @@ class Parquet:
     """A Parquet file, read by row groups. Values come as pyarrow's Python objects: decimals, timestamps, bytes."""
 
     path: Path
+    adds_nulls: ClassVar[bool] = True
 
     def split(self) -> list[Unit]:
         with self._open() as file:

@@ -1,9 +1,9 @@
 """The interface of a file of records: units of parallel work, the records of each, and their places."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 INSTALL = "pip install 'equizoo[data]'"
 ROWS = 4096
@@ -33,6 +33,9 @@ class RecordFile(Protocol):
     `ImportError` if the package that reads the format is not installed.
     """
 
+    adds_nulls: ClassVar[bool]
+    """True for rows of tables: all structs of a column have the same keys, and absent ones come as null."""
+
     @property
     def path(self) -> Path: ...
 
@@ -57,6 +60,15 @@ def name_damage(path: Path, *kinds: type[Exception]) -> Iterator[None]:
     except (OSError, ValueError, *kinds) as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]
         raise ValueError(f"{path} is damaged: {lines[0][:300]}") from None
+
+
+def drop_nulls(value: Any) -> Any:
+    """Leave out keys of mappings with the value None, at any depth. Elements of lists stay."""
+    if isinstance(value, Mapping):
+        return {key: drop_nulls(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [drop_nulls(item) for item in value]
+    return value
 
 
 def quote(text: str, at: int = 0) -> str:

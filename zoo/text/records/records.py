@@ -49,7 +49,7 @@ from .source import (
     read_first_record,
 )
 
-_STORE_VERSION = 1  # raised whenever the format of the store changes, or the tokens that a record becomes
+_STORE_VERSION = 2  # raised whenever the format of the store changes, or the tokens that a record becomes
 
 
 @dataclass(frozen=True)
@@ -223,6 +223,7 @@ def load_records(
     - `source`: JSON lines, Parquet, ArrayRecord, datasets on disk or names of datasets on the Hugging Face hub; a
       folder, a pattern, or several; a sequence of mappings, which are the records themselves. A mapping from sources to
       weights mixes them; weights that change are pairs `((0, weights), (10_000, weights))` of a step and a mapping.
+      Keys with a null within a column of a table, or of records in memory, are left out.
     - `seq_len`: targets in a row.
     - `template`: renders messages.
     - `kind`: decided by the first record by default. `field`: the field of plain text.

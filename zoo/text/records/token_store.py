@@ -37,7 +37,7 @@ from zoo._terminal import format_bytes, show
 from zoo.text.token_cache import choose_token_dtype
 
 from .kinds import Encoding, RecordKind
-from .record_file import RecordError, RecordFile, Unit
+from .record_file import RecordError, RecordFile, Unit, drop_nulls
 
 Job = tuple[RecordFile, Unit]
 MAX_LISTED = 20
@@ -114,6 +114,8 @@ def encode_unit(job: Job, kind: RecordKind, encoding: Encoding) -> EncodedUnit:
         if isinstance(record, RecordError):
             faults.append((number, record, None))
         else:
+            if file.adds_nulls:
+                record = {name: drop_nulls(value) for name, value in record.items()}  # columns stay
             numbers.append(number)
             records.append(record)
     dtype = choose_token_dtype(encoding.tokenizer.vocab)
