@@ -7,6 +7,7 @@ Every row is found by its number. Packed rows are therefore shuffled, mixed and 
 position in them is one integer, on any number of processes.
 """
 
+import copy
 from functools import cached_property
 from typing import Literal, get_args
 
@@ -80,6 +81,7 @@ class PackedRows:
 
     - `num_items`: items in the texts. `num_dropped`: items left out, too long or with a text of fewer than 2 tokens (in
       whole rows, of none).
+    - `most_segments`: number of labels of a row.
     - `num_cut`: texts that were cut. Each part begins with the last token of the part before it, which is only a target
       there: every target of a text occurs exactly once.
 
@@ -162,10 +164,16 @@ class PackedRows:
         if labels is not None:
             self._labels = labels[texts[order] // texts_per_item].astype(np.float32)
         self._is_whole = whole
-        self._most_segments = int(np.diff(self._first).max(initial=0))
+        self.most_segments = int(np.diff(self._first).max(initial=0))
         # Still the same files: every index into a `np.memmap` would make another one of its result.
         self._tokens = np.asarray(tokens)
         self._mask = np.asarray(mask)
+
+    def pad_labels(self, segments: int) -> "PackedRows":
+        """Return the same rows with labels of `segments` segments each, at least `most_segments`."""
+        padded = copy.copy(self)
+        padded.most_segments = segments
+        return padded
 
     @property
     def num_targets(self) -> int:
@@ -228,7 +236,7 @@ class PackedRows:
         row["segment_ids"][:used] = np.repeat(np.arange(1, len(sizes) + 1), sizes)
         row["positions"][:used] = source - np.repeat(starts, sizes)
         if self._labels is not None:
-            row["labels"] = np.zeros(self._most_segments, np.float32)
+            row["labels"] = np.zeros(self.most_segments, np.float32)
             row["labels"][: len(sizes)] = self._labels[segments]
         return row
 

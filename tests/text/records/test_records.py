@@ -250,6 +250,43 @@ def test_mixtures_have_rows_of_each_part(load, tmp_path):
     labeled = write_lines(tmp_path / "labeled.jsonl", [{"prompt": "a", "completion": "b", "label": 1}] * 9)
     with pytest.raises(ValueError, match="has preference records, which do not mix with labeled records"):
         load({str(labeled): 1.0, str(pairs): 1.0})
+    with pytest.raises(ValueError, match="has preference records, which do not mix with chat records"):
+        load({str(paths[0]): 1.0, str(pairs): 1.0})
+
+
+def test_a_mixture_has_the_template_of_the_parts_with_messages(load, tmp_path):
+    tokenizer = ByteTokenizer()
+    tokenizer.special_tokens = {"\0": 0, "\1": 1}
+    template = ChatTemplate(PLAIN_TEMPLATE, {"eos_token": "\1"})  # an answer ends with another token than a text
+    texts = write_lines(tmp_path / "texts.jsonl", [{"text": f"text {n}"} for n in range(20)])
+    chats = write_lines(tmp_path / "chats.jsonl", make_chats(20))
+    asked = {"prompt": [{"role": "user", "content": "?"}], "completion": [{"role": "assistant", "content": "!"}]}
+    both = write_lines(tmp_path / "both.jsonl", [{"prompt": "a", "completion": "b"}] * 9 + [asked])
+    for source in ({str(texts): 0.5, str(chats): 0.5}, {str(chats): 0.5, str(texts): 0.5}, both):
+        data = load(source, template=template, tokenizer=tokenizer)
+        assert data.template is template and data.stop_tokens == (0, 1)
+    parts = {"a": load(chats), "b": load(chats, template=ChatTemplate(PLAIN_TEMPLATE + " ", {"eos_token": "\0"}))}
+    with pytest.raises(ValueError, match="b has another chat template than a, and a model is saved with one"):
+        train.mix(parts, {"a": 0.5, "b": 0.5})
+
+
+def test_labeled_parts_mix_with_rows_of_any_number_of_texts(load):
+    sizes = {"long": 40, "short": 3}
+    parts = {
+        name: load([{"prompt": f"{n}", "completion": "b" * size, "label": n} for n in range(30)], validation=0.3)
+        for name, size in sizes.items()
+    }
+    widths = {name: len(part.train.rows[0]["labels"]) for name, part in parts.items()}
+    assert widths["short"] > widths["long"]
+    data = train.mix(parts, {"short": 0.5, "long": 0.5})
+    batches = data.train.batches(batch_size=4, seed=0)
+    batch = next(batches)
+    batches.close()
+    assert batch["labels"].shape == (4, widths["short"])
+    for batch in data.validation.ordered(batch_size=8):
+        num_segments = batch["segment_ids"].max(axis=1)
+        assert batch["labels"].shape[1] >= num_segments.max()
+    assert len(parts["long"].train.rows[0]["labels"]) == widths["long"], "the parts stay as they are"
 
 
 def test_bad_arguments_and_empty_sources_are_named(load, tmp_path):

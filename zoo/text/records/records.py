@@ -31,7 +31,7 @@ from zoo.text.tokenizers import Tokenizer, require_tokenizer
 
 from .find_files import digest_files
 from .in_memory import InMemory
-from .kinds import Encoding, RecordKind
+from .kinds import KINDS, Encoding, RecordKind
 from .prompt_rows import PromptRows
 from .record_file import RecordFile
 from .source import (
@@ -46,7 +46,6 @@ from .source import (
     fix_date,
     list_chosen,
     name_files,
-    read_first_record,
 )
 
 _STORE_VERSION = 2  # raised whenever the format of the store changes, or the tokens that a record becomes
@@ -298,8 +297,6 @@ def _load_source(source: Any, options: _Options) -> Records:
     """Load the records of one source."""
     files = find_source_files(source)
     kind = choose_kind(files, options.kind, options.field)
-    first, _ = read_first_record(files)
-    template = options.template if kind.has_messages(first) else None
     check_too_long(options.too_long, kind)
     if options.whole and kind.has_fields:
         raise ValueError(f"whole is for texts with a score, and {kind.name} records are to be completed: leave it out")
@@ -320,6 +317,7 @@ def _load_source(source: Any, options: _Options) -> Records:
     store = TokenStore.open(options.cache / name, options.tokenizer.vocab, is_labeled=kind.is_labeled)
     if not len(store.shares):
         raise ValueError(f"{name_files(files)}: no records there")
+    template = options.template if about.get("messages") else None
     shape = [options.seq_len, options.too_long, options.pack, options.validation]
     if options.whole:
         shape.append("whole")
@@ -419,16 +417,29 @@ def mix(parts: Mapping[str, Records], weights: Weights) -> Records:
     Rows have one length, so a weight is a share of tokens. Weights that change are pairs of the step from which on they
     hold and a mapping. The held-out rows of all parts are kept, one part behind the other.
 
-    **Raises** `ValueError` for parts with different arrays in their rows, and as `Mixture` does for the weights.
+    The mixture has the chat template of the parts with messages, and their tokens that end an answer.
+
+    **Raises** `ValueError` for parts with different arrays in their rows, for pairs with single texts, for
+    parts with different chat templates, and as `Mixture` does for the weights.
     """
     first = next(iter(parts.values()))
     for name, part in parts.items():
         part.train.require_rows()
-        if set(part.train.rows[0]) != set(first.train.rows[0]):
+        mixes = set(part.train.rows[0]) == set(first.train.rows[0])
+        if not mixes or KINDS[part.kind].texts_per_item != KINDS[first.kind].texts_per_item:
             raise ValueError(f"{name} has {part.kind} records, which do not mix with {first.kind} records")
-    mixed = Mixture({name: part.train.rows for name, part in parts.items()}, weights)
+    templates = {name: part.template for name, part in parts.items() if part.template is not None}
+    template = next(iter(templates.values()), None)
+    for name, other in templates.items():
+        if template is not None and other.source != template.source:
+            raise ValueError(
+                f"{name} has another chat template than {next(iter(templates))}, and a model is saved with one: load "
+                "all parts with the same template"
+            )
+    rows = _pad_labels([part.train.rows for part in parts.values()])
+    mixed = Mixture(dict(zip(parts, rows, strict=True)), weights)
     grain = import_optional("grain", "pip install 'equizoo[train]'")
-    rows_of_parts = [part.validation.rows for part in parts.values() if len(part.validation.rows)]
+    rows_of_parts = _pad_labels([part.validation.rows for part in parts.values() if len(part.validation.rows)])
     held_out = first.validation.rows
     if rows_of_parts:
         held_out = grain.MapDataset.concatenate([grain.MapDataset.source(rows) for rows in rows_of_parts])
@@ -436,4 +447,21 @@ def mix(parts: Mapping[str, Records], weights: Weights) -> Records:
     counts = {name: part.counts for name, part in parts.items()}
     train = dataclasses.replace(first.train, rows=mixed, digest=digest, counts=counts)
     validation = dataclasses.replace(first.validation, rows=held_out, digest=digest, counts=counts)
-    return dataclasses.replace(first, train=train, validation=validation, digest=digest, counts=counts, parts=parts)
+    stop_tokens = dict.fromkeys(token for part in parts.values() for token in part.stop_tokens)
+    return dataclasses.replace(
+        first,
+        train=train,
+        validation=validation,
+        template=template,
+        stop_tokens=tuple(stop_tokens),
+        digest=digest,
+        counts=counts,
+        parts=parts,
+    )
+
+
+def _pad_labels(rows: Sequence[Any]) -> list[Any]:
+    """Give the labeled rows of several parts labels of one length: of the most segments that a row has."""
+    packed = [part for part in rows if isinstance(part, PackedRows)]
+    most = max((part.most_segments for part in packed), default=0)
+    return [part.pad_labels(most) if isinstance(part, PackedRows) else part for part in rows]

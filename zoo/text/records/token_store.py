@@ -66,6 +66,8 @@ class EncodedUnit:
     labels: list[float] = field(default_factory=list)
     fields: list[bytes] = field(default_factory=list)
     num_records: int = 0
+    has_messages: bool = False
+    """True if a chat template rendered one of its texts."""
     faults: list[dict[str, Any]] = field(default_factory=list)
     """Place, fault and record of each."""
 
@@ -125,6 +127,7 @@ def encode_unit(job: Job, kind: RecordKind, encoding: Encoding) -> EncodedUnit:
         if isinstance(items, RecordError):
             faults.append((number, items, record))
             continue
+        result.has_messages |= kind.has_messages(record)
         share = _hash_share(kind.find_key(record, encoding))
         for item in items:
             result.shares.append(share)
@@ -154,7 +157,8 @@ def write_store(
     processes: int,
     rejected: Path | None = None,
 ) -> dict[str, Any]:
-    """Write the store of `files` into `directory`; return the numbers of records and of rejected ones.
+    """Write the store of `files` into `directory`; return the numbers of records and of rejected ones, and whether
+    records have messages.
 
     - `processes`: workers; 1 encodes in this process.
     - `rejected`: where records with faults are written, at most 1% of all. By default they are an error.
@@ -163,10 +167,12 @@ def write_store(
     """
     jobs = [(file, unit) for file in files for unit in file.split()]
     num_records = 0
+    has_messages = False
     faults: list[dict[str, Any]] = []
     with _StoreWriter(directory, kind) as writer, _Progress(sum(unit.num_bytes for _, unit in jobs)) as progress:
         for (_, unit), encoded in zip(jobs, _encode_in_order(jobs, kind, encoding, processes), strict=True):
             num_records += encoded.num_records
+            has_messages |= encoded.has_messages
             faults += encoded.faults
             if rejected is None and len(faults) >= MAX_LISTED:
                 break
@@ -187,7 +193,10 @@ def write_store(
                 f"left out. All are in {rejected}:\n{list_faults(faults)}"
             )
         show(f"left out {len(faults):,} of {num_records:,} records; {rejected} has them, with their faults")
-    return {"records": num_records, "rejected": len(faults)}
+    about: dict[str, Any] = {"records": num_records, "rejected": len(faults)}
+    if has_messages:
+        about["messages"] = True
+    return about
 
 
 def list_faults(faults: Sequence[dict[str, Any]]) -> str:
