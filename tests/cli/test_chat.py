@@ -16,6 +16,7 @@ import tokenizers
 
 import zoo
 from tests.command_line import EOS
+from zoo.cli.chat import _Session
 from zoo.generate import conversation
 from zoo.text.chat import ChatTemplate
 from zoo.text.tokenizers import FileTokenizer
@@ -98,6 +99,29 @@ def test_an_answer_ends_before_a_stop_string(talk, chat_model, tmp_path):
     tokens = ChatTemplate.read(chat_model).encode(messages[:3], tokenizer, add_generation_prompt=True).tolist()
     expected = answer(chat_model, tokens, 6)[1]
     assert messages[3]["content"] == expected.partition(stop)[0]
+
+
+def test_an_answer_ends_before_a_special_token_that_a_stop_string_spells(chat_model):
+    tokenizer = FileTokenizer(chat_model / "tokenizer.json", 256)
+    template = ChatTemplate.read(chat_model)
+    special = tokenizer.special_tokens
+    answers = iter([[*tokenizer.encode("ab"), special["<bos>"]], [*tokenizer.encode("cd"), special["<eos>"]], []])
+    asked = []
+
+    class Scripted(conversation.Conversation):
+        def __init__(self):
+            pass
+
+        def stream(self, tokens, *, max_new_tokens):
+            asked.append(tokens)
+            yield from map(int, next(answers))
+
+    session = _Session(Scripted(), tokenizer, template, {}, [EOS], 9, ["<bos>", "d<eos>"])
+    session.begin(None)
+    assert ["".join(session.answer(question)) for question in ("x", "y", "z")] == ["ab", "c", ""]
+    for number, tokens in enumerate(asked):
+        said = session.messages[: 2 * number + 1]
+        assert list(tokens) == template.encode(said, tokenizer, add_generation_prompt=True).tolist()
 
 
 def test_commands_of_a_chat(talk, chat_model, tmp_path):

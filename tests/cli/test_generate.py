@@ -1,5 +1,6 @@
 """`zoo generate` prints what zoo.generate returns; streaming never prints a partial character."""
 
+import re
 import sys
 
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ import pytest
 import zoo
 from tests.command_line import BOS, EOS
 from zoo.cli.generate import pad_left
-from zoo.text.stream_decoder import StoppingDecoder, StreamDecoder
+from zoo.text.stream_decoder import StoppingDecoder, StreamDecoder, decode_until_stop
 from zoo.text.tokenizers import ByteTokenizer, FileTokenizer, count_bytes, find_tokenizer
 from zoo.weights.generation_config import read_stop_tokens
 
@@ -124,12 +125,21 @@ def test_stream_decoder_prints_complete_characters(text_model, text):
     for tokenizer in (FileTokenizer(text_model / "tokenizer.json", 256), ByteTokenizer()):
         tokens = tokenizer.encode(text).tolist()
         for begun in range(0, len(tokens), 3):
-            before = tokenizer.decode(tokens[:begun])
-            if before.endswith("\ufffd"):
-                continue
+            before = tokenizer.decode(tokens[:begun]).rstrip("\ufffd")
             stream = StreamDecoder(tokenizer.decode, tokens[:begun])
             pieces = [stream.push(token) for token in tokens[begun:]]
             assert before + "".join(pieces) == text and stream.flush() == ""
+
+
+def test_stream_decoder_completes_a_character_of_the_prompt():
+    def decode(tokens):  # one replacement character for each byte, as byte fallback writes them
+        return re.sub("[\udc80-\udcff]", "\ufffd", bytes(tokens).decode(errors="surrogateescape"))
+
+    for begun in range(1, 4):
+        stream = StreamDecoder(decode, "a€bc".encode()[:begun])
+        assert "".join(map(stream.push, "a€bc".encode()[begun:])) == "€bc"
+    stream = StreamDecoder(decode, b"a\xe2\x82")
+    assert [stream.push(token) for token in b"bc"] == ["b", "c"]
 
 
 def test_stream_decoder_flushes_incomplete_bytes():
@@ -155,6 +165,26 @@ def test_stopping_decoder_ends_before_a_stop_string(stop, pieces):
     assert stream.flush() == ("e" if stop == ("eff",) else "")
     with pytest.raises(ValueError, match="stop: an empty string"):
         StoppingDecoder(ByteTokenizer().decode, stop=("",))
+
+
+@pytest.mark.parametrize(
+    ("stop", "tokens", "text"),
+    [
+        (("<end>",), b"ab\0c", "ab"),
+        (("b<end>", "zz"), b"ab\0c", "a"),
+        (("b<end>c",), b"ab\0d\0b\0c", "abd"),
+        (("<end>x<end>",), b"a\0x\0b", "a"),
+        (("<end>",), b"ab<end>c", "ab"),  # spelled by other tokens
+        (("bc", "<pad>"), b"ab\0c", "a"),  # a special token that no stop string spells has no text
+        (("<end>d",), b"ab\0c", "abc"),
+    ],
+)
+def test_stop_strings_may_spell_special_tokens(stop, tokens, text):
+    special_tokens = {"<end>": 0, "<pad>": 1}
+    stream = StoppingDecoder(ByteTokenizer().decode, b"q\0", stop, special_tokens)
+    assert "".join(map(stream.push, tokens)) + stream.flush() == text
+    assert decode_until_stop(ByteTokenizer().decode, [*tokens, -1, -1], stop, special_tokens) == text
+    assert stream.ended == (text != "abc")
 
 
 @pytest.mark.parametrize("text", TEXTS)

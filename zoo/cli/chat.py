@@ -21,7 +21,7 @@ from zoo.generate import Conversation
 from zoo.generate.request import check_decoder
 from zoo.parallel.devices import make_device_mesh
 from zoo.text.chat import ChatError, ChatTemplate, NoChatTemplateError, encode_rendered, protect
-from zoo.text.stream_decoder import StoppingDecoder, cut_at_stop
+from zoo.text.stream_decoder import StoppingDecoder, decode_until_stop
 from zoo.text.tokenizers import Tokenizer, find_tokenizer
 from zoo.weights.directory import resolve_directory
 from zoo.weights.generation_config import read_generation_defaults, read_stop_tokens
@@ -76,7 +76,7 @@ def chat(
         repetition_penalty: Above 1, makes tokens that have occurred less likely.
         presence_penalty: Above 0, makes tokens less likely that are in the answer already.
         frequency_penalty: Above 0, makes tokens less likely, once for each time that they are in the answer.
-        stop: Text that ends an answer, and is not shown. Repeat for several.
+        stop: Text that ends an answer, and is not shown. It may spell special tokens. Repeat for several.
         seed: Random seed of the samples.
         variable: Variables of the chat template, in JSON: enable_thinking=false.
         dtype: Dtype of the parameters and the computation. Default: as stored.
@@ -163,13 +163,14 @@ class _Session:
         """
         asked = [*self.messages, {"role": "user", "content": question}]
         text, tokens = self._encode(asked)
-        decoder = StoppingDecoder(self._tokenizer.decode, tokens, self._stop_strings)
+        special_tokens = self._tokenizer.special_tokens
+        decoder = StoppingDecoder(self._tokenizer.decode, tokens, self._stop_strings, special_tokens)
         new: list[int] = []
         stream = self._conversation.stream(tokens, max_new_tokens=self._max_new_tokens)
         try:
             for token in stream:
                 new.append(token)
-                if token not in self._stops:
+                if token not in self._stops or token in special_tokens.values():  # which may end a stop string
                     yield decoder.push(token)
                 if decoder.ended:
                     stream.close()
@@ -177,22 +178,25 @@ class _Session:
             yield decoder.flush()
         except GeneratorExit:
             stream.close()
-            self._record(asked, text, tokens, new)
+            self._record(asked, text, tokens, new, decoder.ended)
             raise
-        self._record(asked, text, tokens, new)
+        self._record(asked, text, tokens, new, decoder.ended)
 
-    def _record(self, asked: list[dict[str, str]], text: str, tokens: list[int], new: list[int]) -> None:
+    def _record(
+        self, asked: list[dict[str, str]], text: str, tokens: list[int], new: list[int], at_stop_string: bool
+    ) -> None:
         """Add a turn to the messages, and its text and tokens to what the next turn goes on from."""
         has_ended = bool(new) and new[-1] in self._stops
-        decoded = self._tokenizer.decode(new[:-1] if has_ended else new)
-        words = cut_at_stop(decoded, self._stop_strings)
+        special_tokens = self._tokenizer.special_tokens
+        said = new[:-1] if has_ended and new[-1] not in special_tokens.values() else new
+        words = decode_until_stop(self._tokenizer.decode, said, self._stop_strings, special_tokens)
         self.messages = [*asked, {"role": "assistant", "content": words}]
         self._tokens = [*tokens, *new]
         (written,) = protect([{"content": words}], self._tokenizer.special_tokens)
         self._text = text + written["content"]
         if has_ended:
             self._text += self._spell(new[-1])
-        if words != decoded:  # the tokens go beyond the message: the next turn encodes it anew
+        if at_stop_string:  # the tokens go beyond the message: the next turn encodes it anew
             self._text = ""
 
     def _encode(self, messages: Sequence[dict[str, str]]) -> tuple[str, list[int]]:

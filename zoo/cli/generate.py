@@ -77,7 +77,7 @@ def generate(
         seed: Random seed of the samples.
         stop_token: Token ids that end a text. Default: eos_token_id of generation_config.json or config.json. Pass the
             flag without ids for none.
-        stop: Text that ends a text, and is left out. Repeat for several.
+        stop: Text that ends a text, and is left out. It may spell special tokens. Repeat for several.
         draft: Checkpoint directory or name of a smaller model of the same vocabulary, which proposes tokens, or
             "prompt" to look them up in the text so far. Not streamed.
         draft_tokens: Number of tokens that a draft proposes at a time.
@@ -175,7 +175,10 @@ class _TokenPrinter:
 
     def __init__(self, text: Tokenizer | None, prompts: Sequence[Sequence[int]], samples: int, stop: Sequence[str]):
         decode = text.decode if text else _format_token_ids
-        self._streams = [StoppingDecoder(decode, prompt, stop) for prompt in prompts for _ in range(samples)]
+        special_tokens = text.special_tokens if text else {}
+        self._streams = [
+            StoppingDecoder(decode, prompt, stop, special_tokens) for prompt in prompts for _ in range(samples)
+        ]
         self._samples = samples
         self._pieces: list[list[str]] = [[] for _ in self._streams]
         self._start = time.perf_counter()

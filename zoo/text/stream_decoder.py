@@ -1,6 +1,15 @@
 """Decode tokens as they come: whole characters, and stop strings that several tokens spell."""
 
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from jaxtyping import Integer
+
+_FIRST_MARK = 0xD800
+"""First of the surrogates that stand for special tokens in a text, since no decoded text has one."""
+_MARKS = re.compile("[\ud800-\udfff]")
 
 
 class StreamDecoder:
@@ -30,7 +39,10 @@ class StreamDecoder:
         """Return the text that was held back."""
         # decode with the preceding tokens, which determine whether a space is in between
         known = self._decode(self._tokens[self._start : self._printed])
-        return self._decode(self._tokens[self._start :])[len(known) :]
+        text = self._decode(self._tokens[self._start :])
+        if not text.startswith(known):  # new tokens complete a character that the prompt ended in
+            known = known.rstrip("\ufffd")
+        return text[len(known) :]
 
 
 class StoppingDecoder:
@@ -38,14 +50,22 @@ class StoppingDecoder:
 
     Text that may be the beginning of a stop string is held back. `decode` and `prompt` are those of `StreamDecoder`.
 
+    - `special_tokens`: ids of special tokens by spelling, which a stop string may contain. They have no text.
+
     **Raises** `ValueError` for an empty stop string.
     """
 
-    def __init__(self, decode: Callable[[Sequence[int]], str], prompt: Sequence[int] = (), stop: Sequence[str] = ()):
+    def __init__(
+        self,
+        decode: Callable[[Sequence[int]], str],
+        prompt: Sequence[int] = (),
+        stop: Sequence[str] = (),
+        special_tokens: Mapping[str, int] = {},
+    ):
         if not all(stop):
             raise ValueError("stop: an empty string was given, which every text ends with")
         self._decoder = StreamDecoder(decode, prompt)
-        self._stop = tuple(stop)
+        self._marks, self._stop = _mark_special_tokens(stop, special_tokens)
         self._held = ""
         self.ended = False
         """True after a stop string; further tokens have no text."""
@@ -54,24 +74,59 @@ class StoppingDecoder:
         """Add a token; return the text that is complete and in no stop string."""
         if self.ended:
             return ""
-        text = self._cut(self._held + self._decoder.push(token))
+        text = self._cut(self._held + self._decoder.push(token) + self._marks.get(token, ""))
         held = 0 if self.ended else max((_count_overlap(text, stop) for stop in self._stop), default=0)
         self._held = text[len(text) - held :]
-        return text[: len(text) - held]
+        return _MARKS.sub("", text[: len(text) - held])
 
     def flush(self) -> str:
         """Return the text that was held back."""
         if self.ended:
             return ""
-        return self._cut(self._held + self._decoder.flush())
+        return _MARKS.sub("", self._cut(self._held + self._decoder.flush()))
 
     def _cut(self, text: str) -> str:
-        cut = cut_at_stop(text, self._stop)
+        cut = _cut_at_stop(text, self._stop)
         self.ended = len(cut) < len(text)
         return cut
 
 
-def cut_at_stop(text: str, stop: Sequence[str]) -> str:
+def decode_until_stop(
+    decode: Callable[[Any], str],
+    tokens: Sequence[int] | Integer[np.ndarray, "tokens"],
+    stop: Sequence[str],
+    special_tokens: Mapping[str, int],
+) -> str:
+    """Decode tokens up to the first stop string. Ids of -1 behind the end of a row have no text. `stop` and
+    `special_tokens` are those of `StoppingDecoder`."""
+    ids = np.asarray(tokens, np.int64)
+    ids = ids[ids >= 0]
+    marks, strings = _mark_special_tokens(stop, special_tokens)
+    marked = ""
+    shown = 0
+    for place in np.flatnonzero(np.isin(ids, list(marks))).tolist():
+        text = decode(ids[:place])
+        marked += text[shown:] + marks[int(ids[place])]
+        shown = len(text)
+    marked += decode(ids)[shown:]
+    return _MARKS.sub("", _cut_at_stop(marked, strings))
+
+
+def _mark_special_tokens(
+    stop: Sequence[str], special_tokens: Mapping[str, int]
+) -> tuple[dict[int, str], tuple[str, ...]]:
+    """Return a mark for each special token that stop strings spell, and the stop strings, also with marks."""
+    spelled = [spelling for spelling in special_tokens if spelling and any(spelling in each for each in stop)]
+    spelled.sort(key=len, reverse=True)  # the longest match wins
+    marks = {spelling: chr(_FIRST_MARK + number) for number, spelling in enumerate(spelled)}
+    marked = list(stop)
+    if marks:
+        pattern = re.compile("|".join(map(re.escape, marks)))
+        marked += [pattern.sub(lambda found: marks[found[0]], each) for each in stop]
+    return {special_tokens[spelling]: mark for spelling, mark in marks.items()}, tuple(dict.fromkeys(marked))
+
+
+def _cut_at_stop(text: str, stop: Sequence[str]) -> str:
     """Return a text up to the first of its stop strings."""
     return text[: min((place for each in stop if (place := text.find(each)) >= 0), default=len(text))]
 

@@ -12,7 +12,7 @@ from zoo.generate import generate
 from zoo.models import Decoder
 from zoo.parallel import ZERO3, Mesh, make_mesh, place
 from zoo.text.run_data import RunData
-from zoo.text.stream_decoder import StoppingDecoder, cut_at_stop
+from zoo.text.stream_decoder import StoppingDecoder, decode_until_stop
 
 
 def continue_prompts(
@@ -31,7 +31,8 @@ def continue_prompts(
     to each.
 
     - `samples`: continuations per prompt, one after the other.
-    - `stop`: strings that end a continuation, and are left out. Not with several processes, which hold other rows.
+    - `stop`: strings that end a continuation, and are left out; they may spell special tokens. Not with several
+      processes, which hold other rows.
 
     The stages of a pipeline cannot decode: the model is placed on a mesh of the same devices, on which they shard its
     parameters instead.
@@ -47,7 +48,8 @@ def continue_prompts(
     if stop:
         options["callback"] = _end_at_strings(data, rows, samples, stop)
     new = generate(model, tokens, max_new_tokens=max_new_tokens, mask=mask, samples=samples, **options)
-    texts = [cut_at_stop(data.decode(row), stop) for row in new]
+    special_tokens = data.tokenizer.special_tokens
+    texts = [decode_until_stop(data.decode, np.asarray(row), stop, special_tokens) for row in new]
     return [(prompts[i // samples] + data.prompt_end, text) for i, text in enumerate(texts)]
 
 
@@ -55,7 +57,9 @@ def _end_at_strings(
     data: RunData, rows: Sequence[np.ndarray], samples: int, stop: Sequence[str]
 ) -> Callable[[np.ndarray], np.ndarray]:
     """Return a callback of `generate` that ends rows with a stop string."""
-    decoders = [StoppingDecoder(data.tokenizer.decode, row.tolist(), stop) for row in rows for _ in range(samples)]
+    decode = data.tokenizer.decode
+    special_tokens = data.tokenizer.special_tokens
+    decoders = [StoppingDecoder(decode, row.tolist(), stop, special_tokens) for row in rows for _ in range(samples)]
 
     def end(newest: np.ndarray) -> np.ndarray:
         for decoder, token in zip(decoders, newest.tolist(), strict=True):

@@ -93,6 +93,23 @@ def test_texts_end_at_stop_strings_in_any_batch(lm):
     assert lm.generate(asked[:5][::-1]) == plain[::-1]
 
 
+def test_stop_strings_of_special_tokens_end_a_text():
+    """Each token is followed by the next of a chain, in which a special token ends a turn."""
+    tokenizer = ByteTokenizer()
+    tokenizer.special_tokens = {"<end>": 0}
+    chain = list(b"qab\0cdef")
+    model = zoo.models.Transformer(vocab=256, embed=256, layers=1, heads=1, mlp=2, tied=False, key=jax.random.key(0))
+    model = jax.tree.map(lambda x: jnp.zeros_like(x) if eqx.is_inexact_array(x) and x.ndim == 3 else x, model)
+    follows = jnp.zeros((256, 256)).at[jnp.array(chain[1:]), jnp.array(chain[:-1])].set(1.0)
+    model = eqx.tree_at(lambda model: (model.embedding.weight, model.head.weight), model, (jnp.eye(256), follows))
+    expected = {("<end>",): "ab", ("b<end>", "zz"): "a", ("<end>cd",): "ab", ("dx",): "abcdef"}
+    for stop_tokens in ((), (0,)):
+        lm = LanguageModel(model, tokenizer, batch=1, length=64, stop_tokens=stop_tokens)
+        for until, text in expected.items():
+            (found,) = lm.generate([TextPrompt(chain[:1], GenerationOptions(7, until))])
+            assert found == (text[:2] if stop_tokens else text)
+
+
 @hypothesis.given(st.lists(st.integers(0, 9), max_size=30), st.integers(1, 9))
 def test_rolling_windows_tile_the_text(tokens, length):
     windows = split_rolling(tokens, -1, length)

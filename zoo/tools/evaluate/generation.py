@@ -11,7 +11,7 @@ from zoo.generate import generate
 from zoo.models import Decoder
 from zoo.parallel import Mesh
 from zoo.parallel.batch import fetch_arrays
-from zoo.text.stream_decoder import StoppingDecoder, cut_at_stop
+from zoo.text.stream_decoder import StoppingDecoder, decode_until_stop
 from zoo.text.tokenizers import Tokenizer
 
 
@@ -21,7 +21,8 @@ class GenerationOptions:
 
     max_new_tokens: int = 256
     until: tuple[str, ...] = ()
-    """Strings that end the text, and are left out. They are found in the text, wherever tokens begin and end."""
+    """Strings that end the text, and are left out. They are found in the text, wherever tokens begin and end, and may
+    spell special tokens."""
     temperature: float = 0.0
     """0 is greedy decoding."""
     top_k: int | None = None
@@ -74,9 +75,9 @@ def generate_texts(
     texts = []
     for row in fetch_arrays(new):
         kept = [token for token in row.tolist() if token >= 0]
-        if kept and kept[-1] in stop_tokens:
-            kept = kept[:-1]
-        texts.append(cut_at_stop(tokenizer.decode(kept), options.until))
+        if kept and kept[-1] in stop_tokens and kept[-1] not in tokenizer.special_tokens.values():
+            kept = kept[:-1]  # a special token has no text, and may end a stop string
+        texts.append(decode_until_stop(tokenizer.decode, kept, options.until, tokenizer.special_tokens))
     return texts
 
 
@@ -84,7 +85,7 @@ def _end_at_strings(
     tokenizer: Tokenizer, prompts: Sequence[Sequence[int]], until: Sequence[str]
 ) -> Callable[[np.ndarray], np.ndarray]:
     """Return a callback of `generate` that ends rows with a stop string."""
-    decoders = [StoppingDecoder(tokenizer.decode, row, until) for row in prompts]
+    decoders = [StoppingDecoder(tokenizer.decode, row, until, tokenizer.special_tokens) for row in prompts]
 
     def end(newest: np.ndarray) -> np.ndarray:
         for decoder, token in zip(decoders, newest.tolist(), strict=True):
