@@ -1,6 +1,7 @@
 """A conversation gives the tokens that one call of `generate` gives, and reads each token once."""
 
 from functools import partial
+from typing import Any
 
 import jax
 import numpy as np
@@ -73,6 +74,28 @@ def test_an_answer_may_end_early_or_at_a_stop_token(count_read):
     stop = expected[5]
     stopped = list(Conversation(model, stop_tokens=[stop]).stream(draw(2, 8), max_new_tokens=12))
     assert stopped == expected[: expected.index(stop) + 1]
+
+
+def test_a_token_that_the_next_text_drops_is_not_penalized():
+    """Neither the repetition penalty nor a function of logits knows it, unless the text has it elsewhere."""
+    model = make()
+
+    def avoid_text(logits, text):
+        rows = np.arange(len(logits))[:, None]
+        return logits.at[rows, jax.numpy.where(text.tokens < 0, VOCAB, text.tokens)].add(-1.0, mode="drop")
+
+    settings: list[dict[str, Any]] = [{"repetition_penalty": 5.0}, {"logits": avoid_text}]
+    for options in settings:
+        known = []
+        for number in range(10):
+            conversation = Conversation(model, **options)
+            text = draw(number, 6)
+            *answer, dropped = conversation.stream(text, max_new_tokens=4)
+            question = [dropped] if number % 2 else [token for token in (1, 2) if token != dropped]
+            text = [*text, *answer, 3, *question]
+            known.append(dropped in text)
+            assert list(conversation.stream(text, max_new_tokens=8)) == generate(model, text, 8, **options)
+        assert set(known) == {False, True}
 
 
 def test_another_text_and_a_longer_one_are_read_anew(count_read):

@@ -72,6 +72,7 @@ class Conversation:
         self._length = 0
         self._state: DecodeState | None = None
         self._held: list[int] = []
+        self._newest = -1
 
     @property
     def held(self) -> tuple[int, ...]:
@@ -105,7 +106,9 @@ class Conversation:
         if state is None:
             state = run_jitted(on_mesh(begin, self._mesh), (fixed,), (prompt, self._length))
         else:
-            state = run_jitted(on_mesh(read_on, self._mesh), (fixed,), (state, prompt, self._length), donate=True)
+            dropped = jax.device_put(np.int32(-1 if self._newest in tokens else self._newest))
+            args = state, prompt, dropped, self._length
+            state = run_jitted(on_mesh(read_on, self._mesh), (fixed,), args, donate=True)
         decode = on_mesh(decode_until, self._mesh)
         fixed = self._unstacked, self._options
         held = list(tokens[:-1])
@@ -122,6 +125,7 @@ class Conversation:
                     f"logits are not finite after {count - 1} new tokens: look for NaN in the model's parameters "
                     "(zoo.inspect), or compute in another dtype"
                 )
+            self._newest = int(newest)
             yield int(newest)
             if not running:
                 return

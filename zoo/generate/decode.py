@@ -158,14 +158,20 @@ def begin(
 
 
 def read_on(
-    fixed: tuple[Decoder, SamplingOptions, Key[Array, ""]], state: DecodeState, prompt: Prompt, length: int
+    fixed: tuple[Decoder, SamplingOptions, Key[Array, ""]],
+    state: DecodeState,
+    prompt: Prompt,
+    dropped: Int[Array, ""],
+    length: int,
 ) -> DecodeState:
     """Run a prompt except its last token through the model, behind the tokens that `state` has read; return the state
-    before decoding goes on. The positions of the prompt go on, too."""
+    before decoding goes on. The positions of the prompt go on, too. `dropped` is the latest token of `state` if the
+    text no longer has it, else -1."""
     model, options, key = fixed
     next_state = start(options, key, prompt, length, state.text)
     states = read_prompt(model, prompt, length, find_rope_length(next_state), state.states)
-    return dataclasses.replace(next_state, states=states, seen=next_state.seen | state.seen)
+    seen = (next_state.seen | state.seen) & (jnp.arange(state.seen.shape[1]) != dropped)
+    return dataclasses.replace(next_state, states=states, seen=seen)
 
 
 def refill(model: Decoder, prompt: Prompt, state: DecodeState, length: int) -> DecodeState:
