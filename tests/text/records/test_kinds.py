@@ -1,6 +1,7 @@
 """Records of each kind become tokens, and a fault in one says what was expected and what came."""
 
 import dataclasses
+import json
 
 import numpy as np
 import pytest
@@ -93,20 +94,28 @@ def test_a_pair_with_a_common_beginning_needs_no_prompt():
     for text, other in zip(item.texts, same.texts, strict=True):
         np.testing.assert_array_equal(text.tokens, other.tokens)
         np.testing.assert_array_equal(text.mask, other.mask)
-    (item,) = encode({"chosen": "Q: a? A: yes", "rejected": "Q: a? A: no"})
+    for prompt in (None, "2 + 2?"):  # a column of nulls, and UltraFeedback's form
+        record = {"prompt": prompt, **messages}
+        (item,) = encode(record)
+        for text, other in zip(item.texts, same.texts, strict=True):
+            np.testing.assert_array_equal(text.tokens, other.tokens)
+            np.testing.assert_array_equal(text.mask, other.mask)
+        assert find_kind(record).find_key(record, ENCODING) == "2 + 2?"
+    (item,) = encode({"chosen": "Q: a? A: yes", "rejected": "Q: a? A: no", "prompt": None})
     assert [read_trained(text) for text in item.texts] == [b"yes\0", b"no\0"]
 
 
 def test_tools_are_rendered_with_and_without_a_prompt():
     template = ChatTemplate("{{ tools }}" + PLAIN_TEMPLATE, {"eos_token": "\0"})
     encoding = dataclasses.replace(ENCODING, template=template)
-    tools = [{"name": "add"}]
+    tools = [{"name": "add", "default": None}]
     texts = []
     for record in (RECORDS["preference"], {"chosen": [USER, ANSWER], "rejected": [USER, WRONG]}):
-        (item,) = encode({**record, "tools": tools}, encoding=encoding)
-        texts.append([text.tokens.tobytes() for text in item.texts])
-        assert b"add" in item.texts[0].tokens.astype(np.uint8).tobytes()
-    assert texts[0] == texts[1]
+        for given in (tools, json.dumps(tools)):  # tables hold them as JSON text
+            (item,) = encode({**record, "tools": given}, encoding=encoding)
+            texts.append([text.tokens.tobytes() for text in item.texts])
+            assert b"'add'" in item.texts[0].tokens.astype(np.uint8).tobytes()
+    assert texts[0] == texts[1] == texts[2] == texts[3]
 
 
 def test_last_answers_are_texts_of_their_own():
@@ -159,6 +168,7 @@ def test_equal_questions_have_equal_keys():
         ),
         ({"messages": [USER, ANSWER | {"tool_calls": ["add"]}]}, "chat", '["add"] as `tool_calls`'),
         ({"messages": [USER, ANSWER], "tools": "f"}, "chat", "`tools` is text, and a list was expected"),
+        ({"messages": [USER, ANSWER], "tools": '{"name": "f"}'}, "chat", "a list was expected, or its JSON: {"),
         ({"prompt": "a", "completion": ""}, "completion", "`completion` is empty"),
         ({"prompt": "a", "completion": [ANSWER]}, "completion", "`completion` is a list, and text was expected"),
         ({"prompt": [USER], "completion": "a"}, "completion", "`completion` is text, and a list was expected"),
@@ -168,6 +178,11 @@ def test_equal_questions_have_equal_keys():
         ({"prompt": "a", "completion": "b", "label": float("nan")}, "labeled", "`label` is NaN, and a number"),
         ({"chosen": "ab", "rejected": "ab"}, "preference", "are equal"),
         ({"chosen": "b", "rejected": "c"}, "preference", "no common beginning"),
+        (
+            {"prompt": "?", "chosen": [ANSWER], "rejected": [WRONG]},
+            "preference",
+            "and `prompt` is text, where they are",
+        ),
         ({"chosen": "ab", "rejected": "a"}, "preference", "`rejected` is empty"),
         ({"prompt": "a\0"}, "prompts", "spells the separator"),
         ({"prompt": 3}, "prompts", "`prompt` is a number, and text or a list was expected: 3"),

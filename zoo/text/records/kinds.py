@@ -342,7 +342,17 @@ def _get_messages(record: _Record, name: str, kind: RecordKind) -> list[dict[str
 
 
 def _get_tools(record: _Record, kind: RecordKind) -> list[dict[str, Any]] | None:
-    if record.get("tools") is None:
+    """Return the tools of a record, which tables may hold as JSON text: their schemas have no fields in common."""
+    tools = record.get("tools")
+    if isinstance(tools, str):
+        try:
+            parsed = json.loads(tools)
+        except ValueError:
+            parsed = tools
+        if not isinstance(parsed, list):
+            raise RecordError(f"`tools` is text, and a list was expected, or its JSON: {_to_phrase(tools)}")
+        return parsed
+    if tools is None:
         return None
     return _get(record, "tools", list, kind)
 
@@ -374,17 +384,20 @@ def _find_question(prompt: str | list[dict[str, Any]]) -> str:
 
 
 def _split_prompt(record: _Record) -> _Record:
-    """Return a preference with its prompt: the common beginning of both answers, if it has none.
+    """Return a preference with its prompt: the common beginning of both answers, if it has none, or one of text where
+    the answers are messages, which then hold the question, too.
 
     **Raises** `RecordError` for answers without a common beginning.
     """
-    if "prompt" in record:
-        return record
     chosen = record["chosen"]
+    prompt = record.get("prompt")
+    if prompt is not None and not (isinstance(prompt, str) and isinstance(chosen, list)):
+        return record
     rejected = record["rejected"]
     shared = _count_common(chosen, rejected)
     if not shared:
-        raise RecordError("`chosen` and `rejected` have no common beginning, and there is no `prompt`")
+        lacks = "there is no `prompt`" if prompt is None else "`prompt` is text, where they are messages"
+        raise RecordError(f"`chosen` and `rejected` have no common beginning, and {lacks}")
     return {**record, "prompt": chosen[:shared], "chosen": chosen[shared:], "rejected": rejected[shared:]}
 
 
