@@ -33,7 +33,15 @@ def test_a_turn_ends_with_its_last_special_token():
 
 
 @pytest.mark.parametrize(
-    ("turn", "written"), [("a<e>", "a<e>"), ("a<e>\n", "a<e>"), ("<h>a", "<h>a"), ("a<e><h> ", "a<e><h>"), ("", "")]
+    ("turn", "written"),
+    [
+        ("a<e>", "a<e>"),
+        ("a<e>\n", "a<e>"),
+        ("<h>a", "<h>a"),
+        ("a<e><h> ", "a<e><h>"),
+        ("a<e>b<e>\n", "a<e>b<e>"),
+        ("", ""),
+    ],
 )
 def test_the_end_of_a_turn(turn, written):
     assert turn[: find_end(turn, SPECIAL)] == written

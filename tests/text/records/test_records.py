@@ -1,5 +1,6 @@
 """Records become splits of packed rows, from a cache that depends on all that their tokens depend on."""
 
+import dataclasses
 import datetime
 import json
 
@@ -145,9 +146,13 @@ def test_the_cache_depends_on_what_its_tokens_depend_on(load, tmp_path):
     load(path, train_on="last")
     load(path, variables={"enable_thinking": True})
     assert count_stores() == 5
+    other_end = ByteTokenizer()
+    other_end.end = 1
+    load(path, tokenizer=other_end)
+    assert count_stores() == 6
     content = path.read_bytes()
     path.write_bytes(content.replace(b"7", b"8", 1))
-    assert load(path).digest != digest and count_stores() == 6
+    assert load(path).digest != digest and count_stores() == 7
 
 
 def test_a_template_with_a_date_keeps_the_day_that_it_is_given(load):
@@ -326,6 +331,8 @@ def test_prompts_answers_and_files_of_a_model(load, tmp_path):
     prompt = data.encode_prompt("1 + 1?")
     assert prompt.astype(np.uint8).tobytes().decode().count("1 + 1?") == 1
     assert data.stop_tokens == (0,) and data.decode(np.array([50, 0, 51])) == "2"
+    both = dataclasses.replace(data, stop_tokens=(0, 51))
+    assert both.decode(np.array([50, 51, 52, 0])) == both.decode(np.array([50, 0, 52, 51])) == "2"
     data.save(tmp_path)
     assert (tmp_path / "chat_template.jinja").read_text() == PLAIN_TEMPLATE
     assert json.loads((tmp_path / "generation_config.json").read_text())["eos_token_id"] == 0

@@ -104,6 +104,21 @@ def test_a_pass_has_the_texts_of_loaded_records(tmp_path, records, too_long):
     assert with_window.counts["cut"] == passes * data.counts["cut"]
 
 
+def test_pairs_of_as_many_targets_as_a_row_has_are_kept():
+    """Each of both texts has its prompt of 1 byte, its answer and the end behind the separator."""
+    answers = {"fits": ("a" * 21, "b" * 23), "long": ("a" * 21, "b" * 24)}
+    pairs = {name: {"prompt": "?", "chosen": chosen, "rejected": other} for name, (chosen, other) in answers.items()}
+    batches = stream([pairs["fits"], pairs["long"]], window=1)
+    (row,) = take_rows(batches, 1)
+    batches.close()
+    assert (row["segment_ids"] > 0).sum() == 48 and b"b" * 24 not in row["targets"].astype(np.uint8).tobytes()
+    assert batches.counts["dropped"] >= 1
+    batches = stream([pairs["fits"]] * 2, window=1)
+    next(batches)
+    batches.close()
+    assert batches.counts["dropped"] == 0
+
+
 def test_pairs_stay_together():
     batches = stream(PAIRS, seq_len=96, batch_size=4, window=20)
     for _ in range(4):
