@@ -259,6 +259,20 @@ def test_records_are_not_read_as_text(tmp_path, name):
         load_text([root], cache=tmp_path / "cache")
 
 
+def test_tables_are_not_read_as_text(tmp_path):
+    root = tmp_path / "tables"
+    root.mkdir()
+    for name in ("big.CSV", "big.tsv"):
+        (root / name).write_text("question,answer\n1?,2\n" * 9000)
+        reads = r"`pandas.read_csv\(path.*\)\.to_json\('big.jsonl', orient='records', lines=True\)`"
+        with pytest.raises(ValueError, match=f"{name}: text was expected, and this is a table: {reads} makes records"):
+            load_text(root / name, cache=tmp_path / "cache")
+    with pytest.raises(ValueError, match="tables: text was expected, and this is a table"):
+        load_text(root, cache=tmp_path / "cache")
+    (root / "notes.txt").write_text("text\n" * 9000)
+    assert load_text(root, cache=tmp_path / "cache").num_texts == 3
+
+
 def test_saved_dataset_is_not_read_as_text(tmp_path):
     root = tmp_path / "saved"
     root.mkdir()

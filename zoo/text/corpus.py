@@ -26,7 +26,7 @@ from jaxtyping import Array, Int, Integer
 from zoo._files import open_regular, user_cache_folder, walk_files
 
 from .batches import CorpusSplit
-from .records.find_files import holds_records
+from .records.find_files import describe_conversion, find_table, holds_records
 from .run_data import LossUnit
 from .token_cache import choose_token_dtype, open_cache
 from .tokenizers import ByteTokenizer, FileTokenizer, Tokenizer, encode_utf8, require_tokenizer, train_bpe
@@ -130,7 +130,7 @@ def load_text(
       `equizoo/text` in the user's cache folder. Cached tokens are verified, and damaged ones made again.
 
     **Raises** `FileNotFoundError` for a missing path, and `ValueError` for a path without text, a file that cannot be
-    read, files of records, text that cannot be split or changes while it is read, or a vocabulary below 256.
+    read, files of records, tables, text that cannot be split or changes while it is read, or a vocabulary below 256.
     """
     if vocab < 256:
         raise ValueError(f"a vocabulary of {vocab} cannot write every byte: take 256 for bytes, more for byte pairs")
@@ -218,6 +218,11 @@ def _read_sources(source: Sequence[str | Path] | Mapping[str, str]) -> tuple[lis
             raise ValueError(
                 f"{path}: text was expected, and these are records: `train.load_records` reads them, and "
                 "`recipes/sft.py` fine-tunes on them"
+            )
+        if (table := find_table(path)) is not None:
+            raise ValueError(
+                f"{path}: text was expected, and this is a table: {describe_conversion(table)} makes records of it, "
+                "which `train.load_records` reads (`field=` names the column of text)"
             )
         if path.is_dir():
             found += [(file.relative_to(path).as_posix(), file) for file in walk_files(path)]

@@ -143,6 +143,22 @@ def holds_records(path: Path) -> bool:
     return suffix in _READERS
 
 
+def find_table(path: Path) -> Path | None:
+    """Return a CSV or TSV file: the path itself, or the first one of a folder that holds nothing else."""
+    files = [path]
+    if path.is_dir():
+        files = list(walk_files(path))
+    if files and all(file.suffix.lower() in _TABLES for file in files):
+        return files[0]
+    return None
+
+
+def describe_conversion(path: Path) -> str:
+    """Return the line of Python that makes JSON lines of a CSV or TSV file."""
+    read = _TABLES[path.suffix.lower()]
+    return f"`{read}.to_json('{path.stem}.jsonl', orient='records', lines=True)`"
+
+
 def _find_paths(source: str | Path) -> list[Path]:
     path = Path(source)
     if os.path.isdir(path):  # False for a name that is too long
@@ -231,7 +247,8 @@ def _raise_unreadable(origin: str, files: Sequence[Path]) -> None:
     if first in _TEXT:
         advice = "`train.load_text` reads texts"
     elif first in _TABLES:
-        advice = f"`{_TABLES[first]}.to_json('{files[0].stem}.jsonl', orient='records', lines=True)` converts one"
+        table = next(file for file in files if file.suffix.lower() == first)
+        advice = f"{describe_conversion(table)} converts one"
     else:
         advice = f"records are read from {', '.join(_READERS)}"
     found = ", ".join(f"{count} {suffix}" for suffix, count in suffixes.most_common(5))
