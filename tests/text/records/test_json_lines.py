@@ -79,6 +79,16 @@ def test_fault_is_named_and_reading_goes_on(tmp_path, line, message):
     assert len(fault[1]) < 300 and "cut off" not in fault[1]
 
 
+@pytest.mark.parametrize("encoding", ["UTF-16", "UTF-16LE", "UTF-16BE", "UTF-32"])
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.jsonl.gz"])
+def test_another_encoding_is_named(tmp_path, encoding, name):
+    content = '{"text": "a"}\n{"text": "b"}\n'.encode(encoding)
+    (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith("gz") else content)
+    message = rf"{name}: UTF-8 was expected, and this file is in {encoding}: `iconv -f {encoding} -t UTF-8` converts it"
+    with pytest.raises(ValueError, match=message):
+        JsonLines(tmp_path / name).split()
+
+
 def test_whole_surrogate_pairs_and_escaped_escapes(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"a": "\\ud83d\\ude00"}\n{"a": "\\\\ud83d"}\n')

@@ -47,7 +47,8 @@ class JsonLines:
     adds_nulls: ClassVar[bool] = False
 
     def split(self) -> list[Unit]:
-        """**Raises** `ValueError` for a `.json` file of anything else, and as `RecordFile` does."""
+        """**Raises** `ValueError` for a file in UTF-16, a `.json` file of anything else, and as `RecordFile` does."""
+        self._check_encoding()
         is_array = self._is_array()
         if self._is_json() and not is_array:
             self._check_first_line()
@@ -85,6 +86,17 @@ class JsonLines:
             for start in range(0, unit.start, _CHUNK_BYTES):
                 lines_before += file.read(min(_CHUNK_BYTES, unit.start - start)).count(b"\n")
         return f"{self.path}:{lines_before + number + 1}"
+
+    def _check_encoding(self) -> None:
+        """**Raises** `ValueError` for a file in UTF-16 or UTF-32, in which line ends are no bytes of their own."""
+        with self._open() as file:
+            begin = file.read(4)
+        encoding = json.detect_encoding(begin)
+        if any(begin) and encoding.startswith(("utf-16", "utf-32")):
+            name = encoding.upper().replace("-LE", "LE").replace("-BE", "BE")
+            raise ValueError(
+                f"{self.path}: UTF-8 was expected, and this file is in {name}: `iconv -f {name} -t UTF-8` converts it"
+            )
 
     def _is_json(self) -> bool:
         return self.path.name.lower().endswith((".json", ".json.gz", ".json.zst"))
