@@ -18,7 +18,7 @@ def test_the_tutorial_runs(tmp_path):
     printed = run_tutorial(ROOT / "docs" / "reinforcement.md", tmp_path, replaced=QUICKLY, skips=skips)
     sorting, _, descending, planned = printed
     assert "reward after 2 steps" in sorting and "rewards/digits" in sorting
-    assert "2,000 prompts records" in descending and "reward after 2 steps" in descending
+    assert "2,000 prompt records" in descending and "reward after 2 steps" in descending
     assert "sampling    64 rows of 1,024 tokens" in planned
     for name in ("sort", "descending"):
         assert (tmp_path / "runs" / name / "export" / "model.safetensors").exists()

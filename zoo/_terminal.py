@@ -66,6 +66,11 @@ def discard_output() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
+def format_count(count: int, noun: str) -> str:
+    """Return a count with its noun: "1 text", "1,200 texts"."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
 def format_bytes(count: float | int) -> str:
     """Format bytes in decimal units with three digits: `2.47 GB`."""
     for unit in ("B", "kB", "MB", "GB"):

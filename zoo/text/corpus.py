@@ -24,6 +24,7 @@ import numpy as np
 from jaxtyping import Array, Int, Integer
 
 from zoo._files import open_regular, user_cache_folder, walk_files
+from zoo._terminal import format_count
 
 from .batches import CorpusSplit
 from .records.find_files import describe_conversion, find_table, holds_records
@@ -106,7 +107,7 @@ class Corpus:
         parts = (f"{split.name} {split.text_bytes:,} bytes" for split in (self.train, self.validation))
         skipped = f", {self.num_binary} skipped as binary" if self.num_binary else ""
         parts = [
-            f"{self.num_texts:,} {'text' if self.num_texts == 1 else 'texts'}{skipped}",
+            f"{format_count(self.num_texts, 'text')}{skipped}",
             *parts,
             f"vocabulary {self.vocab:,}",
             f"xz {self.xz_bits_per_byte:.3f} bits per byte",

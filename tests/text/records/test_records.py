@@ -59,6 +59,8 @@ def test_chats_are_split_packed_and_counted(load):
     assert data.counts["trained"] == sum(map(len, list_trained(data.train)))
     assert f"100 chat records, {data.counts['train']} texts for training" in str(data)
     assert "answers found by marks" in str(data)
+    prompts = load([{"prompt": "a"}, {"prompt": "b"}])
+    assert str(prompts) == "2 prompt records, 1 text for training, 1 held out\n2 targets in 1 row, 0 trained on"
 
 
 def test_batches_and_ordered_have_every_row(load):
@@ -303,7 +305,7 @@ def test_bad_arguments_and_empty_sources_are_named(load, tmp_path):
     ]:
         with pytest.raises((ValueError, TypeError), match=said):
             load(make_chats(3), **options)
-    with pytest.raises(ValueError, match="whole is for texts with a score, and prompts records are to be completed"):
+    with pytest.raises(ValueError, match="whole is for texts with a score, and prompt records are to be completed"):
         load([{"prompt": "1?"}], whole=True)
     (tmp_path / "blank.jsonl").write_text("\n\n")
     with pytest.raises(ValueError, match=r"blank\.jsonl: no records there"):
@@ -324,6 +326,16 @@ def test_what_a_template_refuses_is_a_fault_with_its_words(load, tmp_path):
     said = r"chats\.jsonl:2: m/chat_template\.jinja does not render these messages: turns alternate"
     with pytest.raises(ValueError, match=said):
         load(path, template=template)
+
+
+def test_messages_without_a_template_are_one_fault(load):
+    message = "^record 0: messages need a chat template, and the model has none: .*$"
+    for records in (make_chats(), [{"prompt": [{"role": "user", "content": "a"}]}] * 30):
+        with pytest.raises(ValueError, match=message):
+            load(records, template=None)
+    with pytest.raises(ValueError, match=message):
+        train.stream_records(make_chats(), batch_size=1, **{**OPTIONS, "template": None})
+    assert load([{"text": "a", "prompt": []}] * 9, template=None, kind="text").template is None
 
 
 def test_prompts_answers_and_files_of_a_model(load, tmp_path):

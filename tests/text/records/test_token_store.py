@@ -79,6 +79,15 @@ def test_faults_are_listed_with_their_places(tmp_path):
     assert "Nothing was written" in last and "--bad-records skip" in last
 
 
+def test_equal_faults_have_one_line(tmp_path):
+    path = write_lines(tmp_path / "a.jsonl", [{"text": ""}] * 2 + [{"text": 1}] + [{"text": ""}] * 3)
+    with pytest.raises(RecordsError) as raised:
+        write(path, tmp_path / "store")
+    first, second, _ = str(raised.value).split("\n")
+    assert first.startswith(f"{path}:1, {path}:2, {path}:4 and 2 more: nothing of it is trained on")
+    assert second == f"{path}:3: `text` is a number, and text was expected: 1"
+
+
 def test_reading_stops_at_many_faults(tmp_path, monkeypatch):
     path = write_lines(tmp_path / "a.jsonl", [{"text": number} for number in range(2000)])
     read = []

@@ -117,7 +117,7 @@ def test_plan_of_a_decoding_step_counts_its_cache():
     assert "zoo.inspect.compiled asks the compiler" in str(plan) and "in turns\n" not in str(plan)
     assert plan.memory["cache"] == sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(states))
     assert sum(plan.memory.values()) == plan.peak
-    with pytest.raises(ValueError, match="mesh of 1 devices, one device, and h100:2x8 has 16"):
+    with pytest.raises(ValueError, match="mesh of 1 device, one device, and h100:2x8 has 16"):
         planning.plan(decode, model, zoo.place(states, mesh), tokens, on="h100:2x8")
 
 

@@ -41,6 +41,9 @@ _OTHER_FORMATS = {
 """First fields of formats that are not read, and what to write instead."""
 
 
+NO_TEMPLATE = "messages need a chat template, and the model has none: pass one (--chat-template FILE)"
+
+
 class Item(NamedTuple):
     """A unit of data: a text, or several that stay together in a row."""
 
@@ -90,7 +93,7 @@ class Encoding:
 
     def _get_template(self) -> ChatTemplate:
         if self.template is None:
-            raise RecordError("messages need a chat template, and the model has none: pass one (--chat-template FILE)")
+            raise RecordError(NO_TEMPLATE)
         return self.template
 
 
@@ -106,6 +109,11 @@ class RecordKind:
     is_labeled: ClassVar[bool] = False
     has_fields: ClassVar[bool] = False
     """True if further fields are kept with each item."""
+
+    @property
+    def noun(self) -> str:
+        """One record, in words."""
+        return f"{self.name.removesuffix('s')} record"
 
     def encode(self, record: _Record, encoding: Encoding) -> list[Item]:
         """Return the items of a record. **Raises** `RecordError` or `ChatError` for a fault in it."""
@@ -153,6 +161,9 @@ class TextKind(RecordKind):
             items = [Item((EncodedText(tokens, np.arange(len(tokens)) > 0),))]
             fault = _find_separator(tokens) or _find_fault(items, encoding.tokenizer.vocab, is_trained=True)
             yield fault or items
+
+    def has_messages(self, record: _Record) -> bool:
+        return False
 
     def find_key(self, record: _Record, encoding: Encoding) -> str:
         return record[encoding.text_field]

@@ -20,6 +20,7 @@ from jaxtyping import Array, Bool, Float, Int, Integer
 
 from zoo._files import user_cache_folder
 from zoo._optional import import_optional
+from zoo._terminal import format_count
 from zoo.text.batches import OrderedBatches, ShuffledBatches, spread_rows
 from zoo.text.chat import ChatTemplate, find_end_of_turn, write_chat_files
 from zoo.text.mixture import Mixture
@@ -37,6 +38,7 @@ from .record_file import RecordFile
 from .source import (
     Source,
     Weights,
+    check_template,
     check_too_long,
     choose_kind,
     describe_encoding,
@@ -176,13 +178,14 @@ class Records:
         if self.parts:
             return "\n".join(f"{name}: {part}" for name, part in self.parts.items())
         counts = self.counts
+        rows = format_count(counts["rows"], "row")
         lines = [
-            f"{counts['records']:,} {self.kind} records, {counts['train']:,} texts for training, "
-            f"{counts['validation']:,} held out",
-            f"{counts['targets']:,} targets in {counts['rows']:,} rows, {counts['trained']:,} trained on",
+            f"{format_count(counts['records'], KINDS[self.kind].noun)}, {format_count(counts['train'], 'text')} for "
+            f"training, {counts['validation']:,} held out",
+            f"{format_count(counts['targets'], 'target')} in {rows}, {counts['trained']:,} trained on",
         ]
         if counts.get("whole"):
-            lines[-1] = f"{counts['trained']:,} texts in {counts['rows']:,} rows, scored at the last token of each"
+            lines[-1] = f"{format_count(counts['trained'], 'text')} in {rows}, scored at the last token of each"
         elif self.template is not None and self.kind != "prompts":
             lines[-1] += f", answers found {'by marks' if self.template.marks_generation else 'turn by turn'}"
         omitted = [f"{counts[name]:,} {said}" for name, said in _OMITTED.items() if counts[name]]
@@ -192,7 +195,7 @@ class Records:
 
 
 _OMITTED = {
-    "cut": "texts cut, longer than a row",
+    "cut": "cut, longer than a row",
     "dropped": "dropped, longer than a row",
     "rejected": "left out for faults",
 }
@@ -298,8 +301,9 @@ def _load_source(source: Any, options: _Options) -> Records:
     files = find_source_files(source)
     kind = choose_kind(files, options.kind, options.field)
     check_too_long(options.too_long, kind)
+    check_template(options.template, kind, files)
     if options.whole and kind.has_fields:
-        raise ValueError(f"whole is for texts with a score, and {kind.name} records are to be completed: leave it out")
+        raise ValueError(f"whole is for texts with a score, and {kind.noun}s are to be completed: leave it out")
     encoding = Encoding(
         tokenizer=options.tokenizer,
         template=options.template,  # for a later record of messages, too
@@ -427,7 +431,8 @@ def mix(parts: Mapping[str, Records], weights: Weights) -> Records:
         part.train.require_rows()
         mixes = set(part.train.rows[0]) == set(first.train.rows[0])
         if not mixes or KINDS[part.kind].texts_per_item != KINDS[first.kind].texts_per_item:
-            raise ValueError(f"{name} has {part.kind} records, which do not mix with {first.kind} records")
+            nouns = KINDS[part.kind].noun, KINDS[first.kind].noun
+            raise ValueError(f"{name} has {nouns[0]}s, which do not mix with {nouns[1]}s")
     templates = {name: part.template for name, part in parts.items() if part.template is not None}
     template = next(iter(templates.values()), None)
     for name, other in templates.items():

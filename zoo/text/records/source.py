@@ -14,7 +14,7 @@ from zoo.text.records.token_store import RecordsError
 
 from .find_files import find_record_files
 from .in_memory import InMemory
-from .kinds import KINDS, Encoding, RecordKind, find_kind
+from .kinds import KINDS, NO_TEMPLATE, Encoding, RecordKind, find_kind
 from .record_file import RecordError, RecordFile
 
 Weights = Mapping[str, float] | Sequence[tuple[int, Mapping[str, float]]]
@@ -78,6 +78,15 @@ def check_too_long(too_long: TooLong | None, kind: RecordKind) -> None:
     """**Raises** `ValueError` where records of several texts would be cut."""
     if too_long == "cut" and kind.texts_per_item > 1:
         raise ValueError(f"too_long='cut' would cut a {kind.name} record, of several texts: take 'drop'")
+
+
+def check_template(template: ChatTemplate | None, kind: RecordKind, files: Sequence[RecordFile]) -> None:
+    """**Raises** `ValueError` for records of messages without a chat template, judged by the first record."""
+    if template is not None:
+        return
+    record, place = read_first_record(files)
+    if kind.has_messages(record):
+        raise RecordsError(f"{place}: {NO_TEMPLATE}")
 
 
 def fix_date(template: ChatTemplate | None, chat_date: str | None) -> ChatTemplate | None:

@@ -34,6 +34,7 @@ from .kinds import Encoding, RecordKind
 from .record_file import RecordFile
 from .source import (
     Source,
+    check_template,
     check_too_long,
     choose_kind,
     describe_encoding,
@@ -117,6 +118,7 @@ def stream_records(
     if record_kind.is_labeled or record_kind.has_fields:
         raise NotImplementedError(f"records of the kind {record_kind.name} are not streamed: {_INSTEAD}")
     check_too_long(too_long, record_kind)
+    check_template(template, record_kind, files)
     encoding = Encoding(
         tokenizer=tokenizer,
         template=fix_date(template, chat_date),

@@ -42,6 +42,8 @@ from .record_file import RecordError, RecordFile, Unit, drop_nulls
 Job = tuple[RecordFile, Unit]
 MAX_LISTED = 20
 """Faults that are listed, and after which reading stops."""
+_MAX_PLACES = 3
+"""Places that are listed for one fault."""
 MAX_REJECTED = 0.01
 """Share of records that may be left out."""
 _LINE_SECONDS = 30
@@ -200,8 +202,14 @@ def write_store(
 
 
 def list_faults(faults: Sequence[dict[str, Any]]) -> str:
-    """Return a line for each of the first faults, and the number of the others."""
-    lines = [f"{fault['place']}: {fault['fault']}" for fault in faults[:MAX_LISTED]]
+    """Return a line for each of the first faults, one for equal ones, and the number of the others."""
+    places: dict[str, list[str]] = {}
+    for fault in faults[:MAX_LISTED]:
+        places.setdefault(fault["fault"], []).append(fault["place"])
+    lines = []
+    for fault, found in places.items():
+        more = f" and {len(found) - _MAX_PLACES:,} more" if len(found) > _MAX_PLACES else ""
+        lines.append(f"{', '.join(found[:_MAX_PLACES])}{more}: {fault}")
     if len(faults) > MAX_LISTED:
         lines.append(f"and {len(faults) - MAX_LISTED:,} more")
     return "\n".join(lines)

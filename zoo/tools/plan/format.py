@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
+from zoo._terminal import format_count
 from zoo.inspect.report import format_decimal_prefix
 from zoo.parallel.mesh import format_sizes
 
@@ -23,8 +24,7 @@ def format_plan(plan: "Plan", *, tokens: float | None = None) -> str:
 
 
 def _iter_lines(plan: "Plan", tokens: float | None) -> Iterator[tuple[str, str]]:
-    devices = plan.topology.devices
-    where = f"{format_sizes(plan.program.shape)} on {plan.topology}: {devices:,} device{'s' * (devices != 1)}"
+    where = f"{format_sizes(plan.program.shape)} on {plan.topology}: {format_count(plan.topology.devices, 'device')}"
     yield plan.program.name, ", ".join([where, *_list_options(plan)])
     yield from _iter_memory(plan)
     flops = plan.program.work.total_flops * plan.topology.devices

@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from zoo._terminal import format_count
 from zoo.inspect.links import Transfer, time_transfer
 from zoo.inspect.report import format_decimal_prefix
 from zoo.parallel.chips import CHIPS, Chip
@@ -262,10 +263,8 @@ def plan(step: Callable, *args: Any, on: str | Topology, model_flops: int | None
     for size in program.shape.values():
         devices *= size
     if devices != topology.devices:
-        mesh = format_sizes(program.shape)
-        raise ValueError(
-            f"the arguments are on a mesh of {devices} devices, {mesh}, and {topology} has {topology.devices}"
-        )
+        mesh = f"{format_count(devices, 'device')}, {format_sizes(program.shape)}"
+        raise ValueError(f"the arguments are on a mesh of {mesh}, and {topology} has {topology.devices}")
     transfers = [time_transfer(row, program.shape, topology, chip) for row in program.work.collectives]
     return Plan(topology, chip, program, tuple(transfers), model_flops)
 
