@@ -103,6 +103,48 @@ def test_documents_in_batches_are_documents_one_by_one(with_end, monkeypatch, si
         np.testing.assert_array_equal(got, one)
 
 
+@pytest.mark.parametrize("pattern", [None, *zoo.text.tokenizers._LINE_PATTERNS])
+def test_pieces_of_a_long_document_have_its_tokens(tmp_path, monkeypatch, pattern):
+    """Merges within and across lines, digits and the characters of contractions would show a wrong cut."""
+    path = tmp_path / "tokenizer.json"
+    letters = np.array(list(" \n\nab.A's5\té\r"))
+    draws = np.random.default_rng(0).integers(0, len(letters), (400, 40))
+    documents = ["".join(letters[row]).encode() for row in draws]
+    train_bpe(documents, 500, path)
+    facts = json.loads(path.read_text())
+    if pattern is not None:
+        split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+        facts["pre_tokenizer"] = {
+            "type": "Sequence",
+            "pretokenizers": [split, {**facts["pre_tokenizer"], "use_regex": False}],
+        }
+    path.write_text(json.dumps(facts))
+    tokenizer = FileTokenizer(path, 500)
+    expected = list(tokenizer.encode_all(documents))
+    monkeypatch.setattr(zoo.text.tokenizers, "_BATCH_BYTES", 1)
+    assert sum(len(list(zoo.text.tokenizers._cut_at_lines(document))) for document in documents) > 700
+    for got, one in zip(tokenizer.encode_all(documents), expected, strict=True):
+        np.testing.assert_array_equal(got, one)
+
+
+def test_only_documents_of_known_splitters_are_cut(with_end, tmp_path):
+    splits = zoo.text.tokenizers._splits_at_lines
+    facts = json.loads((tmp_path / "tokenizer.json").read_text())
+    level = facts["pre_tokenizer"]
+    assert splits(facts) and splits({**facts, "normalizer": {"type": "NFC"}})
+    added = {"content": "b", "special": False, "lstrip": True, "rstrip": False}
+    for change in (
+        {"normalizer": {"type": "Lowercase"}},
+        {"pre_tokenizer": None},
+        {"pre_tokenizer": {**level, "add_prefix_space": True}},
+        {"pre_tokenizer": {**level, "use_regex": False}},
+        {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [{"type": "Punctuation"}, level]}},
+        {"added_tokens": [added]},
+        {"added_tokens": [{**added, "content": ".\nb", "lstrip": False}]},
+    ):
+        assert not splits({**facts, **change}), change
+
+
 def test_a_damaged_document_of_a_batch_is_named(with_end):
     encoded = with_end[0].encode_all([b"fox", b"the", b"\xff", b"quick"])
     assert [with_end[0].decode(next(encoded)) for _ in range(2)] == ["fox", "the"]
