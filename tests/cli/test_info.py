@@ -62,9 +62,9 @@ def test_info_sharding_equals_a_real_mesh(run, bytes_model, data, fsdp, tensor):
 
 
 def test_info_refuses_a_mesh_that_does_not_divide(refused, bytes_model):
-    assert "4 heads do not share out over tensor=3" in refused("info", bytes_model, "--tensor", 3)
+    assert "4 heads do not divide evenly over tensor=3" in refused("info", bytes_model, "--tensor", 3)
     assert "at least 1, not fsdp=0" in refused("info", bytes_model, "--fsdp", 0)
-    assert "2 layers do not share out over pipe=4" in refused("info", bytes_model, "--pipe", 4)
+    assert "2 layers do not divide evenly over pipe=4" in refused("info", bytes_model, "--pipe", 4)
 
 
 def test_info_shards_layers_over_pipe(run, bytes_model):
@@ -147,7 +147,7 @@ def test_info_needs_one_model(refused, bytes_model):
     assert "pass a checkpoint directory, or --preset NAME; `zoo presets` lists" in refused("info")
     assert "--preset gpt2 are two models: pass one" in refused("info", bytes_model, "--preset", "gpt2")
     assert "no preset 'llama-3-8b'; nearest are llama3-8b, " in refused("info", "--preset", "llama-3-8b")
-    assert "25 heads do not share out over tensor=2" in refused("info", "--preset", "gpt2-xl", "--tensor", 2)
+    assert "25 heads do not divide evenly over tensor=2" in refused("info", "--preset", "gpt2-xl", "--tensor", 2)
 
 
 def test_presets_lists_all(run):

@@ -90,7 +90,7 @@ def test_summary_on_a_mesh_has_shards(model):
     found = zoo.summary(model, mesh)
     shards = [x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(zoo.place(model, mesh))]
     assert found.bytes_per_device == sum(shards) and "fsdp 2 x tensor 2: " in str(found)
-    with pytest.raises(ValueError, match="do not share out over tensor=3"):
+    with pytest.raises(ValueError, match="do not divide evenly over tensor=3"):
         zoo.summary(model, zoo.make_mesh(1, tensor=3, devices=jax.devices()[:3]))
 
 

@@ -75,7 +75,7 @@ def test_split_ends_changes_no_results(model):
 
 def test_split_ends_fits_the_stages_of_a_mesh(model):
     mesh = zoo.make_mesh(data=1, pipe=2, devices=jax.devices()[:2], layout=Layout(rounds=2))
-    with pytest.raises(ValueError, match=r"7 repeats of 1 layers do not share out over rounds=2.*split_ends"):
+    with pytest.raises(ValueError, match=r"7 repeats of 1 layers do not divide evenly over rounds=2.*split_ends"):
         zoo.place(model, mesh)
     with pytest.raises(ValueError, match=r"7 layers .* pipe=2\. .*zoo\.models\.split_ends\(model, 2\)"):
         zoo.place(model, zoo.make_mesh(data=1, pipe=2, devices=jax.devices()[:2]))

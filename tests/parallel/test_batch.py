@@ -24,7 +24,7 @@ def test_place_batch_shards_rows():
     mesh = zoo.make_mesh(data=2, fsdp=4)
     batch = zoo.place_batch({"tokens": jnp.zeros((16, 5), int), "scale": jnp.ones(())}, mesh)
     assert batch["tokens"].sharding.shard_shape((16, 5)) == (2, 5)
-    with pytest.raises(ValueError, match="tokens: 6 rows do not share out over data=2 x fsdp=4"):
+    with pytest.raises(ValueError, match="tokens: 6 rows do not divide evenly over data=2 x fsdp=4"):
         zoo.place_batch({"tokens": jnp.zeros((6, 5), int)}, mesh)
 
 

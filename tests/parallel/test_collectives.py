@@ -36,7 +36,7 @@ def test_shard_is_the_inverse_of_all_gather():
 
     assert (zoo.spmd(gather_and_shard, mesh, out="batch seq")(x) == x).all()
     assert shard(x, "seq", axis=1) is x, "no mesh"
-    with pytest.raises(ValueError, match="7 seq do not share out over context=4: use a multiple"):
+    with pytest.raises(ValueError, match="7 seq do not divide evenly over context=4: use a multiple"):
         zoo.spmd(lambda x: shard(all_gather(x, "seq", axis=1)[:, 1:], "seq", axis=1), mesh, out="batch seq")(x)
 
 

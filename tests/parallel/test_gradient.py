@@ -188,7 +188,7 @@ def test_loss_that_still_varies_raises():
         (
             {"rows": 6},
             ValueError,
-            "a batch of 6 rows does not share out over data=4 x 2 microbatches: use a multiple of 8",
+            "a batch of 6 rows does not divide evenly over data=4 x 2 microbatches: use a multiple of 8",
         ),
         ({"weights": jnp.ones(4)}, ValueError, "one number of rows, not"),
         ({"loss": lambda m, b: loss_fn(m, b)[0]}, ValueError, "has_aux=False a loss returns `total, count`"),

@@ -49,7 +49,7 @@ def test_spec_drops_outer_axes_that_do_not_divide_a_vocabulary():
     assert specs == [P(("pipe", "tensor")), P(("tensor",)), P()]
     shapes = eqx.filter_eval_shape(lambda: [zoo.layers.Embedding(size, 32, key=KEY) for size in (98, 100)])
     assert replicated_dims(shapes, mesh) == [
-        "0.weight: 98 vocab do not share out over pipe x tensor=4 and are sharded only over tensor; "
+        "0.weight: 98 vocab do not divide evenly over pipe x tensor=4 and are sharded only over tensor; "
         "100 would be sharded over all."
     ]
     assert replicated_dims(shapes, make_any_mesh(tensor=2)) == []
@@ -60,17 +60,17 @@ def test_spec_keeps_the_axes_at_rest_that_gather_reads():
     mesh = make_any_mesh(Layout(parameters={"vocab": ("fsdp",)}), fsdp=2, tensor=4)
     assert spec(mesh, ("vocab", "embed"), (98, 32)) == P(("fsdp",))
     assert spec(mesh, ("vocab", "embed"), (96, 32)) == P(("tensor", "fsdp"))
-    with pytest.raises(ValueError, match="97 vocab do not share out over fsdp=2. Use a multiple of 2 vocab"):
+    with pytest.raises(ValueError, match="97 vocab do not divide evenly over fsdp=2. Use a multiple of 2 vocab"):
         spec(mesh, ("vocab", "embed"), (97, 32))
 
 
 @pytest.mark.parametrize(
     "dims, shape, message",
     [
-        ((("heads", 4), "embed"), (24, 32), "6 heads do not share out over tensor=4.*multiple of 4.*1, 2, 3 or 6"),
-        ((("kv_heads", 4), "embed"), (12, 32), "3 kv_heads do not share out.*or a multiple of 3"),
-        (("mlp", "embed"), (64, 33), "33 embed do not share out over fsdp=2"),
-        (("batch", "seq"), (3, 4), "3 rows do not share out over fsdp=2"),
+        ((("heads", 4), "embed"), (24, 32), "6 heads do not divide evenly over tensor=4.*multiple of 4.*1, 2, 3 or 6"),
+        ((("kv_heads", 4), "embed"), (12, 32), "3 kv_heads do not divide evenly.*or a multiple of 3"),
+        (("mlp", "embed"), (64, 33), "33 embed do not divide evenly over fsdp=2"),
+        (("batch", "seq"), (3, 4), "3 rows do not divide evenly over fsdp=2"),
         (("depth", "embed"), (4, 4), r"the layout has no dim 'depth'.*with_dims\(depth=\(\)\)"),
     ],
 )

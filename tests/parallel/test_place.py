@@ -31,7 +31,7 @@ def test_init_and_place_give_the_same_shards():
         assert jnp.array_equal(a, b)
     shapes = [shard.data.shape for shard in initialized["linear"].weight.addressable_shards]
     assert shapes == [(32, 16)] * 8
-    with pytest.raises(ValueError, match=r"linear.weight: 63 mlp do not share out over tensor=2"):
+    with pytest.raises(ValueError, match=r"linear.weight: 63 mlp do not divide evenly over tensor=2"):
         zoo.init(lambda key: {"linear": Linear(32, 63, in_=Dim("embed"), out=Dim("mlp"), key=key)}, KEY, mesh)
 
 
@@ -40,7 +40,7 @@ def test_place_warns_once_of_a_replicated_vocabulary(caplog):
     with caplog.at_level(logging.WARNING, "zoo"):
         zoo.place(zoo.layers.Embedding(97, 32, key=KEY), mesh)
     assert [r.message for r in caplog.records] == [
-        "weight: 97 vocab do not share out over tensor=4 and are replicated; 100 would be sharded."
+        "weight: 97 vocab do not divide evenly over tensor=4 and are replicated; 100 would be sharded."
     ]
 
 

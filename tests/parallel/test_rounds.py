@@ -104,7 +104,7 @@ def test_trees_without_arrays_have_one_round(model):
 def test_split_rounds_names_what_divides(model):
     with pytest.raises(ValueError, match=r"8 repeats of 1 layers .* rounds=3: .* zoo.models.split_ends"):
         split_rounds(model, 3)
-    with pytest.raises(ValueError, match=r"4 layers do not share out over pipe=8\. Use a multiple of 8"):
+    with pytest.raises(ValueError, match=r"4 layers do not divide evenly over pipe=8\. Use a multiple of 8"):
         zoo.place(model, make_mesh(2, pipe=8))
 
 

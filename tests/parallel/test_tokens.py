@@ -216,7 +216,7 @@ def test_sequence_parallel_refuses_by_name():
         batch = jax.ShapeDtypeStruct((2, tokens), jnp.int32)
         eqx.filter_eval_shape(zoo.value(dense_loss, mesh), model, {"tokens": batch, "targets": batch})
 
-    with pytest.raises(ValueError, match="6 tokens do not share out over tensor=4, .* use a multiple of 4 tokens"):
+    with pytest.raises(ValueError, match="6 tokens do not divide evenly over tensor=4, .* use a multiple of 4 tokens"):
         trace(partial(make_dense, layers=1), 6)
     sizes = {"vocab": 96, "embed": 32, "layers": 1, "heads": 4, "mlp": 16, "experts": 4, "top": 2}
     with pytest.raises(NotImplementedError, match=r"experts with a capacity .* zoo.parallel.SEQUENCE"):

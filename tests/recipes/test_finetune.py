@@ -129,7 +129,7 @@ def test_finetune_bad_input_is_one_line(text, start, unbroken, tmp_path, monkeyp
     (few / "tokenizer.json").unlink()
     assert "tokenizer.json: there is no such file" in complaint(capsys, "--checkpoint", few, "--data", text)
     given = ("--checkpoint", start, "--data", text, "--pretraining-data", text)
-    assert "do not share out over data=8" in complaint(capsys, *given, "--batch-size", 12, "--seq-len", 16)
+    assert "do not divide evenly over data=8" in complaint(capsys, *given, "--batch-size", 12, "--seq-len", 16)
     assert "resume it" in complaint(capsys, *given, "--out", unbroken, "--seq-len", 16)
     assert not (tmp_path / "runs").exists()
 

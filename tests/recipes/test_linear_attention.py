@@ -98,7 +98,7 @@ def test_linear_attention_equalizes_parameters(text, tmp_path, monkeypatch):
         ({"mixers": ()}, "name one or more of the mixers attention, .*, not none"),
         ({"steps": 0}, "steps=0 are at least 1"),
         ({"mlp_dim": 8, "mixers": ("rwkv7",)}, "rwkv7 has more parameters without an MLP than attention with one"),
-        ({"batch_size": 6}, "6 rows do not share out over data=4"),
+        ({"batch_size": 6}, "6 rows do not divide evenly over data=4"),
     ],
 )
 def test_linear_attention_bad_flags_raise_early(text, tmp_path, changes, message):

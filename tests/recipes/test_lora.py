@@ -137,7 +137,7 @@ def test_lora_bad_input_is_one_line(text, start, tmp_path, monkeypatch, capsys):
     quantized = ("--quantization", "nf4", "--quantize-targets", "querry")
     assert "no matrix of the model is meant by the target 'querry'" in complaint(capsys, *given, *quantized)
     assert "a rank is at least 1, not 0" in complaint(capsys, *given, "--rank", 0)
-    assert "do not share out over data=8" in complaint(capsys, *given, "--batch-size", 12)
+    assert "do not divide evenly over data=8" in complaint(capsys, *given, "--batch-size", 12)
     assert not (tmp_path / "runs").exists()
 
 

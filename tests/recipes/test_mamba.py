@@ -67,8 +67,8 @@ def test_mamba_resumes_bitwise_and_exports(generation, text, tmp_path, monkeypat
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"head_dim": 7}, "does not share out over heads 7 wide"),
-        ({"batch_size": 6}, "6 rows do not share out over data=4"),
+        ({"head_dim": 7}, "does not divide evenly over heads 7 wide"),
+        ({"batch_size": 6}, "6 rows do not divide evenly over data=4"),
     ],
 )
 def test_mamba_bad_flags_raise_early(text, tmp_path, changes, message):

@@ -145,7 +145,7 @@ def test_moe_combines_the_other_options(text, tmp_path):
         ({"balance_weight": -0.1}, "balance_weight=-0.1 and bias_rate=0.001 are at least 0"),
         ({"steps": 0}, "steps=0 are at least 1"),
         ({"mlp_dim": 18, "tensor": 4}, "mlp"),
-        ({"batch_size": 12}, "12 rows do not share out over data=8"),
+        ({"batch_size": 12}, "12 rows do not divide evenly over data=8"),
     ],
 )
 def test_moe_bad_flags_raise_early(text, tmp_path, changes, message):

@@ -51,8 +51,8 @@ def test_pipeline_resumes_bitwise(text, tmp_path):
         ({"runs": ("1f1b", "zero-bubble")}, "name one or more of the runs one-device, .*, not 1f1b, zero-bubble"),
         ({"schedule": "gpipe"}, "schedules are chosen by runs"),
         ({"pipe": 1}, "pipe is at least 2"),
-        ({"layers": 5}, "5 layers do not share out over pipe=2"),
-        ({"layers": 6}, "layers do not share out over pipe=2"),
+        ({"layers": 5}, "5 layers do not divide evenly over pipe=2"),
+        ({"layers": 6}, "layers do not divide evenly over pipe=2"),
         ({"microbatches": 3}, "microbatches=3: with 2 rounds"),
     ],
 )

@@ -249,10 +249,10 @@ def test_transformer_preset_has_the_size_of_its_name():
         (["--stepz", "3"], "Unrecognized options: --stepz"),
         (["--data", "/nowhere/at/all"], "/nowhere/at/all: there is no such file"),
         (["--tensor", "3"], "tensor=3 asks for a multiple of 3 devices, there are 8"),
-        (["--heads", "3"], "embed=16 does not share out over 3 heads"),
+        (["--heads", "3"], "embed=16 does not divide evenly over 3 heads"),
         (["--vocab", "100"], "a vocabulary of 100 cannot write every byte"),
         (["--dtype", "float16"], "invalid choice 'float16'"),
-        (["--microbatches", "3"], "a batch of 8 rows does not share out over data=8 x 3 microbatches"),
+        (["--microbatches", "3"], "a batch of 8 rows does not divide evenly over data=8 x 3 microbatches"),
     ],
 )
 def test_transformer_bad_input_is_one_line(text, tmp_path, capsys, more, message):
@@ -270,12 +270,12 @@ def test_transformer_bad_input_is_one_line(text, tmp_path, capsys, more, message
 def test_transformer_bad_input_ends_a_process_with_status_2(text, tmp_path):
     status, printed, errors = finish(start([*command(text, tmp_path / "run"), "--heads", "3"]))
     assert status == 2
-    assert "embed=16 does not share out over 3 heads" in " ".join(errors.split())
+    assert "embed=16 does not divide evenly over 3 heads" in " ".join(errors.split())
     assert "Traceback" not in errors and "10/60" not in printed
 
 
 def test_transformer_indivisible_batch_raises_early(text, tmp_path):
-    with pytest.raises(ValueError, match="12 rows do not share out over data=8. Use a multiple of 8 rows"):
+    with pytest.raises(ValueError, match="12 rows do not divide evenly over data=8. Use a multiple of 8 rows"):
         call(transformer.main, data=(text,), out=tmp_path / "run", **TINY | {"batch_size": 12})
     assert not (tmp_path / "run").exists()
 

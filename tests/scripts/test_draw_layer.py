@@ -105,7 +105,7 @@ def test_draw_refuses_impossible_meshes():
     mesh = zoo.make_mesh(fsdp=2, tensor=4)
     with pytest.raises(ValueError, match="has devices 0 to 7"):
         draw_layer.draw(mesh, **SIZES, device=8)
-    with pytest.raises(ValueError, match="6 heads do not share out over tensor=4"):
+    with pytest.raises(ValueError, match="6 heads do not divide evenly over tensor=4"):
         draw_layer.draw(mesh, **{**SIZES, "embed": 96, "heads": 6, "kv_heads": 6}, device=0)
     many = draw_layer.make_abstract_mesh(data=1, fsdp=32, tensor=4)
     with pytest.raises(ValueError, match="a picture shows up to 64"):
@@ -115,6 +115,6 @@ def test_draw_refuses_impossible_meshes():
 def test_main_prints_a_picture(capsys):
     draw_layer.main(data=2, fsdp=2, tensor=4, device=13)
     assert "One layer on data 2 x fsdp 2 x tensor 4" in capsys.readouterr().out
-    for options, error in ({"tensor": 3}, "do not share out over tensor=3"), ({}, "One device holds everything"):
+    for options, error in ({"tensor": 3}, "do not divide evenly over tensor=3"), ({}, "One device holds everything"):
         with pytest.raises(SystemExit, match=error):
             draw_layer.main(**options)

@@ -27,7 +27,7 @@ def test_rows_of_processes_are_contiguous():
 
 
 def test_digits_refuse_natural_mistakes(monkeypatch):
-    with pytest.raises(ValueError, match="6 images do not share out over 4 processes"):
+    with pytest.raises(ValueError, match="6 images do not divide evenly over 4 processes"):
         LabeledImages(np.zeros((6, 1, 1, 1)), np.zeros(6, int)).take_rows((0, 4))
     with pytest.raises(ValueError, match="6 images have as many labels, not 5"):
         LabeledImages(np.zeros((6, 1, 1, 1)), np.zeros(5, int))

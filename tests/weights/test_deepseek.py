@@ -93,7 +93,7 @@ V2 = {key: value for key, value in SIZES.items() if key not in ("n_group", "topk
         ("deepseek_v3", {"num_key_value_heads": 1}, "num_key_value_heads = 1, and latent attention has a key for each"),
         ("deepseek_v3", {"head_dim": 6}, "head_dim = 6, and it is qk_rope_head_dim = 2 that is meant"),
         ("deepseek_v3", {"qk_rope_head_dim": 3}, "qk_rope_head_dim = 3: rotary embeddings turn pairs"),
-        ("deepseek_v3", {"n_group": 3}, "n_group = 3.*4 experts do not share out over 3 groups"),
+        ("deepseek_v3", {"n_group": 3}, "n_group = 3.*4 experts do not divide evenly over 3 groups"),
         ("deepseek_v3", {"num_experts_per_tok": 3}, "num_experts_per_tok = 3.*hold 2 experts, and a token goes to 3"),
         ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func = 'softmax' would change the result"),
         ("deepseek_v3", {"moe_layer_freq": 2}, "moe_layer_freq = 2 would change the result"),

@@ -156,7 +156,7 @@ def test_load_and_save_in_rounds_equal_one_round(make, family, tmp_path, monkeyp
 
 def test_load_refuses_heads_that_tensor_does_not_divide(make, tmp_path):
     zoo.save(make("llama", LLAMA | {"num_attention_heads": 6, "num_key_value_heads": 3}), tmp_path)
-    with pytest.raises(ValueError, match="6 heads do not share out over tensor=4"):
+    with pytest.raises(ValueError, match="6 heads do not divide evenly over tensor=4"):
         zoo.load(tmp_path, mesh=zoo.make_mesh(data=2, tensor=4))
 
 

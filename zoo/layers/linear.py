@@ -141,5 +141,5 @@ def truncated_normal(key: Key[Array, ""], shape: tuple[int, ...], deviation: flo
 def resolve_head_dim(embed: int, heads: int, size: int | None, name: str = "head_dim") -> int:
     """Return `size`, or `embed / heads` if it is None. **Raises** `ValueError` if heads does not divide embed then."""
     if size is None and embed % heads:
-        raise ValueError(f"embed={embed} does not share out over {heads} heads: give {name}")
+        raise ValueError(f"embed={embed} does not divide evenly over {heads} heads: give {name}")
     return embed // heads if size is None else size

@@ -20,7 +20,7 @@ _Model = TypeVar("_Model")
 
 
 def split_ends(model: _Model, stages: int) -> _Model:
-    """Move as few layers as possible out of the stages of a pipeline, so that the others share out over them.
+    """Move as few layers as possible out of the stages of a pipeline, so that the others divide evenly over them.
 
         model = zoo.models.split_ends(model, stages=pipe * rounds)
 

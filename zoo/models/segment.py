@@ -149,8 +149,8 @@ class Segment(AbstractLayers):
             return merged
         if self.num_repeats % rounds:
             raise ValueError(
-                f"{self.num_repeats} repeats of {len(self.blocks)} layers do not share out over rounds={rounds}: let "
-                f"the rounds divide {self.num_repeats}, or move layers out of the stages with zoo.models.split_ends"
+                f"{self.num_repeats} repeats of {len(self.blocks)} layers do not divide evenly over rounds={rounds}: "
+                f"let the rounds divide {self.num_repeats}, or move layers out of the stages with zoo.models.split_ends"
             )
         dims = (Dim("rounds"), *merged.layers)
         return merged._reshape(lambda shape: (rounds, shape[0] // rounds, *shape[1:]), dims)

@@ -57,8 +57,8 @@ def check_token_count(tokens: int, axes: tuple[str, ...]) -> None:
     """**Raises** `ValueError` if the mesh axes do not divide the number of tokens."""
     if tokens % (shards := lax.axis_size(axes)):
         raise ValueError(
-            f"{tokens} tokens do not share out over {' x '.join(axes)}={shards}, along which this layout shards hidden "
-            f"states: use a multiple of {shards} tokens in each row, or a layout without sequence parallelism"
+            f"{tokens} tokens do not divide evenly over {' x '.join(axes)}={shards}, along which this layout shards "
+            f"hidden states: use a multiple of {shards} tokens in each row, or a layout without sequence parallelism"
         )
 
 
@@ -81,7 +81,7 @@ def shard(x: Array, dim: str, axis: int) -> Array:
     size, remainder = divmod(x.shape[axis], lax.axis_size(axes))
     if remainder:
         raise ValueError(
-            f"{x.shape[axis]} {dim} do not share out over {' x '.join(axes)}={lax.axis_size(axes)}: use a multiple"
+            f"{x.shape[axis]} {dim} do not divide evenly over {' x '.join(axes)}={lax.axis_size(axes)}: use a multiple"
         )
     return lax.dynamic_slice_in_dim(x, lax.axis_index(axes) * size, size, axis)
 

@@ -141,7 +141,7 @@ class Mesh:
             advice = f", or move layers out of the stages with zoo.models.split_ends(model, {stages})"
         noun = {"batch": "rows", "seq": "tokens"}.get(dim.name, dim.name)
         raise ValueError(
-            f"{name}: {count} {noun} do not share out over {sizes}. Use a multiple of {shards} {noun}, or let "
+            f"{name}: {count} {noun} do not divide evenly over {sizes}. Use a multiple of {shards} {noun}, or let "
             f"{' x '.join(needed)} be {', '.join(divisors[:-1])}{' or ' if divisors[:-1] else ''}{divisors[-1]}"
             f"{advice}."
         )
@@ -336,7 +336,7 @@ def replicated_dims(tree: PyTree, mesh: Mesh) -> list[str]:
                 else:
                     result = "replicated"
                 lines[dim.name] = (
-                    f"{leaf.name}: {size} {dim.name} do not share out over {' x '.join(axes)}={shards} and are "
+                    f"{leaf.name}: {size} {dim.name} do not divide evenly over {' x '.join(axes)}={shards} and are "
                     f"{result}; {-(-size // shards) * shards} would be sharded{' over all' if kept else ''}."
                 )
     return list(lines.values())

@@ -148,5 +148,5 @@ def _choose_microbatches(asked: int | None, rows: int, stages: int) -> int:
     if asked is None:
         return max(n for n in range(1, min(rows, 4 * stages) + 1) if rows % n == 0)
     if rows % asked:
-        raise ValueError(f"{rows} rows on a device do not share out over {asked} micro-batches")
+        raise ValueError(f"{rows} rows on a device do not divide evenly over {asked} micro-batches")
     return asked

@@ -137,7 +137,7 @@ def _count_rows(named: list[tuple[Leaf, Any]], mesh: Mesh, microbatches: int) ->
     parts |= {f"{microbatches} microbatches": microbatches} if microbatches > 1 else {}
     if rows is not None and rows % math.prod(parts.values()):
         raise ValueError(
-            f"a batch of {rows} rows does not share out over {' x '.join(parts)}: "
+            f"a batch of {rows} rows does not divide evenly over {' x '.join(parts)}: "
             f"use a multiple of {math.prod(parts.values())}"
         )
     return rows

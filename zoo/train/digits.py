@@ -33,7 +33,7 @@ class LabeledImages:
         index, count = process
         size, remainder = divmod(len(self), count)
         if remainder:
-            raise ValueError(f"{len(self)} images do not share out over {count} processes: use a multiple")
+            raise ValueError(f"{len(self)} images do not divide evenly over {count} processes: use a multiple")
         rows = slice(index * size, (index + 1) * size)
         return {"images": self.images[rows], "labels": self.labels[rows]}
 

@@ -92,7 +92,7 @@ def test_oft_on_a_mesh_keeps_blocks_on_one_device():
         np.testing.assert_allclose(multiply(zoo.place(oft, mesh), x), oft(x), atol=1e-5)
     with pytest.raises(ValueError, match="12 inputs of heads are not whole blocks of 8"):
         multiply(zoo.place(make_oft(in_=heads, block_size=8, shared=True), mesh), x)
-    with pytest.raises(ValueError, match="3 heads do not share out over tensor=2"):
+    with pytest.raises(ValueError, match="3 heads do not divide evenly over tensor=2"):
         zoo.place(make_oft(in_=heads, block_size=8), mesh)
 
 

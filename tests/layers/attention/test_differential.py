@@ -67,7 +67,7 @@ def test_lambda_init_grows_with_the_depth():
     np.testing.assert_allclose([compute_lambda_init(depth) for depth in (0, 3)], [0.2, 0.8 - 0.6 * np.exp(-0.9)])
     layer = DifferentialAttention(8, 2, depth=3, key=jax.random.key(0))
     assert zoo.trainable(layer).lambda_init is None and zoo.cast(layer, jnp.bfloat16).lambda_init.dtype == jnp.float32
-    with pytest.raises(ValueError, match="head_dim=3 features of a head do not share out over two queries"):
+    with pytest.raises(ValueError, match="head_dim=3 features of a head do not divide evenly over two queries"):
         DifferentialAttention(8, 2, head_dim=3, key=jax.random.key(0))
 
 

@@ -40,7 +40,7 @@ def test_gated_attention_equals_formula_and_cache():
     assert relative_error(heads, ungated) < 1e-5, "the heads of Attention with the same projections"
     assert relative_error(ours, expected) < 1e-5
     assert relative_error(cached, expected) < 1e-5
-    with pytest.raises(ValueError, match="4 heads do not share out over 3 kv_heads"):
+    with pytest.raises(ValueError, match="4 heads do not divide evenly over 3 kv_heads"):
         GatedAttention(16, 4, kv_heads=3, key=jax.random.key(0))
 
 

@@ -53,5 +53,5 @@ def test_post_rotary_attention_equals_formula_cache_and_mesh():
     mesh = zoo.make_mesh(1, tensor=2, context=2, devices=jax.devices()[:4])
     run = zoo.spmd(lambda layer, x: gather(layer)(x, TokenInfo())[0], mesh, out="batch seq embed")
     assert relative_error(run(zoo.place(layer, mesh), x), expected) < 1e-5
-    with pytest.raises(ValueError, match="4 heads do not share out over 3 kv_heads"):
+    with pytest.raises(ValueError, match="4 heads do not divide evenly over 3 kv_heads"):
         PostRotaryAttention(16, 4, rotary=ROTARY, kv_heads=3, key=jax.random.key(0))

@@ -205,5 +205,5 @@ def test_layouts_and_forms_have_the_same_names():
     assert set(EXPERT_EXCHANGE.names) == set(EXPERT_FORMS)
     with pytest.raises(ValueError, match="one of auto, gathered, boxes, ragged, not 'sparse'"):
         Layout(expert="sparse")
-    with pytest.raises(ValueError, match="8 experts do not share out over expert=3"):
+    with pytest.raises(ValueError, match="8 experts do not divide evenly over expert=3"):
         zoo.place(make_mixture("balanced"), zoo.make_mesh(data=1, expert=3, devices=jax.devices()[:3]))

@@ -164,7 +164,7 @@ def test_selection_bias_is_not_trainable():
     [
         ({"top": 5}, "at most all of 4 experts, not 5"),
         ({"top": 0}, "at least 1"),
-        ({"router": partial(SoftmaxRouter, groups=3)}, "4 experts do not share out over 3 groups"),
+        ({"router": partial(SoftmaxRouter, groups=3)}, "4 experts do not divide evenly over 3 groups"),
         ({"router": partial(SoftmaxRouter, groups=4)}, "1 of 4 groups hold 1 experts, and a token goes to 2"),
         ({"capacity_factor": 0.0}, "above 0"),
         ({"shared_gate": partial(Linear, EMBED, 1)}, "there is none"),

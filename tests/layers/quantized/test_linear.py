@@ -119,5 +119,5 @@ def test_mxfp4_experts_equal_dequantized(sizes, options):
 
 def test_mxfp4_blocks_must_divide_over_devices():
     packed = MXFP4Linear(96, 8, in_=Dim("mlp"), key=KEY)
-    with pytest.raises(ValueError, match="blocks: 3 mlp do not share out over tensor=2"):
+    with pytest.raises(ValueError, match="blocks: 3 mlp do not divide evenly over tensor=2"):
         zoo.place(packed, zoo.make_mesh(data=4, tensor=2))

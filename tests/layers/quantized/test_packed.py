@@ -118,5 +118,5 @@ def test_quantized_linear_on_a_mesh_equals_one_device(layer_class):
 
 def test_nf4_blocks_must_divide_over_devices():
     packed, _ = make_pair(NF4Linear, 192, 8, in_=Dim("mlp"))
-    with pytest.raises(ValueError, match="codes: 3 mlp do not share out over tensor=2"):
+    with pytest.raises(ValueError, match="codes: 3 mlp do not divide evenly over tensor=2"):
         zoo.place(packed, zoo.make_mesh(data=4, tensor=2))

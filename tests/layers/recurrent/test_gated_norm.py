@@ -6,5 +6,5 @@ from zoo.layers.recurrent.gated_norm import GatedGroupNorm
 
 
 def test_gated_group_norm_rejects_uneven_groups():
-    with pytest.raises(ValueError, match="4 heads do not share out over 3 groups"):
+    with pytest.raises(ValueError, match="4 heads do not divide evenly over 3 groups"):
         GatedGroupNorm(4, 2, 3)

@@ -43,7 +43,7 @@ def test_groups_equal_repeated_queries_and_keys(negative):
 
 def test_sizes_that_do_not_fit_are_refused():
     make = partial(GroupedGatedDeltaNet, EMBED, HEADS, key=jax.random.key(0))
-    with pytest.raises(ValueError, match="4 heads do not share out over 3 groups"):
+    with pytest.raises(ValueError, match="4 heads do not divide evenly over 3 groups"):
         make(groups=3)
     with pytest.raises(ValueError, match="value_dim is 0, and a size is at least 1"):
         make(value_dim=0)

@@ -122,8 +122,8 @@ def test_mamba_initialization_is_that_of_the_papers():
     ("factory", "message"),
     [
         (partial(Mamba, state_dim=0), "state_dim is 0, and a size is at least 1"),
-        (partial(Mamba2, head_dim=7), "expand \\* embed = 32 does not share out over heads 7 wide"),
-        (partial(Mamba2, heads=4, groups=3), "4 heads do not share out over 3 groups"),
+        (partial(Mamba2, head_dim=7), "expand \\* embed = 32 does not divide evenly over heads 7 wide"),
+        (partial(Mamba2, heads=4, groups=3), "4 heads do not divide evenly over 3 groups"),
         (partial(Mamba2, head_dim=8, state_dim=0), "state_dim is 0, and a size is at least 1"),
         (partial(Mamba2, head_dim=8, dt_limit=(0.1, 0.1)), "the second limit is the larger"),
     ],

@@ -108,8 +108,8 @@ def test_mamba3_of_several_inputs_begins_as_a_mean_of_them():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"head_dim": 7}, "expand \\* embed = 32 does not share out over heads 7 wide"),
-        ({"heads": 4, "groups": 3}, "4 heads do not share out over 3 groups"),
+        ({"head_dim": 7}, "expand \\* embed = 32 does not divide evenly over heads 7 wide"),
+        ({"heads": 4, "groups": 3}, "4 heads do not divide evenly over 3 groups"),
         ({"head_dim": 8, "rank": 0}, "rank is 0, and a size is at least 1"),
         ({"head_dim": 8, "state_dim": 5, "angles": 3}, "3 angles turn pairs of states, and state_dim=5 has 2"),
         ({"head_dim": 8, "state_dim": 1}, "1 angles turn pairs of states, and state_dim=1 has 0"),

@@ -130,7 +130,7 @@ def test_mixer_state_size_does_not_depend_on_length():
 @pytest.mark.parametrize(
     ("factory", "message"),
     [
-        (partial(Retention, 12, 5), "embed=12 does not share out over 5 heads: give key_dim"),
+        (partial(Retention, 12, 5), "embed=12 does not divide evenly over 5 heads: give key_dim"),
         (
             partial(Retention, 12, 2, rotary=Rotary(6, scaling=DynamicScaling(2.0, 8))),
             "cannot be turned again in a state",
@@ -141,7 +141,7 @@ def test_mixer_state_size_does_not_depend_on_length():
         (partial(Lightning, 12, 2, depth=1.5), "a depth is 0 for the first layer"),
         (partial(Lightning, 12, 2, slopes=jnp.ones(3)), "3 slopes were given, and each of 2 heads has one"),
         (partial(HGRN2, 12, 2, bound=1.0), "at least 0 and below 1"),
-        (partial(RGLRU, 12, 5), "inner=12 features do not share out over 5 heads"),
+        (partial(RGLRU, 12, 5), "inner=12 features do not divide evenly over 5 heads"),
     ],
 )
 def test_mixer_rejects_impossible_sizes(factory, message):

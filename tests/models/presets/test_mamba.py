@@ -90,5 +90,5 @@ def test_mamba2_generation_equals_full_passes():
 def test_mamba_refuses_sizes_that_do_not_fit():
     with pytest.raises(ValueError, match="a model has at least 1 layer, not 0"):
         MODELS["mamba"](layers=0, key=KEY)
-    with pytest.raises(ValueError, match="does not share out over heads 7 wide"):
+    with pytest.raises(ValueError, match="does not divide evenly over heads 7 wide"):
         MODELS["mamba2"](head_dim=7, key=KEY)

@@ -35,7 +35,7 @@ def test_modernbert_is_saved_as_modernbert(changes, kinds, local):
 
 @pytest.mark.parametrize(
     ("changes", "message"),
-    [({"layers": 0}, "has at least 1 layer, not 0"), ({"heads": 3}, "embed=16 does not share out over 3 heads")],
+    [({"layers": 0}, "has at least 1 layer, not 0"), ({"heads": 3}, "embed=16 does not divide evenly over 3 heads")],
 )
 def test_modernbert_refuses(changes, message):
     with pytest.raises(ValueError, match=message):

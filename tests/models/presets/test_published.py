@@ -183,7 +183,10 @@ def test_preset_unknown_name_suggests_the_nearest():
             "llama3-8b with another hidden_sizes: hidden_sizes = 2 is not a key .* mean 'hidden_size'",
         ),
         ({"num_hidden_layers": 0}, "num_hidden_layers = 0 should be a whole number above 0"),
-        ({"num_attention_heads": 12}, "12 heads do not share out over 8 kv_heads|does not share out over 12 heads"),
+        (
+            {"num_attention_heads": 12},
+            "12 heads do not divide evenly over 8 kv_heads|does not divide evenly over 12",
+        ),
         ({"hidden_act": "gloo"}, "activation 'gloo' is none that we know"),
         ({"rope_scaling": {"rope_type": "lama3"}}, "rope_type = 'lama3' is not a known kind"),
         ({"model_type": "qwen3"}, "model_type cannot be changed: the preset is a llama"),

@@ -32,8 +32,8 @@ def test_transformer_shares_blocks_of_equal_windows():
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"kv_heads": 3}, "4 heads do not share out over 3 kv_heads"),
-        ({"heads": 3, "kv_heads": 3}, "embed=16 does not share out over 3 heads"),
+        ({"kv_heads": 3}, "4 heads do not divide evenly over 3 kv_heads"),
+        ({"heads": 3, "kv_heads": 3}, "embed=16 does not divide evenly over 3 heads"),
         ({"windows": (0,)}, "a window holds at least 1 token"),
         ({"layers": 0}, "at least 1 layer"),
         ({"dropout": 1.0}, "at least 0 and less than 1"),

@@ -27,7 +27,7 @@ def test_vision_transformer_has_vit_parameters():
     [
         ({"layers": 0}, "has at least 1 layer, not 0"),
         ({"patch_size": 9}, "an image of 8 x 12 pixels has no patch of 9 x 9"),
-        ({"heads": 3}, "embed=16 does not share out over 3 heads"),
+        ({"heads": 3}, "embed=16 does not divide evenly over 3 heads"),
     ],
 )
 def test_vision_transformer_refuses(changes, message):

@@ -163,5 +163,5 @@ def test_selections_by_group_equal_repeated_masks(groups):
 
 def test_groups_that_do_not_share_out_are_refused():
     mask = AttentionMask(True, None, selected=jnp.ones((BATCH, 3, SEQ, SEQ), bool))
-    with pytest.raises(ValueError, match="4 query heads do not share out over 3 groups with own selections"):
+    with pytest.raises(ValueError, match="4 query heads do not divide evenly over 3 groups with own selections"):
         grouped_query_attention(QUERY, KEY, VALUE, mask)

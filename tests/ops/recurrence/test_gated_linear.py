@@ -97,7 +97,7 @@ def test_gated_linear_raises_for_mismatched_heads():
     query, key, value, decay, _ = draw_gated(3, "vector", heads=4, groups=2)
     with pytest.raises(ValueError, match="4 heads of values share 2 heads of keys, whose decays are vectors"):
         chunked_gated_linear(query, key, value, decay)
-    with pytest.raises(ValueError, match="3 heads of values do not share out over 2 heads"):
+    with pytest.raises(ValueError, match="3 heads of values do not divide evenly over 2 heads"):
         recurrent_gated_linear(query, key, value[:, :, :3])
 
 

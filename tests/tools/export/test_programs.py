@@ -39,7 +39,7 @@ def test_mesh_refuses_a_symbolic_batch_and_other_axes(model, tmp_path):
     mesh = zoo.make_mesh(data=4, tensor=2)
     with pytest.raises(ValueError, match=r"batch=None is a symbolic batch.*a multiple of 4 on data 4 x tensor 2"):
         zoo.export(model, tmp_path, mesh=mesh)
-    with pytest.raises(ValueError, match="batch=6 does not share out over data 4 x tensor 2: use a multiple of 4"):
+    with pytest.raises(ValueError, match="batch=6 does not divide evenly over data 4 x tensor 2: use a multiple of 4"):
         zoo.export(model, tmp_path, mesh=mesh, batch=6)
     for axis in ("context", "pipe"):
         with pytest.raises(NotImplementedError, match=f"this mesh has {axis} above 1: use data, fsdp"):

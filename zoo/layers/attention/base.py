@@ -117,7 +117,7 @@ def check_attention_sizes(
     if kv_heads is None:
         kv_heads = heads
     if heads % kv_heads:
-        raise ValueError(f"{heads} heads do not share out over {kv_heads} kv_heads")
+        raise ValueError(f"{heads} heads do not divide evenly over {kv_heads} kv_heads")
     if window is not None and window < 1:
         raise ValueError(f"a window holds at least 1 token, its own, not {window}")
     return kv_heads, resolve_head_dim(embed, heads, head_dim)

@@ -219,8 +219,8 @@ def _find_heads_obstacle(request: _Request) -> str | None:
         return None
     sizes = " x ".join(f"{axis}={size}" for axis, size in request.sizes.items())
     return (
-        f"the {request.kv_heads} KV heads of a device do not share out over {sizes}: a model has to have a multiple of "
-        f"{' x '.join(request.sizes)} x tensor"
+        f"the {request.kv_heads} KV heads of a device do not divide evenly over {sizes}: a model has to have a "
+        f"multiple of {' x '.join(request.sizes)} x tensor"
     )
 
 

@@ -91,7 +91,7 @@ class DifferentialAttention(AbstractGroupedAttention):
         """
         kv_heads, head_dim = check_attention_sizes(embed, heads, kv_heads, head_dim, window)
         if head_dim % 2:
-            raise ValueError(f"head_dim={head_dim} features of a head do not share out over two queries")
+            raise ValueError(f"head_dim={head_dim} features of a head do not divide evenly over two queries")
         if value_dim is None:
             value_dim = head_dim
         if norm is None:

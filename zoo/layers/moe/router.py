@@ -209,7 +209,7 @@ def check_routing_sizes(experts: int, top: int, groups: int, kept_groups: int) -
     if not 1 <= top <= experts:
         raise ValueError(f"a token goes to at least 1 and at most all of {experts} experts, not {top}")
     if groups < 1 or experts % groups:
-        raise ValueError(f"{experts} experts do not share out over {groups} groups")
+        raise ValueError(f"{experts} experts do not divide evenly over {groups} groups")
     if not 1 <= kept_groups <= groups or top > kept_groups * (experts // groups):
         available = kept_groups * (experts // groups)
         raise ValueError(f"{kept_groups} of {groups} groups hold {available} experts, and a token goes to {top}")

@@ -30,7 +30,7 @@ class GatedGroupNorm(Module):
     ):
         """**Raises** `ValueError` if groups does not divide heads."""
         if groups < 1 or heads % groups:
-            raise ValueError(f"{heads} heads do not share out over {groups} groups")
+            raise ValueError(f"{heads} heads do not divide evenly over {groups} groups")
         self.weight = jnp.ones(heads * head_dim, jnp.float32)
         self.features = Dim("heads", head_dim)
         self.group_size = heads // groups * head_dim

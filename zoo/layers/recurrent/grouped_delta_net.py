@@ -79,7 +79,7 @@ class GroupedGatedDeltaNet(AbstractMixer):
         if wrong := [name for name, size in sizes.items() if size < 1]:
             raise ValueError(f"{wrong[0]} is {sizes[wrong[0]]}, and a size is at least 1")
         if heads % groups:
-            raise ValueError(f"{heads} heads do not share out over {groups} groups")
+            raise ValueError(f"{heads} heads do not divide evenly over {groups} groups")
         query_key, key_key, value_key, *conv_keys, rate_key, decay_key, out_key = jax.random.split(key, 9)
         group_keys = Dim("groups", key_dim)
         head_values = Dim("heads", value_dim)

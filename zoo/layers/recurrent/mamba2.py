@@ -115,14 +115,14 @@ class Mamba2(AbstractMixer):
         `expand * embed`, unless 0 <= dt_limit[0] < dt_limit[1], and for another number of multipliers than five.
         """
         if heads is None and (head_dim < 1 or expand * embed % head_dim):
-            raise ValueError(f"expand * embed = {expand * embed} does not share out over heads {head_dim} wide")
+            raise ValueError(f"expand * embed = {expand * embed} does not divide evenly over heads {head_dim} wide")
         if heads is None:
             heads = expand * embed // head_dim
         sizes = {"heads": heads, "head_dim": head_dim, "groups": groups, "state_dim": state_dim}
         if wrong := [name for name, size in sizes.items() if size < 1]:
             raise ValueError(f"{wrong[0]} is {sizes[wrong[0]]}, and a size is at least 1")
         if heads % groups:
-            raise ValueError(f"{heads} heads do not share out over {groups} groups")
+            raise ValueError(f"{heads} heads do not divide evenly over {groups} groups")
         low, high = map(float, dt_limit)
         if not 0 <= low < high:
             raise ValueError(f"dt_limit = {tuple(dt_limit)}: steps are at least 0, and the second limit is the larger")

@@ -120,7 +120,7 @@ class Mamba3(AbstractMixer):
         heads or head_dim does not divide `expand * embed`.
         """
         if heads is None and (head_dim < 1 or expand * embed % head_dim):
-            raise ValueError(f"expand * embed = {expand * embed} does not share out over heads {head_dim} wide")
+            raise ValueError(f"expand * embed = {expand * embed} does not divide evenly over heads {head_dim} wide")
         if heads is None:
             heads = expand * embed // head_dim
         if angles is None:
@@ -130,7 +130,7 @@ class Mamba3(AbstractMixer):
         if wrong := [name for name, size in sizes.items() if size < 1]:
             raise ValueError(f"{wrong[0]} is {sizes[wrong[0]]}, and a size is at least 1")
         if heads % groups:
-            raise ValueError(f"{heads} heads do not share out over {groups} groups")
+            raise ValueError(f"{heads} heads do not divide evenly over {groups} groups")
         if 2 * angles > state_dim:
             raise ValueError(f"{angles} angles turn pairs of states, and state_dim={state_dim} has {state_dim // 2}")
         keys = jax.random.split(key, 10)

@@ -78,7 +78,7 @@ class RGLRU(AbstractMixer):
         if inner is None:
             inner = embed
         if inner % heads:
-            raise ValueError(f"inner={inner} features do not share out over {heads} heads")
+            raise ValueError(f"inner={inner} features do not divide evenly over {heads} heads")
         size = inner // heads
         keys = jax.random.split(key, 7)
         embed_dim = Dim("embed")

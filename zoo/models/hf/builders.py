@@ -77,7 +77,7 @@ def read_head_sizes(config: Config) -> tuple[int, int, int]:
     heads = config["num_attention_heads"]
     head_dim = config.get("head_dim")
     if head_dim is None and config["hidden_size"] % heads:
-        raise ConfigError(f"hidden_size = {config['hidden_size']} does not share out over {heads} heads")
+        raise ConfigError(f"hidden_size = {config['hidden_size']} does not divide evenly over {heads} heads")
     return heads, config.get("num_key_value_heads") or heads, head_dim or config["hidden_size"] // heads
 
 

@@ -156,5 +156,5 @@ def group_size(query: Float[Array, "..."], key: Float[Array, "..."]) -> int:
     heads = query.shape[2]
     kv_heads = key.shape[2]
     if heads % kv_heads:
-        raise ValueError(f"attention: {heads} query heads do not share out over {kv_heads} key heads.")
+        raise ValueError(f"attention: {heads} query heads do not divide evenly over {kv_heads} key heads.")
     return heads // kv_heads

@@ -135,13 +135,15 @@ def zero_masked_queries(output: Float[Array, "..."], mask: Bool[Array, "..."] | 
 def mask_heads(mask: Bool[Array, "rows *groups queries keys"], heads: int) -> Bool[Array, "rows _ queries keys"]:
     """Return the mask of each query head, or one for all of them.
 
-    **Raises** `ValueError` for groups that the heads do not share out over.
+    **Raises** `ValueError` for groups that the heads do not divide evenly over.
     """
     if mask.ndim == 3:
         return mask[:, None]
     groups = mask.shape[1]
     if heads % groups:
-        raise ValueError(f"attention: {heads} query heads do not share out over {groups} groups with own selections.")
+        raise ValueError(
+            f"attention: {heads} query heads do not divide evenly over {groups} groups with own selections."
+        )
     if groups == 1:
         return mask
     return jnp.repeat(mask, heads // groups, axis=1)

@@ -171,7 +171,7 @@ def _heads_per_group(query: Array, value: Array, log_decay: Array | None) -> int
     heads = value.shape[2]
     if heads % groups:
         raise ValueError(
-            f"gated_linear: {heads} heads of values do not share out over {groups} heads of queries and keys"
+            f"gated_linear: {heads} heads of values do not divide evenly over {groups} heads of queries and keys"
         )
     if heads != groups and log_decay is not None and log_decay.ndim == 4:
         raise ValueError(

@@ -72,7 +72,7 @@ def check_mesh(mesh: Mesh | None, batch: int | None) -> None:
             "expert and tensor"
         )
     if batch % (shards := mesh.count_shards("batch")):
-        raise ValueError(f"batch={batch} does not share out over {mesh}: use a multiple of {shards}")
+        raise ValueError(f"batch={batch} does not divide evenly over {mesh}: use a multiple of {shards}")
 
 
 def _choose_length(model: Any, name: str, given: int | None, default: int, longest: int | None) -> int:

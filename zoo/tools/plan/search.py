@@ -131,7 +131,7 @@ def rank_meshes(
 def _explain_no_mesh(topology: Topology, options: TrainingOptions) -> str:
     if any(True for _ in iterate_sizes(topology, options)):
         return "parameters, gradients and moments fit on no mesh of it"
-    return f"no mesh of it divides {options.rows:,} rows in {options.microbatches} micro-batches"
+    return f"{options.rows:,} rows in {options.microbatches} micro-batches divide evenly over no mesh of it"
 
 
 def suggest_mesh(

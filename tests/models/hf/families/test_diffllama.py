@@ -52,5 +52,5 @@ def write(directory, tensors):
 
 def test_an_odd_number_of_key_heads_is_refused():
     given = {"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 12}
-    with pytest.raises(ValueError, match="num_key_value_heads = 3 heads do not share out over two maps"):
+    with pytest.raises(ValueError, match="num_key_value_heads = 3 heads do not divide evenly over two maps"):
         build_shapes(DIFFLLAMA, read_config(DIFFLLAMA, given))

@@ -42,7 +42,7 @@ def test_fused_weights_are_read_and_written(tmp_path):
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"num_heads": 5}, "qk_dim_factor makes 64 features, which do not share out over 5 heads"),
+        ({"num_heads": 5}, "qk_dim_factor makes 64 features, which do not divide evenly over 5 heads"),
         ({"weight_mode": "both"}, "weight_mode = 'both' should be"),
         ({"eps": 1e-5}, "eps = 1e-05 would change the result"),
         ({"num_blocks": 3}, "are two words for one thing and say different things"),

@@ -131,7 +131,7 @@ def test_pallas_gated_linear_raises_for_what_it_cannot_compute():
     query, key, value, decay, _ = draw_gated(3, "vector", heads=4, groups=2)
     with pytest.raises(ValueError, match="cannot compute this, because 4 heads of values share 2 heads of keys"):
         pallas_gated_linear(query, key, value, decay)
-    with pytest.raises(ValueError, match="3 heads of values do not share out over 2 heads"):
+    with pytest.raises(ValueError, match="3 heads of values do not divide evenly over 2 heads"):
         pallas_gated_linear(query, key, value[:, :, :3])
 
 

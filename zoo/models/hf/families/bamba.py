@@ -56,7 +56,7 @@ def make_mamba2_factory(config: Config, *, inner: int | None = None, **options: 
     if inner != heads * head_dim:
         raise ConfigError(f"{words} = {inner} should be mamba_n_heads * mamba_d_head = {heads} * {head_dim}")
     if heads % groups:
-        raise ConfigError(f"mamba_n_heads = {heads} heads do not share out over mamba_n_groups = {groups}")
+        raise ConfigError(f"mamba_n_heads = {heads} heads do not divide evenly over mamba_n_groups = {groups}")
     options = {
         "head_dim": head_dim,
         "groups": groups,

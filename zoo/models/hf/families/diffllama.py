@@ -26,7 +26,7 @@ from . import llama
 def _build_diffllama(config: Config, *, key: Key[Array, ""]) -> Decoder:
     heads, kv_heads, head_dim = read_head_sizes(config)
     if kv_heads % 2:
-        raise ConfigError(f"num_key_value_heads = {kv_heads} heads do not share out over two maps")
+        raise ConfigError(f"num_key_value_heads = {kv_heads} heads do not divide evenly over two maps")
     paired = Config(config, num_attention_heads=heads // 2, num_key_value_heads=kv_heads // 2, head_dim=2 * head_dim)
     bias = config["attention_bias"]
     mixer = make_attention_factory(

@@ -65,7 +65,7 @@ def _make_mamba2_factory(config: Config) -> Callable[..., Mamba2]:
     if inner != heads * head_dim:
         raise ConfigError(f"expand * hidden_size = {inner} should be num_heads * head_dim = {heads} * {head_dim}")
     if heads % groups:
-        raise ConfigError(f"num_heads = {heads} heads do not share out over n_groups = {groups}")
+        raise ConfigError(f"num_heads = {heads} heads do not divide evenly over n_groups = {groups}")
     return partial(
         Mamba2,
         embed,

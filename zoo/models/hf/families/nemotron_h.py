@@ -79,7 +79,7 @@ def _make_mamba2_factory(config: Config, out_scale: float) -> Callable[..., Mamb
     heads = config["mamba_num_heads"]
     groups = config["n_groups"]
     if heads % groups:
-        raise ConfigError(f"mamba_num_heads = {heads} heads do not share out over n_groups = {groups}")
+        raise ConfigError(f"mamba_num_heads = {heads} heads do not divide evenly over n_groups = {groups}")
     return partial(
         Mamba2,
         config["hidden_size"],

@@ -26,7 +26,7 @@ def _build_xlstm(config: Config, *, key: Key[Array, ""]) -> Decoder:
     sizes = {part: int(config["hidden_size"] * config[f"{part}_dim_factor"]) for part in ("qk", "v")}
     for part, size in sizes.items():
         if size % heads:
-            raise ConfigError(f"{part}_dim_factor makes {size} features, which do not share out over {heads} heads")
+            raise ConfigError(f"{part}_dim_factor makes {size} features, which do not divide evenly over {heads} heads")
     mixer = partial(
         MLSTM,
         config["hidden_size"],

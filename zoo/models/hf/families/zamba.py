@@ -29,7 +29,7 @@ def _build_zamba(config: Config, *, key: Key[Array, ""]) -> Decoder:
     inner = config["mamba_expand"] * config["hidden_size"]
     heads = config["n_mamba_heads"]
     if inner % heads:
-        raise ConfigError(f"mamba_expand * hidden_size = {inner} does not share out over n_mamba_heads = {heads}")
+        raise ConfigError(f"mamba_expand * hidden_size = {inner} does not divide evenly over n_mamba_heads = {heads}")
     rank = config["mamba_dt_rank"]
     if rank == "auto":
         rank = None

@@ -29,7 +29,7 @@ def _build_zamba2(config: Config, *, key: Key[Array, ""]) -> Decoder:
     groups = config["mamba_ngroups"]
     if inner % heads or heads % groups:
         raise ConfigError(
-            f"mamba_expand * hidden_size = {inner} should share out over n_mamba_heads = {heads}, and these over "
+            f"mamba_expand * hidden_size = {inner} should divide evenly over n_mamba_heads = {heads}, and these over "
             f"mamba_ngroups = {groups}"
         )
     mixer = partial(

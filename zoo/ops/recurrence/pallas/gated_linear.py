@@ -148,7 +148,7 @@ def pallas_gated_linear(
     heads, value_dim = value.shape[2:]
     if heads % groups:
         raise ValueError(
-            f"pallas_gated_linear: {heads} heads of values do not share out over {groups} heads of queries and keys"
+            f"pallas_gated_linear: {heads} heads of values do not divide evenly over {groups} heads of queries and keys"
         )
     request = RecurrenceRequest.from_heads(query, value, log_decay, has_bonus=bonus is not None)
     if obstacle := find_gated_linear_obstacle(request, chunk_size):
