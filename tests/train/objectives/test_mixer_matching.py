@@ -1,5 +1,6 @@
 """Errors of mixers next to the attention of a teacher, on one device and on meshes."""
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -76,6 +77,18 @@ def test_errors_and_gradients_equal_a_plain_loop(problem, sizes, layout):
         np.testing.assert_allclose(actual, wanted, rtol=1e-5)
     for actual, grad in zip(jax.tree.leaves(grads), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(actual, grad, atol=2e-5 * max(np.abs(grad).max(), 1e-2))
+
+
+def test_errors_do_not_depend_on_padding(problem):
+    """Positions of -1 are padding, also without segment ids. The second row is the text of the first, without padding,
+    and four tokens behind it."""
+    mixers, teacher, batch = problem
+    tokens = batch["tokens"][:2].at[1, :12].set(batch["tokens"][0, 4:])
+    positions = jnp.stack([jnp.maximum(jnp.arange(16) - 4, -1), jnp.arange(16)])
+    padded = {"tokens": tokens, "targets": tokens, "positions": positions}
+    found = eqx.filter_jit(objectives.mixer_matching)(mixers, teacher, padded)
+    for values in found:
+        np.testing.assert_allclose(values[:, 0, 4:], values[:, 1, :12], rtol=1e-4, atol=1e-6)
 
 
 def test_a_layer_without_attention_is_refused(problem):
