@@ -12,11 +12,13 @@ from zoo.train.reinforcement.groups import Samples
 
 @pytest.fixture
 def sampler(tmp_path, monkeypatch, no_type_checks):
-    """A sampler that answers every prompt with its first two characters, and the end."""
+    """A sampler that answers every prompt with its first two characters, and the end; its calls, and their keys."""
     calls = []
+    keys = []
 
     def answer(model, prompts, *, samples, temperature, key, **options):
         calls.append((len(prompts["tokens"]), samples, temperature))
+        keys.append(key)
         first = [tokens[mask][1:3] for tokens, mask in zip(prompts["tokens"], prompts["mask"], strict=True)]
         tokens = np.array([[*text, 0, -1] for text in first for _ in range(samples)])
         return Samples(tokens, np.zeros(tokens.shape, np.float32))
@@ -32,13 +34,13 @@ def sampler(tmp_path, monkeypatch, no_type_checks):
         return [int(text) % 2 for text in texts]
 
     rewards = train.Rewards({"exact": train.match_answer, "even": even}, {"even": 2.0})
-    return train.GroupSampler(data, rewards, mesh=None, max_new_tokens=4, temperature=0.7), calls
+    return train.GroupSampler(data, rewards, mesh=None, max_new_tokens=4, temperature=0.7), calls, keys
 
 
 def test_evaluation_is_spread_and_greedy(sampler):
-    sampler, calls = sampler
+    sampler, calls, keys = sampler
     values, texts = sampler.evaluate(None, limit=7, batch_size=4)
-    assert calls == [(4, 1, 0.0), (3, 1, 0.0)]
+    assert calls == [(4, 1, 0.0), (3, 1, 0.0)] and keys == [None, None]
     numbers = [int(text) for _, text in texts]
     assert [prompt for prompt, _ in texts] == [f"{n:02} apples" for n in numbers]
     held_out = [int(sampler.data.validation.read_fields(row["record"])["n"]) for row in sampler.data.validation.rows]
@@ -49,11 +51,12 @@ def test_evaluation_is_spread_and_greedy(sampler):
 
 
 def test_draws_end_once_the_batch_is_full(sampler):
-    """All answers to a prompt are equal here, and so are their rewards: no draw has a signal."""
-    sampler, calls = sampler
+    """All answers to a prompt are equal here, and so are their rewards: no draw has a signal. No two have one key."""
+    sampler, calls, keys = sampler
     batches = sampler.data.train.batches(3, seed=0, process=(0, 1))
     groups = sampler.sample(None, next(batches), samples=2, key=jax.random.key(0), more=[next(batches), next(batches)])
     assert calls == [(3, 2, 0.7)] * 3
+    assert len({tuple(jax.random.key_data(key).tolist()) for key in keys}) == 3
     assert groups.metrics["draws"] == 3 and groups.metrics["no_signal"] == 1
     assert groups.rewards.shape == (3, 2) and len(groups.samples.tokens) == 6
     assert groups.metrics["length"] == 3 and groups.metrics["unfinished"] == 0
