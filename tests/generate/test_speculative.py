@@ -104,10 +104,11 @@ def test_prompt_lookup_reads_a_repeated_text_in_fewer_steps():
 @pytest.mark.parametrize("draft", ["another", "prompt"])
 def test_samples_follow_the_distribution_of_the_model(draft):
     """p(a, b, c) by chi-square over 6,000 rows of one prompt with fixed keys, after temperature, top-k and min-p. The
-    draft's own distribution would fail."""
+    draft's own distribution would fail. Some of its proposals are accepted: for the first token p is (0, 0.30, 0,
+    0.02, 0.68), and q (0, 0.22, 0.22, 0.35, 0.21)."""
     vocab, rows = 5, 6000
     model = make_model(2, 4, 2.0, vocab=vocab)
-    other = make_model(1, 5, 2.0, vocab=vocab)
+    other = make_model(1, 3, 0.5, vocab=vocab)
     prompt = jnp.array([[1, 3, 0, 2, 1, 3]])
     options = {"temperature": 1.5, "top_k": 4, "min_p": 0.02}
     triples = jnp.array(list(itertools.product(range(vocab), repeat=3)))
