@@ -110,6 +110,16 @@ def test_another_text_and_a_longer_one_are_read_anew(count_read):
     assert count_read == [10, 12, 212]
 
 
+def test_repetition_of_earlier_turns_is_penalized():
+    model = make()
+    conversation = Conversation(model, repetition_penalty=5.0)
+    text = draw(1, 9)
+    for turn, count in enumerate((4, 7)):
+        new = list(conversation.stream(text, max_new_tokens=count))
+        assert new == generate(model, text, count, repetition_penalty=5.0)
+        text = [*text, *new, *draw(turn, 6)]
+
+
 def test_samples_of_turns_have_keys_of_their_own():
     options = {"temperature": 1.0, "top_k": 20, "repetition_penalty": 1.1, "key": jax.random.key(3)}
     text = draw(7, 6)
