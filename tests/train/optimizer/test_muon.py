@@ -122,6 +122,22 @@ def test_updates_are_those_of_optax(options, theirs):
             np.testing.assert_allclose(update.weight, wanted.T, rtol=2e-5, atol=1e-6)
 
 
+def test_weight_decay_leaves_norms_and_biases():
+    """Gradients of 0: only the decay is left, of both optimizers."""
+    layers = [
+        zoo.layers.Linear(4, 8, bias=True, key=jax.random.key(0)),
+        zoo.layers.Embedding(16, 8, key=jax.random.key(1)),
+        zoo.layers.RMSNorm(8),
+    ]
+    layers = jax.tree.map(lambda x: x + 1, layers)  # no bias is 0
+    optimizer = train.muon(0.5, weight_decay=0.1)
+    updates, _ = optimizer.update(jax.tree.map(jnp.zeros_like, layers), optimizer.init(layers), layers)
+    linear, embedding, norm = eqx.apply_updates(layers, updates)
+    assert (linear.bias == layers[0].bias).all() and (norm.weight == layers[2].weight).all()
+    np.testing.assert_allclose(linear.weight, (1 - 0.1 * 0.5) * layers[0].weight, rtol=1e-6)
+    np.testing.assert_allclose(embedding.weight, (1 - 0.1 * 0.5) * layers[1].weight, rtol=1e-6)
+
+
 def test_stacked_matrices_are_updated_one_by_one():
     stacked = swap_stack(run("one device"), lambda stack: stack.unstack())
     assert measure_gap(stacked, run("one device", is_stacked=False)) < 1e-6
