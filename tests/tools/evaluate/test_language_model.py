@@ -75,6 +75,14 @@ def test_no_device_gets_the_logits_of_the_whole_vocabulary(lm):
     assert any(shape[-1:] == (160,) for shape in shapes) and not any(320 in shape for shape in shapes)
 
 
+def test_samples_have_keys_of_their_own(lm):
+    """Also those of another batch: the prompt is in eight rows, in two batches."""
+    prompt = TextPrompt(lm.encode("The river was"), GenerationOptions(12, temperature=3.0))
+    texts = lm.generate([prompt] * 8)
+    assert len(set(texts)) == 8
+    assert lm.generate([prompt] * 8) == texts
+
+
 @pytest.mark.ci
 def test_texts_end_at_stop_strings_in_any_batch(lm):
     prompts = ["Water boils at a lower", "The river was wide, the", "é: A pair has a", "Question: what is two", "A"]
