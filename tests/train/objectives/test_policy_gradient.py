@@ -17,7 +17,7 @@ from tests.train.objectives.trl import (
     read_arrays,
     read_values,
 )
-from zoo.parallel import Module
+from zoo.parallel import Module, reduce
 from zoo.train import objectives
 
 CHUNK = 32
@@ -164,6 +164,22 @@ def test_averages_leave_out_what_is_not_sampled():
     }
     for name, (total, count) in found.items():
         assert total / count == pytest.approx(float(expected[name]), rel=1e-6), name
+
+
+def test_averages_of_a_sharded_sequence():
+    """A completion has tokens on two devices."""
+    losses, _, weights = (jnp.pad(x, ((0, 0), (0, 1))) for x in make_tokens())
+
+    def run(losses, weights):
+        ratios = [objectives.sequence_log_ratio(losses, weights, normalized=choice) for choice in (True, False)]
+        averages = objectives.per_row(losses, weights), objectives.per_length(losses, weights, 8)
+        return [x[:, 0] for x in ratios], [reduce(x, over="seq") for average in averages for x in average]
+
+    mesh = zoo.make_mesh(data=1, context=2, devices=jax.devices()[:2])
+    found_ratios, found = zoo.spmd(run, mesh, out=(["batch"] * 2, [""] * 4))(losses, weights)
+    ratios, expected = run(losses, weights)
+    np.testing.assert_allclose(found_ratios, ratios, rtol=1e-5)
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
 def test_a_clipped_ratio_has_no_gradient():
