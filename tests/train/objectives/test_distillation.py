@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jaxtyping import Array, Float
 
 import zoo
 from tests.train.objectives.trl import (
@@ -22,6 +23,7 @@ from tests.train.objectives.trl import (
     read_arrays,
     read_values,
 )
+from zoo.parallel import Module
 from zoo.train import objectives
 from zoo.train.objectives import HiddenProjections, jensen_shannon, top_k_divergence
 
@@ -117,6 +119,27 @@ def test_divergence_of_the_likeliest_tokens(student, teacher, k, temperature):
         np.testing.assert_allclose(grad, expected_grad, rtol=1e-4, atol=1e-6)
     assert rounded >= -1e-6
     assert rounded == pytest.approx(float(found), abs=0.1)
+
+
+def test_the_likeliest_tokens_of_a_sharded_vocabulary():
+    """The logits of one shard are 100 above the other's: of the second in one row, of the first in the other."""
+    student, teacher = np.random.default_rng(0).normal(size=(2, 2, 8)).astype(np.float32)
+    student[0, 4:] += 100
+    student[1, :4] += 100
+    log_probs, ids = jax.lax.top_k(jax.nn.log_softmax(teacher), 3)
+
+    class Logits(Module):
+        x: Float[Array, "batch vocab"]
+
+    def run(student, ids, log_probs):
+        return top_k_divergence(student.x, ids, log_probs)
+
+    mesh = zoo.make_mesh(data=1, tensor=2, devices=jax.devices()[:2])
+    found = zoo.spmd(run, mesh, out="batch")(zoo.place_batch(Logits(jnp.asarray(student)), mesh), ids, log_probs)
+    p, q = softmax(teacher), softmax(student)
+    for row, listed in enumerate(np.asarray(ids)):
+        classes = [np.append(x[row, listed], np.delete(x[row], listed).sum()) for x in (p, q)]
+        assert found[row] == pytest.approx(kl(*classes), rel=1e-5)
 
 
 def test_a_token_without_probability():
