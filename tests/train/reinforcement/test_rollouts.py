@@ -43,7 +43,9 @@ def test_each_process_packs_its_rows():
     parts = [train.pack_rollouts(PROMPTS, Samples(NEW, LOG_PROBS), ADVANTAGES, 6, process=(i, 2)) for i in range(2)]
     for name, x in whole.items():
         np.testing.assert_array_equal(np.concatenate([part[0][name] for part in parts]), x)
-    np.testing.assert_array_equal(np.concatenate([part[1].rows for part in parts]), rollouts.rows)
+    for name in ("rows", "advantages", "sampler"):
+        found = np.concatenate([getattr(part[1], name) for part in parts])
+        np.testing.assert_array_equal(found, getattr(rollouts, name), err_msg=name)
 
 
 @pytest.mark.parametrize(
