@@ -1,24 +1,25 @@
-"""Two processes score shares of the rows, and both get the results of one."""
+"""Scores on a sharded vocabulary, and of two processes, which score shares of the rows and get the results of one."""
 
 import json
 import socket
 import subprocess
 import sys
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
+import zoo
 from tests.processes import make_environment
 from tests.tools.evaluate.parity import FOLDER, TOLERANCE, list_requests
+from zoo.tools.evaluate import GenerationOptions, TextPrompt, load_language_model
+from zoo.tools.evaluate.scores import score_targets
 
 
 def answer_requests(process: int, port: int) -> list:
     """Return what a process of two gets: choices, documents and texts."""
-    import jax
-
     jax.distributed.initialize(f"127.0.0.1:{port}", num_processes=2, process_id=process)
-    import zoo
-    from zoo.tools.evaluate import GenerationOptions, TextPrompt, load_language_model
-
     mesh = zoo.make_mesh(data=2, fsdp=2, tensor=2)
     lm = load_language_model(FOLDER / "model", mesh=mesh, batch=4, length=64)
     choices = [lm.encode_pair(*pair) for pair, _ in list_requests("zoo_choice")]
@@ -26,6 +27,20 @@ def answer_requests(process: int, port: int) -> list:
     options = GenerationOptions(12, ("e", "\n"))
     prompts = [TextPrompt(lm.encode(text), options) for (text, _), _ in list_requests("zoo_questions")]
     return [lm.log_likelihoods(choices), lm.rolling_log_likelihoods(texts), lm.generate(prompts)]
+
+
+def test_the_likeliest_token_of_each_shard():
+    model = zoo.models.Transformer(vocab=8, embed=8, layers=1, heads=2, mlp=8, key=jax.random.key(0))
+    tokens = jnp.broadcast_to(jnp.arange(8), (2, 8))
+    logs = jax.nn.log_softmax(jax.jit(lambda model, tokens: model(tokens))(model, tokens))
+    likeliest = logs[0].argmax(axis=-1)
+    assert {0, 1} == set((likeliest // 4).tolist())
+    batch = {"tokens": tokens, "targets": jnp.stack([likeliest, (likeliest + 4) % 8]), "numbers": jnp.arange(2)}
+    mesh = zoo.make_mesh(data=1, tensor=2, devices=jax.devices()[:2])
+    run = zoo.spmd(score_targets, mesh, out=("batch seq", "batch seq", "batch"))
+    scores, is_likeliest, numbers = run(zoo.place(model, mesh), zoo.place_batch(batch, mesh))
+    np.testing.assert_allclose(scores, jnp.take_along_axis(logs, batch["targets"][..., None], -1)[..., 0], atol=1e-5)
+    assert is_likeliest[0].all() and not is_likeliest[1].any() and numbers.tolist() == [0, 1]
 
 
 @pytest.mark.slow
