@@ -8,6 +8,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
+from zoo._terminal import format_count
 from zoo.generate.decode import unstack_layers
 from zoo.generate.prefill import drop_sequence_parallelism
 from zoo.layers import TokenInfo
@@ -43,7 +44,7 @@ class DecodingOptions:
 
     def describe(self) -> list[str]:
         """Describe the step in a few phrases."""
-        parts = [f"{self.rows:,} rows of up to {self.length:,} tokens, one new token each", self.dtype]
+        parts = [f"{format_count(self.rows, 'row')} of up to {self.length:,} tokens, one new token each", self.dtype]
         return parts if self.quantization is None else [*parts, f"linear layers in {self.quantization}"]
 
     def as_dict(self) -> dict[str, Any]:

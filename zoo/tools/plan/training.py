@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from zoo._optional import require_installed
+from zoo._terminal import format_count
 from zoo.adapters import lora, quantize
 from zoo.models import configure, split_ends
 from zoo.models.loop import Loop
@@ -72,7 +73,7 @@ class TrainingOptions:
 
     def describe(self) -> list[str]:
         """Describe the step in a few phrases."""
-        parts = [f"{self.rows:,} rows of {self.seq:,} tokens"]
+        parts = [f"{format_count(self.rows, 'row')} of {self.seq:,} tokens"]
         if self.microbatches > 1:
             parts.append(f"{self.microbatches} micro-batches")
         if self.lora is not None:
