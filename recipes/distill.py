@@ -74,8 +74,9 @@ def main(config: Config) -> None:
 
     tokenizer = train.read_tokenizer(directory)
     template = config.records.read_template(directory, tokenizer) if config.data else None
-    options = {"tokenizer": tokenizer, "template": template, "seq_len": config.seq_len, "pack": not config.on_policy}
-    data = config.records.load(config.data or train.read_standard_library(), **options)
+    reading = {"tokenizer": tokenizer, "template": template, "seq_len": config.seq_len, "pack": not config.on_policy}
+    source = config.data or train.read_standard_library()
+    data = config.records.load(source, kinds=("text", "chat", "completion"), **reading)
 
     teacher = config.mesh.apply(zoo.load(directory, mesh=mesh, dtype=config.mesh.dtype))
     model, vocab = make_student(config, teacher, tokenizer, student_key, mesh)

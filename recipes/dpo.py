@@ -96,7 +96,8 @@ def main(config: Config) -> None:
     tokenizer = train.read_tokenizer(checkpoint)
     template = config.records.read_template(checkpoint, tokenizer)
     source = config.data or make_pairs(train.read_docstrings())
-    data = config.records.load(source, tokenizer=tokenizer, template=template, seq_len=config.seq_len)
+    reading = {"tokenizer": tokenizer, "template": template, "seq_len": config.seq_len}
+    data = config.records.load(source, kinds=("preference",), **reading)
     base = config.mesh.apply(zoo.load(checkpoint, mesh=mesh, dtype="float32"))
     if reference == "precomputed":
         size = {"batch_size": config.batch_size, "dtype": config.mesh.dtype}

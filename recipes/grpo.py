@@ -136,7 +136,8 @@ def main(config: Config) -> None:
     tokenizer = train.read_tokenizer(checkpoint)
     source = config.data or train.list_sorting_prompts()
     template = config.records.read_template(checkpoint, tokenizer) if config.data else None
-    data = config.records.load(source, tokenizer=tokenizer, template=template, seq_len=config.prompt_len)
+    reading = {"tokenizer": tokenizer, "template": template, "seq_len": config.prompt_len}
+    data = config.records.load(source, kinds=("prompts",), **reading)
     rewards = train.Rewards({"exact": train.match_answer})
     if config.reward:
         rewards = train.Rewards.read(config.reward)

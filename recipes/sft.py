@@ -72,7 +72,8 @@ def main(config: Config) -> None:
     tokenizer = train.read_tokenizer(checkpoint)
     template = config.records.read_template(checkpoint, tokenizer)
     source = config.data or train.read_docstrings()
-    data = config.records.load(source, tokenizer=tokenizer, template=template, seq_len=config.seq_len)
+    reading = {"tokenizer": tokenizer, "template": template, "seq_len": config.seq_len}
+    data = config.records.load(source, kinds=("text", "chat", "completion"), **reading)
     batches = data.train.batches(config.batch_size, seed=config.run.seed, process=zoo.parallel.reader(mesh))
     held_out = data.validation.ordered(config.batch_size, limit=16)
 

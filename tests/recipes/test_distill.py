@@ -75,6 +75,8 @@ def test_distillation_resumes_bitwise(flags, unbroken, start, tmp_path):
     for name in ("metrics.jsonl", "export/model.safetensors"):
         assert (out / name).read_bytes() == (whole / name).read_bytes()
     teacher = zoo.load(start)
+    (tmp_path / "pairs.jsonl").write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n')
+    assert "pairs.jsonl: the kind of the records is preference" in complaint(capsys, *given[:3], "pairs.jsonl")
     other = shutil.copytree(start, tmp_path / "other")
     zoo.save(jax.tree.map(lambda x: 2 * x if x.ndim > 1 else x, teacher), other, source=start)
     with pytest.raises(ValueError, match="frozen"):

@@ -3,6 +3,7 @@
 import dataclasses
 import datetime
 import json
+import re
 
 import numpy as np
 import pytest
@@ -315,6 +316,28 @@ def test_bad_arguments_and_empty_sources_are_named(load, tmp_path):
         load(path)
     with pytest.raises(ValueError, match="the train split has no rows"):
         load(make_chats(3), seq_len=4).train.batches(batch_size=1)
+
+
+def test_records_of_another_kind_are_refused_before_they_are_tokenized(load, tmp_path):
+    files = {
+        "texts.jsonl": [{"text": "a"}],
+        "pairs.jsonl": [{"prompt": "1?", "chosen": "1", "rejected": "2"}],
+        "labels.jsonl": [{"prompt": "1?", "completion": "1", "label": 1}],
+        "prompts.jsonl": [{"prompt": "1?"}],
+    }
+    texts, *others = [write_lines(tmp_path / name, records) for name, records in files.items()]
+    learned_by = ["`zoo fork dpo` learns from pairs", "docs/classify.md has a loss of labels", "`zoo fork grpo` learns"]
+    for path, kind, said in zip(others, ("preference", "labeled", "prompts"), learned_by, strict=True):
+        for source in (path, {str(texts): 0.5, str(path): 0.5}):
+            expected = f"{path.name}: the kind of the records is {kind}, and one of text, completion was expected: "
+            with pytest.raises(ValueError, match=re.escape(expected + said)):
+                load(source, kinds=("text", "completion"))
+    with pytest.raises(ValueError, match="is text, and one of preference was expected: `zoo fork sft` trains"):
+        load(texts, kinds=("preference",))
+    assert not (tmp_path / "cache").exists()
+    assert load(others[1], kind="completion", kinds=("text", "completion")).kind == "completion"  # without its labels
+    chosen = [{"prompt": "1?", "completion": "1", "rejected": "2"}]  # as the message says of pairs
+    assert list_trained(load(chosen, kinds=("text", "completion")).train) == ["1\0"]
 
 
 def test_what_a_template_refuses_is_a_fault_with_its_words(load, tmp_path):

@@ -10,7 +10,7 @@ Every record is checked before the first batch.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -38,6 +38,7 @@ from .record_file import RecordFile
 from .source import (
     Source,
     Weights,
+    check_kind,
     check_template,
     check_too_long,
     choose_kind,
@@ -208,6 +209,7 @@ def load_records(
     seq_len: int,
     template: ChatTemplate | None = None,
     kind: Literal["auto", "text", "chat", "completion", "preference", "labeled", "prompts"] = "auto",
+    kinds: Collection[str] | None = None,
     field: str = "text",
     train_on: Literal["all", "last"] = "all",
     too_long: TooLong | None = None,
@@ -229,6 +231,7 @@ def load_records(
     - `seq_len`: targets in a row.
     - `template`: renders messages.
     - `kind`: decided by the first record by default. `field`: the field of plain text.
+    - `kinds`: the kinds that a loss is for; records of another are refused before they are tokenized.
     - `train_on`: every answer of a chat, or the "last" of each rendering.
     - `too_long`: "cut" texts longer than a row, or "drop" them. By default plain text is cut, all else dropped.
     - `pack`: if False, each text has a row of its own.
@@ -243,8 +246,8 @@ def load_records(
       `equizoo/records` in the user's cache folder.
 
     **Raises** `FileNotFoundError` for a missing source; `RecordsError`, a `ValueError`, for records with faults, each
-    with its file and line, what was expected and what came; `ValueError` for a source without records, and for parts of
-    a mixture of different kinds.
+    with its file and line, what was expected and what came; `ValueError` for a source without records, for records of
+    none of the `kinds`, and for parts of a mixture of different kinds.
     """
     require_tokenizer(tokenizer)
     if processes is not None and processes < 1:
@@ -258,6 +261,7 @@ def load_records(
         template=fix_date(template, chat_date),
         seq_len=seq_len,
         kind=kind,
+        kinds=kinds,
         field=field,
         train_on=train_on,
         too_long=too_long,
@@ -271,9 +275,10 @@ def load_records(
     )
     weights = find_weights(source)
     if weights is None:
-        return _load_source(source, options)
+        return _load_source(*_open_source(source, options), options)
     names = list(weights if isinstance(weights, Mapping) else weights[0][1])
-    return mix({name: _load_source(name, options) for name in names}, weights)
+    opened = {name: _open_source(name, options) for name in names}  # all, before the first is tokenized
+    return mix({name: _load_source(*source, options) for name, source in opened.items()}, weights)
 
 
 @dataclass(frozen=True)
@@ -284,6 +289,7 @@ class _Options:
     template: ChatTemplate | None
     seq_len: int
     kind: str
+    kinds: Collection[str] | None
     field: str
     train_on: Literal["all", "last"]
     too_long: TooLong | None
@@ -296,10 +302,17 @@ class _Options:
     cache: Path
 
 
-def _load_source(source: Any, options: _Options) -> Records:
-    """Load the records of one source."""
+def _open_source(source: Any, options: _Options) -> tuple[list[RecordFile], RecordKind]:
+    """Return the files of one source, and the kind of its records."""
     files = find_source_files(source)
     kind = choose_kind(files, options.kind, options.field)
+    if options.kinds is not None:
+        check_kind(files, kind, options.kinds)
+    return files, kind
+
+
+def _load_source(files: Sequence[RecordFile], kind: RecordKind, options: _Options) -> Records:
+    """Load the records of one source."""
     check_too_long(options.too_long, kind)
     check_template(options.template, kind, files)
     if options.whole and kind.has_fields:

@@ -3,7 +3,7 @@
 import datetime
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +60,29 @@ def choose_kind(files: Sequence[RecordFile], kind: str, field: str) -> RecordKin
         return find_kind(record, field)
     except RecordError as error:
         raise RecordsError(f"{place}: {error}") from None
+
+
+def check_kind(files: Sequence[RecordFile], kind: RecordKind, kinds: Collection[str]) -> None:
+    """**Raises** `ValueError` for records of a kind that is none of `kinds`, with the recipe that learns from them."""
+    if kind.name not in kinds:
+        raise ValueError(
+            f"{name_files(files)}: the kind of the records is {kind.name}, and one of {', '.join(kinds)} was expected: "
+            f"{_LEARNED_BY[kind.name]}"
+        )
+
+
+_LEARNED_BY = {
+    **dict.fromkeys(("text", "chat", "completion"), "`zoo fork sft` trains on them"),
+    "preference": (
+        "`zoo fork dpo` learns from pairs; to train on the chosen answers only, rename `chosen` to `completion`, or to "
+        "`messages` without a `prompt`"
+    ),
+    "labeled": (
+        "docs/classify.md has a loss of labels; `--kind completion` trains on every completion, whatever its label"
+    ),
+    "prompts": "`zoo fork grpo` learns from rewards of answers; to train on given answers, add a `completion` to each",
+}
+"""What learns from each kind, and what makes another kind of it."""
 
 
 def read_first_record(files: Sequence[RecordFile]) -> tuple[dict[str, Any], str]:
