@@ -134,10 +134,15 @@ def test_run_by_name_has_its_folder_and_its_name_in_config(tmp_path):
     assert saved == {"width": 8, "out": str(tmp_path), "seed": 3, "track": [], "run": "wide"}
 
 
-def test_run_resume_without_checkpoint_starts_at_step_1(tmp_path, unbroken):
+def test_run_resume_without_checkpoint_starts_at_step_1(tmp_path, unbroken, capsys):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 9.0}\n{"st')
     toy(tmp_path, resume=True)
     assert (tmp_path / "metrics.jsonl").read_bytes() == unbroken
+    said = "holds no checkpoint: starting at step 1\n"
+    assert f"{tmp_path} {said}" in capsys.readouterr().out
+    toy(tmp_path, resume=True)
+    toy(tmp_path / "new")
+    assert said not in capsys.readouterr().out
 
 
 class Counter:

@@ -135,6 +135,7 @@ class Run:
         self._progress: Progress = SilentProgress()
         if jax.process_index() == 0:
             self._progress = LineProgress(0)
+        self._is_resumed = options.resume is not False
         self._named = None if isinstance(options.resume, bool) else options.resume
         self._checkpoint_folder = options.checkpoints
         with contextlib.ExitStack() as exits:
@@ -167,7 +168,7 @@ class Run:
 
     def restore(self, like: PyTree, batches: BatchIterator | None = None) -> PyTree:
         """Return the state of the newest whole checkpoint, or of the one that `resume` names, and move `batches` to its
-        position. Without a checkpoint, return `like` itself.
+        position. Without a checkpoint, return `like` itself; a run to resume says that it starts anew.
 
         `like` is the initial state, already placed. Metrics of later steps are truncated: the run writes them again.
         The digest of the data of `batches`, if they have one, goes into the configuration, as `text_digest`, and so do
@@ -184,6 +185,9 @@ class Run:
         chosen = getattr(batches, "chosen", {})
         self.config.update(chosen)
         if self._newest is None:
+            if self._is_resumed:
+                place = self._checkpoint_folder if isinstance(self._checkpoint_folder, str) else self.directory
+                self.print_line(f"{place} holds no checkpoint: starting at step 1")
             if digest is not None and jax.process_index() == 0:
                 write_json(self.directory / "config.json", self.config)
             return like
