@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import zoo
 from zoo.text.batches import CorpusSplit, Dataset, OrderedBatches, compute_segments, spread_rows
-from zoo.train import BatchIterator, ShuffledBatches, TokenWindows, bits_per_byte
+from zoo.train import BatchIterator, Mixture, ShuffledBatches, TokenWindows, bits_per_byte
 
 LENGTHS = (np.arange(256) != 0).astype(np.int64)
 
@@ -199,6 +199,19 @@ def test_batches_of_any_dataset():
     batches = take(ShuffledBatches(Images(), 4, seed=1), 3)
     assert batches[0]["image"].shape == (4, 3, 4, 4) and batches[0]["label"].shape == (4,)
     assert sorted(int(label) for batch in batches for label in batch["label"]) == list(range(12))
+
+
+def test_steps_of_a_number_of_passes():
+    batches = split_of(np.arange(1, 241) % 256).batches(seq_len=10, batch_size=4)
+    assert str(batches) == "23 rows: a pass is 6 steps"
+    assert [batches.count_steps(epochs) for epochs in (1, 2, 3.0, 0.1, 4)] == [6, 12, 18, 1, 23]
+    assert ShuffledBatches(range(30), 10).count_steps(1.1) == 4 and ShuffledBatches(range(10), 10).count_steps(1.1) == 2
+    assert ShuffledBatches(range(1000), 10).count_steps(1.1) == 110  # of a product that floats round up
+    assert str(ShuffledBatches(range(4), 4)) == "4 rows: a pass is 1 step"
+    mixture = ShuffledBatches(Mixture({"a": [{"x": np.zeros(1)}]}, {"a": 1.0}), 2)
+    assert str(mixture) == "a mixture, without an end"
+    with pytest.raises(ValueError, match=r"3 epochs of a mixture: it has no end, so give a number of steps"):
+        mixture.count_steps(3)
 
 
 def test_batches_errors_name_the_numbers():

@@ -134,6 +134,32 @@ def test_cli_refuses_counts_below_one(capsys, tmp_path, flag, value):
     assert not (tmp_path / "run").exists()
 
 
+@dataclass(frozen=True)
+class Rated(Trains):
+    epochs: float | None = None
+    learning_rate: float = 0.1
+
+
+def test_cli_takes_lr_for_the_learning_rate(tmp_path, capsys):
+    for words in (("--lr", "0.5"), ("--lr=0.5",), ("--learning-rate", "0.5")):
+        config = train.run_cli(lambda config: config, Rated, arguments=[*words, "--out", str(tmp_path / "run")])
+        assert config.learning_rate == 0.5
+    with pytest.raises(SystemExit):
+        train.run_cli(trains, Trains, arguments=["--lr", "0.5"])
+    assert "Unrecognized options: --lr" in capsys.readouterr().err
+
+
+def test_cli_refuses_epochs_with_steps_and_below_0(tmp_path, capsys):
+    for words, said in (
+        (["--epochs", "2", "--steps=3"], "--epochs and --steps both say how long to train: give one of them"),
+        (["--epochs", "0"], "--epochs 0.0: a number of passes above 0 was expected"),
+        (["--epochs", "inf"], "--epochs inf: a number of passes above 0 was expected"),
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            train.run_cli(trains, Rated, arguments=["--out", str(tmp_path / "run"), *words])
+        assert capsys.readouterr().err.endswith(f"error: {said}\n")
+
+
 def test_cli_prints_a_run_of_nan_and_a_full_disk_on_one_line(capsys):
     def diverge(config):
         raise FloatingPointError("loss is nan in step 3")

@@ -97,6 +97,19 @@ def test_resume_prefers_given_flags(tmp_path, capsys):
     assert parse("--out", str(tmp_path))["heads"] is None, "only a resumed run"
 
 
+def test_resume_takes_epochs_unless_steps_are_given(tmp_path):
+    @dataclass(frozen=True)
+    class Timed:
+        steps: int = 5
+        epochs: float | None = None
+        run: train.RunOptions = train.RunOptions(tmp_path)
+
+    write(tmp_path, json.dumps({"steps": 5, "epochs": 3.0}))
+    for words, expected in (((), (5, 3.0)), (("--epochs", "4"), (5, 4.0)), (("--steps=5",), (5, None))):
+        config = train.run_cli(lambda config: config, Timed, arguments=["--resume", *words])
+        assert (config.steps, config.epochs) == expected
+
+
 def test_resume_prefers_the_folder_to_a_preset(tmp_path):
     write(tmp_path, json.dumps({"heads": None, "rate": 0.001, "tied": True}))
     presets = {"large": Config(heads=16, rate=3.0, tied=False, kind="b")}

@@ -197,7 +197,8 @@ class ShuffledBatches(Iterator):
     """Infinite iterator over shuffled batches.
 
     `state` is one integer: the number of rows drawn by all processes. After `restore`, also on another number of
-    processes, the global batches continue with the same rows in the same order.
+    processes, the global batches continue with the same rows in the same order. `num_rows` is the number of rows in one
+    pass, None for a mixture.
     """
 
     def __init__(
@@ -228,9 +229,11 @@ class ShuffledBatches(Iterator):
         self.state = 0
         self._grain = import_optional("grain", "pip install 'equizoo[train]'")
         if isinstance(dataset, EndlessRows):
+            self.num_rows = None
             self._rows_forever = dataset.rows_forever(seed, batch_size)
         else:
-            if not len(dataset):
+            self.num_rows = len(dataset)
+            if not self.num_rows:
                 raise ValueError("the dataset has no rows: take more data")
             self._rows_forever = self._grain.MapDataset.source(dataset).seed(seed).shuffle().repeat(None)
         self._iterator = None
@@ -246,6 +249,21 @@ class ShuffledBatches(Iterator):
         batch = next(self._iterator)
         self.state += self.batch_size
         return batch
+
+    def count_steps(self, epochs: float | int) -> int:
+        """Return the number of batches that hold so many passes over the rows, the last one rounded up.
+
+        **Raises** `ValueError` for a mixture, which never ends.
+        """
+        if self.num_rows is None:
+            raise ValueError(f"{epochs} epochs of a mixture: it has no end, so give a number of steps (--steps)")
+        return math.ceil(round(epochs * self.num_rows / self.batch_size, 6))
+
+    def __str__(self) -> str:
+        if self.num_rows is None:
+            return "a mixture, without an end"
+        steps = self.count_steps(1)
+        return f"{self.num_rows:,} rows: a pass is {steps:,} {'step' if steps == 1 else 'steps'}"
 
     def restore(self, state: int) -> None:
         """Continue from a saved `state`."""

@@ -1,7 +1,9 @@
 """Command-line interface of a recipe: a dataclass is the configuration, the comments on its fields are the help."""
 
+import dataclasses
 import errno
 import functools
+import math
 import signal
 import sys
 import traceback
@@ -19,7 +21,7 @@ from .directory import check_directory
 from .environment import require_deterministic_kernels
 from .interrupt import Interrupt
 from .options import MeshOptions, RunOptions, flatten_config, list_fields
-from .resume import check_resumed_mesh, find_config, parse_resumed
+from .resume import check_resumed_mesh, find_config, has_flag, parse_resumed
 from .tracking import import_trackers
 
 _Config = TypeVar("_Config")
@@ -46,7 +48,8 @@ def run_cli(
         train.run_cli(main, Config, {"long": Config(steps=20_000)})
 
     `config` is a dataclass with a default for each field. A field is a flag, its comment the help; each field of an
-    option group is a flag too: `--steps`, `--fsdp`, `--out`. `presets` are configurations by name, of which the first
+    option group is a flag too: `--steps`, `--fsdp`, `--out`. `--lr` is `--learning-rate`. `presets` are configurations
+    by name, of which the first
     word may name one: `transformer.py 1b --steps 100`. A resumed run takes the flags of its `config.json`, unless they
     are given. Connects the processes of a cluster, if there is one (`zoo.parallel.initialize`). Compiled programs are
     kept for the next start, except with `--no-compile-cache`. Bad input ends the program with one line on standard
@@ -58,7 +61,7 @@ def run_cli(
     presets = presets or {}
     if arguments is None:
         arguments = sys.argv[1:]
-    words = list(arguments)
+    words = [_write_out(word, config) for word in arguments]
     if words and words[0] in presets:
         preset = words.pop(0)
         default = presets[preset]
@@ -82,6 +85,8 @@ def run_cli(
 
 def _start(parse: Callable[[Sequence[str]], _Config], words: Sequence[str], default: _Config, program: str) -> _Config:
     """Parse the command line, refuse what cannot run, and set up processes, kernels and the compile cache."""
+    if has_flag(words, "epochs") and has_flag(words, "steps"):
+        raise ValueError("--epochs and --steps both say how long to train: give one of them")
     try:
         config = parse(words)
     finally:  # after --help, which exits
@@ -144,6 +149,14 @@ def _end_after(error: BaseException, main: Callable[..., Any], program: str) -> 
     end_process(status)
 
 
+def _write_out(word: str, config: type) -> str:
+    """Return `--learning-rate` for `--lr`, if the configuration has it; else the word itself."""
+    flag, equals, value = word.partition("=")
+    if flag == "--lr" and any(field.name == "learning_rate" for field in dataclasses.fields(config)):
+        return f"--learning-rate{equals}{value}"
+    return word
+
+
 def _find_group(config: Any, kind: type[_Group]) -> _Group | None:
     """Return the first option group of a class among the fields of the configuration."""
     return next((value for value in list_fields(config).values() if isinstance(value, kind)), None)
@@ -160,6 +173,9 @@ def _require_positive(config: Any) -> None:
         value = getattr(config, name, None)
         if isinstance(value, int) and value < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be 1 or more, not {value}")
+    epochs = getattr(config, "epochs", None)
+    if epochs is not None and not 0 < epochs < math.inf:
+        raise ValueError(f"--epochs {epochs}: a number of passes above 0 was expected")
 
 
 def _parse_config(default: _Config, program: str, description: str, words: Sequence[str]) -> _Config:

@@ -35,6 +35,8 @@ def parse_resumed(
     - `step`: of the checkpoint that `--resume` names. With `--decay-steps` the run branches off there, and ends after
       the decay: `--steps` is the sum of both, unless `words` have it (`zoo.train.warmup_stable_decay`).
 
+    With `--steps` in `words`, the `--epochs` of the run are not taken.
+
     Without a configuration in `out`, parses only `words`. **Raises** `ValueError` for a damaged configuration, and for
     a value that its flag does not accept.
     """
@@ -43,6 +45,8 @@ def parse_resumed(
         return parse(words)
     config = _read_config(path)
     words = [*words, *_end_branch(flatten_config(parse(words)), defaults, step)]
+    if has_flag(words, "steps"):
+        config = {name: value for name, value in config.items() if name != "epochs"}
     saved = {name: flag for name, value in config.items() if (flag := _format_flag(name, value, defaults))}
     resumed = _try_parse(parse, [*itertools.chain(*saved.values()), *words])
     if resumed is None:
@@ -63,6 +67,11 @@ def _end_branch(given: Mapping[str, Any], defaults: Mapping[str, Any], step: int
         return []
     show(f"a branch from step {step}, with a decay of {decay_steps} steps: --steps={step + decay_steps}")
     return [f"--steps={step + decay_steps}"]
+
+
+def has_flag(words: Sequence[str], name: str) -> bool:
+    """Return True if the words of a command line set the flag of the field `name`."""
+    return any(word.partition("=")[0] == _flag_name(name) for word in words)
 
 
 def check_resumed_mesh(given: MeshOptions, resumed: MeshOptions, config: Path | None) -> None:
