@@ -177,6 +177,15 @@ def test_report_strips_the_blank_ends_of_samples(tmp_path):
     assert "<pre><b>def f(</b>x):\n    return x</pre><pre><b>a\n</b></pre>" in page
 
 
+def test_report_labels_samples_before_and_after(tmp_path):
+    found = {"samples_before": [("1 + 1?\n", "<x"), ("b", "y")], "samples": [("1 + 1?\n", "2"), ("b", "z")]}
+    path = write_report(tmp_path, title="t", summary="s", curves={}, unit="nats", **found)
+    rows = [list(row) for row in parse(path.read_text()).iter("div") if row.get("class") == "pair samples"]
+    shown = [[(cell.find("small").text, "".join(cell.find("pre").itertext())) for cell in row] for row in rows]
+    assert shown == [[("before", "1 + 1?\n<x"), ("after", "1 + 1?\n2")], [("before", "by"), ("after", "bz")]]
+    assert redraw_report(tmp_path).read_text() == path.read_text()
+
+
 def test_report_omits_empty_sections(tmp_path):
     page = write_report(tmp_path, title="t", summary="s", curves={"loss": "train"}, unit="nats").read_text()
     parse(page)

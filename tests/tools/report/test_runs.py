@@ -18,7 +18,7 @@ def corpus(tmp_path):
     return train.load_text({f"{i}": f"{i} bottles of beer on the wall, " * 9 for i in range(40)}, cache=tmp_path / "c")
 
 
-def finish(out, corpus, *, samples=(), prompts=(), occupied=None, **options):
+def finish(out, corpus, *, samples=(), prompts=(), before=None, occupied=None, **options):
     """The end of a run of one step that saved nothing."""
     with train.Run(train.RunOptions(out), config={}) as run:
         run.step = 1
@@ -27,7 +27,7 @@ def finish(out, corpus, *, samples=(), prompts=(), occupied=None, **options):
         occupied.write_text("a file where a folder would be")
     model = zoo.models.Transformer(**SIZES, **options, key=jax.random.key(0))
     mesh = zoo.make_mesh(devices=jax.devices()[:1])
-    about = {"samples": samples, "prompts": prompts, "key": jax.random.key(1), "export_seq_len": 8}
+    about = {"samples": samples, "prompts": prompts, "before": before, "key": jax.random.key(1), "export_seq_len": 8}
     tools.report_run(run, "A Transformer", model, mesh, corpus, **about)
 
 
@@ -59,6 +59,15 @@ def test_report_of_a_model_without_a_family_ends_with_a_line(tmp_path, corpus, c
     results = json.loads((tmp_path / "run" / "results.json").read_text())
     assert results["figures"] == {"validation": "8.000"} and results["metrics"]["bits_per_byte"] == 8
     assert results["samples"] == [["def", " f():  \n\n \x1b[2J \n"]]
+
+
+@pytest.mark.parametrize("before", [None, {"validation": 9.0}])
+def test_samples_before_and_after_are_two_columns(tmp_path, corpus, before):
+    samples = [("a", "1"), ("b", "2"), ("a", "3"), ("b", "4")]
+    finish(tmp_path / "run", corpus, soft_cap=30.0, samples=samples, before=before)
+    report = (tmp_path / "run" / "report.html").read_text()
+    assert report.count("<small>before</small>") == report.count("<small>after</small>") == 2 * bool(before)
+    assert report.count("<pre>") == 4
 
 
 def test_stopped_run_reports_nothing(tmp_path, corpus):

@@ -58,6 +58,7 @@ class ReportContent:
     baselines: Mapping[str, float | int] = dataclasses.field(default_factory=dict)
     headline: Mapping[str, str] = dataclasses.field(default_factory=dict)
     samples: Sequence[Sequence[str]] = ()
+    samples_before: Sequence[Sequence[str]] = ()
     parameters: Sequence[Sequence[Any]] = ()
     runs: Mapping[str, str] = dataclasses.field(default_factory=dict)
     best: str | None = None
@@ -79,6 +80,7 @@ def write_report(
     baselines: Mapping[str, float | int] | None = None,
     headline: Mapping[str, str] | None = None,
     samples: Sequence[Sequence[str]] = (),
+    samples_before: Sequence[Sequence[str]] = (),
     parameters: Sequence[tuple] = (),
     runs: Mapping[str, Path] | None = None,
     best: Best | None = None,
@@ -98,7 +100,8 @@ def write_report(
       dots. `baselines`: horizontal lines across the chart. The metrics "gradient_norm" and "learning_rate" have small
       charts of their own where they are logged; of a sweep, the median of its runs.
     - `headline`: the key figures, shown large at the top.
-    - `samples`: prompts and continuations; `parameters`: rows like `ParameterRow`.
+    - `samples`: prompts and continuations; `samples_before`: those of the same prompts before training, shown next to
+      them. `parameters`: rows like `ParameterRow`.
     - `runs`: labels and folders of several runs to compare, one curve each. Configuration and environment are shown for
       the first.
     - `best`: the value of the curves that stands between the first and the last in a table; by default both the lowest
@@ -119,6 +122,7 @@ def write_report(
         baselines=baselines or {},
         headline=headline or {},
         samples=samples,
+        samples_before=samples_before,
         parameters=parameters,
         runs={label: _relate(Path(folder), directory) for label, folder in (runs or {}).items()},
         best=best,
@@ -132,7 +136,7 @@ def write_report(
     kept["plots"] = {label: dump_chart(chart) for label, chart in content.plots.items()}
     write_json(directory / "report.json", kept)
     path = _write_page(directory, content)
-    track_report(directory, path, samples)
+    track_report(directory, path, [*samples_before, *samples])
     return path
 
 
@@ -188,7 +192,7 @@ def _write_page(directory: Path, content: ReportContent) -> Path:
         page.add_section(title, _format_table(rows))
     for name, title in content.loads.items():
         page.add_section(title, "".join(map(page.draw, _make_load_charts(metrics, name, content.tokens_per_step))))
-    page.add_section("Samples", "".join(map(_format_sample, content.samples)))
+    page.add_section("Samples", _format_samples(content.samples, content.samples_before))
     configuration = _read_json_if_present(first / "config.json")
     page.add_section("Configuration", _format_configuration(configuration, content.defaults))
     page.add_section("Parameters", _format_parameters([ParameterRow._make(row) for row in content.parameters]))
@@ -408,6 +412,20 @@ def _format_setting(value: Any) -> str:
 def _format_headline(headline: Mapping[str, str]) -> str:
     items = "".join(f"<div><dt>{_escape(name)}</dt><dd>{_escape(text)}</dd></div>" for name, text in headline.items())
     return f"<dl>{items}</dl>" if items else ""
+
+
+def _format_samples(samples: Sequence[Sequence[str]], before: Sequence[Sequence[str]]) -> str:
+    """Format each sample; with those before training, two labeled columns, which a narrow page stacks."""
+    if not before:
+        return "".join(map(_format_sample, samples))
+    rows = []
+    for pair in zip(before, samples, strict=True):
+        cells = [
+            f"<div><small>{label}</small>{_format_sample(sample)}</div>"
+            for label, sample in zip(("before", "after"), pair, strict=True)
+        ]
+        rows.append(f'<div class="pair samples">{"".join(cells)}</div>')
+    return "".join(rows)
 
 
 def _format_sample(sample: Sequence[str]) -> str:

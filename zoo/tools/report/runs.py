@@ -60,6 +60,7 @@ def report_run(
             results = read_json(run.directory / "results.json")
             figures = results["figures"]
             tabulated = model if parameters is None else parameters
+            earlier, later = _split_samples(results["samples"], is_compared=before is not None)
             path = write_report(
                 run.directory,
                 title=title,
@@ -70,7 +71,8 @@ def report_run(
                 unit=unit or data.unit,
                 best=run.best,
                 headline={**figures, "parameters": f"{results['parameters']:,}", **(headline or {})},
-                samples=results["samples"],
+                samples=later,
+                samples_before=earlier,
                 parameters=tabulate_parameters(tabulated, mesh),
                 defaults=_list_defaults(config),
                 **sections,
@@ -124,6 +126,14 @@ def report_runs(
     for line in cells:
         show("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))
     show(f"\nwrote the report to {path}")
+
+
+def _split_samples(samples: Sequence[Sequence[str]], *, is_compared: bool) -> tuple[Sequence, Sequence]:
+    """Return the samples before training and those after it, of the same prompts; none before if it was not sampled."""
+    half = len(samples) // 2
+    if is_compared and [prompt for prompt, _ in samples[:half]] == [prompt for prompt, _ in samples[half:]]:
+        return samples[:half], samples[half:]
+    return [], samples
 
 
 def _list_defaults(config: Any) -> dict[str, Any] | None:

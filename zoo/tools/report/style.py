@@ -44,6 +44,8 @@ summary { color: var(--soft); cursor: pointer; font-size: 0.86rem; }
 .pair { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(18rem, 100%), 1fr)); gap: 1rem 2rem; }
 .pair { margin-top: 1.6rem; }
 .pair > :only-child { max-width: 26rem; }
+.samples { gap: 0 1rem; margin-top: 0; }
+.samples small { color: var(--soft); }
 .scroll {  /* a shade at each edge beyond which there is more; paper that moves along covers it at the ends */
   overflow-x: auto; background-repeat: no-repeat; background-attachment: local, local, scroll, scroll;
   background-image: linear-gradient(90deg, var(--paper) 40%, transparent),
