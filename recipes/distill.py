@@ -61,7 +61,8 @@ class Config:
     warmup_steps: int = 30  # Steps of linear warmup, at most half of all.
     weight_decay: float = 0.1  # AdamW's, of matrices and embeddings.
     eval_every: int = 100  # Steps between evaluations, each with a checkpoint.
-    prompts: tuple[str, ...] = PROMPTS  # Prompts to continue, before and after.
+    # Prompts to continue, before and after; the first is printed. By default, of `data` held-out ones.
+    prompts: tuple[str, ...] = ()
     mesh: train.MeshOptions = train.MeshOptions()
     run: train.RunOptions = train.RunOptions(Path("runs/distill"))
 
@@ -88,6 +89,7 @@ def main(config: Config) -> None:
         data = train.store_top_k(teacher, data, config.top_k, mesh, dtype=config.mesh.dtype, **stored)
     batches = data.train.batches(config.batch_size, seed=config.run.seed, process=zoo.parallel.reader(mesh))
     held_out = data.validation.ordered(config.batch_size, limit=16)
+    prompts = config.prompts or (train.find_prompts(data) if config.data else PROMPTS)
     trained = zoo.place((model, projections), mesh)
 
     peak = config.learning_rate
@@ -158,7 +160,7 @@ def main(config: Config) -> None:
         config=config,
         before=before,
         headline={"validation of the teacher": f"{goal:.3f}"},
-        prompts=config.prompts,
+        prompts=prompts,
         key=key,
         export_seq_len=config.seq_len,
     )

@@ -39,6 +39,7 @@ class Config:
     seq_len: int = 128  # Tokens per sequence.
     batch_size: int = 16  # Sequences per step, over all devices.
     steps: int = 200  # Optimizer steps.
+    epochs: float | None = None  # Passes over the training rows, instead of steps.
     learning_rate: float = 1e-3  # Peak learning rate, after linear warmup; cosine decay to a tenth.
     warmup_steps: int = 20  # Steps of linear warmup, at most half of all.
     weight_decay: float = 0.1  # AdamW's, of matrices and embeddings.
@@ -60,6 +61,7 @@ def main(config: Config) -> None:
     old_corpus = train.load_text(config.pretraining_data, tokenizer=tokenizer)
     reader = zoo.parallel.reader(mesh)
     batches = corpus.train.batches(config.seq_len, config.batch_size, seed=config.run.seed, process=reader)
+    steps = config.steps if config.epochs is None else batches.count_steps(config.epochs)
     new = corpus.validation.ordered(config.seq_len, config.batch_size, limit=16)
     old = old_corpus.validation.ordered(config.seq_len, config.batch_size, limit=16)
 
@@ -67,8 +69,8 @@ def main(config: Config) -> None:
     model = config.mesh.apply(model)
 
     peak = config.learning_rate
-    warmup = min(config.warmup_steps, config.steps // 2)
-    schedule = optax.warmup_cosine_decay_schedule(0.0, peak, warmup, config.steps, peak / 10)
+    warmup = min(config.warmup_steps, steps // 2)
+    schedule = optax.warmup_cosine_decay_schedule(0.0, peak, warmup, steps, peak / 10)
     schedule = jax.jit(schedule)  # the log asks for it in each step: one program instead of ten
     adamw = optax.adamw(schedule, b2=0.95, weight_decay=config.weight_decay, mask=train.decay_mask)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), adamw)
@@ -91,11 +93,11 @@ def main(config: Config) -> None:
     tokens = config.batch_size * config.seq_len
     flops = 6 * tokens * zoo.count(model)
     with train.Run(config.run, config=config, best_metric="new") as run:
-        run.print_line(f"{zoo.count(model):,} parameters from {config.checkpoint} on {mesh}; {corpus}")
+        run.print_line(f"{zoo.count(model):,} parameters from {config.checkpoint} on {mesh}; {corpus}; {batches}")
         before = evaluate(model)
         samples = train.continue_prompts(model, corpus, config.prompts, mesh=mesh, key=key)
         model, opt_state = run.restore((model, opt_state), batches)
-        for batch in run.steps(batches, config.steps, tokens=tokens, flops=flops):
+        for batch in run.steps(batches, steps, tokens=tokens, flops=flops):
             batch = zoo.place_batch(batch, mesh, vocab=corpus.vocab)
             model, opt_state, metrics = step(batch, model, opt_state)
             run.log(**metrics, learning_rate=schedule(run.step - 1))

@@ -49,6 +49,7 @@ class Config:
     seq_len: int = 128  # Tokens per sequence.
     batch_size: int = 16  # Sequences per step, over all devices.
     steps: int = 120  # Optimizer steps.
+    epochs: float | None = None  # Passes over the training rows, instead of steps.
     learning_rate: float = 1e-2  # Peak learning rate, after linear warmup; cosine decay to a tenth.
     warmup_steps: int = 12  # Steps of linear warmup, at most half of all.
     weight_decay: float = 0.1  # AdamW's, of matrices.
@@ -70,6 +71,7 @@ def main(config: Config) -> None:
     old_corpus = train.load_text(config.pretraining_data, tokenizer=tokenizer)
     reader = zoo.parallel.reader(mesh)
     batches = corpus.train.batches(config.seq_len, config.batch_size, seed=config.run.seed, process=reader)
+    steps = config.steps if config.epochs is None else batches.count_steps(config.epochs)
     new = corpus.validation.ordered(config.seq_len, config.batch_size, limit=16)
     old = old_corpus.validation.ordered(config.seq_len, config.batch_size, limit=16)
 
@@ -89,8 +91,8 @@ def main(config: Config) -> None:
     model = zoo.place(model, mesh)
 
     peak = config.learning_rate
-    warmup = min(config.warmup_steps, config.steps // 2)
-    schedule = optax.warmup_cosine_decay_schedule(0.0, peak, warmup, config.steps, peak / 10)
+    warmup = min(config.warmup_steps, steps // 2)
+    schedule = optax.warmup_cosine_decay_schedule(0.0, peak, warmup, steps, peak / 10)
     schedule = jax.jit(schedule)  # the log asks for it in each step: one program instead of ten
     adamw = optax.adamw(schedule, b2=0.95, weight_decay=config.weight_decay, mask=train.decay_mask)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), adamw)
@@ -114,13 +116,13 @@ def main(config: Config) -> None:
     with train.Run(config.run, config=config, best_metric="new", frozen=model) as run:
         run.print_line(
             f"{zoo.count(model):,} of {zoo.count(base):,} parameters trainable on {mesh}; "
-            f"{size.bits_per_parameter:.2f} bits per parameter of the base; {corpus}"
+            f"{size.bits_per_parameter:.2f} bits per parameter of the base; {corpus}; {batches}"
         )
         before = evaluate(base)
         samples = train.continue_prompts(base, corpus, config.prompts, mesh=mesh, key=key)
         trainable, opt_state = run.restore((zoo.trainable(model), opt_state), batches)
         model = eqx.combine(trainable, model)
-        for batch in run.steps(batches, config.steps, tokens=config.batch_size * config.seq_len):
+        for batch in run.steps(batches, steps, tokens=config.batch_size * config.seq_len):
             batch = zoo.place_batch(batch, mesh, vocab=corpus.vocab)
             model, opt_state, metrics = step(batch, model, opt_state)
             run.log(**metrics, learning_rate=schedule(run.step - 1))

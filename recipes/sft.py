@@ -49,11 +49,13 @@ class Config:
     seq_len: int = 256  # Tokens per row, of one or several texts.
     batch_size: int = 16  # Rows per step, over all devices.
     steps: int = 120  # Optimizer steps.
+    epochs: float | None = None  # Passes over the training rows, instead of steps.
     learning_rate: float = 1e-3  # Peak learning rate, after linear warmup; cosine decay to a tenth.
     warmup_steps: int = 20  # Steps of linear warmup, at most half of all.
     weight_decay: float = 0.1  # AdamW's, of matrices and embeddings.
     eval_every: int = 40  # Steps between evaluations, each with a checkpoint.
-    prompts: tuple[str, ...] = PROMPTS  # Questions to answer, before and after; the first is printed.
+    # Questions to answer, before and after; the first is printed. By default, of `data` held-out ones.
+    prompts: tuple[str, ...] = ()
     mesh: train.MeshOptions = train.MeshOptions(remat="full")
     run: train.RunOptions = train.RunOptions(Path("runs/sft"))
 
@@ -75,7 +77,9 @@ def main(config: Config) -> None:
     reading = {"tokenizer": tokenizer, "template": template, "seq_len": config.seq_len}
     data = config.records.load(source, kinds=("text", "chat", "completion"), **reading)
     batches = data.train.batches(config.batch_size, seed=config.run.seed, process=zoo.parallel.reader(mesh))
+    steps = config.steps if config.epochs is None else batches.count_steps(config.epochs)
     held_out = data.validation.ordered(config.batch_size, limit=16)
+    prompts = config.prompts or (train.find_prompts(data) if config.data else PROMPTS)
 
     base = config.mesh.apply(zoo.load(checkpoint, mesh=mesh, dtype="float32"))
     if config.quantization != "none":
@@ -86,8 +90,8 @@ def main(config: Config) -> None:
         model = zoo.place(model, mesh)
 
     peak = config.learning_rate
-    warmup = min(config.warmup_steps, config.steps // 2)
-    schedule = optax.warmup_cosine_decay_schedule(0.0, peak, warmup, config.steps, peak / 10)
+    warmup = min(config.warmup_steps, steps // 2)
+    schedule = optax.warmup_cosine_decay_schedule(0.0, peak, warmup, steps, peak / 10)
     schedule = jax.jit(schedule)  # the log asks for it in each step: one program instead of ten
     adamw = optax.adamw(schedule, b2=0.95, weight_decay=config.weight_decay, mask=train.decay_mask)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), adamw)
@@ -107,12 +111,12 @@ def main(config: Config) -> None:
         return model, opt_state, {"loss": loss, "gradient_norm": optax.tree.norm(grads)}
 
     with train.Run(config.run, config=config, frozen=model if config.lora else None) as run:
-        run.print_line(f"{zoo.count(model):,} trained parameters of {config.checkpoint} on {mesh}\n{data}")
+        run.print_line(f"{zoo.count(model):,} trained parameters of {config.checkpoint} on {mesh}\n{data}\n{batches}")
         before = evaluate(model)
-        samples = train.continue_prompts(model, data, config.prompts, mesh=mesh, key=key)
+        samples = train.continue_prompts(model, data, prompts, mesh=mesh, key=key)
         trainable, opt_state = run.restore((zoo.trainable(model), opt_state), batches)
         model = eqx.combine(trainable, model)
-        for batch in run.steps(batches, config.steps, tokens=config.batch_size * config.seq_len):
+        for batch in run.steps(batches, steps, tokens=config.batch_size * config.seq_len):
             batch = zoo.place_batch(batch, mesh, vocab=data.vocab)
             model, opt_state, metrics = step(batch, model, opt_state)
             run.log(**metrics, learning_rate=schedule(run.step - 1))
@@ -135,7 +139,7 @@ def main(config: Config) -> None:
         config=config,
         before=before,
         samples=samples,
-        prompts=config.prompts,
+        prompts=prompts,
         key=key,
         export_seq_len=config.seq_len,
         parameters=parameters,

@@ -17,9 +17,10 @@ def check_optimization(out: Path, *runs: str) -> None:
         assert all((np.array(line["gradient_norm"]) > 0).all() for line in lines)
         rates = [np.max(line["learning_rate"]) for line in lines]
         config = json.loads((out / run / "config.json").read_text())
-        assert len(rates) == lines[-1]["step"] == config["steps"]
+        steps = config["steps"] if config.get("epochs") is None else lines[-1]["step"]
+        assert len(rates) == lines[-1]["step"] == steps
         peak = max(config["rates"]) if "rates" in config else config["learning_rate"] or max(rates)
-        expected = compute_schedule(config["steps"], config["warmup_steps"], end=0.0 if "rates" in config else 0.1)
+        expected = compute_schedule(steps, config["warmup_steps"], end=0.0 if "rates" in config else 0.1)
         np.testing.assert_allclose(rates, peak * expected, rtol=1e-5, atol=1e-7 * peak)
     report = (out / "report.html").read_text()
     assert 'aria-label="gradient norm' in report and 'aria-label="learning rate' in report

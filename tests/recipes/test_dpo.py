@@ -58,8 +58,9 @@ def test_dpo_learns_exports_and_reports(unbroken):
     assert lines[-1]["margin"] == pytest.approx(lines[-1]["chosen_reward"] - lines[-1]["rejected_reward"], abs=1e-6)
     check_optimization(unbroken)
     report = (unbroken / "report.html").read_text()
-    for part in ("per pair", "validation_accuracy", "Rewards", "→", "What does `random.shuffle` do?"):
+    for part in ("per pair", "validation_accuracy", "Rewards", "→", " + 1?\n</b>"):
         assert part in report
+    assert "What does `json.dumps` do?" not in report
     result = json.loads((unbroken / "results.json").read_text())["result"]
     assert "validation 0.693 → " in result and "validation_margin" in result and "per pair after 4 steps" in result
     counts = json.loads((unbroken / "config.json").read_text())["records"]
@@ -157,8 +158,11 @@ def test_a_pair_counts_the_same_in_any_row(pairs, start, tmp_path):
 def test_dpo_on_the_default_pairs(start, tmp_path, monkeypatch):
     few = train.read_docstrings()[:60]
     monkeypatch.setattr(train, "read_docstrings", lambda: few)
-    call(dpo.main, checkpoint=start, out=tmp_path / "run", **{**TINY, "seq_len": 512, "steps": 2})
+    call(dpo.main, checkpoint=start, out=tmp_path / "run", **{**TINY, "seq_len": 512, "epochs": 0.25})
+    rows = json.loads((tmp_path / "run" / "config.json").read_text())["records"]["rows"]
+    assert read(tmp_path / "run")[-1]["step"] == np.ceil(rows / 4 / TINY["batch_size"]) < TINY["steps"]
     assert (tmp_path / "run" / "export" / "chat_template.jinja").exists()
+    assert "What does `random.shuffle` do?" in (tmp_path / "run" / "report.html").read_text()
 
 
 def complaint(capsys, *words):
@@ -189,7 +193,8 @@ def test_dpo_bad_input_is_one_message(pairs, start, tmp_path, monkeypatch, capsy
 FLAGS = [
     *("checkpoint", "data", "kind", "field", "chat_template", "chat_date", "train_on", "too_long", "bad_records"),
     *("data_processes", "loss", "beta", "label_smoothing", "gamma", "sft_weight", "reference", "lora", "targets"),
-    *("seq_len", "batch_size", "steps", "learning_rate", "warmup_steps", "weight_decay", "eval_every", "prompts"),
+    *("seq_len", "batch_size", "steps", "epochs", "learning_rate", "warmup_steps", "weight_decay", "eval_every"),
+    "prompts",
     *MESH_FLAGS,
     *RUN_FLAGS,
 ]

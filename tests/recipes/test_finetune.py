@@ -135,7 +135,7 @@ def test_finetune_bad_input_is_one_line(text, start, unbroken, tmp_path, monkeyp
 
 
 FLAGS = [
-    *("checkpoint", "data", "pretraining_data", "seq_len", "batch_size", "steps", "learning_rate"),
+    *("checkpoint", "data", "pretraining_data", "seq_len", "batch_size", "steps", "epochs", "learning_rate"),
     *("warmup_steps", "weight_decay", "eval_every", "prompts"),
     *MESH_FLAGS,
     *RUN_FLAGS,

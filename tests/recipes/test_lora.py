@@ -18,6 +18,7 @@ pytestmark = pytest.mark.ci
 
 TINY = {"seq_len": 16, "batch_size": 16, "steps": 4, "warmup_steps": 1, "eval_every": 2, "rank": 2, "alpha": 4.0}
 OPTIONS = {"rank_stabilized": True, "targets": ("query", "value"), "microbatches": 2, "fsdp": 2, "tensor": 2}
+OPTIONS["epochs"] = 0.08  # of 59 steps each
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +30,7 @@ def unbroken(text, start, tmp_path_factory):
 
 def test_lora_learns_exports_and_reports(unbroken, start):
     lines = train.read_metrics(unbroken / "metrics.jsonl")
-    assert [line["step"] for line in lines if "new" in line and "old" in line] == [2, 4]
+    assert [line["step"] for line in lines if "new" in line and "old" in line] == [2, 4, 5]
     assert lines[-1]["bits_per_byte"] < lines[0]["bits_per_byte"]
     base, merged = zoo.load(start), zoo.load(unbroken / "export")
     assert jax.tree.structure(base) == jax.tree.structure(merged)
@@ -47,7 +48,7 @@ def test_lora_learns_exports_and_reports(unbroken, start):
 
 
 def test_lora_checkpoint_holds_the_adapter_alone(unbroken):
-    about = (unbroken / "checkpoints" / "4" / "about" / "metadata").read_text()
+    about = (unbroken / "checkpoints" / "5" / "about" / "metadata").read_text()
     assert '"stack.segments.0.blocks.0.mixer.query.base.weight": "float32 [2, 16, 16] ' in about
     arrays = json.loads(about)
     assert not any(name.endswith("base.weight") for name in arrays.get("leaves", {}))
@@ -58,7 +59,7 @@ def test_lora_resumes_bitwise(text, start, unbroken, tmp_path, monkeypatch, caps
     monkeypatch.chdir(tmp_path)
     shutil.copytree(start, lora.START)
     out = shutil.copytree(unbroken, tmp_path / "runs" / "lora")
-    shutil.rmtree(out / "checkpoints" / "4")
+    shutil.rmtree(out / "checkpoints" / "5")
     for name in ("export", "adapter"):
         shutil.rmtree(out / name)
     call(lora.main, data=(text,), pretraining_data=(text,), resume=True, **TINY, **OPTIONS)
@@ -143,7 +144,7 @@ def test_lora_bad_input_is_one_line(text, start, tmp_path, monkeypatch, capsys):
 
 FLAGS = [
     *("checkpoint", "data", "pretraining_data", "quantization", "quantize_targets", "targets", "rank"),
-    *("alpha", "rank_stabilized", "seq_len", "batch_size", "steps", "learning_rate", "warmup_steps"),
+    *("alpha", "rank_stabilized", "seq_len", "batch_size", "steps", "epochs", "learning_rate", "warmup_steps"),
     *("weight_decay", "eval_every", "prompts"),
     *MESH_FLAGS,
     *RUN_FLAGS,

@@ -18,7 +18,7 @@ from zoo.text.chat import PLAIN_TEMPLATE
 pytestmark = pytest.mark.ci
 
 TINY = {"seq_len": 96, "batch_size": 8, "steps": 4, "warmup_steps": 1, "eval_every": 2, "data_processes": 1}
-ADAPTED = {"lora": 2, "targets": ("query", "value"), "microbatches": 2, "fsdp": 2, "tensor": 2}
+ADAPTED = {"lora": 2, "targets": ("query", "value"), "microbatches": 2, "fsdp": 2, "tensor": 2, "epochs": 0.6}
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,7 @@ def unbroken(chats, start, tmp_path_factory):
 
 def test_sft_learns_exports_and_reports(unbroken, start):
     lines = train.read_metrics(unbroken / "metrics.jsonl")
-    assert [line["step"] for line in lines if "validation" in line] == [2, 4]
+    assert [line["step"] for line in lines if "validation" in line] == [2, 4, 6]
     assert lines[-1]["loss"] < lines[0]["loss"]
     base, merged = zoo.load(start), zoo.load(unbroken / "export")
     tuned = zoo.adapters.load(base, unbroken / "adapter")
@@ -50,10 +50,11 @@ def test_sft_learns_exports_and_reports(unbroken, start):
     np.testing.assert_allclose(tuned(tokens), merged(tokens), atol=1e-4)
     check_optimization(unbroken)
     report = (unbroken / "report.html").read_text()
-    for part in ("nats per trained token", "→", "What does `random.shuffle` do?", "query.lora.down.weight"):
+    for part in ("nats per trained token", "→", " + 1?\n</b>", "<small>before</small>", "query.lora.down.weight"):
         assert part in report
-    assert "bits per byte" not in report
+    assert "bits per byte" not in report and "What does `json.dumps` do?" not in report
     counts = json.loads((unbroken / "config.json").read_text())["records"]
+    assert lines[-1]["step"] == np.ceil(ADAPTED["epochs"] * counts["rows"] / TINY["batch_size"])
     assert counts["records"] == 200 and counts["dropped"] == 2 and counts["rejected"] == 0
 
 
@@ -68,7 +69,7 @@ def test_what_sft_leaves_stops_where_an_answer_ends(unbroken):
 def test_sft_resumes_bitwise(chats, start, unbroken, tmp_path):
     """And not with other chats."""
     out = shutil.copytree(unbroken, tmp_path / "run")
-    shutil.rmtree(out / "checkpoints" / "4")
+    shutil.rmtree(out / "checkpoints" / "6")
     for name in ("export", "adapter"):
         shutil.rmtree(out / name)
     call(sft.main, checkpoint=start, data=(str(chats),), out=out, resume=True, **TINY, **ADAPTED)
@@ -136,7 +137,7 @@ def test_sft_bad_input_is_one_message(chats, start, text, tmp_path, monkeypatch,
 
 FLAGS = [
     *("checkpoint", "data", "kind", "field", "chat_template", "chat_date", "train_on", "too_long", "bad_records"),
-    *("data_processes", "lora", "targets", "quantization", "seq_len", "batch_size", "steps", "learning_rate"),
+    *("data_processes", "lora", "targets", "quantization", "seq_len", "batch_size", "steps", "epochs", "learning_rate"),
     *("warmup_steps", "weight_decay", "eval_every", "prompts"),
     *MESH_FLAGS,
     *RUN_FLAGS,

@@ -1,12 +1,16 @@
 """Continuations of prompts, by a model on any mesh."""
 
 import dataclasses
+import re
 
 import jax
+import numpy as np
 import pytest
 
 import zoo
 from zoo import train
+from zoo.text.chat import PLAIN_TEMPLATE, ChatTemplate
+from zoo.text.tokenizers import ByteTokenizer
 
 PROMPTS = ["a", "abc"]
 
@@ -39,3 +43,57 @@ def test_samples_end_at_stop_strings():
     ended = train.continue_prompts(model, corpus, PROMPTS, stop=stop, **options)
     cut = [min(text.find(each) % 1000 for each in stop) for _, text in plain]
     assert [text for _, text in ended] == [text[:size] for (_, text), size in zip(plain, cut, strict=True)]
+
+
+TEMPLATE = ChatTemplate(PLAIN_TEMPLATE, {"eos_token": "\0"})
+
+
+def load(records, **options):
+    return train.load_records(records, tokenizer=ByteTokenizer(), template=TEMPLATE, seq_len=96, **options)
+
+
+def make_chat(question, answer, *, system=()):
+    turns = [*[("system", text) for text in system], ("user", question), ("assistant", answer)]
+    return {"messages": [{"role": role, "content": content} for role, content in turns]}
+
+
+def test_prompts_of_the_data_are_held_out_and_shown_without_the_template(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    data = load([make_chat(f"{number} + 1?", f"{number + 1}") for number in range(200)])
+    prompts = train.find_prompts(data)
+    assert len({prompt.text for prompt in prompts}) == 3
+    held_out = [data.tokenizer.decode(row["tokens"]) for row in data.validation.rows]
+    for prompt in prompts:
+        assert prompt.text.endswith(" + 1?") and prompt.text[0].isdigit()
+        assert prompt.tokens.tolist() == data.encode_prompt(prompt.text).tolist()
+        assert any(f"{prompt.text}\n" in row for row in held_out)
+    pairs = [{"prompt": f"{number}", "chosen": "yes", "rejected": "no"} for number in range(200)]
+    assert all(prompt.text.isdigit() for prompt in train.find_prompts(load(pairs)))
+    texts = load([{"text": f"{number} bottles of beer on the wall"} for number in range(50)])
+    (text,) = train.find_prompts(texts, 1)
+    assert re.fullmatch(r"\d+ bottles of \w*", text.text) and len(text.tokens) == 16
+    with pytest.raises(ValueError, match="the validation split has no rows"):
+        train.find_prompts(load([{"text": "a b c"}]))
+
+
+def test_a_prompt_keeps_the_turns_before_its_question(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    chats = [make_chat(f"{number} + 1?", "2", system=["Calculate."]) for number in range(40)]
+    (prompt,) = train.find_prompts(load(chats), 1)
+    assert prompt.text.startswith("System:\nCalculate.") and prompt.text.endswith(" + 1?")
+    assert b"Assistant:\n" in bytes(prompt.tokens.tolist())
+
+
+def test_prompts_of_the_data_are_continued_from_their_tokens(monkeypatch):
+    seen = []
+
+    def generate(model, tokens, *, max_new_tokens, mask, **options):
+        seen.extend(np.asarray(row)[np.asarray(valid)].tolist() for row, valid in zip(tokens, mask, strict=True))
+        return np.full((len(tokens), max_new_tokens), ord("x"))
+
+    monkeypatch.setattr("zoo.train.samples.generate", generate)
+    corpus = train.load_text({str(number): "abc " * number for number in range(1, 40)})
+    prompts = ["ab", train.samples.Prompt("shown", np.array([1, 2, 3]))]
+    mesh = zoo.make_mesh(devices=jax.devices()[:1])
+    found = train.continue_prompts(None, corpus, prompts, mesh=mesh, key=jax.random.key(0), max_new_tokens=2)
+    assert found == [("ab", "xx"), ("shown", "xx")] and seen == [[0, 97, 98], [1, 2, 3]]

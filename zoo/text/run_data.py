@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import ClassVar, Literal, Protocol, runtime_checkable
+from typing import Literal, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Array, Int, Integer
@@ -23,7 +23,8 @@ class RunData(Protocol):
     - `stop_tokens`: tokens that end a sample. `prompt_end`: written between a prompt and its sample.
     """
 
-    prompt_end: ClassVar[str]
+    @property
+    def prompt_end(self) -> str: ...
 
     @property
     def unit(self) -> LossUnit: ...

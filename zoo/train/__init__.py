@@ -50,7 +50,7 @@ from .reinforcement.rewards import Rewards, match_answer
 from .reinforcement.rollouts import Rollouts, pack_rollouts
 from .remat import count_residual_bytes, fit_remat
 from .run import Run
-from .samples import continue_prompts
+from .samples import continue_prompts, find_prompts
 from .skip import count_skips, skip_nonfinite, skip_spikes
 from .spikes import SpikeDetector
 from .stored_teacher import split_top_k, store_top_k
@@ -110,6 +110,7 @@ __all__ = [
     "eval_params",
     "export",
     "fill_groups",
+    "find_prompts",
     "fingerprint",
     "fit_remat",
     "format_groups",

@@ -2,23 +2,34 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Key
+from jaxtyping import Array, Int, Key
 
 from zoo.generate import generate
 from zoo.models import Decoder
 from zoo.parallel import ZERO3, Mesh, make_mesh, place
+from zoo.text.batches import spread_rows
+from zoo.text.records import Records
 from zoo.text.run_data import RunData
 from zoo.text.stream_decoder import StoppingDecoder, decode_until_stop
+
+_TEXT_PROMPT = 16  # tokens
+
+
+class Prompt(NamedTuple):
+    """A prompt as it is shown, and the tokens that a model continues."""
+
+    text: str
+    tokens: Int[np.ndarray, "tokens"]
 
 
 def continue_prompts(
     model: Decoder,
     data: RunData,
-    prompts: Sequence[str],
+    prompts: Sequence[str | Prompt],
     *,
     mesh: Mesh,
     key: Key[Array, ""],
@@ -30,6 +41,7 @@ def continue_prompts(
     """Sample a continuation of each prompt in one left-padded batch: (prompt, continuation) pairs. Of chats, the answer
     to each.
 
+    - `prompts`: texts, or prompts of the data (`find_prompts`).
     - `samples`: continuations per prompt, one after the other.
     - `stop`: strings that end a continuation, and are left out; they may spell special tokens. Not with several
       processes, which hold other rows.
@@ -37,7 +49,8 @@ def continue_prompts(
     The stages of a pipeline cannot decode: the model is placed on a mesh of the same devices, on which they shard its
     parameters instead.
     """
-    rows = [data.encode_prompt(prompt) for prompt in prompts]
+    asked = [prompt if isinstance(prompt, Prompt) else Prompt(prompt, data.encode_prompt(prompt)) for prompt in prompts]
+    rows = [prompt.tokens for prompt in asked]
     length = max(map(len, rows))
     tokens = jnp.asarray([np.pad(row, (length - len(row), 0)) for row in rows])
     mask = jnp.asarray([np.arange(length) >= length - len(row) for row in rows])
@@ -50,7 +63,30 @@ def continue_prompts(
     new = generate(model, tokens, max_new_tokens=max_new_tokens, mask=mask, samples=samples, **options)
     special_tokens = data.tokenizer.special_tokens
     texts = [decode_until_stop(data.decode, np.asarray(row), stop, special_tokens) for row in new]
-    return [(prompts[i // samples] + data.prompt_end, text) for i, text in enumerate(texts)]
+    return [(asked[i // samples].text + data.prompt_end, text) for i, text in enumerate(texts)]
+
+
+def find_prompts(data: Records, count: int = 3) -> list[Prompt]:
+    """Return up to `count` different prompts of held-out records, from rows spread evenly. Of a plain text it is the
+    beginning. **Raises** `ValueError` if none are held out."""
+    data.validation.require_rows()
+    rows = data.validation.rows
+    found = {}
+    for index in [*spread_rows(len(rows), 1, count), *range(min(len(rows), 100))]:
+        row = rows[index]
+        for segment in range(row["segment_ids"].max(), 0, -1):  # in a row the longest is first
+            is_inside = row["segment_ids"] == segment
+            tokens = row["tokens"][is_inside]
+            length = int((row["weights"][is_inside] > 0).argmax()) + 1
+            if length == 1:
+                length = min(_TEXT_PROMPT, len(tokens) // 2 + 1)
+            text = data.decode_prompt(tokens[:length])
+            if text not in found:
+                found[text] = Prompt(text, tokens[:length])
+                break
+        if len(found) == count:
+            break
+    return list(found.values())
 
 
 def _end_at_strings(

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from zoo import train
+from zoo.text.chat import PLAIN_TEMPLATE, ChatTemplate
 from zoo.text.tokenizers import ByteTokenizer
 from zoo.train.reinforcement import group_sampler
 from zoo.train.reinforcement.groups import Samples
@@ -48,6 +49,19 @@ def test_evaluation_is_spread_and_greedy(sampler):
     odd = np.mean([n % 2 for n in numbers])
     assert values["validation"] == pytest.approx(1 + 2 * odd) and values["validation_solved"] == pytest.approx(odd)
     assert len(sampler.evaluate(None, limit=1000, batch_size=1000)[1]) == len(held_out)
+
+
+def test_answers_to_messages_are_shown_with_the_question_only(sampler, tmp_path):
+    sampler, _ = sampler
+    asked = [f"{n:02} + 1?" for n in range(40)]
+    records = [{"prompt": [{"role": "user", "content": text}], "n": text[:2]} for text in asked]
+    template = ChatTemplate(PLAIN_TEMPLATE, {"eos_token": "\0"})
+    options = {"tokenizer": ByteTokenizer(), "template": template, "seq_len": 40, "cache": tmp_path}
+    data = train.load_records(records, **options)
+    rewards = train.Rewards({"whole": lambda texts, records: [float("User:" in r["prompt"]) for r in records]})
+    sampler = train.GroupSampler(data, rewards, mesh=None, max_new_tokens=4, temperature=0.7)
+    values, texts = sampler.evaluate(None, limit=2, batch_size=2)
+    assert values["validation"] == 1 and all(prompt.removesuffix("\n") in asked for prompt, _ in texts)
 
 
 def test_draws_end_once_the_batch_is_full(sampler):

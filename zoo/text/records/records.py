@@ -13,7 +13,7 @@ import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Integer
@@ -133,7 +133,11 @@ class Records:
     digest: str
     counts: Mapping[str, Any]
     parts: Mapping[str, "Records"] = dataclasses.field(default_factory=dict)
-    prompt_end: ClassVar[str] = "\n"
+
+    @property
+    def prompt_end(self) -> str:
+        """What is written between a question and its answer; of records without messages nothing."""
+        return "" if self.template is None else "\n"
 
     @property
     def unit(self) -> LossUnit:
@@ -162,6 +166,14 @@ class Records:
             return np.append(self.tokenizer.separator, tokens)
         messages = [{"role": "user", "content": prompt}]
         return self.template.encode(messages, self.tokenizer, add_generation_prompt=True)
+
+    def decode_prompt(self, tokens: Integer[np.ndarray, "tokens"]) -> str:
+        """Decode a prompt, without what the chat template writes before and behind a question."""
+        text = self.tokenizer.decode(tokens)
+        if self.template is None:
+            return text
+        before, _, behind = self.tokenizer.decode(self.encode_prompt("question")).partition("question")
+        return text.removeprefix(before).removesuffix(behind)
 
     def decode(self, tokens: Integer[np.ndarray, "tokens"] | Integer[Array, "tokens"]) -> str:
         """Decode an answer, up to the first token that ends it."""

@@ -91,7 +91,8 @@ class GroupSampler:
             groups, answers = self._draw(copy, split, prompts, 1, None)
             rewards += groups.rewards[:, 0].tolist()
             solved += [groups.metrics["solved"]] * len(chosen)
-            texts += answers
+            for tokens, mask, answer in zip(prompts["tokens"], prompts["mask"], answers, strict=True):
+                texts.append((self.data.decode_prompt(tokens[mask]) + self.data.prompt_end, answer))
         return {"validation": float(np.mean(rewards)), "validation_solved": float(np.mean(solved))}, texts
 
     def _draw(
@@ -101,8 +102,8 @@ class GroupSampler:
         prompts: Mapping[str, Shaped[np.ndarray, "prompts ..."]],
         samples: int,
         key: Key[Array, ""] | None,
-    ) -> tuple[Groups, list[tuple[str, str]]]:
-        """Sample and reward answers, greedy ones without a key; return also each prompt and answer."""
+    ) -> tuple[Groups, list[str]]:
+        """Sample and reward answers, greedy ones without a key; return also each answer."""
         stop_tokens = self.data.stop_tokens
         found = sample_groups(
             model,
@@ -117,7 +118,7 @@ class GroupSampler:
         records = [record for record in self._read_records(split, prompts) for _ in range(samples)]
         texts = [self.data.decode(tokens[tokens >= 0]) for tokens in found.tokens]
         groups = Groups.of(prompts, found, self.rewards(texts, records), stop_tokens=stop_tokens)
-        return groups, [(record["prompt"], text) for record, text in zip(records, texts, strict=True)]
+        return groups, texts
 
     def _read_records(
         self, split: RecordSplit, prompts: Mapping[str, Shaped[np.ndarray, "prompts ..."]]
