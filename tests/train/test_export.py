@@ -1,6 +1,7 @@
 """Exports: a model that loads bit for bit, and tokenizers that other tools read alike."""
 
 import json
+from pathlib import Path
 
 import equinox as eqx
 import jax
@@ -15,6 +16,8 @@ import zoo
 from tests.quick import mark_slow
 from zoo.text.tokenizers import ByteTokenizer, FileTokenizer
 from zoo.train import export, load_text, read_tokenizer
+from zoo.train.export import describe_training
+from zoo.weights.model_card import Training
 
 SIZES = {"embed": 16, "layers": 2, "heads": 2, "mlp": 32}
 
@@ -53,6 +56,21 @@ def test_export_round_trips_a_model_from_scratch(folder, tmp_path, vocab):
     export(again, load_text((folder,), tokenizer=read, cache=tmp_path / "cache"), tmp_path / "twice", seq_len=32)
     for file in (tmp_path / "model").iterdir():
         assert file.read_bytes() == (tmp_path / "twice" / file.name).read_bytes(), file.name
+
+
+def test_training_on_a_card_has_names_of_the_hub_and_no_folders(tmp_path):
+    local = tmp_path / "chats=2.jsonl"
+    local.touch()
+    config = {
+        "checkpoint": Path("Qwen/Qwen3-0.6B"), "data": ("trl-lib/chats:train=0.5", f"{local}"), "steps": 120,
+        "epochs": None, "lora": 0, "quantization": "none", "out": tmp_path, "seed": 1,
+    }  # fmt: skip
+    about = describe_training(config, 38)
+    assert (about.base, about.datasets) == ("Qwen/Qwen3-0.6B", ["trl-lib/chats"])
+    assert about.facts == {"data": "trl-lib/chats:train=0.5, chats=2.jsonl", "steps": 38}
+    cached = tmp_path / "models--tiny--llama" / "snapshots" / "0123"
+    assert describe_training({"checkpoint": cached}, 1).base == "tiny/llama"
+    assert describe_training({"checkpoint": tmp_path, "data": ()}, 1) == Training(None, [], {"steps": 1})
 
 
 @pytest.fixture(scope="module")

@@ -1,11 +1,15 @@
 """Saved directories have a model card that the hub reads; one that is there already stays."""
 
+import dataclasses
+
 import huggingface_hub
 import jax
 import pytest
 
 import zoo
 from zoo import adapters
+from zoo.weights.model_card import Training
+from zoo.weights.save import write_model
 
 CACHED = "models--tiny--llama/snapshots/0123456789abcdef0123456789abcdef01234567"
 
@@ -33,6 +37,23 @@ def test_card_of_a_model(cached, tmp_path):
     zoo.save(zoo.load(cached), tmp_path / "tuned", source=cached)
     card = read(tmp_path / "tuned")
     assert card.data.base_model == "tiny/llama" and "made from `tiny/llama`" in card.text
+    assert "`transformers.AutoModelForCausalLM.from_pretrained` reads it too." in card.text
+
+
+def test_card_of_a_training(tmp_path):
+    facts = {"steps": 120, "lora": 16}
+    training = Training("tiny/llama", ["trl-lib/chats"], facts)
+    write_model(make_model(), tmp_path, training=training)
+    card = read(tmp_path)
+    assert card.data.base_model == "tiny/llama" and card.data.datasets == ["trl-lib/chats"]
+    assert "## Training\n" in card.text and "| lora | 16 |" in card.text
+    write_model(make_model(), tmp_path, training=dataclasses.replace(training, facts=facts | {"steps": 600}))
+    longer = (tmp_path / "README.md").read_text()
+    assert "| steps | 600 |" in longer and "120" not in longer
+    edited = longer.replace("Saved by", "Made by")
+    (tmp_path / "README.md").write_text(edited)
+    write_model(make_model(), tmp_path, training=training)
+    assert (tmp_path / "README.md").read_text() == edited
 
 
 def test_card_of_an_adapter(cached, tmp_path):

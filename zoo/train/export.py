@@ -1,7 +1,10 @@
 """From a run to a directory that other tools read: weights, configuration and tokens."""
 
 import json
+import re
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -9,14 +12,17 @@ from zoo._terminal import show
 from zoo.models import Decoder
 from zoo.text.run_data import RunData
 from zoo.weights import NoFamilyError
+from zoo.weights.hub import is_hub_name
+from zoo.weights.model_card import Training, name_base
 from zoo.weights.save import write_model
 
 
-def export(model: Decoder, data: RunData, directory: Path, *, seq_len: int) -> Path:
+def export(model: Decoder, data: RunData, directory: Path, *, seq_len: int, training: Training | None = None) -> Path:
     """Write `model` as a Hugging Face directory, as `zoo.save` does, with the tokenizer and chat template of `data`.
 
     The configuration of a model made from scratch says that texts begin and end with the separator, and that it was
     trained on `seq` tokens. The configuration of a loaded model stays as it was, unless `seq` is more than it had.
+    `training` is for the model card.
     """
     separator = data.tokenizer.separator
     more = {"max_position_embeddings": seq_len}
@@ -24,7 +30,7 @@ def export(model: Decoder, data: RunData, directory: Path, *, seq_len: int) -> P
         more = {"bos_token_id": separator, "eos_token_id": separator, **more}
     elif json.loads(model.origin.config).get("max_position_embeddings", seq_len) >= seq_len:
         more = {}
-    write_model(model, directory, config=more)
+    write_model(model, directory, config=more, training=training)
     if jax.process_index() == 0:
         data.save(directory)
     if jax.process_count() > 1:
@@ -34,7 +40,9 @@ def export(model: Decoder, data: RunData, directory: Path, *, seq_len: int) -> P
     return directory
 
 
-def export_result(model: Decoder, data: RunData, directory: Path, *, seq_len: int, weights: str | None) -> None:
+def export_result(
+    model: Decoder, data: RunData, directory: Path, *, seq_len: int, weights: str | None, training: Training
+) -> None:
     """Export the model of a finished run and print its path; if no family holds the model, print where its weights are.
 
     - `weights`: path or URL of the run's newest checkpoint, None without one.
@@ -42,8 +50,36 @@ def export_result(model: Decoder, data: RunData, directory: Path, *, seq_len: in
     **Raises** as `export` does in all other cases.
     """
     try:
-        line = f"wrote the model to {export(model, data, directory, seq_len=seq_len)}"
+        line = f"wrote the model to {export(model, data, directory, seq_len=seq_len, training=training)}"
     except NoFamilyError as error:
         line = f"no family holds {error.part}; weights are in {weights or 'no checkpoint'}; see Port a model"
     if jax.process_index() == 0:
         show(line)
+
+
+_FACTS = ("data", "steps", "epochs", "batch_size", "seq_len", "learning_rate", "loss", "lora", "rank", "quantization")
+
+
+def describe_training(config: Mapping[str, Any], steps: int) -> Training:
+    """Return what a model card says of a training of so many steps with the flags of a recipe: names on the hub, and of
+    other paths the last part, since where they were is nobody's business."""
+    base = config.get("checkpoint")
+    if base is not None:
+        base = str(base) if _is_on_hub(str(base)) else name_base(Path(base))
+    facts = {name: config[name] for name in _FACTS if config.get(name) not in (None, 0, "none", (), [])}
+    datasets = []
+    if isinstance(facts.get("data"), list | tuple):
+        shown = []
+        for source in map(str, facts["data"]):
+            name = re.split("[:=]", source)[0]  # without split and weight
+            if _is_on_hub(name) and not Path(source).exists():
+                datasets.append(name)
+                shown.append(source)
+            else:
+                shown.append(Path(source).name)
+        facts["data"] = ", ".join(shown)
+    return Training(base, datasets, {**facts, "steps": steps})
+
+
+def _is_on_hub(name: str) -> bool:
+    return is_hub_name(name) and not Path(name).exists()

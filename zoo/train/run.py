@@ -33,7 +33,7 @@ from zoo.text.run_data import RunData
 from .checkpoint import Best, Checkpoints, UnwrittenCheckpointError, diff_configs
 from .directory import DirectoryLock, claim_directory
 from .environment import collect_environment
-from .export import export_result
+from .export import describe_training, export_result
 from .finite import describe_retry, find_nan_arrays, find_nonfinite_metrics
 from .interrupt import Interrupt, is_set_on_any_process
 from .metrics import Metrics, MetricsFile, Record, Value, truncate_after
@@ -360,7 +360,9 @@ class Run:
             return
         with self._name_interruption("exporting"):
             weights = self._find_newest_checkpoint()
-            export_result(model, data, self.directory / "export", seq_len=seq_len, weights=weights)
+            training = describe_training(self.config, self.step)
+            path = self.directory / "export"
+            export_result(model, data, path, seq_len=seq_len, weights=weights, training=training)
 
     def _profile_step(self) -> contextlib.AbstractContextManager:
         if self._profile is None:

@@ -1,7 +1,9 @@
 """Write the model card of a saved directory: the README.md that the Hugging Face hub shows and reads."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from zoo._files import write_text
 
@@ -10,17 +12,32 @@ from .hub import is_hub_name
 CARD_FILE = "README.md"
 
 
+_TRAINING = "\n## Training\n"  # the last section, which a longer run writes anew
+
+
+@dataclass(frozen=True)
+class Training:
+    """How a model was trained: the name of its base on the hub, the names of datasets there, and facts to list."""
+
+    base: str | None = None
+    datasets: Sequence[str] = ()
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+
 def write_model_card(directory: Path, text: str) -> None:
-    """Write a model card, unless the directory has one."""
-    if not (directory / CARD_FILE).exists():
-        write_text(directory / CARD_FILE, text)
+    """Write a model card, unless the directory has one that differs in more than the training."""
+    path = directory / CARD_FILE
+    if not path.exists() or path.read_text().partition(_TRAINING)[0] == text.partition(_TRAINING)[0]:
+        write_text(path, text)
 
 
-def describe_model(model_type: str, base: str | None, reader: str = "AutoModel") -> str:
+def describe_model(model_type: str, training: Training, reader: str) -> str:
     """Return the model card of a checkpoint. It does not depend on the directory: equal models have equal files.
     `reader` is the class of transformers that reads it."""
-    origin = f" It was made from `{base}`." if base else ""
-    return f"""{_format_header("transformers", base, ["equizoo", "jax"])}
+    origin = f" It was made from `{training.base}`." if training.base else ""
+    rows = [f"| {name} | {value} |\n" for name, value in training.facts.items()]
+    trained = "".join([_TRAINING, "\n| | |\n|---|---|\n", *rows]) if rows else ""
+    return f"""{_format_header("transformers", training.base, ["equizoo", "jax"], training.datasets)}
 # A {model_type} model
 
 Saved by equizoo.{origin}
@@ -32,7 +49,7 @@ model = zoo.load("DIRECTORY")  # or its name on the hub
 ```
 
 `transformers.{reader}.from_pretrained` reads it too.
-"""
+{trained}"""
 
 
 def describe_adapter(method: str, base: str | None) -> str:
@@ -63,11 +80,13 @@ def name_base(directory: Path) -> str | None:
     return repository.removeprefix("models--").replace("--", "/")
 
 
-def _format_header(library: str, base: str | None, tags: Sequence[str]) -> str:
+def _format_header(library: str, base: str | None, tags: Sequence[str], datasets: Sequence[str] = ()) -> str:
     """Return the metadata that the hub reads."""
     lines = [f"library_name: {library}"]
     if base is not None:
         lines.append(f"base_model: {base.partition('@')[0]}")
+    if datasets:
+        lines += ["datasets:", *(f"- {name}" for name in datasets)]
     lines.append("tags:")
     lines += [f"- {tag}" for tag in tags]
     return "\n".join(["---", *lines, "---"])

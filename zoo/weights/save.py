@@ -20,6 +20,7 @@ from jaxtyping import PyTree
 from zoo._checks import check_not_donated, describe_argument
 from zoo._files import create_files
 from zoo.layers import FP8Linear
+from zoo.models.decoder import Decoder
 from zoo.models.hf.config import IGNORED_KEYS, read_config
 from zoo.models.hf.encoder_heads import name_label_ids
 from zoo.models.hf.errors import ConfigError, suggest_nearest
@@ -35,7 +36,7 @@ from .directory import CONFIG_NAME, resolve_directory
 from .formats import QUANTIZATION_KEY, split_quantization
 from .formats.pack import drop_quantization_if_plain, pack_like, unpack_exported
 from .left_aside import LeftAside, check_source, open_left_aside
-from .model_card import describe_model, name_base, write_model_card
+from .model_card import Training, describe_model, name_base, write_model_card
 from .plan import list_callers, plan_tensors, strip_base_prefix
 from .safetensors import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, CheckpointError, order_tensors, write_tensors
 from .sentence_files import list_saved_files
@@ -118,8 +119,9 @@ def write_model(
     source: Path | None = None,
     config: Mapping[str, Any] | None = None,
     shard_bytes: int = 5_000_000_000,
+    training: Training | None = None,
 ) -> None:
-    """Save a model as `save` does, without a word on a tokenizer that the caller writes."""
+    """Save a model as `save` does, without a word on a tokenizer that the caller writes; `training` is for the card."""
     _require_directory(directory)
     check_not_donated(model)
     model, origin, name_map = resolve_model(model, family, dict(config or {}))
@@ -128,7 +130,7 @@ def write_model(
         aside = open_left_aside(source, origin)
         origin = dataclasses.replace(origin, wrapping=aside.wrapping)
         name_map = read_name_map(origin)
-    _write_checkpoint(model, directory, origin, name_map, shard_bytes, aside, source)
+    _write_checkpoint(model, directory, origin, name_map, shard_bytes, aside, source, training)
     if jax.process_index() != 0:
         return
     lacking = getattr(getattr(model, "origin", None), "left_aside", "")
@@ -324,6 +326,7 @@ def _write_checkpoint(
     shard_bytes: int,
     aside: LeftAside,
     source: str | Path | None,
+    training: Training | None,
 ) -> None:
     """Write config, shards and index under temporary names, then rename them all."""
     _, quantized = split_quantization(json.loads(origin.config))
@@ -360,15 +363,25 @@ def _write_checkpoint(
             if changed:
                 _logger.warning("%s: %s", directory, aside.describe_stale(source, changed[0]))
         if is_of_transformers(origin.family):  # transformers does not read a family of one's own
-            base = None if source is None else name_base(Path(source))
-            reader = "AutoModelForSequenceClassification" if isinstance(model, SequenceScore) else "AutoModel"
-            write_model_card(directory, describe_model(origin.family.name, base, reader))
+            training = training or Training(None if source is None else name_base(Path(source)))
+            write_model_card(directory, describe_model(origin.family.name, training, _name_reader(model, origin)))
     else:
         for names in shards:  # take part in the all-gather of each tensor, in the order in which the first one writes
             for name in order_tensors({name: specs[name] for name in names}):
                 tensor(name)
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices("zoo.save")  # no process loads before all files are written
+
+
+def _name_reader(model: Any, origin: Origin) -> str:
+    """Return the class of transformers that reads a model with its head."""
+    if isinstance(model, SequenceScore):
+        return "AutoModelForSequenceClassification"
+    if isinstance(model, Decoder) and origin.wrapping is None:
+        return "AutoModelForCausalLM"
+    architectures = json.loads(origin.config).get("architectures") or [""]
+    heads = ("ForMaskedLM", "ForSequenceClassification", "ForTokenClassification")
+    return "AutoModel" + next((head for head in heads if architectures[0].endswith(head)), "")
 
 
 TensorSpecs = dict[str, tuple[tuple[int, ...], np.dtype]]
