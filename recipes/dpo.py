@@ -103,7 +103,8 @@ def main(config: Config) -> None:
     steps = config.steps
     if config.epochs is not None:  # before log p of the reference is computed
         steps = data.train.batches(config.batch_size, process=(0, 1)).count_steps(config.epochs)
-    base = config.mesh.apply(zoo.load(checkpoint, mesh=mesh, dtype="float32"))
+    dtype = config.mesh.dtype if config.lora else "float32"  # of a frozen base the compute dtype
+    base = config.mesh.apply(zoo.load(checkpoint, mesh=mesh, dtype=dtype))
     if reference == "precomputed":
         size = {"batch_size": config.batch_size, "dtype": config.mesh.dtype}
         data = train.precompute_reference(base, data, mesh, **size)

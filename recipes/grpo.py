@@ -156,7 +156,8 @@ def main(config: Config) -> None:
     seq_len = config.prompt_len + config.max_new_tokens
     evaluate = partial(sampler.evaluate, limit=config.eval_prompts, batch_size=rows)
 
-    base = config.mesh.apply(zoo.load(checkpoint, mesh=mesh, dtype="float32"))
+    dtype = config.mesh.dtype if config.lora else "float32"  # of a frozen base the compute dtype
+    base = config.mesh.apply(zoo.load(checkpoint, mesh=mesh, dtype=dtype))
     model = base
     if config.lora:
         model = zoo.adapters.lora(base, targets=config.targets, rank=config.lora, alpha=2 * config.lora, key=key)

@@ -75,8 +75,8 @@ def main(config: Config) -> None:
     new = corpus.validation.ordered(config.seq_len, config.batch_size, limit=16)
     old = old_corpus.validation.ordered(config.seq_len, config.batch_size, limit=16)
 
-    base = zoo.load(checkpoint, mesh=mesh, dtype="float32")
-    base = config.mesh.apply(base)
+    dtype = config.mesh.dtype if config.quantization == "none" else "float32"  # not rounded twice
+    base = config.mesh.apply(zoo.load(checkpoint, mesh=mesh, dtype=dtype))
     if config.quantization != "none":
         base = zoo.adapters.quantize(base, config.quantization, targets=config.quantize_targets)
         base = zoo.place(base, mesh)

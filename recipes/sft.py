@@ -81,7 +81,9 @@ def main(config: Config) -> None:
     held_out = data.validation.ordered(config.batch_size, limit=16)
     prompts = config.prompts or (train.find_prompts(data) if config.data else PROMPTS)
 
-    base = config.mesh.apply(zoo.load(checkpoint, mesh=mesh, dtype="float32"))
+    is_frozen = config.lora and config.quantization == "none"  # what is quantized is not rounded first
+    dtype = config.mesh.dtype if is_frozen else "float32"
+    base = config.mesh.apply(zoo.load(checkpoint, mesh=mesh, dtype=dtype))
     if config.quantization != "none":
         base = zoo.place(zoo.adapters.quantize(base, config.quantization), mesh)
     model = base

@@ -53,3 +53,17 @@ def _option_groups(config: Any) -> dict[str, Any]:
 
 def _field_names(group: Any) -> list[str]:
     return [field.name for field in dataclasses.fields(group)]
+
+
+def loaded_dtype(main: Callable, patch: Any, **flags: Any) -> str:
+    """Return the dtype in which `main` loads its model, and end there."""
+
+    def load(directory: Any, *, dtype: str, **options: Any) -> None:
+        raise EOFError(dtype)
+
+    patch.setattr("zoo.load", load)
+    try:
+        call(main, **flags)
+    except EOFError as end:
+        return str(end)
+    raise AssertionError("no model was loaded")

@@ -9,7 +9,7 @@ import pytest
 
 import zoo
 from recipes import dpo
-from tests.recipes.flags import MESH_FLAGS, RUN_FLAGS, call, flag_names, unexplained_flags
+from tests.recipes.flags import MESH_FLAGS, RUN_FLAGS, call, flag_names, loaded_dtype, unexplained_flags
 from tests.recipes.optimization import check_optimization
 from zoo import train
 
@@ -163,6 +163,12 @@ def test_dpo_on_the_default_pairs(start, tmp_path, monkeypatch):
     assert read(tmp_path / "run")[-1]["step"] == np.ceil(rows / 4 / TINY["batch_size"]) < TINY["steps"]
     assert (tmp_path / "run" / "export" / "chat_template.jinja").exists()
     assert "What does `random.shuffle` do?" in (tmp_path / "run" / "report.html").read_text()
+
+
+def test_dpo_holds_a_frozen_base_in_the_compute_dtype(pairs, start, tmp_path, monkeypatch):
+    flags = {**TINY, "checkpoint": start, "data": (str(pairs),), "out": tmp_path, "dtype": "bfloat16"}
+    for lora, dtype in ((2, "bfloat16"), (0, "float32")):
+        assert loaded_dtype(dpo.main, monkeypatch, **flags, lora=lora) == dtype
 
 
 def complaint(capsys, *words):

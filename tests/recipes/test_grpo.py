@@ -9,7 +9,7 @@ import pytest
 
 import zoo
 from recipes import grpo
-from tests.recipes.flags import MESH_FLAGS, RUN_FLAGS, call, flag_names, unexplained_flags
+from tests.recipes.flags import MESH_FLAGS, RUN_FLAGS, call, flag_names, loaded_dtype, unexplained_flags
 from tests.recipes.optimization import check_optimization
 from zoo import train
 
@@ -122,6 +122,12 @@ def test_grpo_learns_to_sort_digits(tmp_path):
     assert lines[0]["solved"] < 0.4
     assert np.mean([line["solved"] for line in lines[-10:]]) > 0.9
     assert lines[-1]["validation_solved"] > 0.9
+
+
+def test_grpo_holds_a_frozen_base_in_the_compute_dtype(task, start, tmp_path, monkeypatch):
+    flags = {**TINY, **task, "checkpoint": start, "out": tmp_path, "dtype": "bfloat16"}
+    for lora, dtype in ((2, "bfloat16"), (0, "float32")):
+        assert loaded_dtype(grpo.main, monkeypatch, **flags, lora=lora) == dtype
 
 
 def complaint(capsys, *words):

@@ -10,7 +10,7 @@ import pytest
 
 import zoo
 from recipes import lora
-from tests.recipes.flags import MESH_FLAGS, RUN_FLAGS, call, flag_names
+from tests.recipes.flags import MESH_FLAGS, RUN_FLAGS, call, flag_names, loaded_dtype
 from tests.recipes.optimization import check_optimization
 from zoo import train
 
@@ -120,6 +120,13 @@ def test_qlora_resumes_bitwise(text, whole_blocks, quantized, tmp_path):
     call(lora.main, checkpoint=whole_blocks, data=(text,), pretraining_data=(text,), out=out, **options)
     for name in ("metrics.jsonl", "adapter/adapter_model.safetensors", "export/model.safetensors"):
         assert (out / name).read_bytes() == (quantized / name).read_bytes()
+
+
+def test_lora_holds_a_frozen_base_in_the_compute_dtype(text, start, tmp_path, monkeypatch):
+    flags = {**TINY, "checkpoint": start, "data": (text,), "pretraining_data": (text,), "out": tmp_path}
+    for quantization, dtype in (("none", "bfloat16"), ("nf4", "float32")):
+        found = loaded_dtype(lora.main, monkeypatch, **flags, quantization=quantization, dtype="bfloat16")
+        assert found == dtype
 
 
 def complaint(capsys, *words):

@@ -10,7 +10,7 @@ import pytest
 
 import zoo
 from recipes import sft
-from tests.recipes.flags import MESH_FLAGS, RUN_FLAGS, call, flag_names, unexplained_flags
+from tests.recipes.flags import MESH_FLAGS, RUN_FLAGS, call, flag_names, loaded_dtype, unexplained_flags
 from tests.recipes.optimization import check_optimization
 from zoo import train
 from zoo.text.chat import PLAIN_TEMPLATE
@@ -108,6 +108,12 @@ def test_sft_on_a_quantized_base(chats, text, tmp_path):
     tuned, merged = zoo.adapters.load(small, tmp_path / "run" / "adapter"), zoo.load(tmp_path / "run" / "export")
     tokens = jnp.arange(32).reshape(2, 16)
     np.testing.assert_allclose(tuned(tokens), merged(tokens), atol=1e-4)
+
+
+def test_sft_holds_a_frozen_base_in_the_compute_dtype(chats, start, tmp_path, monkeypatch):
+    flags = {**TINY, "checkpoint": start, "data": (str(chats),), "out": tmp_path, "dtype": "bfloat16"}
+    for lora, quantization, dtype in ((2, "none", "bfloat16"), (2, "nf4", "float32"), (0, "none", "float32")):
+        assert loaded_dtype(sft.main, monkeypatch, **flags, lora=lora, quantization=quantization) == dtype
 
 
 def complaint(capsys, *words):
