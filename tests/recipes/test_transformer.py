@@ -248,7 +248,7 @@ def test_transformer_preset_has_the_size_of_its_name():
     [
         (["--stepz", "3"], "Unrecognized options: --stepz"),
         (["--data", "/nowhere/at/all"], "/nowhere/at/all: there is no such file"),
-        (["--tensor", "3"], "tensor=3 asks for a multiple of 3 devices, there are 8"),
+        (["--tensor", "3"], "--tensor 3 takes a multiple of 3 devices, and there are 8: let the flags multiply to"),
         (["--heads", "3"], "embed=16 does not divide evenly over 3 heads"),
         (["--vocab", "100"], "a vocabulary of 100 cannot write every byte"),
         (["--dtype", "float16"], "invalid choice 'float16'"),

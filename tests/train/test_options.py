@@ -1,6 +1,7 @@
 """Option groups of recipes: flattened flags and configurations."""
 
 import dataclasses
+import math
 import typing
 from dataclasses import dataclass
 from functools import partial
@@ -71,6 +72,16 @@ def test_mesh_options_make_the_mesh():
     assert str(jax.device_count() // 4) in str(mesh)
     stages = [train.MeshOptions(fsdp=2, zero_stage=stage).make_mesh().layout for stage in (1, 2, 3)]
     assert stages == [ZERO1, ZERO2, ZERO3]
+
+
+def test_mesh_options_that_fit_no_mesh_are_named_as_flags():
+    for sizes, flags in (({"fsdp": 3}, "--fsdp 3"), ({"fsdp": 3, "tensor": 2}, "--fsdp 3 --tensor 2")):
+        asked = math.prod(sizes.values())
+        expected = f"{flags} asks for a multiple of {asked} devices, and there are 8: give sizes of which the product"
+        with pytest.raises(ValueError, match=f"^{expected} divides 8$"):
+            train.MeshOptions(**sizes).make_mesh()
+    with pytest.raises(ValueError, match="XLA_FLAGS=--xla_force_host_platform_device_count=16"):
+        train.MeshOptions(fsdp=16).make_mesh()
 
 
 def test_mesh_options_shard_the_sequence():
