@@ -93,7 +93,7 @@ def test_prompts_of_the_data_are_continued_from_their_tokens(monkeypatch):
 
     monkeypatch.setattr("zoo.train.samples.generate", generate)
     corpus = train.load_text({str(number): "abc " * number for number in range(1, 40)})
-    prompts = ["ab", train.samples.Prompt("shown", np.array([1, 2, 3]))]
+    prompts = ["ab", train.samples.HeldOutPrompt("shown", np.array([1, 2, 3]))]
     mesh = zoo.make_mesh(devices=jax.devices()[:1])
     found = train.continue_prompts(None, corpus, prompts, mesh=mesh, key=jax.random.key(0), max_new_tokens=2)
     assert found == [("ab", "xx"), ("shown", "xx")] and seen == [[0, 97, 98], [1, 2, 3]]

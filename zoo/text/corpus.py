@@ -18,7 +18,7 @@ import sysconfig
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 from jaxtyping import Array, Int, Integer
@@ -59,7 +59,11 @@ class Corpus:
     num_binary: int
     directory: Path
     digest: str
-    prompt_end: ClassVar[str] = ""
+
+    @property
+    def prompt_end(self) -> str:
+        """Nothing: a sample goes on where its prompt ends."""
+        return ""
 
     @property
     def unit(self) -> LossUnit:

@@ -43,7 +43,7 @@ from .profile import Profile
 from .progress import LineProgress, Progress, SilentProgress, Throughput, make_progress
 from .results import write_results
 from .resume import read_learning_rate
-from .samples import continue_prompts
+from .samples import HeldOutPrompt, continue_prompts
 from .spikes import SpikeDetector
 from .trackers import Tracker
 from .tracking import Trackers, import_trackers
@@ -318,7 +318,7 @@ class Run:
         data: RunData,
         *,
         before: Mapping[str, float] | None = None,
-        prompts: Sequence[str] = (),
+        prompts: Sequence[str | HeldOutPrompt] = (),
         key: Key[Array, ""] | None = None,
         samples: Sequence[tuple[str, str]] = (),
         export_seq_len: int | None = None,

@@ -19,7 +19,7 @@ from zoo.text.stream_decoder import StoppingDecoder, decode_until_stop
 _TEXT_PROMPT = 16  # tokens
 
 
-class Prompt(NamedTuple):
+class HeldOutPrompt(NamedTuple):
     """A prompt as it is shown, and the tokens that a model continues."""
 
     text: str
@@ -29,7 +29,7 @@ class Prompt(NamedTuple):
 def continue_prompts(
     model: Decoder,
     data: RunData,
-    prompts: Sequence[str | Prompt],
+    prompts: Sequence[str | HeldOutPrompt],
     *,
     mesh: Mesh,
     key: Key[Array, ""],
@@ -49,7 +49,7 @@ def continue_prompts(
     The stages of a pipeline cannot decode: the model is placed on a mesh of the same devices, on which they shard its
     parameters instead.
     """
-    asked = [prompt if isinstance(prompt, Prompt) else Prompt(prompt, data.encode_prompt(prompt)) for prompt in prompts]
+    asked = [HeldOutPrompt(text, data.encode_prompt(text)) if isinstance(text, str) else text for text in prompts]
     rows = [prompt.tokens for prompt in asked]
     length = max(map(len, rows))
     tokens = jnp.asarray([np.pad(row, (length - len(row), 0)) for row in rows])
@@ -66,7 +66,7 @@ def continue_prompts(
     return [(asked[i // samples].text + data.prompt_end, text) for i, text in enumerate(texts)]
 
 
-def find_prompts(data: Records, count: int = 3) -> list[Prompt]:
+def find_prompts(data: Records, count: int = 3) -> list[HeldOutPrompt]:
     """Return up to `count` different prompts of held-out records, from rows spread evenly. Of a plain text it is the
     beginning. **Raises** `ValueError` if none are held out."""
     data.validation.require_rows()
@@ -82,7 +82,7 @@ def find_prompts(data: Records, count: int = 3) -> list[Prompt]:
                 length = min(_TEXT_PROMPT, len(tokens) // 2 + 1)
             text = data.decode_prompt(tokens[:length])
             if text not in found:
-                found[text] = Prompt(text, tokens[:length])
+                found[text] = HeldOutPrompt(text, tokens[:length])
                 break
         if len(found) == count:
             break

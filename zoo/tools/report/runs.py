@@ -16,6 +16,7 @@ from zoo.text.run_data import RunData
 from zoo.train.checkpoint import Best
 from zoo.train.options import flatten_config
 from zoo.train.run import Run
+from zoo.train.samples import HeldOutPrompt
 
 from .page import write_report
 from .parameters import describe_model, tabulate_parameters
@@ -30,7 +31,7 @@ def report_run(
     *,
     before: Mapping[str, float] | None = None,
     headline: Mapping[str, str] | None = None,
-    prompts: Sequence[str] = (),
+    prompts: Sequence[str | HeldOutPrompt] = (),
     key: Key[Array, ""] | None = None,
     samples: Sequence[tuple[str, str]] = (),
     export_seq_len: int | None = None,
