@@ -3,6 +3,8 @@
 import dataclasses
 from collections.abc import Mapping
 
+from zoo.parallel import Remat
+
 
 @dataclasses.dataclass(frozen=True)
 class Case:
@@ -17,7 +19,7 @@ class Case:
     """Shard hidden states over tensor, too."""
     zero_stage: int = 3
     seq: int = 4096
-    remat: str = "full"
+    remat: Remat = "full"
 
 
 @dataclasses.dataclass(frozen=True)
