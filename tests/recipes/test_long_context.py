@@ -39,7 +39,7 @@ def test_long_context_trains_and_counts_bytes(tmp_path, capsys):
     [
         ({"pattern": ("attention", "memory")}, "name one or more of the mixers attention, .*, not attention, memory"),
         ({"seq_len": 48}, "rows hold 32 tokens times a power of two, not 48"),
-        ({"context": 3}, "asks for a multiple of 3 devices"),
+        ({"context": 3}, "--context 3 takes a multiple of 3 devices"),
     ],
 )
 def test_long_context_bad_flags_raise_early(tmp_path, changes, message):

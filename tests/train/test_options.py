@@ -77,8 +77,8 @@ def test_mesh_options_make_the_mesh():
 def test_mesh_options_that_fit_no_mesh_are_named_as_flags():
     for sizes, flags in (({"fsdp": 3}, "--fsdp 3"), ({"fsdp": 3, "tensor": 2}, "--fsdp 3 --tensor 2")):
         asked = math.prod(sizes.values())
-        expected = f"{flags} asks for a multiple of {asked} devices, and there are 8: give sizes of which the product"
-        with pytest.raises(ValueError, match=f"^{expected} divides 8$"):
+        expected = f"{flags} takes a multiple of {asked} devices, and there are 8: let the flags multiply to a divisor"
+        with pytest.raises(ValueError, match=f"^{expected} of 8"):
             train.MeshOptions(**sizes).make_mesh()
     with pytest.raises(ValueError, match="XLA_FLAGS=--xla_force_host_platform_device_count=16"):
         train.MeshOptions(fsdp=16).make_mesh()

@@ -50,7 +50,8 @@ class MeshOptions:
     remat: RematPolicy = "elementwise"
     """Activations that the backward pass recomputes, to save memory."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Compute dtype. Parameters, optimizer state, routers and recurrent states are float32."""
+    """Compute dtype. Parameters, optimizer state, routers and recurrent states are float32; the frozen base of adapters
+    is held in the compute dtype."""
     attention: Literal["auto", "cudnn", "splash", "tokamax", "grouped", "blockwise", "reference"] = "auto"
     """Implementation of attention; auto chooses by platform, shapes and options."""
     recurrence: Literal["auto", "pallas", "tokamax", "chunked", "recurrent"] = "auto"

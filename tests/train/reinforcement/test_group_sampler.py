@@ -52,7 +52,7 @@ def test_evaluation_is_spread_and_greedy(sampler):
 
 
 def test_answers_to_messages_are_shown_with_the_question_only(sampler, tmp_path):
-    sampler, _ = sampler
+    sampler, _, _ = sampler
     asked = [f"{n:02} + 1?" for n in range(40)]
     records = [{"prompt": [{"role": "user", "content": text}], "n": text[:2]} for text in asked]
     template = ChatTemplate(PLAIN_TEMPLATE, {"eos_token": "\0"})
