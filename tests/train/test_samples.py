@@ -57,7 +57,7 @@ def make_chat(question, answer, *, system=()):
     return {"messages": [{"role": role, "content": content} for role, content in turns]}
 
 
-def test_prompts_of_the_data_are_held_out_and_shown_without_the_template(tmp_path, monkeypatch):
+def test_prompts_of_the_data_are_held_out_and_bare(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     data = load([make_chat(f"{number} + 1?", f"{number + 1}") for number in range(200)])
     prompts = train.find_prompts(data)

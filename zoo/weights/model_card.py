@@ -17,7 +17,7 @@ _TRAINING = "\n## Training\n"  # the last section, which a longer run writes ane
 
 @dataclass(frozen=True)
 class Training:
-    """How a model was trained: the name of its base on the hub, the names of datasets there, and facts to list."""
+    """Training of a model, for its card: names of its base and its datasets on the hub, and facts to list."""
 
     base: str | None = None
     datasets: Sequence[str] = ()

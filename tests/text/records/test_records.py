@@ -318,7 +318,7 @@ def test_bad_arguments_and_empty_sources_are_named(load, tmp_path):
         load(make_chats(3), seq_len=4).train.batches(batch_size=1)
 
 
-def test_records_of_another_kind_are_refused_before_they_are_tokenized(load, tmp_path):
+def test_records_of_another_kind_are_refused_untokenized(load, tmp_path):
     files = {
         "texts.jsonl": [{"text": "a"}],
         "pairs.jsonl": [{"prompt": "1?", "chosen": "1", "rejected": "2"}],

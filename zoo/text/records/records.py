@@ -136,7 +136,7 @@ class Records:
 
     @property
     def prompt_end(self) -> str:
-        """What is written between a question and its answer; of records without messages nothing."""
+        """Separator of a question and its answer, as they are shown; empty for records without messages."""
         return "" if self.template is None else "\n"
 
     @property

@@ -82,7 +82,7 @@ _LEARNED_BY = {
     ),
     "prompts": "`zoo fork grpo` learns from rewards of answers; to train on given answers, add a `completion` to each",
 }
-"""What learns from each kind, and what makes another kind of it."""
+"""Recipes that learn from each kind, and changes that make another kind of it."""
 
 
 def read_first_record(files: Sequence[RecordFile]) -> tuple[dict[str, Any], str]:
