@@ -1,10 +1,19 @@
 # Needs make, and Python 3.11 or newer with pip.
 # `make` alone lists the targets.
 
+OLDEST := 11
+PYTHONS := python3.11 python3.12 python3.13 python3 python
+# tokamax needs a newer Python, and a newer JAX than constraints.txt has.
+ifeq ($(MAKECMDGOALS),neighbors)
+OLDEST := 12
+PYTHONS := python3.13 python3.12 $(wildcard $(HOME)/.pyenv/versions/3.1[32].*/bin/python) python3 python
+VENV ?= .venv-neighbors
+CONSTRAINTS ?= constraints-newest.txt
+endif
 VENV ?= .venv
 BIN := $(VENV)/bin
-PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3 python; do \
-	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+PYTHON ?= $(shell for p in $(PYTHONS); do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, $(OLDEST)))' 2>/dev/null && echo $$p && break; done)
 CONSTRAINTS ?= constraints.txt
 WORKERS ?= 2
 ARGS ?=
@@ -12,10 +21,10 @@ ARGS ?=
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test newest format docs clean
+.PHONY: help demo test newest neighbors format docs clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 demo: $(VENV)/.train ## train a small Transformer on this machine; options as in `make demo ARGS="--steps 50"`
 	$(call say,recipes/transformer.py $(ARGS))
@@ -42,6 +51,10 @@ newest: $(VENV)/.dev ## tests of numbers; `make newest VENV=.venv-newest CONSTRA
 NUMBERS := $(addprefix tests/,ops layers models parallel generate inspect tools/plan) --ignore-glob='tests/models/hf/test_*' \
 	tests/cli/test_main.py::test_command_help_describes_every_option
 
+neighbors: $(VENV)/.neighbors ## tests that compare with PyTorch, transformers, PEFT, TRL, lm_eval and tokamax; on Python 3.12
+	$(call say,tests with the neighbors)
+	@ZOO_NEIGHBORS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --durations 10 -m neighbors -rs $(ARGS)
+
 format: $(VENV)/.dev ## let ruff format and correct what it can
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
@@ -51,7 +64,7 @@ docs: $(VENV)/.dev ## build the documentation into site/, with the pages that fo
 	@echo "Open site/index.html"
 
 clean: ## remove the environment, the caches and what was built; runs/ stays
-	rm -rf $(VENV) .venv-newest .jax_cache .hypothesis .pytest_cache .ruff_cache site dist
+	rm -rf $(VENV) .venv-newest .venv-neighbors .jax_cache .hypothesis .pytest_cache .ruff_cache site dist
 	rm -rf docs/api docs/families.md docs/names.md docs/tree.md
 	find zoo recipes tests -name __pycache__ -type d -exec rm -rf {} +
 
@@ -68,6 +81,9 @@ $(VENV)/.train: pyproject.toml $(CONSTRAINTS) $(VENV)/.created
 $(VENV)/.dev: pyproject.toml $(CONSTRAINTS) $(VENV)/.created
 	@$(call install,dev)
 
+$(VENV)/.neighbors: pyproject.toml $(CONSTRAINTS) $(VENV)/.created
+	@$(call install,neighbors)
+
 # The stamp is written last, so that what broke off half-way is done again. uv installs in 10 seconds what takes pip a minute.
 define install
 	printf '\n== installing zoo[$(1)] into $(VENV); the first time takes a minute or two\n'; \
@@ -81,12 +97,12 @@ define install
 endef
 
 $(VENV)/.created:
-	@if [ -z "$(PYTHON)" ]; then echo "No Python 3.11 or newer was found; name one with \`make PYTHON=/path/to/python\`." >&2; exit 1; fi
+	@if [ -z "$(PYTHON)" ]; then echo "No Python 3.$(OLDEST) or newer was found; name one with \`make PYTHON=/path/to/python\`." >&2; exit 1; fi
 	$(call say,making $(VENV) with $(PYTHON))
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
-	|| { echo "$(PYTHON) is not a working Python 3.11 or newer; name another with \`make PYTHON=/path/to/python\`." >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, $(OLDEST)))' \
+	|| { echo "$(PYTHON) is not a working Python 3.$(OLDEST) or newer; name another with \`make PYTHON=/path/to/python\`." >&2; exit 1; }
 	@$(PYTHON) -m venv $(VENV) \
 	|| { echo "$(PYTHON) could not make $(VENV). On Debian and Ubuntu the package python3-venv is needed." >&2; exit 1; }
-	@$(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	@$(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, $(OLDEST)))' \
 	|| { echo "$(VENV) was made by an older Python: \`make clean\` removes it." >&2; exit 1; }
 	@touch $@

@@ -85,9 +85,11 @@ def test_donation_leaves_shared_memory_as_it_is():
 TORCH_DTYPES = "float32 bfloat16 float16 float8_e4m3fn float8_e5m2 int8 uint8 int16 int32 bool complex64".split()
 
 
+@pytest.mark.neighbors("torch")
 @pytest.mark.parametrize("dtype", TORCH_DTYPES)
 def test_pytorch_shares_both_ways(dtype):
-    torch = pytest.importorskip("torch", reason="torch is not installed")
+    import torch
+
     x = torch.zeros(64, 64, dtype=getattr(torch, dtype))
     array = jnp.from_dlpack(x)
     back = torch.from_dlpack(array)
@@ -95,8 +97,10 @@ def test_pytorch_shares_both_ways(dtype):
     assert shares(array, x.data_ptr()) and back.data_ptr() == x.data_ptr()
 
 
+@pytest.mark.neighbors("torch")
 def test_layouts_and_copies_of_pytorch():
-    torch = pytest.importorskip("torch", reason="torch is not installed")
+    import torch
+
     x = torch.randn(4, 8, 16)
     for view in (x.transpose(0, 2), x.permute(2, 0, 1), x[2:]):
         array = jnp.from_dlpack(view)
@@ -114,8 +118,10 @@ def test_layouts_and_copies_of_pytorch():
         jnp.from_dlpack(torch.ones(3, requires_grad=True))
 
 
+@pytest.mark.neighbors("torch")
 def test_writes_of_pytorch_and_donation():
-    torch = pytest.importorskip("torch", reason="torch is not installed")
+    import torch
+
     x = torch.zeros(64, 64)
     array = jnp.from_dlpack(x)
     x[0, 0] = 7.0

@@ -16,7 +16,6 @@ from zoo.models.loss_request import LossRequest
 from zoo.models.tokamax_loss import find_tokamax_loss_obstacle, tokamax_cross_entropy
 from zoo.ops.platform import target_device, target_platform
 
-needs_tokamax = pytest.mark.skipif(importlib.util.find_spec("tokamax") is None, reason="tokamax is not installed")
 VOCAB = 50
 
 
@@ -30,7 +29,7 @@ def draw_batch():
     return {"tokens": tokens, "targets": targets.at[0, 3].set(-100), "weights": jax.random.uniform(keys[2], (2, 6))}
 
 
-@needs_tokamax
+@pytest.mark.neighbors("tokamax")
 @pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.ci)])
 def test_loss_equals_the_reference(tied):
     """With gradients of parameters and of the weights of targets, of which one is ignored."""
@@ -47,7 +46,7 @@ def test_loss_equals_the_reference(tied):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-6, rtol=1e-5), ours, theirs)
 
 
-@needs_tokamax
+@pytest.mark.neighbors("tokamax")
 def test_a_target_beyond_the_vocabulary_gives_nan():
     head = make_model().gather_unembedding()
     x, weights = jnp.ones((3, 8)), jnp.ones(3)
@@ -80,7 +79,7 @@ def test_loss_says_what_tokamax_does_not_cover(monkeypatch):
         assert "8 features and a vocabulary of 50 are not multiples of 128" in str(explain())
 
 
-@needs_tokamax
+@pytest.mark.neighbors("tokamax")
 @pytest.mark.aot
 @pytest.mark.parametrize("topology", ["v5p:2x2x1", "v6e:1x1"])
 def test_loss_compiles(topology):
@@ -96,7 +95,7 @@ def test_loss_compiles(topology):
     assert "bf16[1500,2048]" not in program.text and "f32[1500,2048]" not in program.text  # no logits in memory
 
 
-@needs_tokamax
+@pytest.mark.neighbors("tokamax")
 @pytest.mark.aot
 @pytest.mark.slow
 def test_tpu_kernel_equals_the_reference_in_the_interpreter():

@@ -23,7 +23,6 @@ from zoo.ops.platform import target_device, target_platform
 from zoo.ops.recurrence.delta_rule import delta_rule, gated_delta_rule, kda
 from zoo.ops.tokamax import UNMEASURED
 
-needs_tokamax = pytest.mark.skipif(importlib.util.find_spec("tokamax") is None, reason="tokamax is not installed")
 SEQ = 16
 SHAPES = (2, SEQ, 4, 8), (2, SEQ, 2, 8), (2, SEQ, 2, 4)
 """Queries, keys and values of two rows, with two query heads per key head."""
@@ -90,14 +89,14 @@ def assert_equal(ours, theirs, tolerance=1e-5):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=tolerance * abs(b).max(), rtol=0), ours, theirs)
 
 
-@needs_tokamax
+@pytest.mark.neighbors("tokamax")
 def test_attention_equals_the_reference():
     operands = draw(*SHAPES)
     ours, theirs = (with_gradients(partial(attend_all, name), *operands) for name in ("tokamax", "reference"))
     assert_equal(ours, theirs)
 
 
-@needs_tokamax
+@pytest.mark.neighbors("tokamax")
 def test_grouped_products_equal_the_reference():
     x, weight = draw((40, 16), (4, 24, 16))
     operands = x, weight, jnp.array([10, 0, 20, 5])  # an expert without rows, and rows without an expert
@@ -105,7 +104,7 @@ def test_grouped_products_equal_the_reference():
     assert_equal(ours, theirs)
 
 
-@needs_tokamax
+@pytest.mark.neighbors("tokamax")
 @pytest.mark.ci
 def test_delta_rules_equal_the_reference():
     operands = draw(*[(1, 5, 2, 8)] * 3, (1, 5, 2), (1, 5, 2, 8), (1, 2, 8, 8))
@@ -113,7 +112,7 @@ def test_delta_rules_equal_the_reference():
     assert_equal(ours, theirs)
 
 
-@needs_tokamax
+@pytest.mark.neighbors("tokamax")
 def test_a_decay_that_the_kernels_cannot_exponentiate_gives_nan():
     query, key, value, beta = draw(*[(1, 3, 2, 8)] * 3, (1, 3, 2))
     decay = jnp.full((1, 3, 2), -1.0).at[0, 1, 1].set(-5.1)
@@ -122,7 +121,7 @@ def test_a_decay_that_the_kernels_cannot_exponentiate_gives_nan():
     assert jnp.isnan(output[:, :, 1]).all() and jnp.isnan(state[:, 1]).all()
 
 
-@needs_tokamax
+@pytest.mark.neighbors("tokamax")
 def test_kernels_differentiate_in_a_scan_over_a_mesh():
     query, key, value, x, weight = draw(*SHAPES[:2], SHAPES[1], (2, 6, 8), (3, 8, 8))
     mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
@@ -145,7 +144,7 @@ def test_kernels_differentiate_in_a_scan_over_a_mesh():
     assert_equal(differentiate("tokamax", "tokamax"), differentiate("reference", "reference"))
 
 
-@needs_tokamax
+@pytest.mark.neighbors("tokamax")
 def test_other_derivatives_are_refused_by_name():
     query, key, value = draw(*SHAPES)
     attend = lambda query: attention(query, key, value, AttentionMask(causal=True), implementation="tokamax").sum()
@@ -224,7 +223,7 @@ def find_kernels(program):
     return set(re.findall(r'custom_call_target="(mosaic_gpu|tpu_custom_call)', program.text))
 
 
-@needs_tokamax
+@pytest.mark.neighbors("tokamax")
 @pytest.mark.aot
 @pytest.mark.parametrize(("topology", "kernel"), [("h100:1", "mosaic_gpu"), ("v5p:2x2x1", "tpu_custom_call")])
 def test_attention_and_grouped_products_compile(topology, kernel):
@@ -233,7 +232,7 @@ def test_attention_and_grouped_products_compile(topology, kernel):
     assert find_kernels(compile_for(topology, gradient, *GROUPED)) == {kernel}
 
 
-@needs_tokamax
+@pytest.mark.neighbors("tokamax")
 @pytest.mark.aot
 def test_attention_and_grouped_products_compile_for_blackwell():
     """In a process of its own: Pallas compiles for the kind of GPU that it has met first."""
@@ -251,7 +250,7 @@ def compile_for_blackwell():
         compile_for("b200:1", jax.grad(sum_grouped, argnums=(0, 1)), *GROUPED)
 
 
-@needs_tokamax
+@pytest.mark.neighbors("tokamax")
 @pytest.mark.aot
 def test_delta_rules_compile():
     def loss(query, key, value, beta, decay):
@@ -266,7 +265,7 @@ def test_delta_rules_compile():
         compile_for("v5p:2x2x1", gradient, heads, heads, heads, beta, heads)
 
 
-@needs_tokamax
+@pytest.mark.neighbors("tokamax")
 @pytest.mark.aot
 @pytest.mark.parametrize("topology", ["h100:2", "v6e:2x1"])
 def test_a_model_compiles_and_reports_its_kernels(topology):
@@ -289,7 +288,7 @@ def test_a_model_compiles_and_reports_its_kernels(topology):
         assert any("flash_attention_sm90" in kernel for kernel in program.flops.uncounted)
 
 
-@needs_tokamax
+@pytest.mark.neighbors("tokamax")
 @pytest.mark.aot
 @pytest.mark.slow
 def test_tpu_kernels_equal_the_reference_in_the_interpreter():

@@ -7,6 +7,8 @@ import pytest
 
 from scripts import make_adapter_fixtures
 
+from .reproduction import assert_made_again
+
 ROOT = Path(__file__).parents[2]
 ADAPTERS = ROOT / "tests/fixtures/adapters"
 FILES = {"adapter_config.json", "adapter_model.safetensors", "expected.safetensors", "meta.json"}
@@ -34,15 +36,8 @@ def test_fixtures_without_peft_raise(monkeypatch, tmp_path):
         make_adapter_fixtures.main(out=tmp_path)
 
 
+@pytest.mark.neighbors("peft", "transformers")
 @pytest.mark.filterwarnings("default")
-def test_fixtures_are_reproduced_bit_by_bit(tmp_path):
-    if make_adapter_fixtures.peft is None or make_adapter_fixtures.transformers is None:
-        pytest.skip("PEFT is not installed")
+def test_fixtures_are_reproduced(tmp_path):
     make_adapter_fixtures.main(out=tmp_path, only=("adalora_allocated",))
-    made, committed = tmp_path / "adalora_allocated", ADAPTERS / "adalora_allocated"
-    versions = [json.loads((folder / "meta.json").read_text())["versions"] for folder in (made, committed)]
-    if versions[0] != versions[1]:
-        pytest.skip(f"made with {versions[1]}, here is {versions[0]}")
-    assert {path.name: path.read_bytes() for path in made.iterdir()} == {
-        path.name: path.read_bytes() for path in committed.iterdir()
-    }
+    assert_made_again(tmp_path / "adalora_allocated", ADAPTERS / "adalora_allocated")

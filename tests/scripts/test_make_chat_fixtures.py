@@ -21,9 +21,8 @@ def test_cases_without_transformers_raise(monkeypatch, tmp_path):
         make_chat_fixtures.main(out=tmp_path)
 
 
+@pytest.mark.neighbors("transformers")
 def test_cases_are_reproduced(tmp_path):
-    if make_chat_fixtures.transformers is None:
-        pytest.skip("transformers is not installed")
     make_chat_fixtures.main(out=tmp_path)
     made, committed = (
         json.loads((folder / "cases.json").read_text()) for folder in (tmp_path, make_chat_fixtures.FOLDER)

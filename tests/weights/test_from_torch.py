@@ -18,7 +18,7 @@ from zoo.weights.safetensors import read_json
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-pytestmark = pytest.mark.filterwarnings("ignore")  # theirs
+pytestmark = [pytest.mark.neighbors, pytest.mark.filterwarnings("ignore")]  # theirs
 
 FIXTURES = sorted((Path(__file__).parents[1] / "fixtures" / "models").iterdir())
 ENCODERS = sorted((Path(__file__).parents[1] / "fixtures" / "encoders").iterdir())
@@ -129,7 +129,10 @@ def test_from_torch_errors_name_the_problem():
         zoo.from_torch({"x": [1.0]}, {"model_type": "llama"})
 
 
+@pytest.mark.neighbors("peft")
 def test_from_torch_names_the_wrapper(tmp_path):
+    import peft
+
     zoo.save(zoo.models.Transformer(**SIZES, key=jax.random.key(0)), tmp_path)
     module = theirs(tmp_path)
     compiled = torch.compile(module)
@@ -142,7 +145,6 @@ def test_from_torch_names_the_wrapper(tmp_path):
         zoo.CheckpointError, match="a dict was passed, .*PEFT wraps the model: pass model.merge_and_unload"
     ):
         zoo.from_torch({"base_model.model.lm_head.weight": torch.zeros(2)}, tmp_path)
-    peft = pytest.importorskip("peft", reason="peft is not installed")
     adapted = peft.get_peft_model(module, peft.LoraConfig(target_modules=["q_proj"]))
     with pytest.raises(zoo.CheckpointError, match=r"a PeftModel.* was passed, .* model.merge_and_unload"):
         zoo.from_torch(adapted)

@@ -94,8 +94,9 @@ def test_pytorch_is_imported_at_the_call(make, monkeypatch):
 
 def load_module(folder, model):
     """The module of a fixture's config, with the state dict of the model."""
-    torch = pytest.importorskip("torch", reason="torch is not installed")
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    import torch
+    import transformers
+
     kind = getattr(transformers, read_json(folder / "config.json")["architectures"][0])
     config = kind.config_class.from_pretrained(folder)
     config._attn_implementation = config._experts_implementation = "eager"
@@ -113,12 +114,14 @@ def list_folders():
         yield pytest.param(folder, id=folder.name, marks=[pytest.mark.slow] if slow else [])
 
 
+@pytest.mark.neighbors("torch", "transformers")
 @pytest.mark.filterwarnings("ignore")  # theirs
 @pytest.mark.parametrize("folder", list(list_folders()))
 def test_transformers_computes_the_same(folder):
+    import torch
+
     model = zoo.load(folder, dtype=jnp.float32)
     module, _ = load_module(folder, model)
-    torch = pytest.importorskip("torch")
     tokens = np.random.default_rng(0).integers(3, 40, (2, 9))
     with torch.no_grad():
         wanted = module(torch.tensor(tokens)).logits.numpy()
@@ -127,6 +130,7 @@ def test_transformers_computes_the_same(folder):
     assert np.abs(ours - wanted).max() <= bound * np.abs(wanted).max()
 
 
+@pytest.mark.neighbors("torch", "transformers")
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("folder", sorted((FIXTURES / "encoders").iterdir()), ids=lambda folder: folder.name)
@@ -134,10 +138,12 @@ def test_modules_of_encoders_take_the_state_dict(folder):
     load_module(folder, zoo.load(folder))
 
 
+@pytest.mark.neighbors("torch")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_tensors_share_memory_with_the_model(dtype):
-    torch = pytest.importorskip("torch", reason="torch is not installed")
+    import torch
+
     model = zoo.load(FIXTURES / "models" / "gpt2", dtype=dtype)
     state = zoo.to_torch(model)
     embedding = state["transformer.wte.weight"]

@@ -28,7 +28,6 @@ from zoo.text.chat import (
 from zoo.text.tokenizers import ByteTokenizer, FileTokenizer
 
 PARITY = Path(os.environ.get("ZOO_PARITY", "")) / "posttraining"
-TRL = importlib.util.find_spec("trl")
 FIXTURES = Path(__file__).parents[2] / "fixtures/chat"
 STORED = json.loads((FIXTURES / "cases.json").read_text())
 NAMES = read_special_tokens(FIXTURES)
@@ -120,9 +119,11 @@ def compare_with_marks(source, twin, messages, names, tokenizer):
     return bool((by_turns.mask == by_marks.mask).all())
 
 
-@pytest.mark.skipif(TRL is None or not PARITY.exists(), reason="needs the templates of trl 1.16.0, and ZOO_PARITY")
+@pytest.mark.neighbors("trl")
+@pytest.mark.skipif(not PARITY.exists(), reason="ZOO_PARITY names no folder")
 def test_templates_of_trl_render_and_train_as_with_transformers():
-    templates = Path(TRL.submodule_search_locations[0])
+    (folder,) = importlib.util.find_spec("trl").submodule_search_locations
+    templates = Path(folder)
     tokenizer = FileTokenizer(PARITY / "policy" / "tokenizer.json", 320)
     names = read_special_tokens(PARITY / "policy")
     by_turns = []

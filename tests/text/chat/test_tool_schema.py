@@ -2,7 +2,6 @@
 
 import dataclasses
 import enum
-import importlib.util
 from typing import Any, Literal, Optional
 
 import pytest
@@ -115,7 +114,7 @@ def test_schema_of_a_function(function):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="compares with transformers")
+@pytest.mark.neighbors("transformers")
 @pytest.mark.parametrize("function", EXPECTED, ids=lambda function: function.__name__)
 def test_schemas_are_those_of_transformers(function):
     from transformers.utils import get_json_schema

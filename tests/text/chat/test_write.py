@@ -1,6 +1,5 @@
 """Chat templates in checkpoint directories, and the tokens at which generation stops."""
 
-import importlib.util
 import json
 import shutil
 from pathlib import Path
@@ -67,7 +66,7 @@ def test_a_damaged_file_is_named_and_nothing_written(tmp_path, content, said):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="reads directories with transformers")
+@pytest.mark.neighbors("transformers")
 def test_transformers_renders_a_written_directory(tmp_path):
     import transformers
 

@@ -81,8 +81,10 @@ def test_damaged_file_is_an_error(tmp_path, damage):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.neighbors("datasets")
 def test_rows_of_a_dataset_saved_to_disk(tmp_path):
-    datasets = pytest.importorskip("datasets")
+    import datasets
+
     rows = [{"text": f"{number}", "messages": [{"role": "user", "content": "x"}]} for number in range(9000)]
     datasets.Dataset.from_list(rows).save_to_disk(tmp_path / "saved")
     (path,) = (tmp_path / "saved").glob("*.arrow")

@@ -216,8 +216,10 @@ def test_name_without_the_package_names_the_extra(folder, monkeypatch):
         find_record_files("org/name")
 
 
+@pytest.mark.neighbors("datasets")
 def test_split_of_datasets_is_read_from_its_cache(folder, monkeypatch):
-    datasets = pytest.importorskip("datasets")
+    import datasets
+
     make_files("local/data", ["train.jsonl"], content='{"text": "a"}\n{"text": "b"}\n')
     load = datasets.load_dataset
     monkeypatch.setattr(

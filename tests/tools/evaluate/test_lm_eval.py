@@ -14,7 +14,7 @@ from zoo.tools.evaluate.rows import split_rolling
 from .parity import FOLDER, TASKS, TOLERANCE, read_expected
 
 lm_eval = pytest.importorskip("lm_eval")
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
+pytestmark = [pytest.mark.neighbors, pytest.mark.slow, pytest.mark.filterwarnings("default")]
 
 MESHES = {"one device": {}, "data 2 x fsdp 2 x tensor 2": {"data": 2, "fsdp": 2, "tensor": 2}}
 

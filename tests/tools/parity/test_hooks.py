@@ -14,6 +14,7 @@ from zoo.parallel import Module, buffer
 from zoo.parity import compare
 
 torch = pytest.importorskip("torch")
+pytestmark = pytest.mark.neighbors
 
 
 class BatchNorm(Module):
@@ -115,8 +116,10 @@ def test_bfloat16_and_bound_methods():
         assert compare(function, lambda x: x @ weight.T + bias, x, tolerance=1e-2).passed
 
 
+@pytest.mark.neighbors("transformers")
 def test_transformers_model_and_its_conversion():
-    transformers = pytest.importorskip("transformers")
+    import transformers
+
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2

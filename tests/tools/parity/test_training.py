@@ -157,11 +157,10 @@ def test_optimizers_that_cannot_be_compared_are_refused(run):
         compare_training(run)
 
 
+@pytest.mark.neighbors("torch", "transformers")
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_run_of_the_script_agrees(tmp_path, dtype):
-    pytest.importorskip("torch")
-    pytest.importorskip("transformers")
     from scripts.train_in_torch import main
 
     main(out=tmp_path, dtype=dtype)
@@ -172,10 +171,9 @@ def test_a_run_of_the_script_agrees(tmp_path, dtype):
         assert gradient.error < (1e-5 if dtype == "float32" else 0.1)
 
 
+@pytest.mark.neighbors("torch", "transformers")
 @pytest.mark.slow
 def test_the_script_writes_the_stored_run(tmp_path):
-    pytest.importorskip("torch")
-    pytest.importorskip("transformers")
     from scripts.train_in_torch import main
 
     main(out=tmp_path, vocab=12, embed=8, mlp=4, batch=4, seq_len=8, clip=0.7)
