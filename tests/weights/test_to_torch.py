@@ -72,6 +72,14 @@ def test_from_torch_takes_arrays_of_numpy_and_of_jax(make):
     assert read.embedding.weight.unsafe_buffer_pointer() == model.embedding.weight.unsafe_buffer_pointer()
 
 
+@pytest.mark.parametrize("name", ["kimi_linear", "olmo_hybrid"])
+def test_from_torch_reads_names_of_modules_that_older_files_have_too(name):
+    model = zoo.load(FIXTURES / "models" / name)
+    state = list_state(model, None, "module")
+    read = zoo.from_torch({each: state.assemble(each) for each in state.specs}, FIXTURES / "models" / name)
+    assert read.origin.older_names == () and eqx.tree_equal(jax.tree.leaves(read), jax.tree.leaves(model))
+
+
 def test_what_has_no_place_in_a_state_dict_is_refused_by_name(make):
     model = jax.tree.map(jnp.asarray, make("llama", LLAMA))
     with pytest.raises(zoo.CheckpointError, match="the model has adapters, .*zoo.adapters.merge"):

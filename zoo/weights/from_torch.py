@@ -118,7 +118,7 @@ def _with_memory_names(family: Family, names: Collection[str]) -> Family:
     is_as_in_files = any(mark in name for name in names for mark in marks)
     if family.memory_names is None or is_as_in_files:
         return family
-    return dataclasses.replace(family, names=family.memory_names)
+    return dataclasses.replace(family, names=family.memory_names, older_endings={})  # those are of files
 
 
 def read_config_json(source: Any) -> dict[str, Any]:
