@@ -101,7 +101,7 @@ def test_an_answer_ends_before_a_stop_string(talk, chat_model, tmp_path):
     assert messages[3]["content"] == expected.partition(stop)[0]
 
 
-def test_an_answer_ends_before_a_special_token_that_a_stop_string_spells(chat_model):
+def test_an_answer_ends_before_a_spelled_special_token(chat_model):
     tokenizer = FileTokenizer(chat_model / "tokenizer.json", 256)
     template = ChatTemplate.read(chat_model)
     special = tokenizer.special_tokens

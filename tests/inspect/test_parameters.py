@@ -62,7 +62,7 @@ def test_summary_names_trainable_parameters_of_adapters(model):
 
 
 @pytest.mark.parametrize("targets", ["query", "all-linear"])
-def test_summary_of_a_mixture_with_adapters_counts_active_parameters(targets):
+def test_summary_counts_an_adapted_mixture(targets):
     """A token uses two of four experts, and half of what adapters add to them; routers may be adapted and quantized."""
     sizes = {"vocab": 32, "embed": 16, "layers": 2, "heads": 4, "kv_heads": 2, "mlp": 8, "experts": 4, "top": 2}
 

@@ -45,7 +45,7 @@ def test_template_of_a_file_or_a_checkpoint_or_a_plain_one(tmp_path, capsys):
     assert capsys.readouterr().out == ""
 
 
-def test_template_of_a_file_has_the_special_tokens_of_the_checkpoint(tmp_path):
+def test_template_file_has_special_tokens_of_its_checkpoint(tmp_path):
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     (elsewhere / "mine.jinja").write_text("{{ bos_token }}{{ messages[0].content }}{{ eos_token }}")

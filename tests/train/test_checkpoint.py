@@ -279,7 +279,7 @@ def run_to_its_end(tmp_path, ending, *, fails=False):
     [("raise KeyError('mine')", 1), ("pass", 0), ("sys.exit(3)", 3)],
 )
 @pytest.mark.one_case
-def test_checkpoint_under_way_is_whole_once_the_program_has_ended(tmp_path, ending, status):
+def test_save_under_way_is_finished_at_the_end_of_a_program(tmp_path, ending, status):
     done = run_to_its_end(tmp_path, ending)
     assert done.returncode == status and done.stderr.count("Error") == (status == 1), done.stderr
     with Checkpoints(tmp_path) as checkpoints:

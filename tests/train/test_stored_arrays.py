@@ -120,7 +120,7 @@ def double(x):
     return 2 * x
 
 
-def test_arrays_of_a_model_that_cannot_be_told_apart_are_not_kept(data, tmp_path, caplog):
+def test_arrays_of_an_unidentified_model_are_not_kept(data, tmp_path, caplog):
     mesh = zoo.make_mesh(devices=jax.devices()[:1])
     options = {"name": "teacher", "identity": "a", "batch_size": 4, "folder": tmp_path / "stored"}
     compute = Compute()

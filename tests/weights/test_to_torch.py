@@ -73,7 +73,7 @@ def test_from_torch_takes_arrays_of_numpy_and_of_jax(make):
 
 
 @pytest.mark.parametrize("name", ["kimi_linear", "olmo_hybrid"])
-def test_from_torch_reads_names_of_modules_that_older_files_have_too(name):
+def test_from_torch_reads_names_of_modules(name):
     model = zoo.load(FIXTURES / "models" / name)
     state = list_state(model, None, "module")
     read = zoo.from_torch({each: state.assemble(each) for each in state.specs}, FIXTURES / "models" / name)

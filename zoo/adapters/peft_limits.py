@@ -69,13 +69,13 @@ def resolve_targets(model: Any, targets: Targets, sites: Sequence[LinearSite], m
     if left_out:
         _logger.warning(
             "%s: %r leaves out %s. Name them in targets= to train and merge them",
-            method, ALL_LINEAR, _describe(left_out, limits),
+            method, ALL_LINEAR, _list_reasons(left_out, limits),
         )  # fmt: skip
     if refused := kept & limits.keys():
         fine = sorted({path.rpartition(".")[2] for path in kept - refused})
         _logger.warning(
             "%s: an adapter for PEFT cannot have %s. Targets that can: %s",
-            method, _describe(refused, limits), ", ".join(fine) or "none of these",
+            method, _list_reasons(refused, limits), ", ".join(fine) or "none of these",
         )  # fmt: skip
     return lambda path: path in kept
 
@@ -110,7 +110,7 @@ def _find_refusal(module: PeftModule, family: str, method: str) -> str | None:
     return None
 
 
-def _describe(paths: set[str], limits: Mapping[str, str]) -> str:
+def _list_reasons(paths: set[str], limits: Mapping[str, str]) -> str:
     """List paths with stars for numbers of layers, and the reason of the first."""
     reasons: dict[str, str] = {}
     for path in sorted(paths):

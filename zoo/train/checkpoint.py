@@ -43,10 +43,10 @@ _orbax_log = logging.getLogger("absl")
 _MIN_SLICE_BYTES = 4 * 2**20
 
 Best = Literal["lowest", "highest"]
-"""Which value of a metric is the best: the lowest loss, the highest reward."""
+"""Value of a metric that is the best: the lowest loss, the highest reward."""
 
 _saving: "dict[Checkpoints, int]" = {}
-"""What has a save under way, and the process that began it."""
+"""Checkpoints with a save under way, and the process that began it."""
 
 
 def finish_saves() -> None:

@@ -185,7 +185,7 @@ def test_save_refuses_a_strength_without_a_factor(add, tmp_path):
     assert not (tmp_path / "new").exists()
 
 
-def test_an_encoder_is_saved_without_a_task_under_names_in_memory(tmp_path):
+def test_an_encoder_is_saved_without_a_task(tmp_path):
     """PEFT's class for CAUSAL_LM takes no encoder. ViT's modules in transformers 5 have other names than its tensors,
     which files for transformers 4 have."""
     sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}

@@ -1,6 +1,6 @@
 """The search finds the best mesh: of all meshes of ten models, traced once, the best is among the twelve it traces.
 
-`python tests/tools/plan/test_searched.py` traces all of them again, in half an hour of one core.
+`python tests/tools/plan/test_estimate.py` traces all of them again, in half an hour of one core.
 """
 
 import json
