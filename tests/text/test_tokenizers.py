@@ -103,7 +103,7 @@ def test_documents_in_batches_are_documents_one_by_one(with_end, monkeypatch, si
         np.testing.assert_array_equal(got, one)
 
 
-@pytest.mark.parametrize("pattern", [None, *zoo.text.tokenizers._LINE_PATTERNS])
+@pytest.mark.parametrize("pattern", [None, *zoo.text.pieces.LINE_PATTERNS])
 def test_pieces_of_a_long_document_have_its_tokens(tmp_path, monkeypatch, pattern):
     """Merges within and across lines, digits and the characters of contractions would show a wrong cut."""
     path = tmp_path / "tokenizer.json"
@@ -122,13 +122,13 @@ def test_pieces_of_a_long_document_have_its_tokens(tmp_path, monkeypatch, patter
     tokenizer = FileTokenizer(path, 500)
     expected = list(tokenizer.encode_all(documents))
     monkeypatch.setattr(zoo.text.tokenizers, "_BATCH_BYTES", 1)
-    assert sum(len(list(zoo.text.tokenizers._cut_at_lines(document))) for document in documents) > 700
+    assert sum(len(list(zoo.text.pieces.cut_at_lines(document, 1))) for document in documents) > 700
     for got, one in zip(tokenizer.encode_all(documents), expected, strict=True):
         np.testing.assert_array_equal(got, one)
 
 
 def test_only_documents_of_known_splitters_are_cut(with_end, tmp_path):
-    splits = zoo.text.tokenizers._splits_at_lines
+    splits = zoo.text.pieces.splits_at_lines
     facts = json.loads((tmp_path / "tokenizer.json").read_text())
     level = facts["pre_tokenizer"]
     assert splits(facts) and splits({**facts, "normalizer": {"type": "NFC"}})

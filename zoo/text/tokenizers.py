@@ -22,6 +22,7 @@ from jaxtyping import Int, Integer
 from zoo._files import JSON_BYTES, copy_file, explain_wrong_folder, read_json, read_limited, write_json, write_text
 from zoo._optional import import_optional
 
+from .pieces import cut_at_lines, splits_at_lines
 from .tokenizer_file import PROBE, TOKENIZER_FILE, TokenizerError, load_tokenizer, name_faults
 
 SEPARATOR = 0
@@ -41,12 +42,6 @@ _TOKENIZER_FILE_PATTERNS = (
 _BATCH_BYTES = 2**20
 _BATCH_DOCUMENTS = 1024
 """Documents that are tokenized at once: enough for all cores, and little memory next to their tokens."""
-_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
-_WORDS_AND_LINES = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_LINE_PATTERNS = tuple(_CONTRACTIONS + digits + _WORDS_AND_LINES for digits in (r"\p{N}{1,3}", r"\p{N}"))
-"""Patterns of Llama 3 and of Qwen 2. As GPT-2's, they match a single line end before a letter without the letter, and
-nothing before it depends on what follows."""
-_LINE_END = re.compile(rb"[!-~]\n(?=[A-Za-z])")
 _BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
 _TEXT_BYTES = {*b"\t\n\r", *range(0x20, 0x7F), *range(0x80, 0xC0), *range(0xC2, 0xF5)}
 """Bytes of UTF-8 text, without control characters other than tabs and ends of lines."""
@@ -172,7 +167,7 @@ class FileTokenizer:
         self._path = path
         self._tokenizer, facts, digest = load_tokenizer(path)
         self._text_of = _find_spelling(facts)
-        self._splits_at_lines = _splits_at_lines(facts)
+        self._splits_at_lines = splits_at_lines(facts)
         self.vocab = vocab
         self.prefix = self._find_prefix()
         self._tokenizer.post_processor = None  # it only adds special tokens, and takes spaces out of offsets
@@ -257,7 +252,9 @@ class FileTokenizer:
         for batch in _batch_documents(documents):
             if self._splits_at_lines and len(batch[0]) > _BATCH_BYTES:
                 (document,) = batch
-                pieces = [tokens for piece in _cut_at_lines(document) for tokens in self._encode_batch([piece])]
+                pieces = [
+                    tokens for piece in cut_at_lines(document, _BATCH_BYTES) for tokens in self._encode_batch([piece])
+                ]
                 yield np.concatenate(pieces)
             else:
                 yield from self._encode_batch(batch)
@@ -403,35 +400,6 @@ def _batch_documents(documents: Iterable[bytes]) -> Iterator[list[bytes]]:
         size += len(document)
     if batch:
         yield batch
-
-
-def _cut_at_lines(document: bytes) -> Iterator[bytes]:
-    """Cut a document into pieces of at least `_BATCH_BYTES`, between a single line end and a letter. The tokens of all
-    pieces are those of the document, in a fraction of the memory, if `_splits_at_lines`."""
-    start = 0
-    while found := _LINE_END.search(document, start + _BATCH_BYTES):
-        yield document[start : found.end()]
-        start = found.end()
-    yield document[start:]
-
-
-def _splits_at_lines(facts: dict[str, Any]) -> bool:
-    """Return True for a tokenizer that surely splits a text between a single line end and a letter, whatever is around
-    them. `facts` is a parsed `tokenizer.json`."""
-    if (facts.get("normalizer") or {"type": "NFC"}) != {"type": "NFC"}:
-        return False
-    added = [token for token in facts.get("added_tokens") or [] if not token["special"]]
-    if any("\n" in token["content"] or token["lstrip"] or token["rstrip"] for token in added):
-        return False
-    splitter = facts.get("pre_tokenizer") or {}
-    *before, level = splitter.get("pretokenizers") or [splitter]
-    if level.get("type") != "ByteLevel" or level.get("add_prefix_space"):
-        return False
-    if not before:
-        return level.get("use_regex", True)
-    (split, *others) = before
-    is_known = split.get("type") == "Split" and split.get("pattern") in [{"Regex": each} for each in _LINE_PATTERNS]
-    return is_known and not others and split.get("behavior") == "Isolated" and not split.get("invert")
 
 
 def _unicode_to_bytes() -> dict[str, int]:
