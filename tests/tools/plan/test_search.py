@@ -2,6 +2,7 @@
 
 import dataclasses
 from functools import partial
+from types import SimpleNamespace
 
 import equinox as eqx
 import jax
@@ -35,6 +36,16 @@ def test_search_returns_the_best_mesh_first():
     assert {line.split(": ")[1] for line in lines} == {format_sizes(candidate.sizes) for candidate in found}
     for candidate in found:
         assert {axis: candidate.plan.program.shape[axis] for axis in candidate.sizes} == candidate.sizes
+
+
+def test_meshes_that_barely_fit_come_after_those_with_room():
+    def make(name, fits, room, seconds):
+        return planning.Candidate({name: 1}, SimpleNamespace(fits=fits, fits_with_margin=room, sequential=seconds))
+
+    found = [make("no", False, False, 1), make("barely", True, False, 2), make("slow", True, True, 4)]
+    found.append(make("fast", True, True, 3))
+    ordered = sorted(found, key=lambda candidate: candidate.rank)
+    assert [next(iter(candidate.sizes)) for candidate in ordered] == ["fast", "slow", "barely", "no"]
 
 
 @pytest.mark.parametrize(

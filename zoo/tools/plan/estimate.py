@@ -46,16 +46,11 @@ def estimate_step(model: Any, mesh: Mesh, topology: Topology, options: TrainingO
 
     **Raises** `ValueError` if the mesh does not divide a parameter.
     """
-    arrays = jax.tree.leaves(eqx.filter(model, is_array_or_shape))
-    weights = [
-        _Weight(path, x.shape, mesh)
-        for path, x in zip(list_parameter_paths(model), arrays, strict=True)
-        if jnp.issubdtype(x.dtype, jnp.floating)
-    ]
-    top = max((router.top for router in _iterate_routers(model)), default=1)
+    weights = _list_weights(model, mesh)
+    top = _find_top(model)
     chip = CHIPS[topology.kind]
     itemsize = jnp.dtype(options.dtype).itemsize
-    tokens = options.tokens / mesh.count_shards("batch") / mesh.count_shards("seq")
+    tokens = _count_tokens(mesh, options)
     matrices = [weight for weight in weights if weight.is_matrix]
 
     products = sum(weight.count_flops(tokens, top) for weight in matrices) * _PASSES / chip.measured_rate(options.dtype)
@@ -65,11 +60,24 @@ def estimate_step(model: Any, mesh: Mesh, topology: Topology, options: TrainingO
     read = sum(options.microbatches * weight.computed + weight.count_activations(tokens, top) for weight in matrices)
     rewritten = 12 * sum(weight.at_rest for weight in weights)
     memory = (_PASSES * itemsize * read + 2 * rewritten) / chip.bandwidth
-    moved = _iterate_collectives(weights, mesh, options, tokens, top)
-    traffic = sum(time_transfer(row, mesh.shape, topology, chip).seconds for row in moved if row.axes)
+    moved = list_collectives(model, mesh, options)
+    traffic = sum(time_transfer(row, mesh.shape, topology, chip).seconds for row in moved)
     at_rest = _count_at_rest(weights, mesh)
     activations = _estimate_activations(weights, mesh, options, tokens, top)
     return Estimate(products + memory + traffic, at_rest, at_rest + activations)
+
+
+def list_collectives(model: Any, mesh: Mesh, options: TrainingOptions) -> list[Collective]:
+    """List the collectives of one device in a step, as far as they are estimated: one for each parameter and cause."""
+    moved = _iterate_collectives(
+        _list_weights(model, mesh), mesh, options, _count_tokens(mesh, options), _find_top(model)
+    )
+    return [row for row in moved if row.axes]
+
+
+def _count_tokens(mesh: Mesh, options: TrainingOptions) -> float:
+    """Return the tokens of a step that one device computes."""
+    return options.tokens / mesh.count_shards("batch") / mesh.count_shards("seq")
 
 
 class _Weight:
@@ -114,9 +122,19 @@ class _Weight:
         return self.layers * self.count_rows(tokens, top) * sum(self.sizes[-2:])
 
 
-def _iterate_routers(model: Any) -> Iterator[Any]:
+def _list_weights(model: Any, mesh: Mesh) -> list[_Weight]:
+    arrays = jax.tree.leaves(eqx.filter(model, is_array_or_shape))
+    return [
+        _Weight(path, x.shape, mesh)
+        for path, x in zip(list_parameter_paths(model), arrays, strict=True)
+        if jnp.issubdtype(x.dtype, jnp.floating)
+    ]
+
+
+def _find_top(model: Any) -> int:
+    """Return the experts that a token uses in a layer, at most; 1 for a dense model."""
     nodes = jax.tree.leaves(model, is_leaf=lambda node: isinstance(node, AbstractRouter))
-    return (node for node in nodes if isinstance(node, AbstractRouter))
+    return max((node.top for node in nodes if isinstance(node, AbstractRouter)), default=1)
 
 
 def _iterate_collectives(
