@@ -3,7 +3,7 @@
 import difflib
 import functools
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import ParamSpec, TypeVar
 
 import numpy as np
@@ -62,13 +62,17 @@ def check_keywords(function: Callable[_Arguments, _Result]) -> Callable[_Argumen
 
     **Raises** `TypeError`.
     """
-    known = inspect.signature(function).parameters
-    whole = {name for name, parameter in known.items() if parameter.annotation in (int, int | None)}
+
+    @functools.cache
+    def find_parameters() -> Mapping[str, inspect.Parameter]:  # at the first call: import zoo stays quick
+        return inspect.signature(function).parameters
 
     @functools.wraps(function)
     def checked(*arguments: _Arguments.args, **options: _Arguments.kwargs) -> _Result:
+        known = find_parameters()
         for name, value in options.items():
-            if name in whole and isinstance(value, float | np.floating):
+            is_whole = name in known and known[name].annotation in (int, int | None)
+            if is_whole and isinstance(value, float | np.floating):
                 raise TypeError(f"{name}={value!r}: a whole number was expected, as an int")
             if name not in known:
                 if meant := find_synonym(name.lower(), known):
