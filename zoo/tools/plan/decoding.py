@@ -44,7 +44,7 @@ class DecodingOptions:
 
     def describe(self) -> list[str]:
         """Describe the step in a few phrases."""
-        parts = [f"{format_count(self.rows, 'row')} of up to {self.length:,} tokens, one new token each", self.dtype]
+        parts = [f"{format_count(self.rows, 'row')} of up to {self.length:,} tokens", self.dtype]
         return parts if self.quantization is None else [*parts, f"linear layers in {self.quantization}"]
 
     def as_dict(self) -> dict[str, Any]:

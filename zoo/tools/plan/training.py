@@ -77,7 +77,7 @@ class TrainingOptions:
         if self.microbatches > 1:
             parts.append(f"{self.microbatches} micro-batches")
         if self.lora is not None:
-            base = "" if self.quantization is None else f" on a base in {self.quantization}"
+            base = "" if self.quantization is None else f", {self.quantization} base"
             parts.append(f"LoRA of rank {self.lora}{base}")
         parts.append(f"remat {self.remat}")
         if self.loop != "auto":
