@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from zoo._terminal import format_count
 from zoo.inspect.report import format_decimal_prefix
 from zoo.parallel.mesh import format_sizes
 
@@ -24,7 +23,9 @@ def format_plan(plan: "Plan", *, tokens: float | None = None) -> str:
 
 
 def _iter_lines(plan: "Plan", tokens: float | None) -> Iterator[tuple[str, str]]:
-    where = f"{format_sizes(plan.program.shape)} on {plan.topology}: {format_count(plan.topology.devices, 'device')}"
+    where = f"{format_sizes(plan.program.shape)} on {plan.topology}"
+    if plan.topology.devices > 1:
+        where += f": {plan.topology.devices:,} devices"
     yield plan.program.name, ", ".join([where, *_list_options(plan)])
     yield from _iter_memory(plan)
     flops = plan.program.work.total_flops * plan.topology.devices
@@ -76,7 +77,7 @@ def _iter_memory(plan: "Plan") -> Iterator[tuple[str, str]]:
         compiler = "zoo.inspect.compiled" if plan.options is None else "--compile"
         error = f"within {MARGIN:.0%} in 48 of 50 compiled steps"
         if plan.options is not None and plan.options.lora is not None:
-            error = "0.61 to 1.07 of the peak of six compiled steps with adapters"
+            error = "0.61 to 1.07 of six compiled peaks"
         yield "", f"({error}; {compiler} asks the compiler)"
     yield from _iter_kinds(plan, plan.memory)
     if (rollouts := getattr(plan.options, "rollouts", None)) is not None:
