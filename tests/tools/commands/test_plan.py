@@ -140,7 +140,11 @@ def test_plan_refuses_what_it_cannot_plan(refused):
     assert "a number such as 1e12, 300B or 1T, not '1X'" in refused(*SMALL, "--on", "h100:1", "--tokens", "1X")
     assert "nf4 is for a frozen base" in refused(*SMALL, "--on", "h100:1", "--quantization", "nf4")
     words = refused(*SMALL, "--on", "h100:1", "--decode", 1, 64, "--lora", 4, "--search")
-    assert "leave out --lora and --search" in words
+    assert "leave out --lora and --search and --seq-len" in words
+    words = refused(*SMALL[:3], "--on", "h100:1", "--decode", 1, 64, "--remat", "none", "--loop", "scan")
+    assert "leave out --loop and --remat" in words
+    assert "plan LoRA on a mesh that you name" in refused(*SMALL, "--on", "h100:2", "--lora", 4, "--search")
+    assert "not '1__0'" in refused(*SMALL, "--on", "h100:1", "--tokens", "1__0")
     assert "is not a known topology" in refused(*SMALL, "--on", "rtx4090:2x8")
 
 
@@ -157,6 +161,6 @@ def test_qlora_and_decoding_on_one_card(run):
     text = run(*SMALL, *sizes, "--lora", 16)[0]
     assert "one device on rtx4090:1, 1 row of 128 tokens, LoRA of rank 16, nf4 base" in text and ": fits" in text
     assert "no product was measured on rtx4090" in text
-    text = run(*SMALL, *sizes, "--decode", 2, 512)[0]
+    text = run(*SMALL[:3], *sizes, "--decode", 2, 512)[0]
     assert "2 rows of up to 512 tokens, bfloat16, linear layers in nf4" in text
     assert "cache" in text and "within 30%" not in text and "bound by memory" in text

@@ -65,3 +65,20 @@ def test_suggestion_falls_back_to_the_search(monkeypatch):
     found = planning.suggest_mesh(make, TOPOLOGY, OPTIONS)
     assert not found.plan.fits
     assert found.sizes == planning.search_meshes(make, TOPOLOGY, OPTIONS)[0].sizes
+
+
+def test_suggestion_for_lora_counts_a_frozen_base(monkeypatch):
+    """A memory that the moments of full training alone would exceed holds the adapters and a base in bfloat16."""
+    make = partial(zoo.models.Transformer, **SIZES)
+    full = planning.plan_training(make, {"fsdp": 2}, TOPOLOGY, OPTIONS)
+    options = dataclasses.replace(OPTIONS, lora=2)
+    peak = planning.plan_training(make, {"data": 2}, TOPOLOGY, options).peak
+    assert peak < full.peak
+    monkeypatch.setitem(planning.CHIPS, "h100", dataclasses.replace(planning.CHIPS["h100"], memory=2 * peak))
+    found = planning.suggest_mesh(make, TOPOLOGY, options)
+    assert (format_sizes(found.sizes), found.plan.fits_with_margin, found.plan.peak) == ("data 2", True, peak)
+    monkeypatch.setitem(planning.CHIPS, "h100", dataclasses.replace(planning.CHIPS["h100"], memory=1000))
+    found = planning.suggest_mesh(make, TOPOLOGY, options)
+    assert (format_sizes(found.sizes), found.plan.fits) == ("fsdp 2", False)
+    with pytest.raises(ValueError, match="the search estimates training of all parameters: plan LoRA on a mesh"):
+        planning.search_meshes(make, TOPOLOGY, options)

@@ -14,7 +14,7 @@ from zoo.models import Decoder
 from zoo.parallel import Mesh, cast, place, spmd
 from zoo.parallel.mesh import is_array_or_shape
 
-from .training import RolloutOptions, TrainingOptions
+from .training import RolloutOptions, TrainingOptions, make_trained
 
 
 def count_sampling_memory(
@@ -55,5 +55,5 @@ def plan_sampling(make_model: Callable[..., Any], mesh: Mesh, options: TrainingO
     """Return `count_sampling_memory` for the model of `make_training_step`; nothing for options without rollouts."""
     if options.rollouts is None:
         return {}
-    model = eqx.filter_eval_shape(lambda key: make_model(key=key), jax.random.key(0))
+    model = eqx.filter_eval_shape(lambda key: make_trained(make_model, options, key), jax.random.key(0))
     return count_sampling_memory(place(model, mesh), mesh, options.rollouts, options.dtype)

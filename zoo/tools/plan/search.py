@@ -24,7 +24,7 @@ from .training import TrainingOptions, count_model_flops, make_training_step, sp
 _log = logging.getLogger("zoo")
 AXES = ("pipe", "data", "fsdp", "expert", "context", "tensor")
 _ERROR = 1.15
-"""Estimated peaks are this much too low, at most, so that no mesh is left out that a trace would find to fit."""
+"""Estimated peaks may be this much too high: only beyond it does a mesh rank behind those that fit."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,8 +95,10 @@ def search_meshes(
     Axes are powers of two, except for the remaining devices along `data` or `fsdp`; `tensor` stays within a host or 16
     devices; rows, tokens, experts and layers must divide. All of these meshes are estimated (`estimate_step`), and the
     best `limit` traced, which takes seconds each; `progress` is called with a line before each. **Raises** `ValueError`
-    if none can be built.
+    if none can be built, and for LoRA, whose frozen base the estimate does not know.
     """
+    if options.lora is not None:
+        raise ValueError("the search estimates training of all parameters: plan LoRA on a mesh that you name")
     kept = rank_meshes(make_model, topology, options, layout)[:limit]
     planned = list(_iterate_candidates(make_model, kept, topology, options, layout, progress))
     found = [candidate for candidate in planned if isinstance(candidate, Candidate)]
@@ -145,24 +147,31 @@ def suggest_mesh(
     """Return the plan on the first simple mesh that fits with a margin: all devices along `data`, all along `fsdp`,
     then either with `tensor` 2, 4 and so on.
 
-    If none fits with the margin, it returns the first that fits, and otherwise the best of `search_meshes`. **Raises**
-    `ValueError` if no mesh can be built.
+    If none fits with the margin, it returns the first that fits, and otherwise the best of `search_meshes`, or for LoRA
+    the plan of the smallest peak. **Raises** `ValueError` if no mesh can be built.
     """
+    if options.lora is None:
+        meshes = rank_meshes(make_model, topology, options, layout)
+    else:  # estimates are of the training of all parameters
+        meshes = list(iterate_sizes(topology, options))
     simple = [
         sizes
-        for sizes in rank_meshes(make_model, topology, options, layout)
+        for sizes in meshes
         if max(sizes["pipe"], sizes["expert"], sizes["context"]) == 1 and 1 in (sizes["data"], sizes["fsdp"])
     ]
     simple = sorted(simple, key=lambda sizes: (sizes["tensor"], sizes["fsdp"]))
-    fitting = []
+    built = []
     for candidate in _iterate_candidates(make_model, simple, topology, options, layout, progress):
-        if isinstance(candidate, str) or not candidate.plan.fits:
+        if isinstance(candidate, str):
             continue
         if candidate.plan.fits_with_margin:
             return candidate
-        fitting.append(candidate)
+        built.append(candidate)
+    fitting = [candidate for candidate in built if candidate.plan.fits]
     if fitting:
         return fitting[0]
+    if options.lora is not None and built:
+        return min(built, key=lambda candidate: candidate.plan.peak)
     return search_meshes(make_model, topology, options, layout, progress=progress)[0]
 
 
