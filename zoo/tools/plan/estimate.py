@@ -1,4 +1,4 @@
-"""Estimate a training step on a mesh from the shapes of the parameters, in milliseconds, to choose the meshes to trace.
+"""Estimate a training step on a mesh from the shapes of the parameters, to choose the meshes that are traced.
 
 Collectives are timed as in the plan (`zoo.inspect.links`). Counted are the work and the traffic that differ between
 meshes: products of weights, their bytes, gathers and sums of parameters, sums of activations over `tensor`, tokens to
@@ -39,6 +39,8 @@ class Estimate:
     at_rest: float
     """Parameters, gradients and moments."""
     peak: float
+    collectives: tuple[Collective, ...]
+    """Collectives of one device, as far as they are estimated: one for each parameter and cause."""
 
 
 def estimate_step(model: Any, mesh: Mesh, topology: Topology, options: TrainingOptions) -> Estimate:
@@ -60,19 +62,11 @@ def estimate_step(model: Any, mesh: Mesh, topology: Topology, options: TrainingO
     read = sum(options.microbatches * weight.computed + weight.count_activations(tokens, top) for weight in matrices)
     rewritten = 12 * sum(weight.at_rest for weight in weights)
     memory = (_PASSES * itemsize * read + 2 * rewritten) / chip.bandwidth
-    moved = list_collectives(model, mesh, options)
+    moved = tuple(row for row in _iterate_collectives(weights, mesh, options, tokens, top) if row.axes)
     traffic = sum(time_transfer(row, mesh.shape, topology, chip).seconds for row in moved)
     at_rest = _count_at_rest(weights, mesh)
     activations = _estimate_activations(weights, mesh, options, tokens, top)
-    return Estimate(products + memory + traffic, at_rest, at_rest + activations)
-
-
-def list_collectives(model: Any, mesh: Mesh, options: TrainingOptions) -> list[Collective]:
-    """List the collectives of one device in a step, as far as they are estimated: one for each parameter and cause."""
-    moved = _iterate_collectives(
-        _list_weights(model, mesh), mesh, options, _count_tokens(mesh, options), _find_top(model)
-    )
-    return [row for row in moved if row.axes]
+    return Estimate(products + memory + traffic, at_rest, at_rest + activations, moved)
 
 
 def _count_tokens(mesh: Mesh, options: TrainingOptions) -> float:
@@ -86,7 +80,7 @@ class _Weight:
     def __init__(self, path: ParameterPath, shape: tuple[int, ...], mesh: Mesh):
         dims = path.dims
         spec = mesh.spec(dims, shape[: len(dims)], path.name)
-        axes = [entry if isinstance(entry, tuple) else (entry,) if entry else () for entry in spec]
+        axes = [_list_axes(entry) for entry in spec]
         axes += [()] * (len(shape) - len(axes))
         gathered = dict(mesh.find_gather_dims(dims))
         self.gather_axes = tuple(axis for index in gathered for axis in gathered[index])
@@ -111,7 +105,8 @@ class _Weight:
         """Return the rows that the matrices of one layer multiply on this device."""
         if not self.has_experts:
             return tokens
-        return tokens * top * (_MEAN_BOX if "expert" in self.axes else 1.0)
+        rows = tokens * top
+        return _MEAN_BOX * rows if "expert" in self.axes else rows
 
     def count_flops(self, tokens: float, top: int) -> float:
         out, in_ = self.sizes[-2:]
@@ -120,6 +115,13 @@ class _Weight:
     def count_activations(self, tokens: float, top: int) -> float:
         """Return the elements that one pass reads and writes besides the weight."""
         return self.layers * self.count_rows(tokens, top) * sum(self.sizes[-2:])
+
+
+def _list_axes(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    """Return the mesh axes of an entry of a `PartitionSpec`."""
+    if isinstance(entry, tuple):
+        return entry
+    return () if entry is None else (entry,)
 
 
 def _list_weights(model: Any, mesh: Mesh) -> list[_Weight]:

@@ -38,14 +38,15 @@ def _iter_lines(plan: "Plan", tokens: float | None) -> Iterator[tuple[str, str]]
     yield "seconds", f"{seconds}; bound by {plan.bound}"
     yield "", _describe_products(plan)
     yield "step", f"at least {plan.lower_bound:.3g} s{_format_mfu(plan, plan.lower_bound, 'at most ')}"
-    in_turns = "if products, memory and collectives take turns"
-    yield "", f"{plan.sequential:.3g} s {in_turns}{_format_mfu(plan, plan.sequential)}"
+    condition = "if products, memory and collectives take turns"
+    yield "", f"{plan.sequential:.3g} s {condition}{_format_mfu(plan, plan.sequential)}"
     if plan.overlap is not None:
         took = f"gathers and scatters {plan.overlap.transfers:.3g} s, products {plan.overlap.products:.3g} s"
         yield "loop", f'{took}: loop="ahead" may hide more; --compile compares'
     if (rates := plan.tokens_per_second) is not None:
-        least, in_turns = (_format_count(rates[name]) for name in ("lower_bound", "sequential"))
-        yield "tokens", f"at most {least}/s; {in_turns}/s in turns"
+        most = _format_count(rates["lower_bound"])
+        in_turns = _format_count(rates["sequential"])
+        yield "tokens", f"at most {most}/s; {in_turns}/s in turns"
     if tokens is not None and (days := plan.count_days(tokens)) is not None:
         yield "training", _format_days(days, tokens)
 
@@ -117,10 +118,12 @@ def _format_collective(kind: str, along: str, count: int, sent: float, seconds: 
 def _format_days(days: Mapping[str, float], tokens: float) -> str:
     """Format the days, or hours, of training on so many tokens."""
     unit = "days"
-    least, in_turns = days["lower_bound"], days["sequential"]
+    least = days["lower_bound"]
+    in_turns = days["sequential"]
     if least < 1:
         unit = "hours"
-        least, in_turns = 24 * least, 24 * in_turns
+        least *= 24
+        in_turns *= 24
     ends = f"at least {_format_duration(least)} {unit}; {_format_duration(in_turns)} in turns"
     return f"{_format_count(tokens)} tokens take {ends}"
 
