@@ -69,14 +69,18 @@ def resolve_targets(model: Any, targets: Targets, sites: Sequence[LinearSite], m
     if left_out:
         _logger.warning(
             "%s: %r leaves out %s. Name them in targets= to train and merge them",
-            method, ALL_LINEAR, _list_reasons(left_out, limits),
-        )  # fmt: skip
+            method,
+            ALL_LINEAR,
+            _list_reasons(left_out, limits),
+        )
     if refused := kept & limits.keys():
         fine = sorted({path.rpartition(".")[2] for path in kept - refused})
         _logger.warning(
             "%s: an adapter for PEFT cannot have %s. Targets that can: %s",
-            method, _list_reasons(refused, limits), ", ".join(fine) or "none of these",
-        )  # fmt: skip
+            method,
+            _list_reasons(refused, limits),
+            ", ".join(fine) or "none of these",
+        )
     return lambda path: path in kept
 
 

@@ -21,13 +21,13 @@ from .merged_layers import require_unmerged
 from .names import translate_targets
 
 _Model = TypeVar("Model")
-_PackedFormat = Literal["nf4", "int8"]
+PackedFormat = Literal["nf4", "int8"]
 
 _PACKED_LINEAR_CLASSES: dict[str, type[Int8Linear] | type[NF4Linear]] = {"nf4": NF4Linear, "int8": Int8Linear}
 
 
 @in_one_round
-def quantize(model: _Model, format: _PackedFormat = "nf4", *, targets: Targets = "all-linear") -> _Model:
+def quantize(model: _Model, format: PackedFormat = "nf4", *, targets: Targets = "all-linear") -> _Model:
     """Quantize frozen linear layers to 4 bits (`NF4Linear`) or 8 bits (`Int8Linear`), the base of QLoRA (Dettmers et
     al., arXiv:2305.14314, section 3). Quantized weights are not parameters: `zoo.trainable` omits them. Layers that
     have adapters are quantized beneath them.
@@ -73,7 +73,7 @@ def quantize(model: _Model, format: _PackedFormat = "nf4", *, targets: Targets =
 
 
 def _find_quantization_errors(
-    site: LinearSite, is_target: Callable[[str], bool], format: _PackedFormat
+    site: LinearSite, is_target: Callable[[str], bool], format: PackedFormat
 ) -> Iterator[str]:
     """Yield the reasons why a target module cannot be quantized."""
     base = get_base_layer(site.module)

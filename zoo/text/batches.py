@@ -23,6 +23,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Integer, Shaped
 
 from zoo._optional import import_optional
+from zoo._terminal import format_count
 
 from .tokenizers import SEPARATOR
 
@@ -262,8 +263,7 @@ class ShuffledBatches(Iterator):
     def __str__(self) -> str:
         if self.num_rows is None:
             return "a mixture, without an end"
-        steps = self.count_steps(1)
-        return f"{self.num_rows:,} rows: a pass is {steps:,} {'step' if steps == 1 else 'steps'}"
+        return f"{format_count(self.num_rows, 'row')}: a pass is {format_count(self.count_steps(1), 'step')}"
 
     def restore(self, state: int) -> None:
         """Continue from a saved `state`."""

@@ -97,7 +97,7 @@ def decode_until_stop(
     stop: Sequence[str],
     special_tokens: Mapping[str, int],
 ) -> str:
-    """Decode tokens up to the first stop string. Ids of -1 behind the end of a row have no text. `stop` and
+    """Decode tokens up to the first stop string. Ids of -1 after the end of a row have no text. `stop` and
     `special_tokens` are those of `StoppingDecoder`."""
     ids = np.asarray(tokens, np.int64)
     ids = ids[ids >= 0]

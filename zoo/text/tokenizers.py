@@ -377,7 +377,7 @@ def count_bytes(text: str, offsets: Int[np.ndarray, "tokens 2"]) -> Int[np.ndarr
     """Return the number of bytes of each token of a text, from its offsets in characters.
 
     The numbers sum to the bytes of the text. A character that spans several tokens counts for the first of them, one
-    that no token covers for the token behind it, and at the end for the last.
+    that no token covers for the next token, and at the end for the last.
     """
     codepoints = np.frombuffer(text.encode("utf-32-le"), np.uint32)
     utf8_lengths = 1 + (codepoints >= 0x80) + (codepoints >= 0x800) + (codepoints >= 0x10000)

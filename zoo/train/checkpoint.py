@@ -85,11 +85,11 @@ class RestoredCheckpoint(NamedTuple):
 class Checkpoints:
     """Manager of a run's checkpoints, one folder per step below `directory`, a path or a URL, `gs://bucket/run`.
 
-    Keeps the newest `keep_last` and the `keep_best` with the lowest metric, or with the `best="highest"`, including
-    checkpoints of earlier processes.
-    Only arrays, of JAX and NumPy, are saved; static fields come from the tree passed to `restore`. Layers are saved in
-    one round, whatever the `rounds` of the mesh, and restored in the rounds of that tree. With several processes, every
-    process makes every call, and the first one decides which checkpoints are whole.
+    Keeps the newest `keep_last` and the `keep_best` with the lowest metric, or, with `best="highest"`, the highest,
+    including checkpoints of earlier processes. Only arrays, of JAX and NumPy, are saved; static fields come from the
+    tree passed to `restore`. Layers are saved in one round, whatever the `rounds` of the mesh, and restored in the
+    rounds of that tree. With several processes, every process makes every call, and the first one decides which
+    checkpoints are whole.
 
     Use it in a `with` statement, whose end waits for the last save and raises its error. Without it, the end of the
     program waits for the save, and an error is only printed.

@@ -49,14 +49,13 @@ def run_cli(
 
     `config` is a dataclass with a default for each field. A field is a flag, its comment the help; each field of an
     option group is a flag too: `--steps`, `--fsdp`, `--out`. `--lr` is `--learning-rate`. `presets` are configurations
-    by name, of which the first
-    word may name one: `transformer.py 1b --steps 100`. A resumed run takes the flags of its `config.json`, unless they
-    are given. Connects the processes of a cluster, if there is one (`zoo.parallel.initialize`). Compiled programs are
-    kept for the next start, except with `--no-compile-cache`. Bad input ends the program with one line on standard
-    error and status 2: every error that this library, or the recipe itself, raises on purpose. Other errors keep their
-    traceback. Ctrl-C outside of a run's loop ends it with one line and status 130. If one of several processes fails,
-    it ends without waiting for the others. A run that SIGTERM stopped ends with status 143, so that a scheduler starts
-    it again.
+    by name, and the first word may name one: `transformer.py 1b --steps 100`. A resumed run takes the flags of its
+    `config.json`, unless they are given. Connects the processes of a cluster, if there is one
+    (`zoo.parallel.initialize`). Compiled programs are kept for the next start, except with `--no-compile-cache`. Bad
+    input ends the program with one line on standard error and status 2: every error that this library, or the recipe
+    itself, raises on purpose. Other errors keep their traceback. Ctrl-C outside of a run's loop ends it with one line
+    and status 130. If one of several processes fails, it ends without waiting for the others. A run that SIGTERM
+    stopped ends with status 143, so that a scheduler starts it again.
     """
     presets = presets or {}
     if arguments is None:

@@ -27,7 +27,7 @@ class Training:
 def write_model_card(directory: Path, text: str) -> None:
     """Write a model card, unless the directory has one that differs in more than the training."""
     path = directory / CARD_FILE
-    if not path.exists() or path.read_text().partition(_TRAINING)[0] == text.partition(_TRAINING)[0]:
+    if not path.exists() or path.read_text(encoding="utf-8").partition(_TRAINING)[0] == text.partition(_TRAINING)[0]:
         write_text(path, text)
 
 

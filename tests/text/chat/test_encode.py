@@ -336,7 +336,7 @@ def test_a_special_token_without_other_tokens_is_refused(tmp_path):
         (TEMPLATES["chatml"], [{"content": "a"}], {}, "message 0 is not an object with a text as \"role\""),
         (TEMPLATES["llama2"], chat("a", "b")[::-1], {}, "llama2.jinja does not render .* roles alternate"),
         (drop_marks("reasoning"), STORED["chats"]["reasoning"], {}, "reasoning has no {% generation %} marks, .* last"),
-        (COUNTED, chat("a", "b"), {"train_on": "last"}, "counted does not write the last turn behind"),
+        (COUNTED, chat("a", "b"), {"train_on": "last"}, "counted does not write the last turn after"),
         (ChatTemplate(CONTENT + "{% generation %}{% endgeneration %}"), chat("a", "b"), {}, "marks no token of this"),
     ],
 )  # fmt: skip

@@ -105,7 +105,7 @@ def test_a_pass_has_the_texts_of_loaded_records(tmp_path, records, too_long):
 
 
 def test_pairs_of_as_many_targets_as_a_row_has_are_kept():
-    """Each of both texts has its prompt of 1 byte, its answer and the end behind the separator."""
+    """Each of both texts has its prompt of 1 byte, its answer, and the end after the separator."""
     answers = {"fits": ("a" * 21, "b" * 23), "long": ("a" * 21, "b" * 24)}
     pairs = {name: {"prompt": "?", "chosen": chosen, "rejected": other} for name, (chosen, other) in answers.items()}
     batches = stream([pairs["fits"], pairs["long"]], window=1)

@@ -76,7 +76,7 @@ def test_no_device_gets_the_logits_of_the_whole_vocabulary(lm):
 
 
 def test_samples_have_keys_of_their_own(lm):
-    """Also those of another batch: the prompt is in eight rows, in two batches."""
+    """Also requests of another batch: the prompt is in eight rows, in two batches."""
     prompt = TextPrompt(lm.encode("The river was"), GenerationOptions(12, temperature=3.0))
     texts = lm.generate([prompt] * 8)
     assert len(set(texts)) == 8

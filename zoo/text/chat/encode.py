@@ -85,7 +85,7 @@ def find_end_of_turn(template: ChatTemplate, tokenizer: Tokenizer) -> int | None
     """Return the special token that ends an assistant's turn as it is trained on, None without one.
 
     **Raises** `ChatError` for a template that refuses a question and its answer, or that has no marks and does not
-    write the answer behind the generation prompt.
+    write the answer after the generation prompt.
     """
     probe = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     if template.marks_generation:
@@ -151,7 +151,7 @@ class _Spellings(NamedTuple):
 
     def protect(self, text: str) -> str:
         text = self.spelled.sub(lambda found: self.replacements.get(found[0], _LITERAL + found[0]), text)
-        # A template may write another message right behind it, which goes on with the rest of a special token.
+        # A template may write another message right after it, which goes on with the rest of a special token.
         tail = text[-self.longest :]
         may_begin = not self.first_characters.isdisjoint(tail)
         if may_begin and any(tail[start:] in self.beginnings for start in range(len(tail))):
@@ -194,7 +194,7 @@ def _index_spellings(special_tokens: tuple[str, ...]) -> _Spellings:
 def _index_special_tokens(
     spellings: tuple[str, ...], tokens: tuple[int, ...]
 ) -> tuple[dict[int, str], Bool[np.ndarray, "ids"]]:
-    """Return the spelling of each special token, and a table by id. Its last entry, False, is of all ids behind."""
+    """Return the spelling of each special token, and a table by id. Its last entry, False, is of all later ids."""
     is_special = np.zeros(max(tokens, default=-1) + 2, bool)
     is_special[list(tokens)] = True
     return dict(zip(tokens, spellings, strict=True)), is_special
@@ -236,7 +236,7 @@ def _encode_text(text: str, tokenizer: Tokenizer) -> _Text:
 
     final, positions = _write_spellings(text, spellings, tuple(special))
     pieces = []
-    start = begin = 0  # first character and first token behind the last special token of the template
+    start = begin = 0  # first character and first token after the last special token of the template
     for i in [*of_template, len(tokens)]:
         stop = int(offsets[i, 0]) if i < len(tokens) else len(text)
         piece = tokens[begin:i], positions[offsets[begin:i]]
@@ -292,7 +292,7 @@ def _encode_plain(
 
 
 def _begins_a_text_otherwise(tokenizer: Tokenizer) -> bool:
-    """Return True if a tokenizer begins a text with a space, and goes on behind a special token without one."""
+    """Return True if a tokenizer begins a text with a space, and goes on after a special token without one."""
     (special, *_) = tokenizer.special_tokens
     behind, _ = tokenizer.encode_with_offsets(special + "b")
     first, _ = tokenizer.encode_with_offsets("b", find_special_tokens=False)

@@ -16,7 +16,7 @@ def mark_all_turns(
 ) -> RenderedChat:
     """Render a conversation with the spans of the assistant's turns from `messages[first]` on.
 
-    Without `{% generation %}` marks, a turn's span begins behind the generation prompt of the messages before, and ends
+    Without `{% generation %}` marks, a turn's span begins after the generation prompt of the messages before, and ends
     with the last special token of the turn. `options` are those of `ChatTemplate.render`.
 
     **Raises** `ChatError` for a template without marks that changes earlier turns once later ones follow.
@@ -53,7 +53,7 @@ def mark_last_turn(
 ) -> RenderedChat:
     """Render a conversation that ends with the assistant's turn, with the spans of this turn.
 
-    **Raises** `ChatError` for a template that does not write the turn behind its own generation prompt.
+    **Raises** `ChatError` for a template that does not write the turn after its own generation prompt.
     """
     text, marked = template.render(messages, **options)
     start = _find_start(template, messages, text, **options)
@@ -62,7 +62,7 @@ def mark_last_turn(
             advice = "train on all turns that it marks (--train-on all)"
         else:
             advice = "give it {% generation %} marks (--chat-template FILE), and train on all turns"
-        raise ChatError(f"{template.name} does not write the last turn behind its own generation prompt: {advice}")
+        raise ChatError(f"{template.name} does not write the last turn after its own generation prompt: {advice}")
     if template.marks_generation:
         return RenderedChat(text, _clip(marked, start))
     return RenderedChat(text, ((start, start + find_end(text[start:], special_tokens)),))

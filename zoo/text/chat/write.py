@@ -15,7 +15,7 @@ _GENERATION_CONFIG = "generation_config.json"
 def write_chat_files(directory: str | Path, template: ChatTemplate, tokenizer: Tokenizer) -> None:
     """Write `chat_template.jinja`, and add the end of a turn to `eos_token_id` of `generation_config.json`.
 
-    Without it among `eos_token_id`, generation goes on behind an answer. What generation_config.json has stays; one
+    Without it among `eos_token_id`, generation goes on after an answer. What generation_config.json has stays; one
     without `eos_token_id` starts from the one in config.json. Without an end of turn it is not written.
 
     **Raises** `ChatError` for a file that is damaged, and for an `eos_token_id` that is neither an integer nor a list

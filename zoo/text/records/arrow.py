@@ -64,7 +64,7 @@ class ArrowTable:
 
     @contextlib.contextmanager
     def _open(self) -> Iterator[tuple[Any, Any]]:
-        """Open the file behind its schema."""
+        """Open the file and skip its schema."""
         pyarrow = import_optional("pyarrow", INSTALL)
         ipc = import_optional("pyarrow.ipc", INSTALL)
         open_regular(self.path).close()

@@ -260,7 +260,7 @@ def _read_lines(file: BinaryIO, length: float) -> Iterator[bytes]:
 
 
 def _skip_line(file: BinaryIO) -> int:
-    """Read to behind the next line end, in limited memory. Returns the number of bytes."""
+    """Read past the next line end, in limited memory. Returns the number of bytes."""
     length = 0
     while part := file.readline(_CHUNK_BYTES):
         length += len(part)

@@ -369,7 +369,7 @@ def _get_tools(record: _Record, kind: RecordKind) -> list[dict[str, Any]] | None
 
 
 def _find_separator(tokens: Integer[np.ndarray, "tokens"]) -> RecordError | None:
-    """Return the fault of a text behind a separator that spells another one: it would be two texts."""
+    """Return the fault of a text after a separator that spells another one: it would be two texts."""
     if (tokens[1:] == tokens[0]).any():
         return RecordError(f"the text spells the separator, token {tokens[0]}, which the tokenizer has no text for")
     return None

@@ -168,12 +168,12 @@ class Records:
         return self.template.encode(messages, self.tokenizer, add_generation_prompt=True)
 
     def decode_prompt(self, tokens: Integer[np.ndarray, "tokens"]) -> str:
-        """Decode a prompt, without what the chat template writes before and behind a question."""
+        """Decode a prompt, without what the chat template writes before and after a question."""
         text = self.tokenizer.decode(tokens)
         if self.template is None:
             return text
-        before, _, behind = self.tokenizer.decode(self.encode_prompt("question")).partition("question")
-        return text.removeprefix(before).removesuffix(behind)
+        before, _, after = self.tokenizer.decode(self.encode_prompt("question")).partition("question")
+        return text.removeprefix(before).removesuffix(after)
 
     def decode(self, tokens: Integer[np.ndarray, "tokens"] | Integer[Array, "tokens"]) -> str:
         """Decode an answer, up to the first token that ends it."""
@@ -444,7 +444,7 @@ def mix(parts: Mapping[str, Records], weights: Weights) -> Records:
     """Mix records: each row of training is one of a part, with the odds that the parts' weights are.
 
     Rows have one length, so a weight is a share of tokens. Weights that change are pairs of the step from which on they
-    hold and a mapping. The held-out rows of all parts are kept, one part behind the other.
+    hold and a mapping. The held-out rows of all parts are kept, one after another.
 
     The mixture has the chat template of the parts with messages, and their tokens that end an answer.
 

@@ -150,7 +150,7 @@ class _Options:
 
 
 class _Item(NamedTuple):
-    """Texts that stay together in a row, one behind another."""
+    """Texts that stay together in a row, one after another."""
 
     tokens: Integer[np.ndarray, "tokens"]
     mask: UInt8[np.ndarray, "tokens"]
@@ -246,7 +246,7 @@ class RecordStream(Iterator):
                     self._iterator.set_state(self._position)
             batch = next(self._iterator)
         except BaseException:
-            self.close()  # the iterator is behind the unit that failed, and would go on without it
+            self.close()  # the iterator is past the unit that failed, and would go on without it
             raise
         self._position = self._iterator.get_state()
         return batch

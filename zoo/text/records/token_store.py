@@ -1,6 +1,6 @@
 """Write the tokens of records once, by parallel workers, and open them memory-mapped.
 
-A store is a cached directory (token_cache.py). Texts lie one behind another, in the order of their records:
+A store is a cached directory (token_cache.py). Texts lie one after another, in the order of their records:
 
 | file | dtype | holds |
 |---|---|---|

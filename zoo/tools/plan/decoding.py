@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from zoo._terminal import format_count
+from zoo.adapters.quantize import PackedFormat
 from zoo.generate.decode import unstack_layers
 from zoo.generate.prefill import drop_sequence_parallelism
 from zoo.layers import TokenInfo
@@ -17,7 +18,7 @@ from zoo.parallel.topology import Topology
 
 from .search import Candidate, make_stand_in_mesh
 from .step import Plan, plan
-from .training import Quantization, quantize_base
+from .training import quantize_base
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +31,7 @@ class DecodingOptions:
     """Tokens of the longest row, prompt and completion: slots of the KV caches."""
     dtype: str = "bfloat16"
     """Dtype of parameters and caches."""
-    quantization: Quantization | None = None
+    quantization: PackedFormat | None = None
     """Format of the linear layers, as `zoo.adapters.quantize` makes it."""
 
     def __post_init__(self):

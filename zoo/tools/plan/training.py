@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from zoo._optional import require_installed
 from zoo._terminal import format_count
 from zoo.adapters import lora, quantize
+from zoo.adapters.quantize import PackedFormat
 from zoo.models import configure, split_ends
 from zoo.models.loop import Loop
 from zoo.models.loss import cross_entropy
@@ -19,7 +20,6 @@ from zoo.parallel import Mesh, Remat, Schedule, cast, make_mesh, place, place_ba
 from .traced import trace_program
 
 ONE_FORWARD_ONE_BACKWARD = Schedule("1f1b")
-Quantization = Literal["nf4", "int8"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +57,7 @@ class TrainingOptions:
     lora: int | None = None
     """Rank of LoRA on all linear layers but the head. The base is frozen, in `dtype`; adapters, their gradients and
     moments are float32."""
-    quantization: Quantization | None = None
+    quantization: PackedFormat | None = None
     """Format of the frozen base's linear layers (QLoRA)."""
 
     def __post_init__(self):
@@ -138,7 +138,7 @@ def split_into_stages(model: Any, mesh: Mesh) -> Any:
     return split_ends(model, stages) if stages > 1 else model
 
 
-def quantize_base(model: Any, quantization: Quantization | None) -> Any:
+def quantize_base(model: Any, quantization: PackedFormat | None) -> Any:
     """Quantize the linear layers of a model, if a format is given."""
     if quantization is None:
         return model
