@@ -19,7 +19,7 @@ def count_bytes(tree):
 
 
 @pytest.mark.parametrize("quantization", [None, "nf4"])
-def test_memory_of_decoding_is_that_of_the_arrays(quantization):
+def test_decoding_holds_the_bytes_of_the_arrays(quantization):
     model = zoo.cast(MAKE(key=jax.random.key(0)), "bfloat16")
     if quantization:
         model = adapters.quantize(model, quantization)
@@ -56,7 +56,7 @@ def test_suggested_mesh_decodes_on_as_few_devices_per_row_as_fit(monkeypatch):
 
 
 @pytest.mark.parametrize("quantization", [None, "nf4"])
-def test_memory_of_lora_is_that_of_the_arrays(quantization):
+def test_lora_holds_the_bytes_of_the_arrays(quantization):
     """A frozen base in bfloat16 or 4 bits; adapters, and two moments of each, in float32."""
     base = zoo.cast(MAKE(key=jax.random.key(0)), "bfloat16")
     if quantization:

@@ -80,5 +80,19 @@ def test_suggestion_for_lora_counts_a_frozen_base(monkeypatch):
     monkeypatch.setitem(planning.CHIPS, "h100", dataclasses.replace(planning.CHIPS["h100"], memory=1000))
     found = planning.suggest_mesh(make, TOPOLOGY, options)
     assert (format_sizes(found.sizes), found.plan.fits) == ("fsdp 2", False)
+    with pytest.raises(ValueError, match="1 row and 2 micro-batches divide evenly over no mesh"):
+        planning.suggest_mesh(make, TOPOLOGY, dataclasses.replace(options, rows=1, microbatches=2))
     with pytest.raises(ValueError, match="the search estimates training of all parameters: plan LoRA on a mesh"):
         planning.search_meshes(make, TOPOLOGY, options)
+
+
+def test_search_says_why_no_mesh_takes_a_step(monkeypatch):
+    make = partial(zoo.models.Transformer, **SIZES)
+    odd = partial(zoo.models.Transformer, vocab=64, embed=18, layers=2, heads=3, mlp=15)
+    with pytest.raises(ValueError, match="h100:2 takes this training step: .*3 heads do not divide evenly"):
+        planning.search_meshes(odd, TOPOLOGY, dataclasses.replace(OPTIONS, rows=1))
+    with pytest.raises(ValueError, match="1 row and 2 micro-batches divide evenly over no mesh of it"):
+        planning.search_meshes(make, TOPOLOGY, dataclasses.replace(OPTIONS, rows=1, microbatches=2))
+    monkeypatch.setitem(planning.CHIPS, "h100", dataclasses.replace(planning.CHIPS["h100"], memory=1000))
+    with pytest.raises(ValueError, match="parameters, gradients and moments fit on no mesh of it"):
+        planning.search_meshes(make, TOPOLOGY, OPTIONS)

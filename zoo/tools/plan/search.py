@@ -8,6 +8,7 @@ from typing import Any
 import equinox as eqx
 import jax
 
+from zoo._terminal import format_count
 from zoo.inspect.program import count_device_bytes
 from zoo.models.parameter_paths import list_parameter_paths
 from zoo.parallel import Layout, Mesh, make_mesh, trainable
@@ -103,8 +104,7 @@ def search_meshes(
     planned = list(_iterate_candidates(make_model, kept, topology, options, layout, progress))
     found = [candidate for candidate in planned if isinstance(candidate, Candidate)]
     if not found:
-        why = planned[0] if planned else _explain_no_mesh(topology, options)
-        raise ValueError(f"no mesh of {topology} takes this training step: {why}")
+        raise _make_no_mesh_error(topology, str(planned[0]))
     return sorted(found, key=lambda candidate: candidate.rank)
 
 
@@ -112,28 +112,41 @@ def rank_meshes(
     make_model: Callable[..., Any], topology: Topology, options: TrainingOptions, layout: Layout | None = None
 ) -> list[dict[str, int]]:
     """Return the sizes of the meshes that divide a step, the best by estimate first; on none are parameters, gradients
-    and moments larger than the memory."""
+    and moments larger than the memory. **Raises** `ValueError` if there are none."""
     model = eqx.filter_eval_shape(lambda key: make_model(key=key), jax.random.key(0))
     layers = sum(1 for _ in model.stack.iter_blocks())
     memory = CHIPS[topology.kind].memory
     ranked = []
+    reason = _explain_rows(options)
+    is_too_large = False
     for sizes in iterate_sizes(topology, options, _count_experts(model), layers):
         mesh = make_stand_in_mesh(sizes, topology, layout)
         try:
             estimate = estimate_step(split_into_stages(model, mesh), mesh, topology, options)
         except ValueError as error:
             _log.info("left out %s: %s", sizes, error)
+            reason = str(error)
             continue
         if estimate.at_rest < memory:
             ranked.append((estimate.peak > _ERROR * (1 - MARGIN) * memory, estimate.seconds, sizes))
+        else:
+            is_too_large = True
+    if not ranked:
+        if is_too_large:
+            reason = "parameters, gradients and moments fit on no mesh of it"
+        raise _make_no_mesh_error(topology, reason)
     ranked = sorted(ranked, key=lambda row: row[:2])
     return [sizes for _, _, sizes in ranked]
 
 
-def _explain_no_mesh(topology: Topology, options: TrainingOptions) -> str:
-    if any(True for _ in iterate_sizes(topology, options)):
-        return "parameters, gradients and moments fit on no mesh of it"
-    return f"{options.rows:,} rows in {options.microbatches} micro-batches divide evenly over no mesh of it"
+def _make_no_mesh_error(topology: Topology, reason: str) -> ValueError:
+    return ValueError(f"no mesh of {topology} takes this training step: {reason}")
+
+
+def _explain_rows(options: TrainingOptions) -> str:
+    rows = format_count(options.rows, "row")
+    batches = "one batch" if options.microbatches == 1 else f"{options.microbatches} micro-batches"
+    return f"{rows} and {batches} divide evenly over no mesh of it"
 
 
 def suggest_mesh(
@@ -161,8 +174,10 @@ def suggest_mesh(
     ]
     simple = sorted(simple, key=lambda sizes: (sizes["tensor"], sizes["fsdp"]))
     built = []
+    reason = _explain_rows(options)
     for candidate in _iterate_candidates(make_model, simple, topology, options, layout, progress):
         if isinstance(candidate, str):
+            reason = candidate
             continue
         if candidate.plan.fits_with_margin:
             return candidate
@@ -170,7 +185,9 @@ def suggest_mesh(
     fitting = [candidate for candidate in built if candidate.plan.fits]
     if fitting:
         return fitting[0]
-    if options.lora is not None and built:
+    if options.lora is not None:
+        if not built:
+            raise _make_no_mesh_error(topology, reason)
         return min(built, key=lambda candidate: candidate.plan.peak)
     return search_meshes(make_model, topology, options, layout, progress=progress)[0]
 
