@@ -150,15 +150,17 @@ def open_left_aside(source: str | Path, origin: Origin) -> LeftAside:
     body, aside = split_left_aside(tensors, family, known, wrapping)
     if quantized is not None and written.get(QUANTIZATION_KEY) is None:
         body, aside = (dequantize_lazily(x, quantized, f"source: {path}") for x in (body, aside))
-    layers = known.get("num_hidden_layers", math.inf)
+    layers = known.get("num_hidden_layers")
     mtp = (name for name in aside if is_text_tensor(name, family, wrapping) and _is_mtp(name, layers))
     return LeftAside(aside, wrapping, body, tuple(mtp))
 
 
-def _is_mtp(name: str, layers: float) -> bool:
+def _is_mtp(name: str, layers: int | None) -> bool:
     """Return True for a tensor of multi-token prediction, which is named so or in a layer after the last."""
+    if re.search(r"(^|\.)mtp[._]", name):
+        return True
     layer = re.search(r"layers\.(\d+)\.", name)
-    return re.search(r"(^|\.)mtp[._]", name) is not None or (layer is not None and int(layer[1]) >= layers)
+    return layers is not None and layer is not None and int(layer[1]) >= layers
 
 
 def check_source(source: str | Path, specs: _TensorSpecs, aside: LeftAside) -> None:
