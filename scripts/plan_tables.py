@@ -92,14 +92,14 @@ def format_mesh(case: Case) -> str:
 
 
 def format_step(plan: Plan) -> list[str]:
-    """Return the cells of a plan: peak memory, least seconds by resource, both times of a step, and their MFU."""
+    """Return the cells of a plan: peak memory, least seconds by resource, both times of a step, and the MFU of both."""
     seconds = [format_seconds(plan.seconds[name]) for name in ("products", "links", "network")]
     times = (plan.lower_bound, plan.sequential)
-    shares = [f"{plan.mfu(time) or 0.0:.0%}" for time in times]
-    return [format_peak(plan), *seconds, *map(format_seconds, times), *shares]
+    most, in_turns = (plan.mfu(time) or 0.0 for time in times)
+    return [format_peak(plan), *seconds, *map(format_seconds, times), f"{100 * in_turns:.0f} to {most:.0%}"]
 
 
-STEP = ["peak", "products, s", "links, s", "network, s", "step at least, s", "in turns, s", "MFU at most", "in turns"]
+STEP = ["peak", "products, s", "links, s", "network, s", "at least, s", "in turns, s", "MFU"]
 """Headers of `format_step`."""
 
 
@@ -145,26 +145,24 @@ def build_refused() -> str:
 
 
 def build_chips() -> str:
-    def measured(chip: Chip) -> str:
-        if not chip.measured:
-            return "-"
-        rates = ", ".join(f"{dtype} {rate / TERA:,.4g}" for dtype, rate in chip.measured.items())
-        return f"{rates}: {chip.measured_source}"
-
     def row(chip: Chip) -> list[str]:
-        fp8 = f"{chip.flops['float8'] / 1e12:,.0f}" if chip.flops["float8"] > chip.flops["bfloat16"] else "-"
-        rates = [f"{chip.flops[dtype] / 1e12:,.4g}" for dtype in ("bfloat16", "float32", "float32 highest")]
+        fp8 = f"{chip.flops['float8'] / TERA:,.0f}" if chip.flops["float8"] > chip.flops["bfloat16"] else "-"
+        rates = [f"{chip.flops[dtype] / TERA:,.4g}" for dtype in ("bfloat16", "float32", "float32 highest")]
+        measured = f"{chip.measured['bfloat16'] / TERA:,.4g}" if chip.measured else "-"
         links = [f"{rate / 1e9:,.4g}" for rate in (chip.bandwidth, chip.link, chip.network)]
         if chip.name in CARDS:
             links[-1] = "-"
-        return [f"`{chip.name}`", f"{chip.memory / 1e9:.0f}", *rates, fp8, *links, link(chip.source), measured(chip)]
+        return [f"`{chip.name}`", f"{chip.memory / 1e9:.0f}", *rates, fp8, measured, *links]
 
-    def link(source: str) -> str:
-        return f"[{source}](https://{source})" if source.startswith("docs.") else source
+    def source(chip: Chip) -> list[str]:
+        link = f"[{chip.source}](https://{chip.source})" if chip.source.startswith("docs.") else chip.source
+        return [f"`{chip.name}`", link, chip.measured_source or "-"]
 
-    header = ["chip", "HBM, GB", "BF16, TFLOP/s", "float32", "float32 highest", "FP8"]
-    header += ["HBM, GB/s", "link, GB/s", "network, GB/s", "source", "measured, TFLOP/s"]
-    return format_table(header, map(row, CHIPS.values()), right=range(1, 9))
+    header = ["chip", "HBM, GB", "BF16, TFLOP/s", "float32", "float32 highest", "FP8", "BF16, measured"]
+    header += ["HBM, GB/s", "link, GB/s", "network, GB/s"]
+    rates = format_table(header, map(row, CHIPS.values()), right=range(1, 10))
+    sources = format_table(["chip", "source", "source of the measured rate"], map(source, CHIPS.values()))
+    return f"{rates}\n\n{sources}"
 
 
 def build_balance() -> str:
@@ -183,7 +181,7 @@ def build_balance() -> str:
 
 def build_sizes() -> str:
     header = ["model", "devices", "tokens", "micro-batches", "mesh", *STEP, "planned in, s"]
-    return format_table(header, map(build_size_row, SIZES), right=(2, 3, *range(5, 14)))
+    return format_table(header, map(build_size_row, SIZES), right=(2, 3, *range(5, 13)))
 
 
 def build_size_row(case: Case) -> list[str]:
@@ -213,7 +211,7 @@ NAMES = {
 
 def build_comparison(cases: Sequence[Case]) -> str:
     header = ["devices", "tokens", "micro-batches", "mesh", *STEP]
-    return format_table(header, map(build_comparison_row, cases), right=(1, 2, *range(4, 12)))
+    return format_table(header, map(build_comparison_row, cases), right=(1, 2, *range(4, 11)))
 
 
 def build_comparison_row(case: Case) -> list[str]:
@@ -229,7 +227,7 @@ def build_long() -> str:
 
 def build_batches() -> str:
     header = ["devices", "tokens", "tokens per device", "micro-batches", "mesh", *STEP]
-    return format_table(header, map(build_batch_row, BATCHES), right=(1, 2, 3, *range(5, 13)))
+    return format_table(header, map(build_batch_row, BATCHES), right=(1, 2, 3, *range(5, 12)))
 
 
 def build_batch_row(case: Case) -> list[str]:
