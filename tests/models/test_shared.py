@@ -130,7 +130,7 @@ def test_a_block_outside_of_its_stack_says_what_it_lacks():
         model.stack.unstack().blocks[0](hidden, TokenInfo())
 
 
-@pytest.mark.parametrize(("blocks", "compiled"), [(1, 2), (2, 4)])
+@pytest.mark.parametrize(("blocks", "compiled"), [(1, 6), (2, 12)])
 def test_a_deep_model_compiles_the_blocks_of_its_period(blocks, compiled, monkeypatch):
     """48 layers: every sixth calls a shared layer, or one of two in turns."""
     traced = []

@@ -146,8 +146,12 @@ def run_mixer(
 ) -> tuple[ResidualStream, Any]:
     """Return `mixer(x, info, state)` for the tokens of the residual stream on this device: gather the tokens that
     sequence parallelism shards over `tensor`, mix them, and keep this device's tokens of the output."""
-    y, state = mix_tokens(mixer, gather_tokens(x), info, state)
-    return match_tokens(y, x), state
+    tokens = gather_tokens(x)
+    if state is None:
+        y, _ = mixer(tokens, info)
+    else:
+        y, state = mix_tokens(mixer, tokens, info, state)
+    return match_tokens(checkpoint_name(y, "mixer_output"), x), state
 
 
 def mix_tokens(mixer: AbstractMixer, x: HiddenStates, info: TokenInfo, state: Any = None) -> tuple[ResidualStream, Any]:
@@ -159,8 +163,7 @@ def mix_tokens(mixer: AbstractMixer, x: HiddenStates, info: TokenInfo, state: An
     token. Training shares the work: it has no states.
     """
     if state is None or mixer.shards_state or not sharded_axes(x, "seq"):
-        y, state = mixer(x, info, state)
-        return checkpoint_name(y, "mixer_output"), state
+        return mixer(x, info, state)
     if info.positions is None:
         positions = None
     else:

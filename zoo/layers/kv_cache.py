@@ -21,7 +21,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int, Shaped
 
 from zoo._checks import is_host_readable
-from zoo.ops.symbolic import always_holds
+from zoo.ops.implementations import always_holds
 from zoo.parallel import Module, all_gather, current_mesh, num_shards, shard_offset, vary
 from zoo.shapes import KVHeads, Positions
 

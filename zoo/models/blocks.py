@@ -171,7 +171,7 @@ class ParallelBlock(AbstractBlock):
         normed = gather_tokens(self.mixer_norm(hidden.x))  # once: the gradient of each gather is a reduce-scatter
         mixed, state = mix_tokens(self.mixer, normed, info, state)
         fed, routing = self.ffn(normed if self.ffn_norm is None else gather_tokens(self.ffn_norm(hidden.x)))
-        mixed = match_tokens(mixed, hidden.x)
+        mixed = match_tokens(checkpoint_name(mixed, "mixer_output"), hidden.x)
         fed = checkpoint_name(match_tokens(fed, hidden.x), "ffn_output")
         return hidden.add_residual(self.dropout(mixed, info, site=0) + self.dropout(fed, info, site=1), routing), state
 

@@ -71,9 +71,8 @@ def capture(function: Callable, *names: str) -> Capture:
     - `names`: see `capture_names`. `layers.*.attention` stacks the results of all layers that have attention, in order;
       `layers.2.attention` is of one layer. In place of a field, `fnmatch` patterns: `layers.*.*_norm`.
 
-    A layer that is named by its number is kept in the carry of a scan over layers, which then holds one activation
-    more. On a mesh the values are sharded as their dims say, and are `zoo.parallel.Activation`s: arrays with the names
-    of their dims. A loss is not changed by what is captured in it.
+    Layers run in a plain loop, which compiles each of them. On a mesh the values are sharded as their dims say, and are
+    `zoo.parallel.Activation`s: arrays with the names of their dims. A loss is not changed by what is captured in it.
 
     The function **raises** `ValueError` for a name without a value, with the nearest names; for one whose module runs
     several times; and for a value inside a transformation that the function applies (a `jax.vmap`, `jax.jit`, loop,

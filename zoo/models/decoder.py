@@ -45,7 +45,7 @@ from zoo.parallel import (
 )
 from zoo.parallel.activation import Edit
 from zoo.parallel.scope import has_value
-from zoo.parallel.taps import in_layer, slice_edits
+from zoo.parallel.taps import in_layer
 from zoo.parallel.tokens import merge_copies, replicate_tokens, shard_tokens
 from zoo.parallel.trainable_copy import materialize
 from zoo.shapes import PaddingMask, Positions, ResidualStream, SegmentIds, Tokens
@@ -202,9 +202,7 @@ class AbstractStack(Module):
     """
 
     holds_layers: ClassVar[bool] = True
-    """Names of values and parameters have `layers.*` for this module and its layers."""
-    hides_value: ClassVar[bool] = True
-    """`zoo.capture` has no value of this module: its input and result are those of the first and the last layer."""
+    hides_value: ClassVar[bool] = True  # its input and its result are the values of the first and the last layer
 
     @abc.abstractmethod
     def __call__(
@@ -245,8 +243,7 @@ class UnrolledStack(AbstractStack):
         for number, block in enumerate(self.iter_blocks()):
             layer_info = info.fold_keys(number)
             state = None if states is None else states[number]
-            edits = jax.tree.map(lambda x: x[0], slice_edits((number,), self._find_layers))
-            with in_layer(number, (number,), edits):
+            with in_layer(number, self._find_layers):
                 hidden, state = run_block(gather(block), hidden, layer_info, state, self.routing)
             new_states.append(state)
         if states is None:

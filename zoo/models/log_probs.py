@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int, Key, Shaped
 from zoo._checks import check_batch, check_chunk, check_temperature
 from zoo.layers import TokenInfo
 from zoo.layers.token_info import batch_token_info
-from zoo.ops.reduction import max_last_dim
+from zoo.ops.normalization import max_last_dim
 from zoo.parallel import reduce, scan, vary, varying
 from zoo.shapes import Tokens
 

@@ -9,8 +9,8 @@ elementwise operations, which is chosen for speed rather than for memory.
 
 from typing import Any, Literal, get_args
 
+from zoo.ops.implementations import always_holds
 from zoo.ops.platform import current_platform
-from zoo.ops.symbolic import always_holds
 from zoo.parallel import Remat
 from zoo.parallel.remat import rematerializes
 
@@ -42,15 +42,6 @@ def select_loop(loop: Loop, *, layers: int, remat: Remat, size: int) -> Loop:
         return loop
     small = not always_holds(lambda: size >= MIN_PLAIN_SIZE)
     return "scan" if small or find_drawback(layers, remat) else "plain"
-
-
-def nests_patterns(loop: Loop) -> bool:
-    """Return True if a pattern inside a pattern is a scan of its own, which compiles it once and copies its parameters.
-
-    On accelerators, where a block takes seconds to compile and the copies are a few percent of a step, and for "scan".
-    On a CPU, which copies what a scan saves, a step of 24 layers, five windows per global one, took 1.3 to 1.5 times as
-    long."""
-    return loop == "scan" or current_platform() != "cpu"
 
 
 def find_drawback(layers: int, remat: Remat) -> str | None:

@@ -17,7 +17,7 @@ from zoo.layers.moe.routing import RoutingSums
 from zoo.layers.token_info import batch_token_info
 from zoo.ops.custom_vjps import refuse_forward_mode
 from zoo.ops.implementations import Implementation, Operation
-from zoo.ops.reduction import max_last_dim
+from zoo.ops.normalization import max_last_dim
 from zoo.ops.tokamax import UNMEASURED
 from zoo.parallel import num_shards, reduce, scan, shard_offset, vary, varying
 

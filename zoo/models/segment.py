@@ -1,6 +1,5 @@
 """Repeating patterns of layers, and their blocks stacked over the repeats: on one device, or dealt out to stages."""
 
-import functools
 import math
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -13,7 +12,7 @@ from jax import lax
 from jaxtyping import Array, Int
 
 from zoo.parallel import Dim, current_mesh, shard_offset, stacked, vary
-from zoo.parallel.pipeline import is_pipelined
+from zoo.parallel.collectives import is_pipelined
 from zoo.parallel.rounds import AbstractLayers, reshape_layers
 from zoo.parallel.tokens import find_token_axes
 
@@ -23,63 +22,35 @@ _Modules = TypeVar("_Modules")
 
 
 def find_patterns(items: Sequence[Any]) -> list[tuple[int, int]]:
-    """Split a sequence into repeating patterns `(period, repeats)` so that as few items as possible are compiled.
+    """Split a sequence into repeating patterns `(period, repeats)`, of few items and few patterns: each item of a
+    pattern is compiled, and each pattern is a loop, which counts as half an item.
 
     `find_patterns("aaaa") == [(1, 4)]`; `find_patterns("lllllg" * 10 + "ll") == [(6, 10), (1, 2)]`, five local layers
-    per global one. A pattern may hold patterns itself, and then compiles these: the ten repeats of "lllllg" compile "l"
-    and "g". Among equal splits, one with few items in such inner patterns: their parameters are copied in each repeat.
+    per global one.
 
     Dynamic programming: the best split of the first n items is the best split of fewer, and one pattern more.
     """
     items = tuple(items)
-    if items and all(item == items[0] for item in items):
-        return [(1, len(items))]
-    return _find_split(items, functools.cache(_find_inner_cost)).patterns
-
-
-class _Split(NamedTuple):
-    """A split of a sequence, compared by its costs."""
-
-    compiled: int
-    copied: int
-    """Items in patterns inside of patterns, which are copied in each repeat."""
-    num_patterns: int
-    patterns: list[tuple[int, int]]
-
-
-def _find_split(items: tuple[Any, ...], find_cost: Callable[[tuple[Any, ...]], tuple[int, int]]) -> _Split:
-    """Return the best split. `find_cost` returns items to compile and to copy for a pattern that repeats."""
-    best = [_Split(0, 0, 0, [])]
+    best = [_Split(0, 0, [])]
     for end in range(1, len(items) + 1):
         options = []
         for period in range(1, end + 1):
-            pattern = items[end - period : end]
-            cost = (period, 0)
             start = end - period
-            while start >= 0 and items[start : start + period] == pattern:
-                repeats = (end - start) // period
-                if repeats == 2:
-                    cost = find_cost(pattern)
+            while start >= 0 and items[start : start + period] == items[end - period : end]:
                 before = best[start]
-                compiled = before.compiled + cost[0]
-                copied = before.copied + repeats * cost[1]
-                options.append(_Split(compiled, copied, before.num_patterns + 1, [*before.patterns, (period, repeats)]))
+                patterns = [*before.patterns, (period, (end - start) // period)]
+                options.append(_Split(before.cost + period + 0.5, before.compiled + period, patterns))
                 start -= period
-        best.append(min(options))
-    return best[-1]
+        best.append(min(options, key=lambda split: (split.cost, split.compiled)))
+    return best[-1].patterns
 
 
-def _find_inner_cost(pattern: tuple[Any, ...]) -> tuple[int, int]:
-    """Return the items to compile in a pattern, and the items in patterns inside of it."""
-    split = _find_split(pattern, lambda inner: (len(inner), 0))
-    copied = sum(period * repeats for period, repeats in split.patterns if repeats > 1)
-    return split.compiled, copied
+class _Split(NamedTuple):
+    """A split of a sequence."""
 
-
-def find_inner_patterns(blocks: Sequence[AbstractBlock]) -> list[tuple[int, int]]:
-    """Split the blocks of a pattern into patterns `(period, repeats)` of blocks that differ only in the values of their
-    arrays. A block that extends the hidden states is in none that repeats: it is a program of its own."""
-    return _find_split(tuple(number_structures(blocks)), lambda inner: (len(inner), 0)).patterns
+    cost: float
+    compiled: int
+    patterns: list[tuple[int, int]]
 
 
 def number_structures(blocks: Sequence[AbstractBlock]) -> list[int]:
@@ -96,8 +67,6 @@ def number_structures(blocks: Sequence[AbstractBlock]) -> list[int]:
 
 def _have_equal_structure(first: AbstractBlock, second: AbstractBlock) -> bool:
     """Return True for blocks that one program can run."""
-    if first.extends_hidden or second.extends_hidden:
-        return False
     arrays, static = zip(*(eqx.partition(block, eqx.is_array) for block in (first, second)), strict=True)
     shapes = [[(x.shape, x.dtype) for x in jax.tree.leaves(tree)] for tree in arrays]
     return shapes[0] == shapes[1] and bool(eqx.tree_equal(*static))
@@ -230,24 +199,6 @@ def make_segments(items: Sequence[Hashable], stack: Callable[[range], AbstractBl
         segments.append(Segment(blocks, repeats, (Dim("layers" if number == longest else "ends"),)))
         start = end
     return tuple(segments)
-
-
-def list_layers(
-    segment: Segment, first: int | Int[Array, ""], inner_patterns: Sequence[tuple[int, int]]
-) -> list[tuple[int, ...]]:
-    """Return for each block of a pattern the numbers of the layers that it is run for, by itself or as the first of
-    equal blocks of an inner pattern; none in a pipeline, where the number of the first layer is traced."""
-    period = len(segment.blocks)
-    if not isinstance(first, int):
-        return [()] * period
-    starts = range(first, first + period * segment.num_repeats, period)
-    layers = []
-    for inner_period, inner_repeats in inner_patterns:
-        for i in range(inner_period * inner_repeats):
-            begin = len(layers) - i + i % inner_period
-            places = range(begin, len(layers) - i + inner_period * inner_repeats, inner_period)
-            layers.append(tuple(start + place for start in starts for place in places))
-    return layers
 
 
 def vary_arrays(modules: _Modules) -> _Modules:

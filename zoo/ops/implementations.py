@@ -11,6 +11,8 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any, Generic, TypeVar
 
+from jax.errors import InconclusiveDimensionOperation
+
 from .platform import Platform, current_platform, for_export
 
 _Request = TypeVar("_Request")
@@ -87,11 +89,14 @@ class Operation(Generic[_Request]):
 
     def _select(self, name: str, request: _Request) -> Implementation[_Request]:
         self.check_name(name)
-        # Obstacles come last, since looking for one may import a kernel's library.
-        suited = (each for each in self.implementations if name in (AUTO, each.name))
-        suited = (each for each in suited if name != AUTO or each.find_drawback(request) is None)
-        if (first := next((each for each in suited if each.find_obstacle(request) is None), None)) is not None:
-            return first
+        for each in self.implementations:
+            if name == AUTO:
+                is_suited = each.find_drawback(request) is None
+            else:
+                is_suited = each.name == name
+            # Obstacles come last, since looking for one may import a kernel's library.
+            if is_suited and each.find_obstacle(request) is None:
+                return each
         obstacles = {each.name: each.find_obstacle(request) for each in self.implementations}
         possible = [each for each in self.implementations if obstacles[each.name] is None]
         if name == AUTO:
@@ -141,6 +146,18 @@ def observe_decisions(observe: Callable[[Decision], None]) -> Iterator[None]:
         yield
     finally:
         _observer.reset(token)
+
+
+def always_holds(condition: Callable[[], bool]) -> bool:
+    """Return `condition()`, a comparison of sizes; False if it holds for some values of symbolic sizes only, as the
+    batch of a program for `jax.export` has.
+
+    For choices between implementations that compute the same: `always_holds(lambda: rows >= 64)`.
+    """
+    try:
+        return bool(condition())
+    except InconclusiveDimensionOperation:
+        return False
 
 
 def _wrap_function(function: Callable) -> Implementation:

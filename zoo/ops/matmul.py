@@ -16,8 +16,8 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from .custom_vjps import refuse_forward_mode, run_in_rule
+from .implementations import always_holds
 from .platform import current_platform
-from .symbolic import always_holds
 from .varying import align_varying
 
 _HALF_DTYPES = (jnp.bfloat16, jnp.float16)

@@ -1,4 +1,4 @@
-"""RMSNorm and LayerNorm over the last dim, computed in float32 for any input dtype.
+"""RMSNorm and LayerNorm over the last dim, computed in float32 for any input dtype, and the maximum of a softmax.
 
 Like PyTorch's layer_norm and rms_norm, Gemma and OLMo 2, these multiply by the weight in float32 and round once. Llama
 and most of its descendants round the normalized value to the input's dtype and then multiply, which rounds twice. The
@@ -12,7 +12,13 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from .platform import current_platform
+
 mean_last_dim = partial(jnp.mean, axis=-1, keepdims=True)
+_MIN_SPLIT_SIZE = 32
+"""Size from which XLA's CPU backend splits a reduction."""
+_MAX_HALVINGS = 3
+"""Halvings before the reduction; each doubles the code of the loop."""
 
 
 def rms_norm(
@@ -60,3 +66,17 @@ def layer_norm(
     if bias is not None:
         y = y + bias.astype(jnp.float32)
     return y.astype(x.dtype)
+
+
+def max_last_dim(x: Float[Array, "*dims features"]) -> Float[Array, "*dims 1"]:
+    """Compute the maximum over the last dim and keep it.
+
+    On a CPU, halves are compared elementwise first, in vector registers: XLA reduces the last dim one number at a time.
+    """
+    halvings = _MAX_HALVINGS if current_platform() == "cpu" else 0
+    for _ in range(halvings):
+        if x.shape[-1] <= _MIN_SPLIT_SIZE:
+            break
+        half = -(-x.shape[-1] // 2)  # of an odd size both have the middle
+        x = jnp.maximum(x[..., :half], x[..., -half:])
+    return x.max(-1, keepdims=True)

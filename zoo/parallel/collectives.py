@@ -15,7 +15,6 @@ from jaxtyping import Array, Int, PyTree
 from zoo.ops.varying import vary, varying
 
 from .mesh import Mesh
-from .taps import current_taps, scan_lifted
 
 active_mesh = jax.make_user_context(None)
 """Context manager, `with active_mesh(mesh):`, that sets the mesh of the functions below. It is part of JAX's trace
@@ -25,6 +24,12 @@ cache key."""
 def current_mesh() -> Mesh | None:
     """Return the mesh inside `zoo.spmd`, where arrays are device-local shards; None outside, where they are global."""
     return active_mesh.value
+
+
+def is_pipelined(dim: str) -> bool:
+    """Return True if the mesh shards `dim`, of stacked layers, into the stages of a pipeline."""
+    mesh = current_mesh()
+    return mesh is not None and "pipe" in mesh.axes(dim)
 
 
 def sharded_axes(x: Array, dim: str) -> tuple[str, ...]:
@@ -107,8 +112,6 @@ def scan(
     if current_mesh() is not None:
         x = jax.tree.map(lambda x: x[0], xs)
         carry = vary_as_returned(lambda carry: body(carry, x)[0], carry)
-    if current_taps() is not None:
-        return scan_lifted(body, carry, xs, length, unroll)
     return lax.scan(body, carry, xs, length=length, unroll=unroll)
 
 

@@ -9,7 +9,7 @@ import copy
 import dataclasses
 import types
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar, dataclass_transform
+from typing import Any, ClassVar, TypeVar, dataclass_transform
 
 import equinox as eqx
 import jax
@@ -133,6 +133,11 @@ class Module(eqx.Module):
     **Raises** `TypeError` if the annotation of an array names no dims or does not match the array; `ValueError` for an
     unknown implementation.
     """
+
+    hides_value: ClassVar[bool] = False
+    """True if `zoo.capture` has no value of this module."""
+    holds_layers: ClassVar[bool] = False
+    """True if names of values and parameters have `layers.*` for this module and its layers."""
 
     def __init_subclass__(cls, **options: Any):
         super().__init_subclass__(**options)

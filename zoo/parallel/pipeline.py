@@ -43,12 +43,6 @@ cutting: contextvars.ContextVar[Callable[[Stage, Any, Any], Any] | None] = conte
 """Function that `run_stages` calls instead of running stages, while a loss is cut into parts."""
 
 
-def is_pipelined(dim: str) -> bool:
-    """Return True if the mesh shards `dim`, of stacked layers, into the stages of a pipeline."""
-    mesh = current_mesh()
-    return mesh is not None and "pipe" in mesh.axes(dim)
-
-
 def run_stages(stage: Stage, stream: _Tree, rows: PyTree) -> _Tree:
     """Pass `stream` through all stages of the pipeline in micro-batches; the result is replicated over `pipe`.
 

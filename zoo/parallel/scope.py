@@ -19,7 +19,7 @@ from typing import Any, get_args
 
 import equinox as eqx
 import jax
-from jaxtyping import Array, Bool, Shaped
+from jaxtyping import Array, Shaped
 
 from .dims import name_value_dims
 from .taps import Taps, active_taps, current_taps
@@ -81,9 +81,8 @@ def tap_value(name: str, x: Shaped[Array, "..."], dims: tuple[str, ...]) -> Shap
     return taps.tap((*path, name), x, dims)
 
 
-def asks_for(name: str) -> bool | Bool[Array, ""]:
-    """Return True if the value `name` of the module that runs is read or edited, so that it has to be computed: traced
-    inside a scan over layers, where only some of them are asked for it."""
+def asks_for(name: str) -> bool:
+    """Return True if the value `name` of the module that runs is read or edited, so that it has to be computed."""
     taps = current_taps()
     if taps is None or (path := _find_path(_calling_modules.get(), taps)) is None:
         return False
@@ -102,7 +101,7 @@ def _run_tapped(method: Callable, modules: tuple[Any, ...], args: tuple, kwargs:
         if method.__name__ in ("__call__", "hidden"):
             taps.check_edits(depth)
         return result
-    hides_value = method.__name__ != "__call__" or getattr(module, "hides_value", False)
+    hides_value = method.__name__ != "__call__" or module.hides_value
     if taps is None or hides_value or not (path := _find_path(modules, taps)):
         return method(module, *args, **kwargs)
     types = _find_types(method)

@@ -9,9 +9,9 @@ Every method that runs in a name scope (`zoo.parallel.scope`) passes its input a
 active taps nothing is traced. A name is the path of a module from the first one that runs, `layers.*.attention.out`,
 and names its result; `layers.*.attention.out.input` is its input. A star stands for all layers, a number for one.
 
-A value leaves a transformation of JAX as one of its results: `scan` and `rematerialize` return what is read in their
-bodies (`lifted`, `lift`), in rows of a scan for a star. A layer that is named by its number is kept in the carry, so
-that a scan over layers keeps one of them. A value inside any other transformation cannot be read, which is an error.
+A value leaves a transformation of JAX as one of its results: `rematerialize` returns what is read in its body
+(`lifted`, `lift`). Layers whose values are read or edited run in a plain loop. A value inside any other transformation
+cannot be read, which is an error.
 """
 
 import contextlib
@@ -24,9 +24,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.extend.core import get_opaque_trace_state
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Int
 
 from zoo.ops.varying import vary, varying
 
@@ -62,7 +61,7 @@ class _Log:
             return
         for key, value in values.items():
             before = frame.values.get(key)
-            if before is not None and _get_array(before) is not _get_array(value):
+            if before is not None and before is not value:
                 self.repeated.add(key[0])
             frame.values[key] = value
 
@@ -83,17 +82,20 @@ class _Frame:
 class _Layer:
     """The layer that runs."""
 
-    number: int | Int[Array, ""]
-    """Its number, traced inside a scan."""
-    numbers: tuple[int, ...]
-    """Numbers that it may have."""
-    arrays: Mapping[int, tuple[Array, ...]]
-    """Its rows of the arrays of edits, by the index of the edit."""
+    number: int
+    find_layers: Callable[[str], Sequence[int]]
+    """Returns the numbers of the layers that have a value of a name below the layer's."""
 
-    def is_layer(self, number: int) -> bool | Bool[Array, ""]:
-        if number not in self.numbers:
-            return False
-        return len(self.numbers) == 1 or self.number == number
+    def find_row(self, edit: Any) -> int:
+        """Return this layer's row in the arrays of an edit. **Raises** `ValueError` for arrays of another length."""
+        layers = list(self.find_layers(edit.name.partition("layers.*")[2].removeprefix(".")))
+        for value in edit.arrays:
+            if value.array.ndim == 0 or len(value.array) != len(layers):
+                raise ValueError(
+                    f"the arrays of the edit of {edit.name} have a row for each of the layers "
+                    f"{_format_numbers(layers)}, which have this value, and one has the shape {list(value.array.shape)}"
+                )
+        return layers.index(self.number)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -119,29 +121,27 @@ class Taps:
     def tap(self, words: tuple[str, ...], x: Array, dims: tuple[str, ...]) -> Array:
         """Return `x` with its edits made, and keep it if it is asked for. `words` is its path from the first module."""
         name = _join(words, self.depth)
-        self.log.found.setdefault(name, set()).update(() if self.layer is None else self.layer.numbers)
-        for index, (edit, depth) in enumerate(self.edits):
+        self.log.found.setdefault(name, set()).update(self._layers)
+        for edit, depth in self.edits:
             if self._matches(edit.name, words, depth):
                 self.log.edited.add(edit.name)
-                x = self._edit(index, edit, x)
+                x = self._edit(edit, x)
         for pattern in self.reads:
             if self._matches(pattern, words, self.depth):
                 self._keep(pattern, name, x, dims)
         return x
 
-    def asks(self, words: tuple[str, ...]) -> bool | Bool[Array, ""]:
-        """Return True if the value of this name is read or edited in the layer that runs: traced inside a scan, where
-        it is asked for in some of the layers."""
-        if self.lists_all:
-            return True
-        patterns = [pattern for pattern in self.reads if self._matches(pattern, words, self.depth)]
-        patterns += [edit.name for edit, depth in self.edits if self._matches(edit.name, words, depth)]
-        asked: bool | Array = False
-        for pattern in patterns:
-            if self.layer is None or not is_numbered(pattern):
-                return True
-            asked = asked | self.layer.is_layer(get_number(pattern))
-        return asked
+    @property
+    def _layers(self) -> tuple[int, ...]:
+        return () if self.layer is None else (self.layer.number,)
+
+    def asks(self, words: tuple[str, ...]) -> bool:
+        """Return True if the value of this name is read or edited in the layer that runs."""
+        return (
+            self.lists_all
+            or any(self._matches(pattern, words, self.depth) for pattern in self.reads)
+            or any(self._matches(edit.name, words, depth) for edit, depth in self.edits)
+        )
 
     def _matches(self, pattern: str, words: tuple[str, ...], depth: int) -> bool:
         parts = pattern.split(".")
@@ -150,43 +150,28 @@ class Taps:
 
     def _matches_word(self, part: str, word: str) -> bool:
         if word == "*":
-            numbers = () if self.layer is None else self.layer.numbers
-            return part == "*" or (part.isdigit() and int(part) in numbers)
+            return part == "*" or (part.isdigit() and int(part) in self._layers)
         return fnmatch.fnmatchcase(word, part)
 
-    def _edit(self, index: int, edit: Any, x: Array) -> Array:
+    def _edit(self, edit: Any, x: Array) -> Array:
         arrays = tuple(value.array for value in edit.arrays)
-        if self.layer is not None and not is_numbered(edit.name):
-            arrays = self.layer.arrays.get(index, ())
-
-        def make(x: Array) -> Array:
-            y = jnp.asarray(edit.function(x, *arrays))
-            if y.shape != x.shape:
-                raise ValueError(
-                    f"the edit of {edit.name} returns {list(y.shape)}, and the value is {list(x.shape)}: an edit keeps "
-                    "the shape"
-                )
-            return vary(y.astype(x.dtype), varying(x))
-
-        is_edited = True
-        if self.layer is not None and is_numbered(edit.name):
-            is_edited = self.layer.is_layer(get_number(edit.name))
-        if isinstance(is_edited, bool):
-            return make(x)
-        return lax.cond(is_edited, make, lambda x: x, x)
+        if self.layer is not None and arrays and not is_numbered(edit.name):
+            arrays = tuple(array[self.layer.find_row(edit)] for array in arrays)
+        y = jnp.asarray(edit.function(x, *arrays))
+        if y.shape != x.shape:
+            raise ValueError(
+                f"the edit of {edit.name} returns {list(y.shape)}, and the value is {list(x.shape)}: an edit keeps "
+                "the shape"
+            )
+        return vary(y.astype(x.dtype), varying(x))
 
     def _keep(self, pattern: str, name: str, x: Array, dims: tuple[str, ...]) -> None:
-        value: Any = x
-        key: _Key = (name, () if self.layer is None else self.layer.numbers)
+        key: _Key = (name, self._layers)
         if self.layer is not None and is_numbered(pattern):
-            number = get_number(pattern)
-            key = (name.replace("*", str(number), 1), ())
-            is_layer = self.layer.is_layer(number)
-            if not isinstance(is_layer, bool):
-                value = _Picked(is_layer, x)
+            key = (name.replace("*", str(self.layer.number), 1), ())
         self.log.kept.setdefault(pattern, set()).add(key)
         self.log.dims[key] = dims
-        self.log.write({key: value})
+        self.log.write({key: x})
 
     def collect(self) -> dict[str, tuple[Array, tuple[str, ...]]]:
         """Return array and dims of each value that was read: with a star for all layers that have it, in order. Values
@@ -194,7 +179,7 @@ class Taps:
         parts: dict[str, list[tuple[tuple[int, ...], Array, tuple[str, ...]]]] = {}
         for (name, layers), value in self.log.frames[0].values.items():
             dims = self.log.dims[name, layers]
-            parts.setdefault(name, []).append((layers, _get_array(value), dims))
+            parts.setdefault(name, []).append((layers, value, dims))
         return {
             name: _join_layers(rows)
             for name, rows in parts.items()
@@ -214,7 +199,7 @@ class Taps:
                         f"{name} has several values, since its module runs several times: capture a function that runs "
                         "it once"
                     )
-                parts = [(key[1], _get_array(values[key]), self.log.dims[key]) for key in kept if key[0] == name]
+                parts = [(key[1], values[key], self.log.dims[key]) for key in kept if key[0] == name]
                 shapes = _find_shapes(parts)
                 if len(shapes) > 1:
                     listed = "; ".join(f"{list(shape)} in {_format_numbers(own)}" for shape, own in shapes.items())
@@ -244,19 +229,6 @@ class Taps:
         )
 
 
-class _Picked:
-    """A value that is kept if `is_layer`: of one layer in a scan over several."""
-
-    def __init__(self, is_layer: Bool[Array, ""], value: Array):
-        self.is_layer = is_layer
-        self.value = value
-
-
-jax.tree_util.register_pytree_node(
-    _Picked, lambda picked: ((picked.is_layer, picked.value), None), lambda _, children: _Picked(*children)
-)
-
-
 def current_taps() -> Taps | None:
     """Return the active taps, if there are any."""
     return active_taps.value
@@ -273,13 +245,6 @@ def find_layer_word(name: str) -> str | None:
 def is_numbered(name: str) -> bool:
     """Return True for a name of one layer, `layers.2.attention`."""
     return (find_layer_word(name) or "").isdigit()
-
-
-def get_number(name: str) -> int:
-    """Return the number of the layer that a name is of."""
-    word = find_layer_word(name)
-    assert word is not None
-    return int(word)
 
 
 def number_layers(name: str, layers: set[int]) -> list[str]:
@@ -312,101 +277,39 @@ def lift(values: Mapping[_Key, Any]) -> None:
         taps.log.write(values)
 
 
-def scan_lifted(body: Callable, carry: Any, xs: Any, length: int | None, unroll: int) -> tuple[Any, Any]:
-    """`lax.scan` that lifts what is read in `body`: in rows, or in the carry for one layer of several."""
-    run = lifted(body)
-    picked = _make_empty_picks(run, carry, xs)
-
-    def step(carries: tuple[Any, dict], x: Any) -> tuple[tuple[Any, dict], Any]:
-        carry, picked = carries
-        (carry, y), values = run(carry, x)
-        picked = {key: _pick(values.pop(key), before) for key, before in picked.items()}
-        return (carry, picked), (y, values)
-
-    (carry, picked), (ys, rows) = lax.scan(step, (carry, picked), xs, length=length, unroll=unroll)
-    lift({**rows, **picked})
-    return carry, ys
-
-
-def _make_empty_picks(run: Callable, carry: Any, xs: Any) -> dict[_Key, _Picked]:
-    """Return zeros for each value of one layer that a scan picks."""
-    taps = current_taps()
-    if taps is None or not any(map(is_numbered, taps.reads)):
-        return {}
-    first = jax.tree.map(lambda x: x[0], xs)
-    found: list[dict] = []
-
-    def read_types(carry: Any) -> Any:
-        _, values = run(carry, first)
-        picks = {key: value for key, value in values.items() if isinstance(value, _Picked)}
-        found.append({key: varying(value.value) for key, value in picks.items()})
-        return {key: value.value for key, value in picks.items()}
-
-    shapes = jax.eval_shape(read_types, carry)
-    return {
-        key: _Picked(jnp.zeros((), bool), vary(jnp.zeros(shape.shape, shape.dtype), found[0][key]))
-        for key, shape in shapes.items()
-    }
-
-
-def _pick(new: _Picked, before: _Picked) -> _Picked:
-    return _Picked(before.is_layer | new.is_layer, jnp.where(new.is_layer, new.value, before.value))
-
-
 @contextlib.contextmanager
-def in_layer(
-    number: int | Int[Array, ""], numbers: Sequence[int], arrays: Mapping[int, tuple[Array, ...]]
-) -> Iterator[None]:
-    """Run layer `number`, which is one of `numbers`, with its rows of the arrays of edits."""
+def in_layer(number: int | Int[Array, ""], find_layers: Callable[[str], Sequence[int]]) -> Iterator[None]:
+    """Run layer `number`. `find_layers` returns the layers that have a value of a name, which begins below the
+    layer."""
     taps = current_taps()
-    if taps is None:
+    if taps is None or not isinstance(number, int):  # inside a pipeline, from which no value of a layer is read
         yield
         return
-    with active_taps(dataclasses.replace(taps, layer=_Layer(number, tuple(numbers), arrays))):
+    with active_taps(dataclasses.replace(taps, layer=_Layer(number, find_layers))):
         yield
 
 
-def slice_edits(numbers: Sequence[int], find_layers: Callable[[str], Sequence[int]]) -> dict[int, tuple[Array, ...]]:
-    """Return the rows that belong to the layers `numbers` in the arrays of edits of all layers, by the index of the
-    edit. `find_layers` returns the layers that have a value of this name, which begins below the layer.
-
-    **Raises** `ValueError` for arrays that do not have a row for each layer with such a value.
-    """
+def taps_layers() -> bool:
+    """Return True if values of layers are read, edited or listed."""
     taps = current_taps()
-    rows: dict[int, tuple[Array, ...]] = {}
-    for index, (edit, _) in enumerate(() if taps is None else taps.edits):
-        if find_layer_word(edit.name) != "*":
-            continue
-        layers = list(find_layers(edit.name.partition("layers.*")[2].removeprefix(".")))
-        for value in edit.arrays:
-            if value.array.ndim == 0 or len(value.array) != len(layers):
-                raise ValueError(
-                    f"the arrays of the edit of {edit.name} have a row for each of the layers "
-                    f"{_format_numbers(layers)}, which have this value, and one has the shape {list(value.array.shape)}"
-                )
-        mine = np.array([layers.index(number) for number in numbers if number in layers], int)
-        if len(mine):
-            rows[index] = tuple(value.array[mine] for value in edit.arrays)
-    return rows
+    return taps is not None and (taps.lists_all or bool(_list_layer_names(taps)))
 
 
 def refuse_layer_taps(reason: str) -> None:
     """**Raises** `NotImplementedError` if values of layers are read or edited."""
     taps = current_taps()
-    if taps is None:
-        return
-    names = [*taps.reads, *(edit.name for edit, _ in taps.edits)]
-    if layered := [name for name in names if find_layer_word(name)]:
+    if taps is not None and (layered := _list_layer_names(taps)):
         raise NotImplementedError(f"{layered[0]}: {reason}")
+
+
+def _list_layer_names(taps: Taps) -> list[str]:
+    names = [*taps.reads, *(edit.name for edit, _ in taps.edits)]
+    return [name for name in names if find_layer_word(name)]
 
 
 def _join(words: Sequence[str], depth: int) -> str:
     """Return the name of a path, from its module number `depth` on. Wrapped modules have no word."""
     return ".".join(filter(None, words[depth:]))
-
-
-def _get_array(value: Any) -> Array:
-    return value.value if isinstance(value, _Picked) else value
 
 
 def _find_shapes(

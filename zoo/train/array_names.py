@@ -1,6 +1,7 @@
 """Names, dtypes and shapes of a state's arrays, which a checkpoint stores next to the arrays and `restore` compares."""
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from pathlib import PurePath
 from typing import Any
 
@@ -53,9 +54,20 @@ def require_same_arrays(
             more = f"  and {len(lines) - max_lines} more\n"
         else:
             more = ""
+        advice = "Restore with the configuration that it was saved with, or start a run in another folder."
+        if saved.keys() != expected.keys() and _drop_segments(saved) == _drop_segments(expected):
+            advice += (
+                " If only segments differ, another version split the layers otherwise: restore with that one, and pass "
+                "the model on with zoo.save and zoo.load."
+            )
         raise ValueError(
             f"{checkpoint_path} is of another model, or of another optimizer:\n"
             + "\n".join(lines[:max_lines])
             + f"\n{more}"
-            "Restore with the configuration that it was saved with, or start a run in another folder."
+            f"{advice}"
         )
+
+
+def _drop_segments(names: Iterable[str]) -> set[str]:
+    """Return the names without the places of blocks in their stack."""
+    return {re.sub(r"\.segments\[\d+\]\.blocks\[\d+\]", "", name) for name in names}

@@ -117,13 +117,13 @@ def test_values_are_named_by_the_pass():
     assert changed.tolist() == [False] * 3 + [True] * 3, "the second pass of the core's first layer, and what follows"
 
 
-def test_a_deep_core_is_compiled_once(monkeypatch):
+def test_a_deep_core_is_compiled_once_for_all_loops(monkeypatch):
     traced = []
     monkeypatch.setattr(stack, "insert_shared", lambda *args: traced.append(args) or insert_shared(*args))
     model = eqx.filter_eval_shape(lambda: Looped(**SIZES, core=8, loops=3, prelude=1, key=KEY))
     model = zoo.configure(model, loop="scan")
     eqx.filter_eval_shape(lambda model: model(TOKENS), model)
-    assert len(traced) == 2, "the prelude and one layer of the core"
+    assert len(traced) == 9, "the prelude and the layers of the core"
 
 
 def test_passes_save_no_copy_of_the_parameters():

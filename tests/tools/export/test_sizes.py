@@ -11,9 +11,8 @@ import pytest
 
 import zoo
 from tests.processes import ROOT
-from zoo.ops.implementations import find_kernel_obstacle
+from zoo.ops.implementations import always_holds, find_kernel_obstacle
 from zoo.ops.platform import for_export
-from zoo.ops.symbolic import always_holds
 from zoo.tools.export import serve
 from zoo.tools.export.folder import MANIFEST, check_folder, write_folder
 

@@ -27,7 +27,7 @@ from ..rotary import compute_cos_sin, rope_switch_length
 from ..token_info import TokenInfo, token_positions
 from .cached import cached_attention
 from .context import causal_attention
-from .tapped import VALUE_NAMES, tap_heads, tapped_attention
+from .tapped import VALUE_NAMES, select_attention, tap_heads
 
 _CachedKVHeads = Float[Array, "batch key_seq kv_heads head_dim"]
 _CachedValueHeads = Float[Array, "batch key_seq kv_heads value_dim"]
@@ -196,12 +196,13 @@ def attend(
 
     **Raises** `ValueError` for a cache without positions; `NotImplementedError` for a cache and blocks.
     """
-    require_positions(info, state)
-    if state is not None and block is not None and block > 1:
-        raise NotImplementedError(
-            f"a KV cache holds earlier tokens only, and with block={block} a token attends to the later ones of its "
-            "block: call the model without states, on the text so far"
-        )
+    if state is not None:
+        require_positions(info, state)
+        if block is not None and block > 1:
+            raise NotImplementedError(
+                f"a KV cache holds earlier tokens only, and with block={block} a token attends to the later ones of "
+                "its block: call the model without states, on the text so far"
+            )
     query, key, value = map(checkpoint_name, tap_heads(query, key, value), ("query", "key", "value"))
     if state is None:
         key, value = (select_kv_heads(x, query, group) for x in (key, value))
@@ -214,7 +215,7 @@ def attend(
             mixed = causal_attention(query, (key, value), info.segment_ids, window=window, ahead=ahead, **options)
         else:
             mask = AttentionMask(True, window, info.segment_ids, info.segment_ids, block=block)
-            mixed = tapped_attention(query, key, value, mask, **options)
+            mixed = select_attention()(query, key, value, mask, **options)
     else:
         key, value, key_positions, state = update_cache(state, key, value, info.positions, window)
         key, value = (select_kv_heads(x, query, group) for x in (key, value))

@@ -30,7 +30,7 @@ from zoo.ops.implementations import AUTO
 from zoo.parallel import all_gather, reduce, sharded_axes
 from zoo.shapes import HeadVectors
 
-from .tapped import refuse_probabilities, tapped_attention
+from .tapped import refuse_probabilities, select_attention
 
 
 def cached_attention(
@@ -53,7 +53,7 @@ def cached_attention(
     options: dict[str, Any] = {"scale": scale, "soft_cap": soft_cap, "implementation": implementation}
     options["decay_channels"] = decay_channels
     if mask.key_positions is None or not (axes := sharded_axes(mask.key_positions, "slots")):
-        return tapped_attention(query, key, value, mask, sinks=sinks, **options)
+        return select_attention()(query, key, value, mask, sinks=sinks, **options)
     refuse_probabilities(f"no device has them where {' x '.join(axes)} shards the slots of a cache: leave it at 1")
     assert mask.query_positions is not None  # there are key positions
     into = "seq" if sharded_axes(query, "seq") else None

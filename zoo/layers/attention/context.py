@@ -28,7 +28,7 @@ from zoo.parallel import current_mesh, shard_offset, sharded_axes
 from zoo.shapes import HeadVectors, Positions, SegmentIds
 
 from .ring import ring_attention
-from .tapped import refuse_probabilities, tapped_attention
+from .tapped import refuse_probabilities, select_attention
 
 _Expand = Callable[[PyTree], tuple[HeadVectors, HeadVectors]]
 
@@ -174,7 +174,7 @@ def _attend_causally(
         query_positions = ahead + (places if query_positions is None else query_positions)
         key_positions = places
     mask = AttentionMask(True, window, query_segments, key_segments, query_positions, key_positions, selected)
-    return tapped_attention(query, key, value, mask, **options)
+    return select_attention()(query, key, value, mask, **options)
 
 
 def _gather_tokens(tree: PyTree[Array], axes: tuple[str, ...]) -> PyTree[Array]:

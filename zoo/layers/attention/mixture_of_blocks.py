@@ -22,7 +22,7 @@ from .attention import Attention
 from .cached import cached_attention
 from .context import causal_attention, gather_keys
 from .key_blocks import BlockCache, BlockKeys, check_block_sizes, gather_choosers, split_sequence
-from .tapped import VALUE_NAMES, tap_heads, tapped_attention
+from .tapped import VALUE_NAMES, select_attention, tap_heads
 
 
 class MixtureOfBlockAttention(AbstractMixer):
@@ -99,7 +99,7 @@ class MixtureOfBlockAttention(AbstractMixer):
         (blocks,), key_places, places = split_sequence((key,), query, mask, self.block)
         chosen = select_blocks(query, average_blocks(blocks), self.top, places)
         mask = dataclasses.replace(mask, selected=select_keys(chosen, key_places.own))
-        return tapped_attention(query, key, value, mask, **self._options())
+        return select_attention()(query, key, value, mask, **self._options())
 
     def attend_to_cache(self, query: HeadVectors, state: BlockCache, positions: Positions) -> HeadVectors:
         """Attend to the tokens of a cache, the new ones among them."""

@@ -246,7 +246,7 @@ class SparseLatentAttention(AbstractMixer):
     ) -> _Selected | None:
         """Return the keys of the whole row that each token selects; None if these are all. Where the divergence of the
         indexer is asked for, compute it."""
-        is_measured = asks_for(DIVERGENCE) is not False
+        is_measured = asks_for(DIVERGENCE)
         seq = x.shape[1]
         key_seq = seq * num_shards(x, "seq")
         selects = key_seq > indexer.top and not self.dense

@@ -16,7 +16,7 @@ from zoo.shapes import HiddenStates, ResidualStream
 
 from ..abstract import AbstractLinear, AbstractMixer
 from ..attention.base import check_attention_sizes, make_projections
-from ..attention.tapped import VALUE_NAMES, tap_heads, tapped_attention
+from ..attention.tapped import VALUE_NAMES, select_attention, tap_heads
 from ..heads import select_kv_heads, split_heads
 from ..rotary import compute_cos_sin
 from ..token_info import TokenInfo
@@ -86,7 +86,7 @@ class BidirectionalAttention(AbstractMixer):
         query, key, value = map(checkpoint_name, tap_heads(query, key, value), ("query", "key", "value"))
         key, value = (select_kv_heads(x, query, self.group) for x in (key, value))
         mask = AttentionMask(False, self.window, query_segments=info.segment_ids, key_segments=info.segment_ids)
-        mixed = tapped_attention(query, key, value, mask, implementation=self.implementation)
+        mixed = select_attention()(query, key, value, mask, implementation=self.implementation)
         return self.out(checkpoint_name(mixed, "attention").reshape(*mixed.shape[:2], -1)), None
 
     def init_state(self, batch: int, length: int, dtype: Any = jnp.float32) -> Any:

@@ -6,7 +6,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float
 
 from zoo.ops.matmul import einsum_fp32_accum
-from zoo.ops.reduction import max_last_dim
+from zoo.ops.normalization import max_last_dim
 
 from .decays import DECAY_CHANNELS, split_decay_sums, subtract_decay_sums
 from .mask import MASK_VALUE, AttentionMask, mask_heads, zero_masked_queries
@@ -55,9 +55,10 @@ def grouped_query_attention_with_lse(
     if sinks is not None:
         sinks = sinks.astype(jnp.float32).reshape(key.shape[1], group)
     features = query.shape[-1]
-    _, query_sums = split_decay_sums(query, decay_channels)
-    _, key_sums = split_decay_sums(key, decay_channels)
+    query_sums = key_sums = None
     if decay_channels:
+        _, query_sums = split_decay_sums(query)
+        _, key_sums = split_decay_sums(key)
         # Zeros multiply the channels of keys: to leave these out, a cache would be copied for every token.
         features -= DECAY_CHANNELS
         query = query.at[..., features:].set(0)

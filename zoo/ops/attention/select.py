@@ -6,9 +6,8 @@ from typing import Any
 
 from jaxtyping import Array, Float
 
-from ..implementations import AUTO, Implementation, Operation
+from ..implementations import AUTO, Implementation, Operation, always_holds
 from ..platform import current_platform, stand_in_platform
-from ..symbolic import always_holds
 from ..tokamax import UNMEASURED
 from .blockwise import blockwise_attention, blockwise_attention_with_lse
 from .fused import find_cudnn_obstacle, fused_attention

@@ -14,7 +14,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from ..custom_vjps import refuse_forward_mode, run_in_rule
-from ..symbolic import always_holds
+from ..implementations import always_holds
 from ..varying import vary, varying
 
 

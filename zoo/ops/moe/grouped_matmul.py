@@ -26,10 +26,9 @@ from jax.core import min_dim
 from jaxtyping import Array, Bool, Float, Int
 
 from ..custom_vjps import refuse_forward_mode, refuse_reverse_over_reverse, run_in_rule
-from ..implementations import AUTO, Implementation, Operation
+from ..implementations import AUTO, Implementation, Operation, always_holds
 from ..matmul import einsum_dot_general, einsum_fp32_accum, einsum_in_dtype
 from ..platform import current_platform
-from ..symbolic import always_holds
 from ..tokamax import UNMEASURED
 from ..varying import align_varying, vary, varying
 from .tokamax_grouped_matmul import find_tokamax_grouped_obstacle, grouped_matmul_tokamax

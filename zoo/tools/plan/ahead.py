@@ -14,8 +14,8 @@ from typing import Any
 
 from zoo.inspect import CompiledProgram
 from zoo.inspect.report import format_decimal_prefix
-from zoo.models.gather_ahead import explain_refusal
 from zoo.models.parameter_paths import list_parameter_paths
+from zoo.models.runners.ahead import explain_refusal
 from zoo.models.stack import Stack
 from zoo.parallel import Mesh
 

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from tests.quick import mark_slow
+from zoo.ops.normalization import max_last_dim
 from zoo.ops.platform import target_platform
-from zoo.ops.reduction import max_last_dim
 
 
 @pytest.mark.parametrize("size", mark_slow([1, 32, 33, 77, 256, 1001], but=[1, 77, 256]))

@@ -12,8 +12,10 @@ from zoo.layers import TokenInfo
 from zoo.parallel import Module, Remat, gather
 from zoo.parallel.scan_ahead import scan_ahead
 
-from .decoder import AbstractBlock, Hidden, RoutingDetail, run_block
-from .segment import Segment, index_tree, vary_arrays
+from ..decoder import AbstractBlock, Hidden, LayerStates, RoutingDetail, run_block
+from ..segment import Segment, index_tree, vary_arrays
+from .runner import LayerNumber
+from .scan import fill_carry, make_carry
 
 
 def explain_refusal(blocks: Iterable[AbstractBlock], remat: Remat, shared: Sequence[Module]) -> str | None:
@@ -29,16 +31,19 @@ def explain_refusal(blocks: Iterable[AbstractBlock], remat: Remat, shared: Seque
     return None
 
 
-def scan_segment_ahead(
-    segment: Segment, first: int | Int[Array, ""], hidden: Hidden, info: TokenInfo, routing: RoutingDetail
-) -> Hidden:
-    """Run the repeats of a pattern, whose first layer is number `first`."""
+def run_ahead(
+    segment: Segment,
+    first: LayerNumber,
+    hidden: Hidden,
+    info: TokenInfo,
+    states: LayerStates,
+    *,
+    routing: RoutingDetail,
+) -> tuple[Hidden, LayerStates]:
+    """Scan over the repeats of a pattern, and gather the next block while one runs. Layers have no states."""
     period = len(segment.blocks)
     static = eqx.filter(segment.blocks, eqx.is_array, inverse=True)
     gathered_static: dict[int, Any] = {}
-    # What layers read and do not change stays out of the carry, which is saved once per layer.
-    constants = {name: getattr(hidden, name) for name in hidden.constant_fields}
-    nothing = dict.fromkeys(constants)
 
     def gather_block(i: int, arrays: Any) -> Any:
         block = gather(eqx.combine(arrays, static[i]))
@@ -47,15 +52,14 @@ def scan_segment_ahead(
 
     def run_gathered(i: int, arrays: Any, repeat: Int[Array, ""], carry: Hidden) -> tuple[Hidden, Any]:
         block = eqx.combine(arrays, gathered_static[i])
-        hidden = dataclasses.replace(carry, **constants)
-        output, _ = run_block(block, hidden, info.fold_keys(first + period * repeat + i), None, routing)
-        return dataclasses.replace(output.drop_routing(), **nothing), output.routing
+        layer_info = info.fold_keys(first + period * repeat + i)
+        output, _ = run_block(block, fill_carry(carry, hidden), layer_info, None, routing)
+        return make_carry(output), output.routing
 
     gathers = [partial(gather_block, i) for i in range(period)]
     runs = [partial(run_gathered, i) for i in range(period)]
-    carry = dataclasses.replace(hidden.drop_routing(), **nothing)
     stacked = [vary_arrays(block) for block in segment.blocks]
-    carry, outputs = scan_ahead(gathers, runs, stacked, carry, segment.local_repeats)
+    carry, outputs = scan_ahead(gathers, runs, stacked, make_carry(hidden), segment.local_repeats)
     repeats = range(segment.local_repeats)
-    decisions = [decision for repeat in repeats for output in outputs for decision in index_tree(output, repeat)]
-    return dataclasses.replace(carry, **constants, routing=(*hidden.routing, *decisions))
+    sums = [router for repeat in repeats for output in outputs for router in index_tree(output, repeat)]
+    return dataclasses.replace(fill_carry(carry, hidden), routing=(*hidden.routing, *sums)), states
