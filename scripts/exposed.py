@@ -21,7 +21,8 @@ from zoo.inspect import CompiledProgram, compiled
 from zoo.inspect.report import format_decimal_prefix
 from zoo.models import configure
 from zoo.models.loop import Loop
-from zoo.tools.plan.training import TrainingOptions, make_training_step
+from zoo.tools.plan.options import TrainingOptions
+from zoo.tools.plan.training import make_training_step
 
 _PIPELINED = "--xla_gpu_enable_pipelined_all_gather=true --xla_gpu_enable_pipelined_reduce_scatter=true"
 STEPS: dict[str, dict[str, str]] = {

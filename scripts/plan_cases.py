@@ -10,7 +10,8 @@ import zoo
 from zoo.layers import Attention, GatedDeltaNet
 from zoo.ops.rotary import Rotary
 from zoo.parallel import SEQUENCE, ZERO1, ZERO2, Layout
-from zoo.tools.plan.training import TrainingOptions, make_training_step
+from zoo.tools.plan.options import TrainingOptions
+from zoo.tools.plan.training import make_training_step
 
 SIZES = {"vocab": 32768, "embed": 2048, "layers": 4, "heads": 16, "mlp": 5632}
 MODELS: dict[str, Callable] = {

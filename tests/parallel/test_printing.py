@@ -11,7 +11,8 @@ from zoo import adapters
 from zoo.models import Transformer, list_parameter_paths
 from zoo.models.hf.families import FAMILIES
 from zoo.models.hf.spec import Origin
-from zoo.parallel.printing import format_module, to_snake_case
+from zoo.parallel.fields import to_snake_case
+from zoo.parallel.printing import format_module
 
 SIZES = {"vocab": 64, "embed": 32, "layers": 12, "heads": 4, "kv_heads": 2, "mlp": 48}
 TRANSFORMER = """\

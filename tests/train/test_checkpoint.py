@@ -320,9 +320,7 @@ def test_checkpoint_of_another_model_is_refused_by_name(checkpoints):
 def test_checkpoint_of_another_split_into_segments_is_refused(checkpoints):
     whole = zoo.models.Transformer(vocab=8, embed=8, layers=3, heads=2, mlp=8, key=jr.key(0))
     checkpoints.save(1, whole)
-    with pytest.raises(
-        ValueError, match="another version split the layers otherwise: .*zoo.load"
-    ):
+    with pytest.raises(ValueError, match="another version split the layers otherwise: .*zoo.load"):
         checkpoints.restore(zoo.models.split_ends(whole, stages=2))
     with pytest.raises(ValueError, match="or start a run in another folder.$"):
         checkpoints.restore(zoo.models.keep_layers(whole, range(2)))

@@ -15,17 +15,16 @@ import numpy as np
 from jaxtyping import PyTree
 
 from zoo.parallel import Dim, Module, leaves
-from zoo.parallel.module import (
+from zoo.parallel.fields import (
     IMPLEMENTATION_OPTION,
     NAMED_BY_CLASS,
     PER_USE,
     STACKED,
     TRAINABLE,
     WRAPPED,
-    Leaf,
-    array_fields,
+    to_snake_case,
 )
-from zoo.parallel.printing import to_snake_case
+from zoo.parallel.module import Leaf, array_fields
 from zoo.parallel.rounds import has_rounds, merge_rounds
 from zoo.parallel.trainable_copy import TrainableCopy
 

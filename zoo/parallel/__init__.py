@@ -16,34 +16,32 @@ from .collectives import (
     vary,
     varying,
 )
+from .dims import Dim
+from .fields import (
+    adapter_parameter,
+    buffer,
+    full_precision,
+    implementation_option,
+    named_by_class,
+    no_weight_decay,
+    observed,
+    per_use,
+    stacked,
+    wrapped,
+)
 from .gather import cast, gather
 from .gradient import value, value_and_grad
 from .imagined import imagined
 from .layout import SEQUENCE, ZERO1, ZERO2, ZERO3, Layout
 from .mesh import Mesh, make_mesh
-from .module import (
-    Dim,
-    Module,
-    adapter_parameter,
-    buffer,
-    count,
-    full_precision,
-    implementation_option,
-    leaves,
-    map_leaves,
-    named_by_class,
-    no_weight_decay,
-    observed,
-    per_use,
-    replace_option,
-    stacked,
-    trainable,
-    wrapped,
-)
+from .module import Module, count, leaves, map_leaves, replace_option, trainable
 from .place import init, place
+from .printing import install_printing
 from .remat import Remat, SaveNames
 from .schedule import Schedule
 from .spmd import spmd
+
+install_printing(Module)
 
 __all__ = [
     "SEQUENCE",

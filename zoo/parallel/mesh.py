@@ -18,8 +18,9 @@ from zoo._compile_cache import disable_cache_for_cpu_mesh
 from zoo._keywords import check_keywords
 from zoo.ops.platform import Platform, normalize_platform, stand_in_platform
 
+from .dims import Dim
 from .layout import AXES, Layout
-from .module import Dim, Leaf, leaves
+from .module import Leaf, leaves
 
 _AXES_OVER_SLICES = ("pipe", "data")  # they move least, and seldom
 _REPLICATED_IF_FEWER = ("kv_heads", "groups")

@@ -18,72 +18,29 @@ from jaxtyping import PyTree, jaxtyped
 from zoo.ops.implementations import Operation
 
 from .dims import Dim, find_array_types, read_dim_names, resolve_dim
+from .fields import (
+    ADAPTER_PARAMETER,
+    FULL_PRECISION,
+    IMPLEMENTATION_OPTION,
+    NO_WEIGHT_DECAY,
+    OBSERVED,
+    STACKED,
+    TRAINABLE,
+    adapter_parameter,
+    buffer,
+    full_precision,
+    implementation_option,
+    named_by_class,
+    no_weight_decay,
+    observed,
+    per_use,
+    stacked,
+    wrapped,
+)
 from .scope import SCOPED_METHODS, scoped
 from .trainable_copy import TrainableCopy
 
-STACKED = "zoo.stacked"
-TRAINABLE = "zoo.trainable"
-NAMED_BY_CLASS = "zoo.named_by_class"
-IMPLEMENTATION_OPTION = "zoo.implementation_option"
-WRAPPED = "zoo.wrapped"
-PER_USE = "zoo.per_use"
-ADAPTER_PARAMETER = "zoo.adapter_parameter"
-_OBSERVED = "zoo.observed"
-_FULL_PRECISION = "zoo.full_precision"
-_NO_WEIGHT_DECAY = "zoo.no_weight_decay"
-
 _Module = TypeVar("_Module")
-
-
-def stacked(dim: str) -> Any:
-    """Declare a field whose arrays have an additional leading dim `dim`: blocks stacked over `"layers"` for a scan."""
-    return eqx.field(metadata={STACKED: dim})
-
-
-def buffer(**options: Any) -> Any:
-    """Declare a field of arrays that are not trained by gradient, as PyTorch's buffers: `trainable` omits them. On a
-    field that holds a module it applies to all arrays of that module."""
-    return eqx.field(metadata={TRAINABLE: False}, **options)
-
-
-def observed(**options: Any) -> Any:
-    """Declare a field of statistics of a step: maxima, 0 or more, which `value_and_grad(..., observe=True)` returns.
-
-    An op with a custom VJP returns them as the cotangent of this array, such as the largest gradient that it has seen,
-    which exists only in the backward pass. A module with such a field calls the op once. `trainable` omits the field,
-    and `cast` leaves it as it is.
-    """
-    return eqx.field(metadata={TRAINABLE: False, _OBSERVED: True}, **options)
-
-
-def full_precision(**options: Any) -> Any:
-    """Declare a field whose arrays keep their dtype under `cast`: norm scales, routers and whatever is used in float32.
-    On a field that holds a module it applies to all arrays of that module."""
-    return eqx.field(metadata={_FULL_PRECISION: True}, **options)
-
-
-def no_weight_decay(*, full_precision: bool = False) -> Any:
-    """Declare a field of decay rates, or of one vector per head, channel or block: an array that is not a linear map,
-    whatever its number of dims. `zoo.train.decay_mask` and `zoo.train.matrix_mask` exclude it.
-
-    An array of one dim, not counting stacked ones, needs no declaration. `full_precision` keeps the dtype under `cast`.
-    """
-    return eqx.field(metadata={_NO_WEIGHT_DECAY: True, _FULL_PRECISION: full_precision})
-
-
-def named_by_class() -> Any:
-    """Declare a field that can hold different classes. Parameters below it are named by the class and not by the field,
-    `attention.query.weight` instead of `mixer.query.weight`, to distinguish the classes."""
-    return eqx.field(metadata={NAMED_BY_CLASS: True})
-
-
-def implementation_option(operation: Operation | None = None, **options: Any) -> Any:
-    """Declare a static field that selects an implementation without changing the result.
-
-    With an `operation`, the field holds one of its names, which `__check_init__` checks and `set_implementations` sets,
-    or a function.
-    """
-    return eqx.field(static=True, metadata={IMPLEMENTATION_OPTION: operation or True}, **options)
 
 
 def find_operations(module: Any) -> list[tuple[str, Operation]]:
@@ -99,26 +56,6 @@ def replace_option(module: _Module, name: str, value: Any) -> _Module:
     return module
 
 
-def wrapped() -> Any:
-    """Declare a field that holds the module wrapped by this one. Parameters of the wrapped module keep their names;
-    parameters in other fields of the wrapper are prefixed with its `adapter_name`."""
-    return eqx.field(metadata={WRAPPED: True})
-
-
-def per_use() -> Any:
-    """Declare a field of a block with parameters of one call of a shared module (`zoo.models.Stack`). They are named
-    after the module and the call, `shared.0.updates.*.down.weight` with the number of the call for the star, and not
-    after the layer."""
-    return eqx.field(metadata={PER_USE: True})
-
-
-def adapter_parameter(*, full_precision: bool = False, no_weight_decay: bool = False) -> Any:
-    """Declare a field of adapter parameters. If a tree has any, all its other parameters are frozen: `trainable` omits
-    them. `full_precision` keeps the dtype under `cast`, and `no_weight_decay` is the declaration of that name."""
-    metadata = {ADAPTER_PARAMETER: True, _FULL_PRECISION: full_precision, _NO_WEIGHT_DECAY: no_weight_decay}
-    return eqx.field(metadata=metadata)
-
-
 @dataclass_transform(
     field_specifiers=(
         *(dataclasses.field, eqx.field, stacked, buffer, observed, full_precision, no_weight_decay),
@@ -127,8 +64,8 @@ def adapter_parameter(*, full_precision: bool = False, no_weight_decay: bool = F
 )
 class Module(eqx.Module):
     """Base class of every module with parameters. `__check_init__` checks arrays against their annotations, and methods
-    run in a `jax.named_scope` (`zoo.parallel.scope`). It prints the names and dims of its parameters;
-    `equinox.tree_pformat` prints every field.
+    run in a `jax.named_scope` (`zoo.parallel.scope`). It prints the names and dims of its parameters
+    (`zoo.parallel.printing`).
 
     **Raises** `TypeError` if the annotation of an array names no dims or does not match the array; `ValueError` for an
     unknown implementation.
@@ -144,7 +81,7 @@ class Module(eqx.Module):
         for name in SCOPED_METHODS:
             method = vars(cls).get(name)
             if isinstance(method, types.FunctionType) and not getattr(method, "__isabstractmethod__", False):
-                setattr(cls, name, scoped(method, NAMED_BY_CLASS))
+                setattr(cls, name, scoped(method))
 
     def __check_init__(self):
         for field, operation in find_operations(self):
@@ -162,17 +99,6 @@ class Module(eqx.Module):
                             f"{type(self).__name__}.{field.name}: {size} elements are not a whole number of "
                             f"{dim.name}, {dim.unit} elements each."
                         )
-
-    def __repr__(self) -> str:
-        from .printing import format_module  # here, since it needs this class
-
-        return format_module(self)
-
-    def _repr_html_(self) -> str:
-        """Return what notebooks show."""
-        from .printing import format_module_as_html
-
-        return format_module_as_html(self)
 
 
 def _format_mismatch(
@@ -317,54 +243,55 @@ def _resolve_leaf(tree: Any, path: tuple, array: Any) -> Leaf:
     node = tree
     keys = []
     stacked_dims = []
-    owner, field, is_copy_scalar = None, None, False
-    is_trained, keeps_dtype, is_adapter, is_observed, is_exempt = True, False, False, False, False
-    in_state, fits = False, True
+    owner = None
+    is_copy_scalar = False
+    leaf = Leaf("", None)
     for step in path:
         key = str(next(getattr(step, a) for a in ("name", "key", "idx") if hasattr(step, a)))
         keys.append(key)
         if isinstance(node, Module):
             owner = node
             field = next(f for f in dataclasses.fields(node) if f.name == key)
-            stacked_dims += resolve_stacked_dims(node, field.metadata[STACKED]) if STACKED in field.metadata else []
-            is_trained &= field.metadata.get(TRAINABLE, True)
-            keeps_dtype |= field.metadata.get(_FULL_PRECISION, False)
-            is_adapter |= field.metadata.get(ADAPTER_PARAMETER, False)
-            is_observed |= field.metadata.get(_OBSERVED, False)
-            is_exempt |= field.metadata.get(_NO_WEIGHT_DECAY, False)
+            leaf = _add_marks(leaf, node, field)
+            if STACKED in field.metadata:
+                stacked_dims += resolve_stacked_dims(node, field.metadata[STACKED])
         elif isinstance(node, TrainableCopy):
-            is_adapter |= key == "array"
+            leaf = dataclasses.replace(leaf, adapter_parameter=leaf.adapter_parameter or key == "array")
             is_copy_scalar = key in ("applies", "strength")
-        elif owner is None:
-            in_state |= hasattr(node, "_fields")
+        elif owner is None and hasattr(node, "_fields"):
+            leaf = dataclasses.replace(leaf, in_optimizer_state=True)
         node = _get_child(node, step, key)
     name = ".".join(keys)
-    if owner is None or field is None or not hasattr(array, "ndim"):
+    if owner is None or leaf.field is None or not hasattr(array, "ndim"):
         return Leaf(name, None)
     if is_copy_scalar:
         return Leaf(name, tuple(stacked_dims), trainable=False, num_stacked=len(stacked_dims))
+    leaf = dataclasses.replace(leaf, name=name, num_stacked=len(stacked_dims))
+    field = next(f for f in dataclasses.fields(owner) if f.name == leaf.field)
     try:
         dims = (*stacked_dims, *resolve_dims(owner, field, array.ndim - len(stacked_dims)))
     except TypeError as error:
-        if not in_state:
-            if isinstance(tree, Module):
-                hint = ""
-            else:
-                hint = " The state of an optimizer is a named tuple, as in optax."
-            raise TypeError(f"{name}: {error}{hint}") from None
-        dims = _resolve_state_dims(owner, field, stacked_dims, array.ndim)
-        fits = False
-    return Leaf(
-        name,
-        dims,
-        trainable=is_trained,
-        full_precision=keeps_dtype,
-        adapter_parameter=is_adapter,
-        observed=is_observed,
-        no_weight_decay=is_exempt,
-        in_optimizer_state=in_state,
-        fits=fits,
-        num_stacked=len(stacked_dims),
+        if leaf.in_optimizer_state:
+            dims = _resolve_state_dims(owner, field, stacked_dims, array.ndim)
+            return dataclasses.replace(leaf, dims=dims, fits=False)
+        if isinstance(tree, Module):
+            hint = ""
+        else:
+            hint = " The state of an optimizer is a named tuple, as in optax."
+        raise TypeError(f"{name}: {error}{hint}") from None
+    return dataclasses.replace(leaf, dims=dims)
+
+
+def _add_marks(leaf: Leaf, owner: Module, field: dataclasses.Field) -> Leaf:
+    """Add the marks of a field on the path to an array, and name it as the field that holds the array."""
+    marks = field.metadata
+    return dataclasses.replace(
+        leaf,
+        trainable=leaf.trainable and marks.get(TRAINABLE, True),
+        full_precision=leaf.full_precision or marks.get(FULL_PRECISION, False),
+        adapter_parameter=leaf.adapter_parameter or marks.get(ADAPTER_PARAMETER, False),
+        observed=leaf.observed or marks.get(OBSERVED, False),
+        no_weight_decay=leaf.no_weight_decay or marks.get(NO_WEIGHT_DECAY, False),
         owner=type(owner),
         field=field.name,
     )

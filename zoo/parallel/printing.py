@@ -14,17 +14,9 @@ from typing import Any, TypeGuard
 
 import jax
 
-from .module import (
-    IMPLEMENTATION_OPTION,
-    NAMED_BY_CLASS,
-    STACKED,
-    WRAPPED,
-    Dim,
-    Module,
-    array_fields,
-    resolve_dims,
-    resolve_stacked_dims,
-)
+from .dims import Dim
+from .fields import IMPLEMENTATION_OPTION, NAMED_BY_CLASS, STACKED, WRAPPED, to_snake_case
+from .module import Module, array_fields, resolve_dims, resolve_stacked_dims
 from .remat import SaveNames
 from .rounds import AbstractLayers
 from .trainable_copy import TrainableCopy
@@ -59,11 +51,6 @@ def format_module(module: Module) -> str:
 def format_module_as_html(module: Module) -> str:
     """Return a module as HTML: inner modules fold away."""
     return f'<div style="font-family: monospace">{_format_html(_describe_module(module, "", 0))}</div>'
-
-
-def to_snake_case(name: str) -> str:
-    """Convert CamelCase to snake_case: `GatedMLP` -> `gated_mlp`."""
-    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower()
 
 
 def _format_lines(part: _Part, indent: str) -> Iterator[str]:
@@ -329,3 +316,9 @@ def _format_option(value: Any) -> str:
             is_record = dataclasses.is_dataclass(inner) and not isinstance(inner, type)
             cells.append(f"{field.name}={type(inner).__name__ if is_record else _format_option(inner)}")
     return f"{type(value).__name__}({', '.join(cells)})"
+
+
+def install_printing(cls: type[Module]) -> None:
+    """Let modules print themselves: as text, and in notebooks as HTML."""
+    setattr(cls, "__repr__", format_module)  # noqa: B010
+    setattr(cls, "_repr_html_", format_module_as_html)  # noqa: B010

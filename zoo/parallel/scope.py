@@ -22,6 +22,7 @@ import jax
 from jaxtyping import Array, Shaped
 
 from .dims import name_value_dims
+from .fields import NAMED_BY_CLASS, STACKED, WRAPPED, to_snake_case
 from .taps import Taps, active_taps, current_taps
 
 SCOPED_METHODS = ("__call__", "transposed", "hidden", "logits", "grouped", "per_head", "per_head_transposed")
@@ -36,9 +37,8 @@ def calling_modules() -> tuple[Any, ...]:
     return _calling_modules.get()
 
 
-def scoped(method: Callable, named_by_class: str) -> Callable:
-    """Wrap `method` to run in the scope of its module. `named_by_class` is the metadata key of fields whose scope
-    includes the class. A module that calls itself adds no second scope."""
+def scoped(method: Callable) -> Callable:
+    """Wrap `method` to run in the scope of its module. A module that calls itself adds no second scope."""
 
     @functools.wraps(method)
     def run_in_scope(self, *args, **kwargs):
@@ -48,7 +48,7 @@ def scoped(method: Callable, named_by_class: str) -> Callable:
             return method(self, *args, **kwargs)
         token = _calling_modules.set((*callers, self))
         try:
-            with jax.named_scope(_scope_name(self, parent, named_by_class)):
+            with jax.named_scope(_scope_name(self, parent)):
                 return _run_tapped(method, (*callers, self), args, kwargs)
         finally:
             _calling_modules.reset(token)
@@ -56,7 +56,7 @@ def scoped(method: Callable, named_by_class: str) -> Callable:
     return run_in_scope
 
 
-def _scope_name(module: Any, parent: Any, named_by_class: str) -> str:
+def _scope_name(module: Any, parent: Any) -> str:
     """Return the field of `parent` that holds `module`, or the only field that holds its class: `gather` and JAX
     transformations make new objects."""
     cls = type(module)
@@ -67,7 +67,7 @@ def _scope_name(module: Any, parent: Any, named_by_class: str) -> str:
     if len(names) != 1:
         return cls.__name__
     field = next(field for field in dataclasses.fields(parent) if field.name == names[0])
-    if field.metadata.get(named_by_class):
+    if field.metadata.get(NAMED_BY_CLASS):
         return f"{field.name}.{cls.__name__}"
     return field.name
 
@@ -174,9 +174,6 @@ def _list_descendants(module: Any) -> Iterator[tuple[str | None, Any]]:
 def _list_children(module: Any) -> Iterator[tuple[str | None, Any]]:
     """Yield the modules in the fields of a module, each after its name in paths: "" for one that this module wraps,
     None for modules that are stacked."""
-    from .module import NAMED_BY_CLASS, STACKED, WRAPPED  # here, since it imports this file
-    from .printing import to_snake_case
-
     is_wrapper = any(WRAPPED in field.metadata for field in dataclasses.fields(module))
     adapter = getattr(module, "adapter_name", "") if is_wrapper else ""
     for field in dataclasses.fields(module):

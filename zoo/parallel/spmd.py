@@ -22,8 +22,9 @@ from zoo.ops.platform import target_platform
 from .batch import find_batch_axis, name_batch_dims
 from .closures import refuse_closed_over_arrays
 from .collectives import active_mesh, varying
+from .dims import Dim
 from .mesh import Mesh, check_placed, require_mesh
-from .module import Dim, Leaf, Module, leaves
+from .module import Leaf, Module, leaves
 
 
 @dataclasses.dataclass(frozen=True)

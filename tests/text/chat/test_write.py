@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from zoo.text.chat import PLAIN_TEMPLATE, ChatError, ChatTemplate, read_chat_template, write_chat_files
-from zoo.text.chat.encode import encode_rendered
+from zoo.text.chat import PLAIN_TEMPLATE, ChatError, ChatTemplate, encode_rendered, read_chat_template, write_chat_files
 from zoo.text.tokenizers import FileTokenizer
 
 FIXTURES = Path(__file__).parents[2] / "fixtures/chat"

@@ -12,7 +12,8 @@ from zoo.inspect.schedule import ScheduledCollective
 from zoo.parallel import ZERO1
 from zoo.parallel.topology import parse_topology
 from zoo.tools import plan as planning
-from zoo.tools.plan.ahead import Overlap, compare_loops, find_overlap
+from zoo.tools.plan import Overlap
+from zoo.tools.plan.ahead import compare_loops, find_overlap
 from zoo.tools.plan.search import make_stand_in_mesh
 from zoo.tools.plan.training import make_training_step
 

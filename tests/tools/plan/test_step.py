@@ -14,6 +14,7 @@ from zoo.parallel.topology import parse_topology
 from zoo.tools import plan as planning
 from zoo.tools.plan.peak import Peak
 from zoo.tools.plan.traced import TracedProgram
+from zoo.tools.plan.training import make_training_step
 from zoo.tools.plan.work import DeviceWork
 
 
@@ -22,7 +23,7 @@ def test_plan_equals_compiled_program():
     """Arguments to the byte."""
     make = partial(zoo.models.Transformer, vocab=64, embed=32, layers=2, heads=4, mlp=64)
     mesh = zoo.make_mesh(data=2, fsdp=2, tensor=2)
-    step, args = planning.make_training_step(make, mesh, planning.TrainingOptions(8, 16, dtype="float32", remat="none"))
+    step, args = make_training_step(make, mesh, planning.TrainingOptions(8, 16, dtype="float32", remat="none"))
     plan = planning.plan(step, *args, on="h100:8")
     program = zoo.inspect.compiled(step, *args)
     assert program.memory is not None and sum(plan.program.arguments.values()) == program.memory.arguments

@@ -8,13 +8,13 @@
 Special tokens that a message spells are plain text: no user ends the turn of another by typing `<|im_end|>`.
 """
 
-from .encode import EncodedText, encode_conversation, encode_rendered, encode_spans, find_end_of_turn, protect
+from .encode import EncodedText, encode_conversation, encode_spans, find_end_of_turn
+from .errors import ChatError, NoChatTemplateError
+from .special_tokens import encode_rendered, protect
 from .template import (
     PLAIN_TEMPLATE,
     TEMPLATE_FILE,
-    ChatError,
     ChatTemplate,
-    NoChatTemplateError,
     RenderedChat,
     find_special_tokens,
     read_chat_template,

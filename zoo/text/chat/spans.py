@@ -3,7 +3,8 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from .template import ChatError, ChatTemplate, RenderedChat
+from .errors import ChatError
+from .template import ChatTemplate, RenderedChat
 
 
 def mark_all_turns(

@@ -4,7 +4,7 @@ import datetime
 import functools
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -15,6 +15,8 @@ from zoo._files import JSON_BYTES, read_limited
 from zoo._optional import import_optional
 
 from ..tokenizers import Tokenizer
+from .errors import ChatError, NoChatTemplateError
+from .special_tokens import encode_rendered, map_texts, protect, protect_options
 
 TEMPLATE_FILE = "chat_template.jinja"
 _TOKENIZER_CONFIG_FILES = ("tokenizer_config.json", "special_tokens_map.json")
@@ -65,14 +67,6 @@ PLAIN_TEMPLATE = r"""
 """
 """Chat template for a base model without one: roles in words, `bos_token` first if there is one, and `eos_token` behind
 each answer. Words are not special tokens: a message that spells `User:` looks like a turn."""
-
-
-class ChatError(ValueError):
-    """Raised for a chat template that is missing or damaged, and for messages that it refuses."""
-
-
-class NoChatTemplateError(ChatError):
-    """Raised for a checkpoint directory without a chat template."""
 
 
 class RenderedChat(NamedTuple):
@@ -207,8 +201,6 @@ class ChatTemplate:
         **Raises** `ChatError` for messages that the template refuses, or that spell a special token which the tokenizer
         cannot write as text.
         """
-        from .encode import encode_rendered, protect, protect_options  # which imports this module
-
         special = tokenizer.special_tokens
         text = self.render(protect(messages, special), **protect_options(options, special)).text
         return encode_rendered(text, tokenizer)
@@ -260,17 +252,6 @@ def find_special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
         if key.endswith("_token") and isinstance(text, str):
             found[key] = text
     return found
-
-
-def map_texts(value: Any, change: Callable[[str], str]) -> Any:
-    """Apply a function to the texts within lists and mappings, keys excepted."""
-    if isinstance(value, str):
-        return change(value)
-    if isinstance(value, (dict, Mapping)):  # a dict is found sooner than a Mapping
-        return {key: map_texts(item, change) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [map_texts(item, change) for item in value]
-    return value
 
 
 def _escape_marks(text: str) -> str:

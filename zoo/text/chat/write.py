@@ -7,7 +7,8 @@ from zoo._files import read_json, write_json, write_text
 
 from ..tokenizers import Tokenizer
 from .encode import find_end_of_turn
-from .template import TEMPLATE_FILE, ChatError, ChatTemplate
+from .errors import ChatError
+from .template import TEMPLATE_FILE, ChatTemplate
 
 _GENERATION_CONFIG = "generation_config.json"
 

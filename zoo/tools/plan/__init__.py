@@ -3,14 +3,15 @@
 from zoo.inspect.links import time_transfer
 from zoo.parallel.chips import CHIPS, Chip
 
-from .ahead import Overlap, compare_loops
+from .ahead import compare_loops
 from .compiled import compile_training
-from .decoding import DecodingOptions, plan_decoding, suggest_decoding_mesh
+from .decoding import plan_decoding, suggest_decoding_mesh
 from .format import format_plan
+from .options import DecodingOptions, RolloutOptions, TrainingOptions
 from .rollouts import count_sampling_memory
 from .search import Candidate, plan_training, search_meshes, suggest_mesh
-from .step import BudgetError, Plan, plan
-from .training import RolloutOptions, TrainingOptions, count_model_flops
+from .step import BudgetError, Overlap, Plan, plan
+from .training import count_model_flops
 
 __all__ = [
     "CHIPS",

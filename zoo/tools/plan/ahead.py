@@ -9,7 +9,6 @@ the products; if they take much less, the scan hides as many:
 Only for GPUs: compiled for TPU v5e, products hide most gathers in the scan, and no scatter in either loop.
 """
 
-import dataclasses
 from typing import Any
 
 from zoo.inspect import CompiledProgram
@@ -19,20 +18,11 @@ from zoo.models.runners.ahead import explain_refusal
 from zoo.models.stack import Stack
 from zoo.parallel import Mesh
 
-from .step import Plan
+from .step import Overlap, Plan
 
 _LEAST_SHARE = 0.2
 """Least share of the products' seconds. Compiled for 64 H100s with four rows of Llama 3 8B on each, a share of 0.15,
 the scan leaves 0.022 s exposed and gathering ahead 0.024."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Overlap:
-    """Least seconds of a step that gathering ahead can overlap."""
-
-    transfers: float
-    """Gathers and scatters of parameters."""
-    products: float
 
 
 def find_overlap(plan: Plan, model: Any, mesh: Mesh) -> Overlap | None:

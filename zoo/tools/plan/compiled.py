@@ -7,7 +7,8 @@ from zoo.inspect import CompiledProgram, compiled
 from zoo.parallel import Layout, imagined, make_mesh
 from zoo.parallel.topology import Topology
 
-from .training import TrainingOptions, make_training_step
+from .options import TrainingOptions
+from .training import make_training_step
 
 
 def compile_training(

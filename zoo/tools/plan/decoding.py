@@ -8,49 +8,16 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
-from zoo._terminal import format_count
-from zoo.adapters.quantize import PackedFormat
 from zoo.generate.decode import unstack_layers
 from zoo.generate.prefill import drop_sequence_parallelism
 from zoo.layers import TokenInfo
 from zoo.parallel import Layout, cast, place, place_batch, spmd
 from zoo.parallel.topology import Topology
 
+from .options import DecodingOptions
 from .search import Candidate, make_stand_in_mesh
 from .step import Plan, plan
 from .training import quantize_base
-
-
-@dataclasses.dataclass(frozen=True)
-class DecodingOptions:
-    """Options of a decoding step that its cost depends on, besides the model and the mesh."""
-
-    rows: int
-    """Rows that are decoded at a time, over all devices."""
-    length: int
-    """Tokens of the longest row, prompt and completion: slots of the KV caches."""
-    dtype: str = "bfloat16"
-    """Dtype of parameters and caches."""
-    quantization: PackedFormat | None = None
-    """Format of the linear layers, as `zoo.adapters.quantize` makes it."""
-
-    def __post_init__(self):
-        if self.rows < 1 or self.length < 2:
-            raise ValueError(f"{self.rows} rows of {self.length} tokens: 1 row of 2 tokens is the least to decode")
-
-    @property
-    def tokens(self) -> int:
-        """Tokens that a step decodes."""
-        return self.rows
-
-    def describe(self) -> list[str]:
-        """Describe the step in a few phrases."""
-        parts = [f"{format_count(self.rows, 'row')} of up to {self.length:,} tokens", self.dtype]
-        return parts if self.quantization is None else [*parts, f"linear layers in {self.quantization}"]
-
-    def as_dict(self) -> dict[str, Any]:
-        """Convert to plain values."""
-        return dataclasses.asdict(self)
 
 
 def plan_decoding(

@@ -23,7 +23,7 @@ from zoo.parallel.chips import CHIPS
 from zoo.parallel.mesh import is_array_or_shape
 from zoo.parallel.topology import Topology
 
-from .training import TrainingOptions
+from .options import TrainingOptions
 
 _PASSES = 4
 """Products of a weight: forward, again in the backward pass, and the gradients of the input and of the weight."""

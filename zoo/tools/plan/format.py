@@ -1,28 +1,24 @@
 """Format a plan as a screen of text."""
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
 
 from zoo.inspect.report import format_decimal_prefix
 from zoo.parallel.mesh import format_sizes
 
-from .step import MARGIN
-from .training import TrainingOptions
-
-if TYPE_CHECKING:
-    from .step import Plan
+from .options import TrainingOptions
+from .step import MARGIN, Plan
 
 _BAR = 30
 _LEAST_SECONDS = 1e-6
 """Collectives that take less are added up in one line."""
 
 
-def format_plan(plan: "Plan", *, tokens: float | None = None) -> str:
+def format_plan(plan: Plan, *, tokens: float | None = None) -> str:
     """Format a `Plan` for `print`, and, if `tokens` is given, the days that training on so many tokens takes."""
     return "\n".join(f"{label:<12}{text}".rstrip() for label, text in _iter_lines(plan, tokens))
 
 
-def _iter_lines(plan: "Plan", tokens: float | None) -> Iterator[tuple[str, str]]:
+def _iter_lines(plan: Plan, tokens: float | None) -> Iterator[tuple[str, str]]:
     where = f"{format_sizes(plan.program.shape)} on {plan.topology}"
     if plan.topology.devices > 1:
         where += f": {plan.topology.devices:,} devices"
@@ -51,11 +47,11 @@ def _iter_lines(plan: "Plan", tokens: float | None) -> Iterator[tuple[str, str]]
         yield "training", _format_days(days, tokens)
 
 
-def _list_options(plan: "Plan") -> list[str]:
+def _list_options(plan: Plan) -> list[str]:
     return [] if plan.options is None else plan.options.describe()
 
 
-def _describe_products(plan: "Plan") -> str:
+def _describe_products(plan: Plan) -> str:
     """Say what products take at measured rates, which the second time of a step counts."""
     chip = plan.chip
     rates = {dtype: chip.measured_rate(dtype) for dtype in plan.program.work.flops}
@@ -65,7 +61,7 @@ def _describe_products(plan: "Plan") -> str:
     return f"products {plan.measured_product_seconds:.3g} at the measured {' and '.join(measured)}"
 
 
-def _iter_memory(plan: "Plan") -> Iterator[tuple[str, str]]:
+def _iter_memory(plan: Plan) -> Iterator[tuple[str, str]]:
     verdict = "DOES NOT FIT"
     if plan.peak <= plan.chip.memory:
         if plan.peak <= (1 - MARGIN) * plan.chip.memory:
@@ -89,14 +85,14 @@ def _iter_memory(plan: "Plan") -> Iterator[tuple[str, str]]:
         yield from _iter_kinds(plan, plan.sampling_memory)
 
 
-def _iter_kinds(plan: "Plan", memory: Mapping[str, int]) -> Iterator[tuple[str, str]]:
+def _iter_kinds(plan: Plan, memory: Mapping[str, int]) -> Iterator[tuple[str, str]]:
     """Yield a line with a bar for each kind of memory."""
     for kind, size in memory.items():
         bar = "#" * min(round(_BAR * size / plan.chip.memory), 2 * _BAR)
         yield "", f"{kind:<16} {_format(size) + 'B':>8}  {bar}"
 
 
-def _iter_collectives(plan: "Plan") -> Iterator[tuple[str, str]]:
+def _iter_collectives(plan: Plan) -> Iterator[tuple[str, str]]:
     if plan.transfers:
         yield "collectives", f"{'':<18}  {'along':<16}  {'times':>7}  {'sent':>8}  {'seconds':>8}"
     for transfer in (x for x in plan.transfers if x.seconds >= _LEAST_SECONDS):
@@ -137,7 +133,7 @@ def _format_count(value: float) -> str:
     return format_decimal_prefix(value).replace(" ", "").replace("G", "B")
 
 
-def _format_mfu(plan: "Plan", seconds: float, words: str = "") -> str:
+def _format_mfu(plan: Plan, seconds: float, words: str = "") -> str:
     mfu = plan.mfu(seconds)
     if mfu is None:
         return ""
@@ -146,3 +142,6 @@ def _format_mfu(plan: "Plan", seconds: float, words: str = "") -> str:
 
 def _format(value: float | int) -> str:
     return format_decimal_prefix(value)
+
+
+setattr(Plan, "__str__", format_plan)  # noqa: B010 - here, since what formats a plan needs the class

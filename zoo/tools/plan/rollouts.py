@@ -14,7 +14,8 @@ from zoo.models import Decoder
 from zoo.parallel import Mesh, cast, place, spmd
 from zoo.parallel.mesh import is_array_or_shape
 
-from .training import RolloutOptions, TrainingOptions, make_trained
+from .options import RolloutOptions, TrainingOptions
+from .training import make_trained
 
 
 def count_sampling_memory(

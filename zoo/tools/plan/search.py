@@ -18,9 +18,10 @@ from zoo.parallel.topology import Topology
 
 from .ahead import find_overlap
 from .estimate import estimate_step
+from .options import TrainingOptions
 from .rollouts import plan_sampling
 from .step import MARGIN, Plan, plan
-from .training import TrainingOptions, count_model_flops, make_training_step, split_into_stages
+from .training import count_model_flops, make_training_step, split_into_stages
 
 _log = logging.getLogger("zoo")
 AXES = ("pipe", "data", "fsdp", "expert", "context", "tensor")

@@ -3,7 +3,7 @@
 import dataclasses
 import re
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from zoo._terminal import format_count
 from zoo.inspect.links import Transfer, time_transfer
@@ -12,12 +12,8 @@ from zoo.parallel.chips import CHIPS, Chip
 from zoo.parallel.mesh import format_sizes
 from zoo.parallel.topology import Topology, parse_topology
 
+from .options import DecodingOptions, TrainingOptions
 from .traced import TracedProgram, trace_program
-
-if TYPE_CHECKING:
-    from .ahead import Overlap
-    from .decoding import DecodingOptions
-    from .training import TrainingOptions
 
 MARGIN = 0.3
 """Relative error of the estimated peak in 48 of 50 compiled steps, at most (`tests/tools/plan/test_compiled.py`)."""
@@ -26,6 +22,15 @@ _SECONDS_PER_DAY = 86_400
 
 class BudgetError(ValueError):
     """Raised for a step that needs more memory than a device has."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Overlap:
+    """Least seconds of a step that gathering ahead can overlap."""
+
+    transfers: float
+    """Gathers and scatters of parameters."""
+    products: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,14 +43,14 @@ class Plan:
     transfers: tuple[Transfer, ...]
     model_flops: int | None = None
     """FLOPs of the model per step over all devices, without recomputation and pipeline bubbles."""
-    options: "TrainingOptions | DecodingOptions | None" = None
+    options: TrainingOptions | DecodingOptions | None = None
     """Rows, tokens and the rest of a step of `plan_training` or `plan_decoding`; None for your own step."""
     rewritten: int | None = None
     """Bytes per device of the arguments that a step reads and writes outside of products, such as parameters and
     moments in an update; None for all arguments."""
     sampler: Mapping[str, int] = dataclasses.field(default_factory=dict)
     """Bytes per device that only sampling holds, by kind (`zoo.tools.plan.rollouts`)."""
-    overlap: "Overlap | None" = None
+    overlap: Overlap | None = None
     """Transfers that gathering ahead could overlap; None where it does not pay, and for your own step."""
 
     @property
@@ -216,11 +221,6 @@ class Plan:
             "bound": self.bound,
             "overlap": overlap,
         }
-
-    def __str__(self) -> str:
-        from .format import format_plan
-
-        return format_plan(self)
 
 
 _KINDS = {"model": "parameters", "opt_state": "optimizer state", "batch": "batch", "states": "cache"}

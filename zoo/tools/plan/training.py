@@ -1,6 +1,5 @@
 """The training step whose costs `zoo plan` estimates: AdamW with clipping, as the recipes write it, in shapes."""
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -9,84 +8,14 @@ import jax
 import jax.numpy as jnp
 
 from zoo._optional import require_installed
-from zoo._terminal import format_count
 from zoo.adapters import lora, quantize
 from zoo.adapters.quantize import PackedFormat
 from zoo.models import configure, split_ends
-from zoo.models.loop import Loop
 from zoo.models.loss import cross_entropy
-from zoo.parallel import Mesh, Remat, Schedule, cast, make_mesh, place, place_batch, trainable, value, value_and_grad
+from zoo.parallel import Mesh, Schedule, cast, make_mesh, place, place_batch, trainable, value, value_and_grad
 
+from .options import TrainingOptions
 from .traced import trace_program
-
-ONE_FORWARD_ONE_BACKWARD = Schedule("1f1b")
-
-
-@dataclasses.dataclass(frozen=True)
-class RolloutOptions:
-    """Completions that a run samples between its training steps (`recipes/grpo.py`)."""
-
-    rows: int
-    """Rows that are sampled at a time, over all devices: prompts times samples of each."""
-    length: int
-    """Tokens of the longest row, prompt and completion."""
-
-    def __post_init__(self):
-        if self.rows < 1 or self.length < 2:
-            raise ValueError(f"{self.rows} rows of {self.length} tokens: 1 row of 2 tokens is the least to sample")
-
-
-@dataclasses.dataclass(frozen=True)
-class TrainingOptions:
-    """Options of a training step that its cost depends on, besides the model and the mesh."""
-
-    rows: int
-    """Rows of the global batch."""
-    seq: int
-    """Tokens per row."""
-    dtype: str = "bfloat16"
-    """Dtype of activations and of the parameters in products. Parameters, gradients and moments stay in float32."""
-    remat: Remat = "full"
-    microbatches: int = 1
-    schedule: Schedule = ONE_FORWARD_ONE_BACKWARD
-    """Schedule of the pipeline, on meshes with `pipe`."""
-    rollouts: RolloutOptions | None = None
-    """Completions that are sampled between steps, in reinforcement learning."""
-    loop: Loop = "auto"
-    """Loop over layers; "auto" leaves it to the model."""
-    lora: int | None = None
-    """Rank of LoRA on all linear layers but the head. The base is frozen, in `dtype`; adapters, their gradients and
-    moments are float32."""
-    quantization: PackedFormat | None = None
-    """Format of the frozen base's linear layers (QLoRA)."""
-
-    def __post_init__(self):
-        if self.lora is not None and self.lora < 1:
-            raise ValueError(f"LoRA of rank {self.lora}: the least is 1")
-        if self.quantization is not None and self.lora is None:
-            raise ValueError(f"{self.quantization} is for a frozen base: add LoRA of a rank, such as 16")
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of a step."""
-        return self.rows * self.seq
-
-    def describe(self) -> list[str]:
-        """Describe the step in a few phrases."""
-        parts = [f"{format_count(self.rows, 'row')} of {self.seq:,} tokens"]
-        if self.microbatches > 1:
-            parts.append(f"{self.microbatches} micro-batches")
-        if self.lora is not None:
-            base = "" if self.quantization is None else f", {self.quantization} base"
-            parts.append(f"LoRA of rank {self.lora}{base}")
-        parts.append(f"remat {self.remat}")
-        if self.loop != "auto":
-            parts.append(f"loop {self.loop}")
-        return [*parts, self.dtype]
-
-    def as_dict(self) -> dict[str, Any]:
-        """Convert to plain values."""
-        return dataclasses.asdict(self)
 
 
 def make_training_step(

@@ -18,7 +18,8 @@ from zoo.models.capture import refuse_edits
 from zoo.models.decoder import AbstractBlock
 from zoo.ops.platform import current_platform
 from zoo.parallel import Module, all_gather, gather, leaves, replace_option, trainable
-from zoo.parallel.module import IMPLEMENTATION_OPTION, find_operations
+from zoo.parallel.fields import IMPLEMENTATION_OPTION
+from zoo.parallel.module import find_operations
 from zoo.shapes import HiddenStates
 
 _IS_SLOW = "kernels run in Pallas' interpreter on a CPU, and take minutes: pass implementations= with"

@@ -15,8 +15,8 @@ from jaxtyping import Array
 from ...custom_vjps import refuse_second_derivative
 from ...varying import align_varying
 from ._gated_linear_kernels import GatedGradients, backward_kernel, forward_kernel
+from ._gated_linear_operands import GatedOperands
 from .common import REFUSED, describe_output, runs_interpreted
-from .gated_linear import GatedOperands
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))

@@ -15,8 +15,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
+from ._gated_linear_operands import GatedOperands
 from .common import Pairs, ScalarDecays, compute_decays, multiply, pull_back_decays, to_column
-from .gated_linear import GatedOperands
 
 _Keys = Float[Array, "size key_dim"]
 _RowValues = Float[Array, "size value_dim"]

@@ -37,8 +37,6 @@ forward w (2 K / heads per block + 2 V), and 4 K V / C of states if it is differ
 w (2 K + V). Operands are first transposed to [batch, heads, seq, dim], another 4 w (K + V).
 """
 
-from typing import Any, NamedTuple
-
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
@@ -48,6 +46,7 @@ from ...custom_vjps import refuse_forward_mode
 from ...varying import align_varying
 from ..chunks import count_segment_starts, split_into_chunks
 from ..select import RecurrenceRequest
+from ._gated_linear_operands import GatedOperands
 from .common import REFUSED, find_platform_obstacle, round_up_to_lanes
 
 _CHUNK_SIZE = 128
@@ -59,24 +58,6 @@ _MEMORY = 16 * 2**20
 """Bytes of a core's memory that the compiler gives a kernel."""
 _STATE_BYTES = 2**20
 """Most bytes of the states of a head block of several heads: the memory holds four copies of them."""
-
-
-class GatedOperands(NamedTuple):
-    """Operands of the kernels, or references to their blocks in a core's memory."""
-
-    query: Any
-    """Queries, keys and values: [batch, heads, seq, dim], a multiple of the chunk size long."""
-    key: Any
-    value: Any
-    log_decay: Any
-    """One decay per head: [batch, heads, chunks, 1, size], a row per chunk. One per channel: as keys."""
-    count: Any
-    """Segments that start in a chunk up to each token: [batch, chunks, 1, size]."""
-    bonus: Any
-    """[heads, 1, key_dim], or None."""
-    state: Any
-    """[batch, heads, key_dim, value_dim], before the first chunk. The backward kernel has the state before each
-    chunk."""
 
 
 def find_gated_linear_obstacle(request: RecurrenceRequest, chunk_size: int = _CHUNK_SIZE) -> str | None:
