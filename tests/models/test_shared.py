@@ -143,7 +143,7 @@ def test_a_deep_model_compiles_the_blocks_of_its_period(blocks, compiled, monkey
         return len(traced)
 
     period = "mmmmmh" * blocks
-    assert trace("mmmmmh" * 8) == compiled == trace(period * 2)
+    assert trace("mmmmmh" * 8) == compiled == trace(period * 6)
 
 
 @pytest.mark.parametrize("carried", [False, pytest.param(True, marks=pytest.mark.ci)])
