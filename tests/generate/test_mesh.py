@@ -11,7 +11,7 @@ import pytest
 import zoo
 from zoo.generate.buckets import pad_prompt
 from zoo.generate.decode import DecodeState, begin, decode_until, unstack_layers
-from zoo.generate.request import SamplingOptions
+from zoo.generate.request import DecodeOptions, Sampling
 from zoo.parallel import Mesh, make_mesh, place
 from zoo.parallel.spmd import _JITTED, OutputDims, SpmdProgram, run_jitted
 
@@ -68,7 +68,7 @@ def test_mesh_shards_caches_and_updates_them_in_place():
     mesh = make_mesh(data=2, fsdp=2, tensor=2)
     model, options = (
         place(make_model(kv_heads=4, head_dim=32), mesh),
-        SamplingOptions.from_arguments(0, None, None, None, 1.2, (), VOCAB),
+        DecodeOptions.of(Sampling(repetition_penalty=1.2), VOCAB),
     )
     prompt = pad_prompt(jnp.zeros((4, 16), jnp.int32), None, 4, 2048)
     on_mesh = lambda program: SpmdProgram(program, mesh, 1, OutputDims.from_tree(""))

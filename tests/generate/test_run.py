@@ -276,12 +276,12 @@ def test_a_callback_may_end_rows():
 def test_decode_step_updates_caches_in_place():
     """Donated caches are aliased to the outputs, and temporaries are smaller than they are."""
     from zoo.generate.decode import begin, decode_until, unstack_layers
-    from zoo.generate.request import SamplingOptions
+    from zoo.generate.request import DecodeOptions, Sampling
     from zoo.parallel.spmd import _JITTED, run_jitted
 
     model, options = (
         make_model(head_dim=32),
-        SamplingOptions.from_arguments(0, None, None, None, None, (), SIZES["vocab"]),
+        DecodeOptions.of(Sampling(), SIZES["vocab"]),
     )
     prompt = pad_prompt(jnp.zeros((4, 16), jnp.int32), None, 4, 2048)
     state = run_jitted(begin, ((model, options, KEY),), (prompt, 2048))

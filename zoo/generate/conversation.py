@@ -1,6 +1,7 @@
 """A text that goes on: its next tokens are read behind those that the caches and recurrent states hold."""
 
 from collections.abc import Generator, Sequence
+from typing import Unpack
 
 import jax
 import jax.numpy as jnp
@@ -8,16 +9,16 @@ import numpy as np
 from jaxtyping import Array, Key
 
 from zoo._checks import wrap_key
+from zoo._keywords import check_keywords
 from zoo.models import Decoder
-from zoo.parallel import Mesh, place
+from zoo.parallel import Mesh
 from zoo.parallel.spmd import run_jitted
 
 from . import request
 from .buckets import choose_cache_length, choose_rows, pad_prompt
 from .decode import DecodeState, begin, decode_until, read_on, unstack_layers
 from .prefill import drop_sequence_parallelism, find_rope_switches, on_mesh
-
-_Number = float | int
+from .request import DecodeOptions, Sampling, SamplingOptions
 
 
 class Conversation:
@@ -33,37 +34,21 @@ class Conversation:
     **Raises** as `zoo.generate` does.
     """
 
+    @check_keywords
     def __init__(
         self,
         model: Decoder,
         *,
-        temperature: _Number = 0.0,
-        top_k: int | None = None,
-        top_p: _Number | None = None,
-        min_p: _Number | None = None,
-        repetition_penalty: _Number | None = None,
-        presence_penalty: _Number | None = None,
-        frequency_penalty: _Number | None = None,
-        logits: request.LogitsFunction | None = None,
-        stop_tokens: Sequence[int] = (),
-        stop_sequences: Sequence[Sequence[int]] = (),
         mesh: Mesh | None = None,
         key: Key[Array, ""] | None = None,
+        **options: Unpack[SamplingOptions],
     ):
-        counting = {"presence": presence_penalty, "frequency": frequency_penalty, "logits": logits}
-        sampling = temperature, top_k, top_p, min_p, repetition_penalty
-        request.check_sampling_options(1, *sampling, key is not None, **counting)
+        sampling = Sampling(**options)
+        request.check_temperature(sampling.temperature, key)
         request.check_mesh(mesh, model)
         self._vocab, _ = model.embedding.table_shape
         self._mesh = drop_sequence_parallelism(mesh)
-        options = request.SamplingOptions.from_arguments(
-            *sampling,
-            request.read_stop_tokens(stop_tokens),
-            self._vocab,
-            stop_sequences=request.read_stop_sequences(stop_sequences),
-            **counting,
-        )
-        self._options = options if self._mesh is None else place(options, self._mesh)
+        self._options = DecodeOptions.of(sampling, self._vocab, self._mesh)
         self._key = jax.random.key(0) if key is None else wrap_key(key)
         self._model = model
         self._unstacked = unstack_layers(model, self._mesh)

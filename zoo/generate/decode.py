@@ -27,7 +27,7 @@ from zoo.parallel.collectives import while_loop
 
 from .buckets import Prompt, choose_piece
 from .prefill import Prefix, find_rope_switches, follow_prefix, read_prompt, repeat_prompt, repeat_rows, write_text
-from .request import DecodedText, SamplingOptions
+from .request import DecodedText, DecodeOptions
 
 
 class RowProgress(Module):
@@ -98,7 +98,7 @@ class NextTokens(Module):
 
 
 def complete(
-    fixed: tuple[Decoder, Decoder, SamplingOptions, Key[Array, ""]],
+    fixed: tuple[Decoder, Decoder, DecodeOptions, Key[Array, ""]],
     prompt: Prompt,
     until: Int[Array, ""],
     length: int,
@@ -131,7 +131,7 @@ def complete(
 
 
 def begin(
-    fixed: tuple[Decoder, SamplingOptions, Key[Array, ""]],
+    fixed: tuple[Decoder, DecodeOptions, Key[Array, ""]],
     prompt: Prompt,
     length: int,
     prefix: Prefix | None = None,
@@ -158,7 +158,7 @@ def begin(
 
 
 def read_on(
-    fixed: tuple[Decoder, SamplingOptions, Key[Array, ""]],
+    fixed: tuple[Decoder, DecodeOptions, Key[Array, ""]],
     state: DecodeState,
     prompt: Prompt,
     dropped: Int[Array, ""],
@@ -191,7 +191,7 @@ def refill(model: Decoder, prompt: Prompt, state: DecodeState, length: int) -> D
 
 
 def start(
-    options: SamplingOptions,
+    options: DecodeOptions,
     key: Key[Array, ""],
     prompt: Prompt,
     length: int,
@@ -235,7 +235,7 @@ def _next_switch(state: DecodeState, switch: int) -> Int[Array, ""]:
     return jnp.where((step > state.step) & (state.rope_length == 0), step, jnp.iinfo(jnp.int32).max)
 
 
-def decode_until(fixed: tuple[Decoder, SamplingOptions], state: DecodeState, until: Int[Array, ""]) -> DecodeState:
+def decode_until(fixed: tuple[Decoder, DecodeOptions], state: DecodeState, until: Int[Array, ""]) -> DecodeState:
     """Decode until there are `until` new tokens or every row has ended. Rows that have ended are passed as padding."""
     model, options = fixed
 
@@ -252,7 +252,7 @@ def decode_until(fixed: tuple[Decoder, SamplingOptions], state: DecodeState, unt
 
 
 def run_model(
-    model: Decoder, state: DecodeState, options: SamplingOptions
+    model: Decoder, state: DecodeState, options: DecodeOptions
 ) -> tuple[Hidden, LayerStates | None, dict[str, Activation]]:
     """Run the latest token of each row through the layers; return also the values that are captured."""
     positions = jnp.where(state.done, -1, state.positions)
@@ -279,7 +279,7 @@ def _write_value(column: Activation, value: Activation, step: Int[Array, ""]) ->
     return Activation(array, column.array_dims)
 
 
-def append(state: DecodeState, choice: NextTokens, options: SamplingOptions) -> DecodeState:
+def append(state: DecodeState, choice: NextTokens, options: DecodeOptions) -> DecodeState:
     """Append a token per row to the state. A row without one, since its logits are not finite, ends."""
     newest = jnp.where(state.done, -1, choice.tokens)
     done = (newest < 0) | options.is_stop[newest]
@@ -345,7 +345,7 @@ def _ends_with(
     return ((tail[:, None] == sequences) | (sequences < 0)).all(axis=2).any(axis=1)
 
 
-def choose(state: DecodeState, logits: Float[Array, "batch vocab"], options: SamplingOptions) -> NextTokens:
+def choose(state: DecodeState, logits: Float[Array, "batch vocab"], options: DecodeOptions) -> NextTokens:
     """Return a token per row, -1 for logits that are NaN or without a finite maximum. `logits` may be sharded over the
     vocabulary."""
     logits = all_gather(logits, "vocab", axis=1)
@@ -365,15 +365,15 @@ def choose(state: DecodeState, logits: Float[Array, "batch vocab"], options: Sam
 
 
 def adjust_logits(
-    state: DecodeState, logits: Float[Array, "batch vocab"], options: SamplingOptions
+    state: DecodeState, logits: Float[Array, "batch vocab"], options: DecodeOptions
 ) -> Float[Array, "batch vocab"]:
     """Apply the penalties, then the function of one's own."""
-    logits = penalize_repetition(logits, state.seen, options.penalty)
+    logits = penalize_repetition(logits, state.seen, options.repetition_penalty)
     if state.counts is not None:
-        assert options.presence is not None
-        assert options.frequency is not None
-        logits = penalize_presence(logits, state.counts, options.presence)
-        logits = penalize_frequency(logits, state.counts, options.frequency)
+        assert options.presence_penalty is not None
+        assert options.frequency_penalty is not None
+        logits = penalize_presence(logits, state.counts, options.presence_penalty)
+        logits = penalize_frequency(logits, state.counts, options.frequency_penalty)
     if options.adjust is None:
         return logits
     assert state.text is not None
@@ -391,7 +391,7 @@ def _draw_token(
     logits: Float[Array, "batch vocab"],
     keys: Key[Array, "batch"],
     temperature: Float[Array, ""] | Float[Array, "batch 1"],
-    options: SamplingOptions,
+    options: DecodeOptions,
 ) -> tuple[Int[Array, "batch"], Float[Array, "batch"] | None]:
     filtered = apply_temperature(logits, temperature)
     filtered = filter_logits(filtered, top_k=options.top_k, top_p=options.top_p, min_p=options.min_p)
@@ -408,7 +408,7 @@ def _choose_likeliest(
     logits: Float[Array, "batch vocab"],
     keys: Key[Array, "batch"],
     temperature: Float[Array, ""] | Float[Array, "batch 1"],
-    options: SamplingOptions,
+    options: DecodeOptions,
 ) -> tuple[Int[Array, "batch"], Float[Array, "batch"] | None]:
     tokens = logits.argmax(1).astype(jnp.int32)
     return tokens, jnp.zeros_like(logits[:, 0]) if options.details else None

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, Required, TypedDict, Unpack, overload
+from typing import Any, Literal, NamedTuple, Required, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int, Key, Shaped
 from zoo._checks import is_host_readable, wrap_key
 from zoo._keywords import check_keywords
 from zoo.models import Decoder
-from zoo.parallel import Activation, Mesh, place, reduce
+from zoo.parallel import Activation, Mesh, reduce
 from zoo.parallel.spmd import run_jitted
 
 from . import request
@@ -30,9 +30,8 @@ from .prefill import (
     pad_after,
     repeat_prompt,
 )
+from .request import DecodeOptions, Sampling, SamplingOptions
 from .speculative import Draft, check_draft, speculate
-
-_Number = float | int
 
 
 class Generated(NamedTuple):
@@ -55,21 +54,11 @@ class Generated(NamedTuple):
     After a row's end they are those of padding."""
 
 
-class _Options(TypedDict, total=False):
+class _Options(SamplingOptions, total=False):
     """Options of `generate` besides `details`, for type checkers."""
 
     max_new_tokens: Required[int]
     mask: Bool[Array, "batch seq"] | None
-    temperature: _Number
-    top_k: int | None
-    top_p: _Number | None
-    min_p: _Number | None
-    repetition_penalty: _Number | None
-    presence_penalty: _Number | None
-    frequency_penalty: _Number | None
-    logits: request.LogitsFunction | None
-    stop_tokens: Sequence[int]
-    stop_sequences: Sequence[Sequence[int]]
     length: int | None
     prefix: Prefix | None
     samples: int
@@ -100,16 +89,6 @@ def generate(
     *,
     max_new_tokens: int,
     mask: Bool[Array, "batch seq"] | None = None,
-    temperature: _Number = 0.0,
-    top_k: int | None = None,
-    top_p: _Number | None = None,
-    min_p: _Number | None = None,
-    repetition_penalty: _Number | None = None,
-    presence_penalty: _Number | None = None,
-    frequency_penalty: _Number | None = None,
-    logits: request.LogitsFunction | None = None,
-    stop_tokens: Sequence[int] = (),
-    stop_sequences: Sequence[Sequence[int]] = (),
     length: int | None = None,
     prefix: Prefix | None = None,
     samples: int = 1,
@@ -120,6 +99,7 @@ def generate(
     details: bool = False,
     capture: Sequence[str] = (),
     key: Key[Array, ""] | None = None,
+    **options: Unpack[SamplingOptions],
 ) -> Int[Array, "batch new"] | Generated:
     """Generate `max_new_tokens` tokens per row after a prompt; return the new tokens only.
 
@@ -187,9 +167,9 @@ def generate(
     """
     request.check_decoder(model)
     vocab, _ = model.embedding.table_shape
-    counting = {"presence": presence_penalty, "frequency": frequency_penalty, "logits": logits}
-    sampling = temperature, top_k, top_p, min_p, repetition_penalty
-    request.check_sampling_options(max_new_tokens, *sampling, key is not None, **counting)
+    sampling = Sampling(**options)
+    request.check_temperature(sampling.temperature, key)
+    request.check_count("max_new_tokens", max_new_tokens)
     request.check_count("samples", samples)
     if samples > 1:
         advice = "repeat the prompts instead, and select an adapter for each copy"
@@ -202,25 +182,13 @@ def generate(
     _check_callback(callback, draft, (model, tokens, mask, prefix, key))
     if draft is not None:
         check_draft(model, draft, prefix, length)
-    stop_tokens = request.read_stop_tokens(stop_tokens)
-    stop_sequences = request.read_stop_sequences(stop_sequences)
-    options = request.SamplingOptions.from_arguments(
-        *sampling,
-        stop_tokens,
-        vocab,
-        stop_sequences=stop_sequences,
-        details=details,
-        keeps_text=draft is not None,
-        capture=names,
-        **counting,
-    )
-    if mesh is not None:
-        options = place(options, mesh)  # once, not at every step
+    recorded = {"details": details, "keeps_text": draft is not None, "capture": names}
+    decoding = DecodeOptions.of(sampling, vocab, mesh, **recorded)
     slots, rope_length = choose_capacity(model, tokens, max_new_tokens, length, prefix)
     rows = choose_rows(model, len(tokens), mesh, samples)
     prompt = pad_after(prefix, tokens, mask, rows, slots, mesh, rope_length)
     until = jax.device_put(np.int32(max_new_tokens))
-    is_sampled = temperature and key is not None
+    is_sampled = sampling.temperature and key is not None
     key = wrap_key(key) if is_sampled else jax.random.key(0)  # a greedy call has the same program
 
     unstacked = unstack_layers(model, mesh)
@@ -232,15 +200,15 @@ def generate(
     result: Any  # the state with details or a callback, and else the new tokens
     if draft is not None:
         drafts = None if isinstance(draft, str) else (draft, unstack_layers(draft, mesh))
-        fixed = model, unstacked, drafts, options, key
+        fixed = model, unstacked, drafts, decoding, key
         args = prompt, until, slots, draft_tokens, prefix, samples
         result = run_jitted(on_mesh(speculate, mesh), (fixed,), args)
     elif callback is None:
-        fixed = model, unstacked, options, key
+        fixed = model, unstacked, decoding, key
         args = prompt, until, slots, prefix, samples, rereads
         result = run_jitted(on_mesh(complete, mesh), (fixed,), args)
     else:
-        result = run_jitted(on_mesh(begin, mesh), ((model, options, key),), (prompt, slots, prefix, samples))
+        result = run_jitted(on_mesh(begin, mesh), ((model, decoding, key),), (prompt, slots, prefix, samples))
         repeated = run_jitted(on_mesh(repeat_prompt, mesh), (), (prompt, samples)) if rereads else prompt
 
         def read_again(state: DecodeState) -> DecodeState:
@@ -250,12 +218,12 @@ def generate(
         switches = find_rope_switches(model) if rereads else ()
         switches = [switch + 1 - int(result.longest) for switch in switches]
         count = len(tokens) * samples
-        loop = _CallbackLoop(callback, mesh, (unstacked, options), count, dict.fromkeys(switches, read_again))
+        loop = _CallbackLoop(callback, mesh, (unstacked, decoding), count, dict.fromkeys(switches, read_again))
         result = loop.run(result, max_new_tokens)
         ended = loop.ended
     cut = functools.partial(_cut, rows=len(tokens) * samples, count=max_new_tokens)
     new = cut(result.tokens if details or callback is not None else result)
-    _check_finite(new, stop_tokens, stop_sequences, ended)
+    _check_finite(new, sampling, ended)
     if not details:
         return new
     prefix = None if rereads else Prefix(result.states, result.text, len(new), slots, rope_length)
@@ -285,20 +253,15 @@ def _check_callback(callback: Callable | None, draft: Draft | None, arguments: t
         raise ValueError("a callback gets one token of each row at a time, and with a draft they come several at once")
 
 
-def _check_finite(
-    new: Int[Array, "batch new"],
-    stop_tokens: Sequence[int],
-    stop_sequences: Sequence[Sequence[int]],
-    ended: Bool[np.ndarray, "batch"] | None,
-) -> None:
+def _check_finite(new: Int[Array, "batch new"], sampling: Sampling, ended: Bool[np.ndarray, "batch"] | None) -> None:
     """**Raises** `ValueError` for a row that has ended without a stop, if the tokens can be read: its logits were not
     finite. `ended` are the rows that a callback has ended."""
     if not is_host_readable(new):
         return
     tokens = np.asarray(jax.device_get(new))
-    stops = [*([token] for token in stop_tokens), *stop_sequences]
+    stops = [*((token,) for token in sampling.stop_tokens), *sampling.stop_sequences]
     for row, count in enumerate((tokens >= 0).sum(axis=1).tolist()):
-        text = tokens[row, :count].tolist()
+        text = tuple(tokens[row, :count].tolist())
         if count == tokens.shape[1] or any(text[-len(stop) :] == stop for stop in stops):
             continue
         if ended is None or not ended[row]:
@@ -332,7 +295,7 @@ class _CallbackLoop:
 
     callback: Callable
     mesh: Mesh | None
-    fixed: tuple[Decoder, request.SamplingOptions]
+    fixed: tuple[Decoder, DecodeOptions]
     rows: int
     before: Mapping[int, Callable[[DecodeState], DecodeState]]
     """A function of the state that is called before the token after a number of new ones."""

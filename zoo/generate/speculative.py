@@ -45,7 +45,7 @@ from .decode import (
     step_keys,
 )
 from .prefill import Prefix, follow_prefix, list_mixers, read_prompt, repeat_prompt, repeat_rows
-from .request import SamplingOptions
+from .request import DecodeOptions
 
 Draft = Decoder | Literal["prompt"]
 """A model that proposes tokens, or "prompt" to look them up in the text so far."""
@@ -114,7 +114,7 @@ def _find_recurrent_state(state: Any) -> str | None:
 
 
 def speculate(
-    fixed: tuple[Decoder, Decoder, tuple[Decoder, Decoder] | None, SamplingOptions, Key[Array, ""]],
+    fixed: tuple[Decoder, Decoder, tuple[Decoder, Decoder] | None, DecodeOptions, Key[Array, ""]],
     prompt: Prompt,
     until: Int[Array, ""],
     length: int,
@@ -190,7 +190,7 @@ def _look_up(state: DecodeState, drafted: int) -> Int[Array, "batch drafted"]:
 
 
 def _propose(
-    draft: Decoder, state: DecodeState, states: LayerStates, options: SamplingOptions, drafted: int
+    draft: Decoder, state: DecodeState, states: LayerStates, options: DecodeOptions, drafted: int
 ) -> tuple[_Proposals, LayerStates]:
     """Let a draft model decode, one token at a time; it reads its last proposal, too."""
     wanted = _count_wanted(state, drafted)
@@ -226,7 +226,7 @@ def _verify(
     state: DecodeState,
     logits: Float[Array, "batch proposed vocab"],
     proposals: _Proposals,
-    options: SamplingOptions,
+    options: DecodeOptions,
 ) -> DecodeState:
     """Accept proposals of each row up to the first rejection, and append them and one more token."""
     width = logits.shape[1]
@@ -260,7 +260,7 @@ def _accept_or_draw(
     logits: Float[Array, "batch vocab"],
     proposal: Int[Array, "batch"],
     log_q: Float[Array, "batch vocab"] | None,
-    options: SamplingOptions,
+    options: DecodeOptions,
 ) -> tuple[NextTokens, Bool[Array, "batch"]]:
     """Return the proposal where it is accepted, and else a draw from the rest of the distribution."""
     log_p = _log_distribution(adjust_logits(state, logits, options), options)
@@ -281,7 +281,7 @@ def _accept_or_draw(
     return NextTokens(tokens, pick(jax.nn.log_softmax(logits), tokens), pick(log_p, tokens)), is_accepted
 
 
-def _log_distribution(logits: Float[Array, "batch vocab"], options: SamplingOptions) -> Float[Array, "batch vocab"]:
+def _log_distribution(logits: Float[Array, "batch vocab"], options: DecodeOptions) -> Float[Array, "batch vocab"]:
     """Return the log-probabilities that tokens are drawn from; all on the likeliest for greedy decoding."""
 
     def sampled(logits):
