@@ -22,6 +22,10 @@ from zoo.text.tokenizers import Tokenizer, find_tokenizer
 from zoo.weights.directory import resolve_directory
 from zoo.weights.generation_config import read_stop_tokens
 
+from .sampling_flags import SamplingFlags
+
+_GREEDY = SamplingFlags(temperature=0.0)
+
 
 def generate(
     directory: Annotated[Path, tyro.conf.Positional],
@@ -30,13 +34,7 @@ def generate(
     prompt: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="TEXT")] = (),
     tokens: Annotated[tyro.conf.UseAppendAction[tuple[tuple[int, ...], ...]], tyro.conf.arg(metavar="ID ...")] = (),
     max_new_tokens: int = 64,
-    temperature: float = 0.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    min_p: float | None = None,
-    repetition_penalty: float | None = None,
-    presence_penalty: float | None = None,
-    frequency_penalty: float | None = None,
+    sampling: Annotated[SamplingFlags, tyro.conf.OmitArgPrefixes] = _GREEDY,
     samples: int = 1,
     seed: int = 0,
     stop_token: Annotated[tuple[int, ...] | None, tyro.conf.arg(metavar="ID ...")] = None,
@@ -66,13 +64,7 @@ def generate(
         prompt: Prompt text. Repeat for several prompts.
         tokens: Prompt as token ids, used verbatim. Repeat for several prompts.
         max_new_tokens: Maximum number of new tokens per prompt.
-        temperature: 0 is greedy decoding; otherwise tokens are sampled from softmax(logits / temperature).
-        top_k: Sample from the k most likely tokens.
-        top_p: Nucleus sampling: sample from the most likely tokens whose total probability reaches p, 0 < p <= 1.
-        min_p: Sample from tokens at least min_p times as likely as the most likely one, 0 to 1.
-        repetition_penalty: Above 1, makes tokens that have occurred less likely.
-        presence_penalty: Above 0, makes new tokens less likely that are among the new tokens already.
-        frequency_penalty: Above 0, makes new tokens less likely, once for each time that they are among the new tokens.
+        sampling: How tokens are drawn.
         samples: Number of texts per prompt, which is read once.
         seed: Random seed of the samples.
         stop_token: Token ids that end a text. Default: eos_token_id of generation_config.json or config.json. Pass the
@@ -117,7 +109,7 @@ def generate(
     padding_mask = None if mask.all() else jnp.asarray(mask)
     if stop_token is None:
         stops = [token for token in stops if token < vocab]
-    key = jax.random.key(seed) if temperature else None
+    key = jax.random.key(seed) if sampling.temperature else None
     if stop and text is None:
         raise ValueError(f"--stop is text, and {directory} has no {TOKENIZER_FILE}: pass token ids, --stop-token 3")
     printer = _TokenPrinter(text, prompts, samples, stop)
@@ -132,13 +124,7 @@ def generate(
         jnp.asarray(batch),
         mask=padding_mask,
         max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-        presence_penalty=presence_penalty,
-        frequency_penalty=frequency_penalty,
+        **vars(sampling),
         samples=samples,
         stop_tokens=stops,
         mesh=mesh,
