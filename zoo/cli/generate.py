@@ -16,6 +16,7 @@ from zoo._compile_cache import enable_compile_cache
 from zoo._terminal import show
 from zoo.generate.request import check_decoder
 from zoo.parallel.devices import make_device_mesh
+from zoo.text.batches import pad_left
 from zoo.text.stream_decoder import StoppingDecoder
 from zoo.text.tokenizer_file import TOKENIZER_FILE
 from zoo.text.tokenizers import Tokenizer, find_tokenizer
@@ -105,6 +106,8 @@ def generate(
     vocab, _ = model.embedding.table_shape
     text = find_tokenizer(path, vocab)
     prompts = list(tokens) or [_encode_prompt(text, each, path) for each in prompt]
+    if not all(prompts):
+        raise ValueError("a prompt needs at least one token: --tokens 3 5 7")
     batch, mask = pad_left(prompts)
     padding_mask = None if mask.all() else jnp.asarray(mask)
     if stop_token is None:
@@ -145,15 +148,6 @@ def _encode_prompt(text: Tokenizer | None, prompt: str, directory: Path) -> tupl
     if not tokens:
         raise ValueError("a prompt needs at least one token: this one is empty, and the tokenizer has no prefix")
     return tokens
-
-
-def pad_left(prompts: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
-    """Pad prompts on the left; return the batch and its padding mask. **Raises** `ValueError` for an empty prompt."""
-    if not all(prompts):
-        raise ValueError("a prompt needs at least one token: --tokens 3 5 7")
-    longest = max(map(len, prompts))
-    batch = np.array([(0,) * (longest - len(row)) + tuple(row) for row in prompts])
-    return batch, np.arange(longest) >= longest - np.array([len(row) for row in prompts])[:, None]
 
 
 class _TokenPrinter:
