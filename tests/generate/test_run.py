@@ -284,15 +284,15 @@ def test_decode_step_updates_caches_in_place():
         DecodeOptions.of(Sampling(), SIZES["vocab"]),
     )
     prompt = pad_prompt(jnp.zeros((4, 16), jnp.int32), None, 4, 2048)
-    state = run_jitted(begin, ((model, options, KEY),), (prompt, 2048))
+    state = run_jitted(begin, (model, options, KEY), (prompt, 2048))
     state_size = sum(x.nbytes for x in jax.tree.leaves(state))
     fixed = unstack_layers(model, None), options
-    program = _JITTED[True].lower((decode_until, (fixed,)), (state, jnp.int32(9)), None).compile()
+    program = _JITTED[True].lower((decode_until, fixed), (state, jnp.int32(9)), None).compile()
     memory = program.compiled.memory_analysis()
     assert memory.alias_size_in_bytes >= state_size
     assert memory.temp_size_in_bytes < state_size / 2
     cache = dataclasses.replace(state.states[0])
-    run_jitted(decode_until, (fixed,), (state, jnp.int32(9)), donate=True)
+    run_jitted(decode_until, fixed, (state, jnp.int32(9)), donate=True)
     assert cache.key.is_deleted()
 
 

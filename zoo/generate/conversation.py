@@ -89,18 +89,18 @@ class Conversation:
         self._state = None  # donated
         self._held = []
         if state is None:
-            state = run_jitted(on_mesh(begin, self._mesh), (fixed,), (prompt, self._length))
+            state = run_jitted(on_mesh(begin, self._mesh), fixed, (prompt, self._length))
         else:
             dropped = jax.device_put(np.int32(-1 if self._newest in tokens else self._newest))
             args = state, prompt, dropped, self._length
-            state = run_jitted(on_mesh(read_on, self._mesh), (fixed,), args, donate=True)
+            state = run_jitted(on_mesh(read_on, self._mesh), fixed, args, donate=True)
         decode = on_mesh(decode_until, self._mesh)
         fixed = self._unstacked, self._options
         held = list(tokens[:-1])
         newest = tokens[-1]
         for count in range(1, max_new_tokens + 1):
             args = state, jax.device_put(np.int32(count))
-            state = run_jitted(decode, (fixed,), args, donate=True)
+            state = run_jitted(decode, fixed, args, donate=True)
             held.append(int(newest))
             self._state = state
             self._held = held

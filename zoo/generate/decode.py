@@ -98,7 +98,10 @@ class NextTokens(Module):
 
 
 def complete(
-    fixed: tuple[Decoder, Decoder, DecodeOptions, Key[Array, ""]],
+    model: Decoder,
+    unstacked: Decoder,
+    options: DecodeOptions,
+    key: Key[Array, ""],
     prompt: Prompt,
     until: Int[Array, ""],
     length: int,
@@ -106,16 +109,15 @@ def complete(
     samples: int = 1,
     rereads: bool = False,
 ) -> DecodeState | Int[Array, "batch new"]:
-    """Prefill with the first model and decode with the second, which has the same layers unstacked, in one program;
-    return the new tokens, or the state after them if the options ask for details.
+    """Prefill with `model` and decode with the same layers unstacked, in one program; return the new tokens, or the
+    state after them if the options ask for details.
 
     `rereads`: read all tokens so far again where LongRoPE switches to other frequencies. The loop then has one phase
     per set of frequencies.
     """
-    model, unstacked, options, key = fixed
     if not rereads:
-        state = begin((model, options, key), prompt, length, prefix, samples)
-        state = decode_until((unstacked, options), state, until)
+        state = begin(model, options, key, prompt, length, prefix, samples)
+        state = decode_until(unstacked, options, state, until)
         return state if options.details else state.tokens
     switches = find_rope_switches(model)
     prompt = repeat_prompt(prompt, samples)
@@ -123,7 +125,7 @@ def complete(
     def run_phase(state: DecodeState) -> DecodeState:
         state = refill(model, prompt, state, length)
         end = functools.reduce(jnp.minimum, [_next_switch(state, switch) for switch in switches], until)
-        return dataclasses.replace(decode_until((unstacked, options), state, end), states=())
+        return dataclasses.replace(decode_until(unstacked, options, state, end), states=())
 
     state = start(options, key, prompt, length)
     state = while_loop(lambda state: (state.step < until) & state.running, run_phase, state)
@@ -131,7 +133,9 @@ def complete(
 
 
 def begin(
-    fixed: tuple[Decoder, DecodeOptions, Key[Array, ""]],
+    model: Decoder,
+    options: DecodeOptions,
+    key: Key[Array, ""],
     prompt: Prompt,
     length: int,
     prefix: Prefix | None = None,
@@ -139,7 +143,6 @@ def begin(
 ) -> DecodeState:
     """Run the prompt except its last token through the model, piece by piece; return the state before decoding, with
     `samples` rows for each of the prompt."""
-    model, options, key = fixed
     prompt, states, before = follow_prefix(prompt, prefix)
     repeated = repeat_prompt(prompt, samples)
     before = repeat_rows(before, samples)
@@ -158,7 +161,9 @@ def begin(
 
 
 def read_on(
-    fixed: tuple[Decoder, DecodeOptions, Key[Array, ""]],
+    model: Decoder,
+    options: DecodeOptions,
+    key: Key[Array, ""],
     state: DecodeState,
     prompt: Prompt,
     dropped: Int[Array, ""],
@@ -167,7 +172,6 @@ def read_on(
     """Run a prompt except its last token through the model, behind the tokens that `state` has read; return the state
     before decoding goes on. The positions of the prompt go on, too. `dropped` is the latest token of `state` if the
     text no longer has it, else -1."""
-    model, options, key = fixed
     next_state = start(options, key, prompt, length, state.text)
     states = read_prompt(model, prompt, length, find_rope_length(next_state), state.states)
     seen = (next_state.seen | state.seen) & (jnp.arange(state.seen.shape[1]) != dropped)
@@ -217,7 +221,7 @@ def start(
         step=jnp.int32(0),
         running=jnp.array(True),
         text=write_text(prompt, length, before) if options.needs_text else None,
-        counts=jnp.zeros_like(seen, jnp.int32) if options.counts_tokens else None,
+        counts=jnp.zeros_like(seen, jnp.int32) if options.presence_penalty is not None else None,
         log_probs=scores,
         sampling_log_probs=scores,
     )
@@ -235,9 +239,8 @@ def _next_switch(state: DecodeState, switch: int) -> Int[Array, ""]:
     return jnp.where((step > state.step) & (state.rope_length == 0), step, jnp.iinfo(jnp.int32).max)
 
 
-def decode_until(fixed: tuple[Decoder, DecodeOptions], state: DecodeState, until: Int[Array, ""]) -> DecodeState:
+def decode_until(model: Decoder, options: DecodeOptions, state: DecodeState, until: Int[Array, ""]) -> DecodeState:
     """Decode until there are `until` new tokens or every row has ended. Rows that have ended are passed as padding."""
-    model, options = fixed
 
     def step(state: DecodeState) -> DecodeState:
         hidden, states, values = run_model(model, state, options)
@@ -325,10 +328,14 @@ def append(state: DecodeState, choice: NextTokens, options: DecodeOptions) -> De
 
 def _find_running(before: Bool[Array, "batch"], done: Bool[Array, "batch"], *, is_paced: bool) -> Bool[Array, ""]:
     """Return True if some row on some device has not ended, and with `is_paced` none has ended in this step."""
-    running = reduce((~done).any().astype(jnp.int32), over="batch", by=lax.pmax) > 0
     if not is_paced:
-        return running
-    return running & (reduce((done & ~before).any().astype(jnp.int32), over="batch", by=lax.pmax) == 0)
+        return is_any(~done)
+    return is_any(~done) & ~is_any(done & ~before)
+
+
+def is_any(rows: Bool[Array, "batch"]) -> Bool[Array, ""]:
+    """Return True if one of the rows is True, on some device."""
+    return reduce(rows.any().astype(jnp.int32), over="batch", by=lax.pmax) > 0
 
 
 def _ends_with(

@@ -134,11 +134,6 @@ class DecodeOptions(Module):
     """Names of values to record (`zoo.capture`)."""
 
     @property
-    def counts_tokens(self) -> bool:
-        """True for options that need the counts of new tokens."""
-        return self.presence_penalty is not None
-
-    @property
     def needs_text(self) -> bool:
         """True for options that need the text so far."""
         return self.details or self.keeps_text or self.adjust is not None or self.stop_sequences is not None

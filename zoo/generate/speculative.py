@@ -29,7 +29,7 @@ from zoo.layers.rotary import find_length_dependent_scaling
 from zoo.models import Decoder
 from zoo.models.decoder import LayerStates
 from zoo.ops.sampling import apply_temperature, filter_logits, sample_tokens
-from zoo.parallel import Module, all_gather, reduce, scan
+from zoo.parallel import Module, all_gather, scan
 from zoo.parallel.collectives import while_loop
 
 from .buckets import Prompt
@@ -40,6 +40,7 @@ from .decode import (
     adjust_logits,
     append,
     find_rope_length,
+    is_any,
     pick,
     start,
     step_keys,
@@ -114,7 +115,11 @@ def _find_recurrent_state(state: Any) -> str | None:
 
 
 def speculate(
-    fixed: tuple[Decoder, Decoder, tuple[Decoder, Decoder] | None, DecodeOptions, Key[Array, ""]],
+    model: Decoder,
+    unstacked: Decoder,
+    drafts: tuple[Decoder, Decoder] | None,
+    options: DecodeOptions,
+    key: Key[Array, ""],
     prompt: Prompt,
     until: Int[Array, ""],
     length: int,
@@ -123,9 +128,7 @@ def speculate(
     samples: int = 1,
 ) -> DecodeState | Int[Array, "batch new"]:
     """Prefill, and decode in rounds with `drafted` proposals each; return the new tokens, or the state after them if
-    the options ask for details. `fixed` holds models before and after unstacking; None instead of a draft model is
-    prompt lookup."""
-    model, unstacked, drafts, options, key = fixed
+    the options ask for details. `drafts` is the draft model before and after unstacking, None for prompt lookup."""
     prompt, states, before = follow_prefix(prompt, prefix)
     repeated = repeat_prompt(prompt, samples)
     state = start(options, key, repeated, length, repeat_rows(before, samples))
@@ -151,8 +154,8 @@ def speculate(
         logits, states = _read_proposals(unstacked, state, proposals)
         state = _verify(dataclasses.replace(state, states=states), logits, proposals, options)
         states = forget(state.states, state.positions)
-        running = reduce((~state.done).any().astype(jnp.int32), over="batch", by=lax.pmax) > 0
-        return dataclasses.replace(state, states=states, running=running), forget(draft_states, state.positions)
+        state = dataclasses.replace(state, states=states, running=is_any(~state.done))
+        return state, forget(draft_states, state.positions)
 
     state, _ = while_loop(lambda carry: carry[0].running, run_round, (state, draft_states))
     return state if options.details else state.tokens

@@ -152,7 +152,7 @@ class _Pool:
         prompt = dataclasses.replace(prompt, rows=jax.device_put(np.zeros(self._shards, np.int32)))
         limits = jax.device_put((np.float32(asked.temperature), np.int32(asked.max_new_tokens)))
         args = prompt, self._length, *limits
-        one = run_jitted(on_mesh(_read_one, self._mesh), ((self._model, self._options, key),), args)
+        one = run_jitted(on_mesh(_read_one, self._mesh), (self._model, self._options, key), args)
         if self._state is None:
             self._state = run_jitted(on_mesh(_open, self._mesh), (), (one, self._repeats))
         args = self._state, one, jax.device_put(np.int32(row))
@@ -163,7 +163,7 @@ class _Pool:
         """Decode until a row ends, and yield the new tokens of each."""
         until = jax.device_put(np.int32(_MOST_STEPS))
         fixed = self._unstacked, self._options
-        state = run_jitted(on_mesh(_decode_on, self._mesh), (fixed,), (self._state, until), donate=True)
+        state = run_jitted(on_mesh(_decode_on, self._mesh), fixed, (self._state, until), donate=True)
         self._state = state
         scores = state.log_probs, state.sampling_log_probs
         step, tokens, done, *scores = jax.device_get((state.step, state.tokens, state.done, *scores))
@@ -186,14 +186,16 @@ class _Pool:
 
 
 def _read_one(
-    fixed: tuple[Decoder, DecodeOptions, Key[Array, ""]],
+    model: Decoder,
+    options: DecodeOptions,
+    key: Key[Array, ""],
     prompt: Prompt,
     length: int,
     temperature: Float[Array, ""],
     most: Int[Array, ""],
 ) -> DecodeState:
     """Return the state of one row on every device, after its prompt."""
-    state = begin(fixed, prompt, length)
+    state = begin(model, options, key, prompt, length)
     new = jnp.zeros_like(state.positions)
     return dataclasses.replace(_clear(state), progress=RowProgress(new, new + most, new + temperature))
 
@@ -220,9 +222,9 @@ def _insert(state: DecodeState, one: DecodeState, row: Int[Array, ""]) -> Decode
     return jax.tree.unflatten(treedef, inserted)
 
 
-def _decode_on(fixed: tuple[Decoder, DecodeOptions], state: DecodeState, until: Int[Array, ""]) -> DecodeState:
+def _decode_on(model: Decoder, options: DecodeOptions, state: DecodeState, until: Int[Array, ""]) -> DecodeState:
     """Decode until a row ends, or `until` new tokens."""
-    return decode_until(fixed, _clear(state), until)
+    return decode_until(model, options, _clear(state), until)
 
 
 def _clear(state: DecodeState) -> DecodeState:
