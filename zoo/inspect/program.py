@@ -22,9 +22,9 @@ from .buffers import Buffer, read_buffers
 from .collectives import Collective, sum_collectives
 from .executions import count_bytes_moved, list_executions
 from .exposed_communication import ScheduledCollective, add_seconds, read_schedule
+from .format import Rows, format_program
 from .operations import Flops, count_flops
 from .products import RecomputedProducts, count_compiled_flops, sum_recomputed
-from .report import Rows, format_program
 from .unfused import UnfusedTraffic, sum_unfused
 
 _CACHE_HIT_EVENT = "/jax/compilation_cache/cache_hits"

@@ -13,7 +13,7 @@ import dataclasses
 from typing import Any
 
 from zoo.inspect import CompiledProgram
-from zoo.inspect.report import format_decimal_prefix
+from zoo.inspect.format import format_decimal_prefix
 from zoo.models.gather_ahead import explain_refusal
 from zoo.models.parameter_paths import list_parameter_paths
 from zoo.models.stack import Stack

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from zoo.inspect.report import format_decimal_prefix
+from zoo.inspect.format import format_decimal_prefix
 from zoo.parallel.mesh import format_sizes
 
 from .step import MARGIN
