@@ -29,8 +29,8 @@ from zoo.weights.safetensors import CheckpointError, open_safetensors
 from zoo.weights.save import export_tensors, read_name_map
 
 from .activations import TextInputs, join_streams
+from .comparison import GRADIENT_FLOOR, TOLERANCE, Comparison, ParityReport, norm_error, relative_error
 from .kinds import LossAndBatch, ModelKind, find_model_kind
-from .report import GRADIENT_FLOOR, TOLERANCE, Comparison, ParityReport, norm_error, relative_error
 
 
 def compare_checkpoint(
