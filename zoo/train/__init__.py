@@ -35,10 +35,10 @@ from .optimizer.adam import adamw
 from .optimizer.apply_updates import apply_updates
 from .optimizer.by_name import OptimizerName, make_optimizer
 from .optimizer.eval_params import eval_params
-from .optimizer.groups import by_dim, format_groups
 from .optimizer.masks import decay_mask, linear_mask, matrix_mask
 from .optimizer.moments import BFloat16Moment, BlockwiseMoment, FactoredMoment, Float32Moment
 from .optimizer.muon import muon
+from .optimizer.parameter_groups import by_dim, format_groups
 from .optimizer.schedules import warmup_stable_decay
 from .optimizer.width_transfer import scale_by_width, transfer_width, width_factors
 from .options import MeshOptions, RunOptions
