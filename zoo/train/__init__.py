@@ -45,7 +45,7 @@ from .options import MeshOptions, RunOptions
 from .profile import Profile
 from .reference import precompute_reference
 from .reinforcement.group_sampler import GroupSampler
-from .reinforcement.groups import Groups, fill_groups, make_sampler, sample_groups
+from .reinforcement.grouped_samples import Groups, fill_groups, make_sampler, sample_groups
 from .reinforcement.rewards import Rewards, match_answer
 from .reinforcement.rollouts import Rollouts, pack_rollouts
 from .remat import count_residual_bytes, fit_remat
