@@ -30,7 +30,7 @@ from zoo.weights.save import export_tensors, read_name_map
 
 from .activations import TextInputs, join_streams
 from .comparison import GRADIENT_FLOOR, TOLERANCE, Comparison, ParityReport, norm_error, relative_error
-from .kinds import LossAndBatch, ModelKind, find_model_kind
+from .model_kinds import LossAndBatch, ModelKind, find_model_kind
 
 
 def compare_checkpoint(
