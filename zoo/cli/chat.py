@@ -101,8 +101,7 @@ def chat(
         end = tokenizer.special_tokens.get(template.special_tokens.get("eos_token", ""))
         if end is not None and end not in stops:
             stops.append(end)
-    key = jax.random.key(seed)
-    conversation = Conversation(model, stop_tokens=stops, mesh=mesh, key=key, **options)
+    conversation = Conversation(model, stop_tokens=stops, mesh=mesh, key=jax.random.key(seed), **options)
     session = _Session(conversation, tokenizer, template, variables, stops, max_new_tokens, stop)
     session.begin(system)
     _run(session)

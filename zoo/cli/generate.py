@@ -112,7 +112,6 @@ def generate(
     padding_mask = None if mask.all() else jnp.asarray(mask)
     if stop_token is None:
         stops = [token for token in stops if token < vocab]
-    key = jax.random.key(seed) if sampling.temperature else None
     if stop and text is None:
         raise ValueError(f"--stop is text, and {directory} has no {TOKENIZER_FILE}: pass token ids, --stop-token 3")
     printer = _TokenPrinter(text, prompts, samples, stop)
@@ -132,7 +131,7 @@ def generate(
         stop_tokens=stops,
         mesh=mesh,
         callback=printer.push if is_streamed else None,
-        key=key,
+        key=jax.random.key(seed),
         **drafting,
     )
     if not is_streamed:

@@ -106,10 +106,7 @@ class Conversation:
             self._held = held
             newest, running = jax.device_get((state.newest[0], state.running))
             if newest < 0:
-                raise ValueError(
-                    f"logits are not finite after {count - 1} new tokens: look for NaN in the model's parameters "
-                    "(zoo.inspect), or compute in another dtype"
-                )
+                raise ValueError(request.describe_non_finite("logits", count - 1))
             self._newest = int(newest)
             yield int(newest)
             if not running:

@@ -287,7 +287,6 @@ def append(state: DecodeState, choice: NextTokens, options: DecodeOptions) -> De
     newest = jnp.where(state.done, -1, choice.tokens)
     done = (newest < 0) | options.is_stop[newest]
     is_newest = jnp.arange(state.seen.shape[1]) == newest[:, None]
-    seen = state.seen | is_newest
     write = lambda column, x: lax.dynamic_update_slice_in_dim(column, x[:, None], state.step, axis=1)
     tokens = write(state.tokens, newest)
     score = lambda column, x: None if column is None else write(column, jnp.where(newest < 0, 0, x))
@@ -305,16 +304,13 @@ def append(state: DecodeState, choice: NextTokens, options: DecodeOptions) -> De
         assert text is not None
         new = state.step + 1 if progress is None else progress.new
         done |= _ends_with(text, positions, jnp.minimum(new, positions + 1), options.stop_sequences)
-    return DecodeState(
-        states=state.states,
+    return dataclasses.replace(
+        state,
         tokens=tokens,
         newest=newest,
         positions=positions,
         done=done,
-        seen=seen,
-        keys=state.keys,
-        longest=state.longest,
-        rope_length=state.rope_length,
+        seen=state.seen | is_newest,
         step=state.step + 1,
         running=_find_running(state.done, done, is_paced=progress is not None),
         text=text,
@@ -322,7 +318,6 @@ def append(state: DecodeState, choice: NextTokens, options: DecodeOptions) -> De
         log_probs=score(state.log_probs, choice.log_probs),
         sampling_log_probs=score(state.sampling_log_probs, choice.sampling_log_probs),
         progress=progress,
-        values=state.values,
     )
 
 

@@ -260,10 +260,7 @@ def _check_finite(new: Int[Array, "batch new"], sampling: Sampling, ended: Bool[
         if count == tokens.shape[1] or any(text[-len(stop) :] == stop for stop in stops):
             continue
         if ended is None or not ended[row]:
-            raise ValueError(
-                f"logits of row {row} are not finite after {count} new tokens: look for NaN in the model's parameters "
-                "(zoo.inspect), or compute in another dtype"
-            )
+            raise ValueError(request.describe_non_finite(f"logits of row {row}", count))
 
 
 def _cut(new: Shaped[Array, "rows seq"], rows: int, count: int) -> Shaped[Array, "batch new"]:

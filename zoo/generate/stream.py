@@ -178,10 +178,7 @@ class _Pool:
                 self._rows[number] = None
             details = [None if x is None else tuple(x[number, :count].tolist()) for x in scores]
             if ended and count < step:  # the row has taken a step without a token
-                raise ValueError(
-                    f"logits of request {row.request} are not finite after {row.count} new tokens: look for NaN in the "
-                    "model's parameters (zoo.inspect), or compute in another dtype"
-                )
+                raise ValueError(request.describe_non_finite(f"logits of request {row.request}", row.count))
             yield StreamedTokens(row.request, new, ended, *details)
 
 

@@ -49,10 +49,7 @@ def generate_texts(
     stop token or the last token, and the text is cut there.
     """
     tokens, mask = map(jnp.asarray, pad_left(prompts))
-    key = None
     callback = None
-    if options.temperature:
-        key = jax.random.fold_in(jax.random.key(options.seed), number)
     if options.until and jax.process_count() == 1:
         callback = end_at_stop(tokenizer.decode, prompts, options.until, tokenizer.special_tokens)
     new = generate(
@@ -68,7 +65,7 @@ def generate_texts(
         stop_tokens=stop_tokens,
         mesh=mesh,
         callback=callback,
-        key=key,
+        key=jax.random.fold_in(jax.random.key(options.seed), number),
     )
     texts = []
     for row in fetch_arrays(new):
