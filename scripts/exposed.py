@@ -18,7 +18,7 @@ import tyro
 
 import zoo
 from zoo.inspect import CompiledProgram, compiled
-from zoo.inspect.report import format_decimal_prefix
+from zoo.inspect.format import format_decimal_prefix
 from zoo.models import configure
 from zoo.models.loop import Loop
 from zoo.tools.plan.options import TrainingOptions

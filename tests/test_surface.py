@@ -43,9 +43,9 @@ SIGNATURES = {
     zoo.cross_entropy: "model batch key z_loss balance router_z indexer over chunk implementation",
     zoo.log_probs: "model batch temperature entropy key chunk",
     zoo.generate: (
-        "model tokens max_new_tokens mask temperature top_k top_p min_p repetition_penalty presence_penalty "
-        "frequency_penalty logits stop_tokens stop_sequences length prefix samples draft draft_tokens mesh callback "
-        "details capture key"
+        "model tokens max_new_tokens mask length prefix samples draft draft_tokens mesh callback details capture key "
+        "top_k top_p min_p repetition_penalty presence_penalty frequency_penalty logits stop_tokens stop_sequences "
+        "temperature"
     ),
     zoo.capture: "function names",
     zoo.capture_gradients: "loss_fn names mesh",
@@ -53,8 +53,8 @@ SIGNATURES = {
     zoo.patch: "model edits",
     zoo.unpatch: "model",
     zoo.generate_stream: (
-        "model requests rows length top_k top_p min_p repetition_penalty presence_penalty frequency_penalty logits "
-        "stop_tokens stop_sequences details mesh"
+        "model requests rows length details mesh top_k top_p min_p repetition_penalty presence_penalty "
+        "frequency_penalty logits stop_tokens stop_sequences"
     ),
     zoo.prefill: "model tokens length mask prefix mesh",
     zoo.load: "directory revision mesh dtype family ignore packed",

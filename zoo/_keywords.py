@@ -3,8 +3,8 @@
 import difflib
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping
-from typing import ParamSpec, TypeVar
+from collections.abc import Callable, Iterable
+from typing import ParamSpec, TypeVar, Unpack, get_args, get_origin
 
 import numpy as np
 
@@ -58,18 +58,18 @@ def find_synonym(word: str, known: Iterable[str]) -> str | None:
 
 def check_keywords(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
     """Let a function name the argument that was meant by an unknown keyword, and refuse a float where an annotation
-    asks for a whole number.
+    asks for a whole number. Keywords of `**options: Unpack[...]` are arguments like the others.
 
     **Raises** `TypeError`.
     """
 
     @functools.cache
-    def find_parameters() -> Mapping[str, inspect.Parameter]:  # at the first call: import zoo stays quick
-        return inspect.signature(function).parameters
+    def find_signature() -> inspect.Signature:  # at the first call: import zoo stays quick
+        return _expand_signature(function)
 
     @functools.wraps(function)
     def checked(*arguments: _Arguments.args, **options: _Arguments.kwargs) -> _Result:
-        known = find_parameters()
+        known = find_signature().parameters
         for name, value in options.items():
             is_whole = name in known and known[name].annotation in (int, int | None)
             if is_whole and isinstance(value, float | np.floating):
@@ -81,7 +81,25 @@ def check_keywords(function: Callable[_Arguments, _Result]) -> Callable[_Argumen
                     advice = f"did you mean {nearest[0]}=?"
                 else:
                     advice = f"it takes {', '.join(known)}"
-                raise TypeError(f"{function.__name__} has no argument {name!r}: {advice}")
+                called = function.__qualname__.removesuffix(".__init__")
+                raise TypeError(f"{called} has no argument {name!r}: {advice}")
         return function(*arguments, **options)
 
+    if any(get_origin(kind) is Unpack for kind in function.__annotations__.values()):
+        vars(checked)["__signature__"] = find_signature()
     return checked
+
+
+def _expand_signature(function: Callable) -> inspect.Signature:
+    """Return the signature of a function, with the keywords of `**options: Unpack[...]` one by one, for `help` and
+    notebooks. Their defaults are `...`: the type does not name them."""
+    signature = inspect.signature(function)
+    parameters = []
+    for parameter in signature.parameters.values():
+        if get_origin(parameter.annotation) is Unpack:
+            (keywords,) = get_args(parameter.annotation)
+            for name, kind in keywords.__annotations__.items():
+                parameters.append(inspect.Parameter(name, parameter.KEYWORD_ONLY, default=..., annotation=kind))
+        else:
+            parameters.append(parameter)
+    return signature.replace(parameters=parameters)

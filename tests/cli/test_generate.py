@@ -9,7 +9,6 @@ import pytest
 
 import zoo
 from tests.command_line import BOS, EOS
-from zoo.cli.generate import pad_left
 from zoo.text.stream_decoder import StoppingDecoder, StreamDecoder, decode_until_stop
 from zoo.text.tokenizers import ByteTokenizer, FileTokenizer, count_bytes, find_tokenizer
 from zoo.weights.generation_config import read_stop_tokens
@@ -109,12 +108,6 @@ def test_stop_tokens_from_config_files(text_model, bytes_model, tmp_path):
             zoo.CheckpointError, match="config.json: eos_token_id = .* should be a list of whole numbers"
         ):
             read_stop_tokens(tmp_path)
-
-
-def test_pad_left():
-    batch, mask = pad_left([(1, 2, 3), (4,)])
-    assert batch.tolist() == [[1, 2, 3], [0, 0, 4]]
-    assert mask.tolist() == [[True] * 3, [False, False, True]]
 
 
 TEXTS = ("plain", "naïve – 日本語 👩‍🚀!", "", "é" * 9, "two  spaces\n\nlines")

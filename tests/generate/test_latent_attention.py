@@ -11,7 +11,7 @@ import pytest
 import zoo
 from zoo.generate.buckets import pad_prompt
 from zoo.generate.decode import begin, decode_until, unstack_layers
-from zoo.generate.request import SamplingOptions
+from zoo.generate.request import DecodeOptions, Sampling
 from zoo.layers import Attention, BiasedRouter, LatentAttention
 from zoo.ops.rotary import Rotary
 from zoo.parallel.spmd import _JITTED, run_jitted
@@ -49,13 +49,13 @@ def test_latent_attention_decodes_as_uncached_and_on_a_mesh():
 
 @pytest.mark.slow
 def test_latent_decode_step_updates_caches_in_place():
-    model, options = make_model(Rotary(4)), SamplingOptions.from_arguments(0, None, None, None, None, (), VOCAB)
+    model, options = make_model(Rotary(4)), DecodeOptions.of(Sampling(), VOCAB)
     prompt = pad_prompt(jnp.zeros((4, 16), jnp.int32), None, 4, 4096)
-    state = run_jitted(begin, ((model, options, jax.random.key(0)),), (prompt, 4096))
+    state = run_jitted(begin, (model, options, jax.random.key(0)), (prompt, 4096))
     state_size = sum(x.nbytes for x in jax.tree.leaves(state))
     assert sum(x.nbytes for x in jax.tree.leaves(state.states)) < 2 * 4 * 4096 * (8 + 4 + 1) * 4 + 100
     fixed = unstack_layers(model, None), options
-    program = _JITTED[True].lower((decode_until, (fixed,)), (state, jnp.int32(9)), None).compile()
+    program = _JITTED[True].lower((decode_until, fixed), (state, jnp.int32(9)), None).compile()
     memory = program.compiled.memory_analysis()
     assert memory.alias_size_in_bytes >= state_size
     assert memory.temp_size_in_bytes < state_size / 2

@@ -11,7 +11,7 @@ import pytest
 import zoo
 from zoo.generate.buckets import pad_prompt
 from zoo.generate.decode import DecodeState, begin, decode_until, unstack_layers
-from zoo.generate.request import SamplingOptions
+from zoo.generate.request import DecodeOptions, Sampling
 from zoo.parallel import Mesh, make_mesh, place
 from zoo.parallel.spmd import _JITTED, OutputDims, SpmdProgram, run_jitted
 
@@ -68,22 +68,22 @@ def test_mesh_shards_caches_and_updates_them_in_place():
     mesh = make_mesh(data=2, fsdp=2, tensor=2)
     model, options = (
         place(make_model(kv_heads=4, head_dim=32), mesh),
-        SamplingOptions.from_arguments(0, None, None, None, 1.2, (), VOCAB),
+        DecodeOptions.of(Sampling(repetition_penalty=1.2), VOCAB),
     )
     prompt = pad_prompt(jnp.zeros((4, 16), jnp.int32), None, 4, 2048)
     on_mesh = lambda program: SpmdProgram(program, mesh, 1, OutputDims.from_tree(""))
-    state = run_jitted(on_mesh(begin), ((model, options, DRAW_KEY),), (prompt, 2048))
+    state = run_jitted(on_mesh(begin), (model, options, DRAW_KEY), (prompt, 2048))
     assert isinstance(state, DecodeState)
     cache = state.states[1].key
     assert cache.shape == (4, 4, 2048, 32) and cache.addressable_shards[0].data.shape == (1, 2, 2048, 32)
     assert state.seen.addressable_shards[0].data.shape == (1, VOCAB)
     fixed = unstack_layers(model, mesh), options
-    program = _JITTED[True].lower((on_mesh(decode_until), (fixed,)), (state, jnp.int32(9)), None).compile()
+    program = _JITTED[True].lower((on_mesh(decode_until), fixed), (state, jnp.int32(9)), None).compile()
     state_size = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(state))
     memory = program.compiled.memory_analysis()
     assert memory.alias_size_in_bytes >= state_size
     assert memory.temp_size_in_bytes < state_size / 2
-    after = run_jitted(on_mesh(decode_until), (fixed,), (state, jnp.int32(9)), donate=True)
+    after = run_jitted(on_mesh(decode_until), fixed, (state, jnp.int32(9)), donate=True)
     assert after.states[1].key.sharding == cache.sharding and cache.is_deleted()
 
 

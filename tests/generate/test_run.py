@@ -276,23 +276,23 @@ def test_a_callback_may_end_rows():
 def test_decode_step_updates_caches_in_place():
     """Donated caches are aliased to the outputs, and temporaries are smaller than they are."""
     from zoo.generate.decode import begin, decode_until, unstack_layers
-    from zoo.generate.request import SamplingOptions
+    from zoo.generate.request import DecodeOptions, Sampling
     from zoo.parallel.spmd import _JITTED, run_jitted
 
     model, options = (
         make_model(head_dim=32),
-        SamplingOptions.from_arguments(0, None, None, None, None, (), SIZES["vocab"]),
+        DecodeOptions.of(Sampling(), SIZES["vocab"]),
     )
     prompt = pad_prompt(jnp.zeros((4, 16), jnp.int32), None, 4, 2048)
-    state = run_jitted(begin, ((model, options, KEY),), (prompt, 2048))
+    state = run_jitted(begin, (model, options, KEY), (prompt, 2048))
     state_size = sum(x.nbytes for x in jax.tree.leaves(state))
     fixed = unstack_layers(model, None), options
-    program = _JITTED[True].lower((decode_until, (fixed,)), (state, jnp.int32(9)), None).compile()
+    program = _JITTED[True].lower((decode_until, fixed), (state, jnp.int32(9)), None).compile()
     memory = program.compiled.memory_analysis()
     assert memory.alias_size_in_bytes >= state_size
     assert memory.temp_size_in_bytes < state_size / 2
     cache = dataclasses.replace(state.states[0])
-    run_jitted(decode_until, (fixed,), (state, jnp.int32(9)), donate=True)
+    run_jitted(decode_until, fixed, (state, jnp.int32(9)), donate=True)
     assert cache.key.is_deleted()
 
 

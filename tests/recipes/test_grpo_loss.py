@@ -20,7 +20,7 @@ from safetensors.numpy import load_file
 import zoo
 from recipes import grpo
 from zoo import train
-from zoo.train.reinforcement.groups import Samples
+from zoo.train.reinforcement.grouped_samples import Samples
 
 PARITY = Path(os.environ.get("ZOO_PARITY", "")) / "posttraining"
 LOSSES = ("grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo")

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import zoo
-from zoo.text.batches import CorpusSplit, Dataset, OrderedBatches, compute_segments, spread_rows
+from zoo.text.batches import CorpusSplit, Dataset, OrderedBatches, compute_segments, pad_left, spread_rows
 from zoo.train import BatchIterator, Mixture, ShuffledBatches, TokenWindows, bits_per_byte
 
 LENGTHS = (np.arange(256) != 0).astype(np.int64)
@@ -224,3 +224,9 @@ def test_batches_errors_name_the_numbers():
         split_of([]).ordered(seq_len=2, batch_size=1)
     with pytest.raises(ValueError, match=r"the dataset has no rows"):
         ShuffledBatches([], 2)
+
+
+def test_pad_left():
+    batch, mask = pad_left([(1, 2, 3), (4,)])
+    assert batch.tolist() == [[1, 2, 3], [0, 0, 4]]
+    assert mask.tolist() == [[True] * 3, [False, False, True]]

@@ -18,13 +18,15 @@ from zoo._files import write_text
 from zoo._terminal import show
 from zoo.adapters.peft.config import CONFIG_FILE
 from zoo.generate import Conversation
-from zoo.generate.request import check_decoder
+from zoo.generate.request import TRUNCATIONS, check_decoder
 from zoo.parallel.devices import make_device_mesh
 from zoo.text.chat import ChatError, ChatTemplate, NoChatTemplateError, encode_rendered, protect
 from zoo.text.stream_decoder import StoppingDecoder, decode_until_stop
 from zoo.text.tokenizers import Tokenizer, find_tokenizer
 from zoo.weights.directory import resolve_directory
 from zoo.weights.generation_config import read_generation_defaults, read_stop_tokens
+
+from .sampling_flags import SamplingFlags
 
 _HELP = """/reset          forget the conversation, and keep the system prompt
 /system TEXT    begin anew with another system prompt
@@ -39,13 +41,7 @@ def chat(
     adapter: Path | None = None,
     system: Annotated[str | None, tyro.conf.arg(metavar="TEXT")] = None,
     max_new_tokens: int = 1024,
-    temperature: float | None = None,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    min_p: float | None = None,
-    repetition_penalty: float | None = None,
-    presence_penalty: float | None = None,
-    frequency_penalty: float | None = None,
+    sampling: Annotated[SamplingFlags, tyro.conf.OmitArgPrefixes],
     stop: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="TEXT")] = (),
     seed: int = 0,
     variable: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME=VALUE")] = (),
@@ -69,13 +65,7 @@ def chat(
         adapter: Directory or name of a PEFT adapter, which is merged into the model.
         system: System prompt.
         max_new_tokens: Maximum number of tokens per answer.
-        temperature: 0 is greedy decoding. Default of this and the next four: generation_config.json, else 0.7.
-        top_k: Sample from the k most likely tokens.
-        top_p: Nucleus sampling: sample from the most likely tokens whose total probability reaches p, 0 < p <= 1.
-        min_p: Sample from tokens at least min_p times as likely as the most likely one, 0 to 1.
-        repetition_penalty: Above 1, makes tokens that have occurred less likely.
-        presence_penalty: Above 0, makes tokens less likely that are in the answer already.
-        frequency_penalty: Above 0, makes tokens less likely, once for each time that they are in the answer.
+        sampling: How tokens are drawn. Default of the first five: generation_config.json, else a temperature of 0.7.
         stop: Text that ends an answer, and is not shown. It may spell special tokens. Repeat for several.
         seed: Random seed of the samples.
         variable: Variables of the chat template, in JSON: enable_thinking=false.
@@ -101,21 +91,17 @@ def chat(
     tokenizer = find_tokenizer(path, vocab)
     if tokenizer is None:
         raise ValueError(f"{path} has no tokenizer.json, and a chat needs one")
-    given = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
-    given |= {"repetition_penalty": repetition_penalty, "presence_penalty": presence_penalty}
-    given["frequency_penalty"] = frequency_penalty
-    sampling: dict[str, Any] = {"temperature": 0.7} | read_generation_defaults(path)
-    sampling |= {name: value for name, value in given.items() if value is not None}
-    if not sampling["temperature"]:
-        sampling = {name: x for name, x in sampling.items() if name not in ("top_k", "top_p", "min_p")}
+    given = {name: value for name, value in vars(sampling).items() if value is not None}
+    options: dict[str, Any] = {"temperature": 0.7} | read_generation_defaults(path) | given
+    if not options["temperature"]:
+        options = {name: value for name, value in options.items() if name not in TRUNCATIONS}
     template = _read_template(path)
     stops = [token for token in read_stop_tokens(path) if token < vocab]
     if template is not None:
         end = tokenizer.special_tokens.get(template.special_tokens.get("eos_token", ""))
         if end is not None and end not in stops:
             stops.append(end)
-    key = jax.random.key(seed)
-    conversation = Conversation(model, stop_tokens=stops, mesh=mesh, key=key, **sampling)
+    conversation = Conversation(model, stop_tokens=stops, mesh=mesh, key=jax.random.key(seed), **options)
     session = _Session(conversation, tokenizer, template, variables, stops, max_new_tokens, stop)
     session.begin(system)
     _run(session)

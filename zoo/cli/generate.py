@@ -16,11 +16,16 @@ from zoo._compile_cache import enable_compile_cache
 from zoo._terminal import show
 from zoo.generate.request import check_decoder
 from zoo.parallel.devices import make_device_mesh
+from zoo.text.batches import pad_left
 from zoo.text.stream_decoder import StoppingDecoder
 from zoo.text.tokenizer_file import TOKENIZER_FILE
 from zoo.text.tokenizers import Tokenizer, find_tokenizer
 from zoo.weights.directory import resolve_directory
 from zoo.weights.generation_config import read_stop_tokens
+
+from .sampling_flags import SamplingFlags
+
+_GREEDY = SamplingFlags(temperature=0.0)
 
 
 def generate(
@@ -30,13 +35,7 @@ def generate(
     prompt: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="TEXT")] = (),
     tokens: Annotated[tyro.conf.UseAppendAction[tuple[tuple[int, ...], ...]], tyro.conf.arg(metavar="ID ...")] = (),
     max_new_tokens: int = 64,
-    temperature: float = 0.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    min_p: float | None = None,
-    repetition_penalty: float | None = None,
-    presence_penalty: float | None = None,
-    frequency_penalty: float | None = None,
+    sampling: Annotated[SamplingFlags, tyro.conf.OmitArgPrefixes] = _GREEDY,
     samples: int = 1,
     seed: int = 0,
     stop_token: Annotated[tuple[int, ...] | None, tyro.conf.arg(metavar="ID ...")] = None,
@@ -66,13 +65,7 @@ def generate(
         prompt: Prompt text. Repeat for several prompts.
         tokens: Prompt as token ids, used verbatim. Repeat for several prompts.
         max_new_tokens: Maximum number of new tokens per prompt.
-        temperature: 0 is greedy decoding; otherwise tokens are sampled from softmax(logits / temperature).
-        top_k: Sample from the k most likely tokens.
-        top_p: Nucleus sampling: sample from the most likely tokens whose total probability reaches p, 0 < p <= 1.
-        min_p: Sample from tokens at least min_p times as likely as the most likely one, 0 to 1.
-        repetition_penalty: Above 1, makes tokens that have occurred less likely.
-        presence_penalty: Above 0, makes new tokens less likely that are among the new tokens already.
-        frequency_penalty: Above 0, makes new tokens less likely, once for each time that they are among the new tokens.
+        sampling: How tokens are drawn.
         samples: Number of texts per prompt, which is read once.
         seed: Random seed of the samples.
         stop_token: Token ids that end a text. Default: eos_token_id of generation_config.json or config.json. Pass the
@@ -113,11 +106,12 @@ def generate(
     vocab, _ = model.embedding.table_shape
     text = find_tokenizer(path, vocab)
     prompts = list(tokens) or [_encode_prompt(text, each, path) for each in prompt]
+    if not all(prompts):
+        raise ValueError("a prompt needs at least one token: --tokens 3 5 7")
     batch, mask = pad_left(prompts)
     padding_mask = None if mask.all() else jnp.asarray(mask)
     if stop_token is None:
         stops = [token for token in stops if token < vocab]
-    key = jax.random.key(seed) if temperature else None
     if stop and text is None:
         raise ValueError(f"--stop is text, and {directory} has no {TOKENIZER_FILE}: pass token ids, --stop-token 3")
     printer = _TokenPrinter(text, prompts, samples, stop)
@@ -132,18 +126,12 @@ def generate(
         jnp.asarray(batch),
         mask=padding_mask,
         max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-        presence_penalty=presence_penalty,
-        frequency_penalty=frequency_penalty,
+        **vars(sampling),
         samples=samples,
         stop_tokens=stops,
         mesh=mesh,
         callback=printer.push if is_streamed else None,
-        key=key,
+        key=jax.random.key(seed),
         **drafting,
     )
     if not is_streamed:
@@ -159,15 +147,6 @@ def _encode_prompt(text: Tokenizer | None, prompt: str, directory: Path) -> tupl
     if not tokens:
         raise ValueError("a prompt needs at least one token: this one is empty, and the tokenizer has no prefix")
     return tokens
-
-
-def pad_left(prompts: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
-    """Pad prompts on the left; return the batch and its padding mask. **Raises** `ValueError` for an empty prompt."""
-    if not all(prompts):
-        raise ValueError("a prompt needs at least one token: --tokens 3 5 7")
-    longest = max(map(len, prompts))
-    batch = np.array([(0,) * (longest - len(row)) + tuple(row) for row in prompts])
-    return batch, np.arange(longest) >= longest - np.array([len(row) for row in prompts])[:, None]
 
 
 class _TokenPrinter:

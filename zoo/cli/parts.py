@@ -61,20 +61,17 @@ def summarize(directory: Path, mesh: Mesh | None = None, platform: Platform | No
     dtypes = list_stored_dtypes(checkpoint)
     files = list_weight_files(path)
     tensors = open_tensors(path)
-    size = sum(file.stat().st_size for file in files)
-    left_aside = checkpoint.model.origin.left_aside
-    stored = _StoredFiles(len(files), size, len(tensors), left_aside)
+    stored = _StoredFiles(
+        files=len(files),
+        bytes=sum(file.stat().st_size for file in files),
+        tensors=len(tensors),
+        left_aside=checkpoint.model.origin.left_aside,
+    )
     summary = _summarize_shapes(
-        *(checkpoint.family, checkpoint.config, checkpoint.model, checkpoint.name_map, dtypes),
-        *(mesh, platform),
+        checkpoint.family, checkpoint.config, checkpoint.model, checkpoint.name_map, dtypes, mesh, platform
     )
     model = dataclasses.replace(summary.model, dtypes=count_by_dtype(tensors.values()))
     return dataclasses.replace(summary, stored=stored, model=model)
-
-
-def make_preset_shapes(name: str) -> Any:
-    """Return a preset in shapes. **Raises** `ValueError` for an unknown one."""
-    return eqx.filter_eval_shape(lambda: preset(name, key=jax.random.key(0)))
 
 
 def summarize_preset(name: str, mesh: Mesh | None = None, platform: Platform | None = None) -> Summary:
@@ -82,7 +79,7 @@ def summarize_preset(name: str, mesh: Mesh | None = None, platform: Platform | N
 
     **Raises** `ValueError` for an unknown preset, and for a mesh that does not divide the model.
     """
-    model = make_preset_shapes(name)
+    model = eqx.filter_eval_shape(lambda: preset(name, key=jax.random.key(0)))
     family = model.origin.family
     config = read_config(family, json.loads(model.origin.config))
     dtypes = [[np.dtype(x.dtype)] for x in jax.tree.leaves(model)]

@@ -1,6 +1,7 @@
 """A text that goes on: its next tokens are read behind those that the caches and recurrent states hold."""
 
 from collections.abc import Generator, Sequence
+from typing import Unpack
 
 import jax
 import jax.numpy as jnp
@@ -8,16 +9,16 @@ import numpy as np
 from jaxtyping import Array, Key
 
 from zoo._checks import wrap_key
+from zoo._keywords import check_keywords
 from zoo.models import Decoder
-from zoo.parallel import Mesh, place
+from zoo.parallel import Mesh
 from zoo.parallel.spmd import run_jitted
 
 from . import request
 from .buckets import choose_cache_length, choose_rows, pad_prompt
 from .decode import DecodeState, begin, decode_until, read_on, unstack_layers
 from .prefill import drop_sequence_parallelism, find_rope_switches, on_mesh
-
-_Number = float | int
+from .request import DecodeOptions, Sampling, SamplingOptions
 
 
 class Conversation:
@@ -33,37 +34,21 @@ class Conversation:
     **Raises** as `zoo.generate` does.
     """
 
+    @check_keywords
     def __init__(
         self,
         model: Decoder,
         *,
-        temperature: _Number = 0.0,
-        top_k: int | None = None,
-        top_p: _Number | None = None,
-        min_p: _Number | None = None,
-        repetition_penalty: _Number | None = None,
-        presence_penalty: _Number | None = None,
-        frequency_penalty: _Number | None = None,
-        logits: request.LogitsFunction | None = None,
-        stop_tokens: Sequence[int] = (),
-        stop_sequences: Sequence[Sequence[int]] = (),
         mesh: Mesh | None = None,
         key: Key[Array, ""] | None = None,
+        **options: Unpack[SamplingOptions],
     ):
-        counting = {"presence": presence_penalty, "frequency": frequency_penalty, "logits": logits}
-        sampling = temperature, top_k, top_p, min_p, repetition_penalty
-        request.check_sampling_options(1, *sampling, key is not None, **counting)
+        sampling = Sampling(**options)
+        request.check_temperature(sampling.temperature, key)
         request.check_mesh(mesh, model)
         self._vocab, _ = model.embedding.table_shape
         self._mesh = drop_sequence_parallelism(mesh)
-        options = request.SamplingOptions.from_arguments(
-            *sampling,
-            request.read_stop_tokens(stop_tokens),
-            self._vocab,
-            stop_sequences=request.read_stop_sequences(stop_sequences),
-            **counting,
-        )
-        self._options = options if self._mesh is None else place(options, self._mesh)
+        self._options = DecodeOptions.of(sampling, self._vocab, self._mesh)
         self._key = jax.random.key(0) if key is None else wrap_key(key)
         self._model = model
         self._unstacked = unstack_layers(model, self._mesh)
@@ -104,27 +89,24 @@ class Conversation:
         self._state = None  # donated
         self._held = []
         if state is None:
-            state = run_jitted(on_mesh(begin, self._mesh), (fixed,), (prompt, self._length))
+            state = run_jitted(on_mesh(begin, self._mesh), fixed, (prompt, self._length))
         else:
             dropped = jax.device_put(np.int32(-1 if self._newest in tokens else self._newest))
             args = state, prompt, dropped, self._length
-            state = run_jitted(on_mesh(read_on, self._mesh), (fixed,), args, donate=True)
+            state = run_jitted(on_mesh(read_on, self._mesh), fixed, args, donate=True)
         decode = on_mesh(decode_until, self._mesh)
         fixed = self._unstacked, self._options
         held = list(tokens[:-1])
         newest = tokens[-1]
         for count in range(1, max_new_tokens + 1):
             args = state, jax.device_put(np.int32(count))
-            state = run_jitted(decode, (fixed,), args, donate=True)
+            state = run_jitted(decode, fixed, args, donate=True)
             held.append(int(newest))
             self._state = state
             self._held = held
             newest, running = jax.device_get((state.newest[0], state.running))
             if newest < 0:
-                raise ValueError(
-                    f"logits are not finite after {count - 1} new tokens: look for NaN in the model's parameters "
-                    "(zoo.inspect), or compute in another dtype"
-                )
+                raise ValueError(request.describe_non_finite("logits", count - 1))
             self._newest = int(newest)
             yield int(newest)
             if not running:

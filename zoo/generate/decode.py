@@ -27,7 +27,7 @@ from zoo.parallel.collectives import while_loop
 
 from .buckets import Prompt, choose_piece
 from .prefill import Prefix, find_rope_switches, follow_prefix, read_prompt, repeat_prompt, repeat_rows, write_text
-from .request import DecodedText, SamplingOptions
+from .request import DecodedText, DecodeOptions
 
 
 class RowProgress(Module):
@@ -98,7 +98,10 @@ class NextTokens(Module):
 
 
 def complete(
-    fixed: tuple[Decoder, Decoder, SamplingOptions, Key[Array, ""]],
+    model: Decoder,
+    unstacked: Decoder,
+    options: DecodeOptions,
+    key: Key[Array, ""],
     prompt: Prompt,
     until: Int[Array, ""],
     length: int,
@@ -106,16 +109,15 @@ def complete(
     samples: int = 1,
     rereads: bool = False,
 ) -> DecodeState | Int[Array, "batch new"]:
-    """Prefill with the first model and decode with the second, which has the same layers unstacked, in one program;
-    return the new tokens, or the state after them if the options ask for details.
+    """Prefill with `model` and decode with the same layers unstacked, in one program; return the new tokens, or the
+    state after them if the options ask for details.
 
     `rereads`: read all tokens so far again where LongRoPE switches to other frequencies. The loop then has one phase
     per set of frequencies.
     """
-    model, unstacked, options, key = fixed
     if not rereads:
-        state = begin((model, options, key), prompt, length, prefix, samples)
-        state = decode_until((unstacked, options), state, until)
+        state = begin(model, options, key, prompt, length, prefix, samples)
+        state = decode_until(unstacked, options, state, until)
         return state if options.details else state.tokens
     switches = find_rope_switches(model)
     prompt = repeat_prompt(prompt, samples)
@@ -123,7 +125,7 @@ def complete(
     def run_phase(state: DecodeState) -> DecodeState:
         state = refill(model, prompt, state, length)
         end = functools.reduce(jnp.minimum, [_next_switch(state, switch) for switch in switches], until)
-        return dataclasses.replace(decode_until((unstacked, options), state, end), states=())
+        return dataclasses.replace(decode_until(unstacked, options, state, end), states=())
 
     state = start(options, key, prompt, length)
     state = while_loop(lambda state: (state.step < until) & state.running, run_phase, state)
@@ -131,7 +133,9 @@ def complete(
 
 
 def begin(
-    fixed: tuple[Decoder, SamplingOptions, Key[Array, ""]],
+    model: Decoder,
+    options: DecodeOptions,
+    key: Key[Array, ""],
     prompt: Prompt,
     length: int,
     prefix: Prefix | None = None,
@@ -139,7 +143,6 @@ def begin(
 ) -> DecodeState:
     """Run the prompt except its last token through the model, piece by piece; return the state before decoding, with
     `samples` rows for each of the prompt."""
-    model, options, key = fixed
     prompt, states, before = follow_prefix(prompt, prefix)
     repeated = repeat_prompt(prompt, samples)
     before = repeat_rows(before, samples)
@@ -158,7 +161,9 @@ def begin(
 
 
 def read_on(
-    fixed: tuple[Decoder, SamplingOptions, Key[Array, ""]],
+    model: Decoder,
+    options: DecodeOptions,
+    key: Key[Array, ""],
     state: DecodeState,
     prompt: Prompt,
     dropped: Int[Array, ""],
@@ -167,7 +172,6 @@ def read_on(
     """Run a prompt except its last token through the model, behind the tokens that `state` has read; return the state
     before decoding goes on. The positions of the prompt go on, too. `dropped` is the latest token of `state` if the
     text no longer has it, else -1."""
-    model, options, key = fixed
     next_state = start(options, key, prompt, length, state.text)
     states = read_prompt(model, prompt, length, find_rope_length(next_state), state.states)
     seen = (next_state.seen | state.seen) & (jnp.arange(state.seen.shape[1]) != dropped)
@@ -191,7 +195,7 @@ def refill(model: Decoder, prompt: Prompt, state: DecodeState, length: int) -> D
 
 
 def start(
-    options: SamplingOptions,
+    options: DecodeOptions,
     key: Key[Array, ""],
     prompt: Prompt,
     length: int,
@@ -217,7 +221,7 @@ def start(
         step=jnp.int32(0),
         running=jnp.array(True),
         text=write_text(prompt, length, before) if options.needs_text else None,
-        counts=jnp.zeros_like(seen, jnp.int32) if options.counts_tokens else None,
+        counts=jnp.zeros_like(seen, jnp.int32) if options.presence_penalty is not None else None,
         log_probs=scores,
         sampling_log_probs=scores,
     )
@@ -235,9 +239,8 @@ def _next_switch(state: DecodeState, switch: int) -> Int[Array, ""]:
     return jnp.where((step > state.step) & (state.rope_length == 0), step, jnp.iinfo(jnp.int32).max)
 
 
-def decode_until(fixed: tuple[Decoder, SamplingOptions], state: DecodeState, until: Int[Array, ""]) -> DecodeState:
+def decode_until(model: Decoder, options: DecodeOptions, state: DecodeState, until: Int[Array, ""]) -> DecodeState:
     """Decode until there are `until` new tokens or every row has ended. Rows that have ended are passed as padding."""
-    model, options = fixed
 
     def step(state: DecodeState) -> DecodeState:
         hidden, states, values = run_model(model, state, options)
@@ -252,7 +255,7 @@ def decode_until(fixed: tuple[Decoder, SamplingOptions], state: DecodeState, unt
 
 
 def run_model(
-    model: Decoder, state: DecodeState, options: SamplingOptions
+    model: Decoder, state: DecodeState, options: DecodeOptions
 ) -> tuple[Hidden, LayerStates | None, dict[str, Activation]]:
     """Run the latest token of each row through the layers; return also the values that are captured."""
     positions = jnp.where(state.done, -1, state.positions)
@@ -279,12 +282,11 @@ def _write_value(column: Activation, value: Activation, step: Int[Array, ""]) ->
     return Activation(array, column.array_dims)
 
 
-def append(state: DecodeState, choice: NextTokens, options: SamplingOptions) -> DecodeState:
+def append(state: DecodeState, choice: NextTokens, options: DecodeOptions) -> DecodeState:
     """Append a token per row to the state. A row without one, since its logits are not finite, ends."""
     newest = jnp.where(state.done, -1, choice.tokens)
     done = (newest < 0) | options.is_stop[newest]
     is_newest = jnp.arange(state.seen.shape[1]) == newest[:, None]
-    seen = state.seen | is_newest
     write = lambda column, x: lax.dynamic_update_slice_in_dim(column, x[:, None], state.step, axis=1)
     tokens = write(state.tokens, newest)
     score = lambda column, x: None if column is None else write(column, jnp.where(newest < 0, 0, x))
@@ -302,16 +304,13 @@ def append(state: DecodeState, choice: NextTokens, options: SamplingOptions) -> 
         assert text is not None
         new = state.step + 1 if progress is None else progress.new
         done |= _ends_with(text, positions, jnp.minimum(new, positions + 1), options.stop_sequences)
-    return DecodeState(
-        states=state.states,
+    return dataclasses.replace(
+        state,
         tokens=tokens,
         newest=newest,
         positions=positions,
         done=done,
-        seen=seen,
-        keys=state.keys,
-        longest=state.longest,
-        rope_length=state.rope_length,
+        seen=state.seen | is_newest,
         step=state.step + 1,
         running=_find_running(state.done, done, is_paced=progress is not None),
         text=text,
@@ -319,16 +318,19 @@ def append(state: DecodeState, choice: NextTokens, options: SamplingOptions) -> 
         log_probs=score(state.log_probs, choice.log_probs),
         sampling_log_probs=score(state.sampling_log_probs, choice.sampling_log_probs),
         progress=progress,
-        values=state.values,
     )
 
 
 def _find_running(before: Bool[Array, "batch"], done: Bool[Array, "batch"], *, is_paced: bool) -> Bool[Array, ""]:
     """Return True if some row on some device has not ended, and with `is_paced` none has ended in this step."""
-    running = reduce((~done).any().astype(jnp.int32), over="batch", by=lax.pmax) > 0
     if not is_paced:
-        return running
-    return running & (reduce((done & ~before).any().astype(jnp.int32), over="batch", by=lax.pmax) == 0)
+        return is_any(~done)
+    return is_any(~done) & ~is_any(done & ~before)
+
+
+def is_any(rows: Bool[Array, "batch"]) -> Bool[Array, ""]:
+    """Return True if one of the rows is True, on some device."""
+    return reduce(rows.any().astype(jnp.int32), over="batch", by=lax.pmax) > 0
 
 
 def _ends_with(
@@ -345,7 +347,7 @@ def _ends_with(
     return ((tail[:, None] == sequences) | (sequences < 0)).all(axis=2).any(axis=1)
 
 
-def choose(state: DecodeState, logits: Float[Array, "batch vocab"], options: SamplingOptions) -> NextTokens:
+def choose(state: DecodeState, logits: Float[Array, "batch vocab"], options: DecodeOptions) -> NextTokens:
     """Return a token per row, -1 for logits that are NaN or without a finite maximum. `logits` may be sharded over the
     vocabulary."""
     logits = all_gather(logits, "vocab", axis=1)
@@ -365,15 +367,15 @@ def choose(state: DecodeState, logits: Float[Array, "batch vocab"], options: Sam
 
 
 def adjust_logits(
-    state: DecodeState, logits: Float[Array, "batch vocab"], options: SamplingOptions
+    state: DecodeState, logits: Float[Array, "batch vocab"], options: DecodeOptions
 ) -> Float[Array, "batch vocab"]:
     """Apply the penalties, then the function of one's own."""
-    logits = penalize_repetition(logits, state.seen, options.penalty)
+    logits = penalize_repetition(logits, state.seen, options.repetition_penalty)
     if state.counts is not None:
-        assert options.presence is not None
-        assert options.frequency is not None
-        logits = penalize_presence(logits, state.counts, options.presence)
-        logits = penalize_frequency(logits, state.counts, options.frequency)
+        assert options.presence_penalty is not None
+        assert options.frequency_penalty is not None
+        logits = penalize_presence(logits, state.counts, options.presence_penalty)
+        logits = penalize_frequency(logits, state.counts, options.frequency_penalty)
     if options.adjust is None:
         return logits
     assert state.text is not None
@@ -391,7 +393,7 @@ def _draw_token(
     logits: Float[Array, "batch vocab"],
     keys: Key[Array, "batch"],
     temperature: Float[Array, ""] | Float[Array, "batch 1"],
-    options: SamplingOptions,
+    options: DecodeOptions,
 ) -> tuple[Int[Array, "batch"], Float[Array, "batch"] | None]:
     filtered = apply_temperature(logits, temperature)
     filtered = filter_logits(filtered, top_k=options.top_k, top_p=options.top_p, min_p=options.min_p)
@@ -408,7 +410,7 @@ def _choose_likeliest(
     logits: Float[Array, "batch vocab"],
     keys: Key[Array, "batch"],
     temperature: Float[Array, ""] | Float[Array, "batch 1"],
-    options: SamplingOptions,
+    options: DecodeOptions,
 ) -> tuple[Int[Array, "batch"], Float[Array, "batch"] | None]:
     tokens = logits.argmax(1).astype(jnp.int32)
     return tokens, jnp.zeros_like(logits[:, 0]) if options.details else None

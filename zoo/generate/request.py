@@ -1,19 +1,20 @@
-"""Check the arguments of `generate`, and convert its sampling options to arrays."""
+"""Check the arguments of `generate`, and convert its options of sampling to arrays."""
 
+import dataclasses
 import math
 import operator
 from collections.abc import Callable, Sequence
 from numbers import Integral
-from typing import Any
+from typing import Any, TypedDict
 
 import equinox as eqx
 import jax
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Key
 
 from zoo._checks import check_mask, check_not_donated, check_tokens, is_host_readable
 from zoo.models import Decoder
-from zoo.parallel import Mesh, Module, leaves
+from zoo.parallel import Mesh, Module, leaves, place
 from zoo.parallel.mesh import check_placed, require_mesh
 
 _Number = float | int
@@ -35,9 +36,75 @@ LogitsFunction = Callable[[Float[Array, "batch vocab"], DecodedText], Float[Arra
 """A function of logits and the text before them that returns other logits."""
 
 
-class SamplingOptions(Module):
-    """Options of token sampling, all of them arrays: an option that is not set has its neutral value, so that neither
-    setting nor changing one recompiles."""
+class SharedOptions(TypedDict, total=False):
+    """Options of sampling that all rows of a batch share."""
+
+    top_k: int | None
+    top_p: _Number | None
+    min_p: _Number | None
+    repetition_penalty: _Number | None
+    presence_penalty: _Number | None
+    frequency_penalty: _Number | None
+    logits: LogitsFunction | None
+    stop_tokens: Sequence[int]
+    stop_sequences: Sequence[Sequence[int]]
+
+
+class SamplingOptions(SharedOptions, total=False):
+    """Options of sampling as keywords, for type checkers: the fields of `Sampling`."""
+
+    temperature: _Number
+
+
+TRUNCATIONS = ("top_k", "top_p", "min_p")
+"""Options that are for a temperature above 0."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+    """Checked options of sampling: how tokens are drawn, and which ones end a row. `zoo.generate` explains each.
+
+    **Raises** `TypeError` for a `top_k` or stop tokens that are not integers and for a function of logits that is not
+    callable or not hashable, and `ValueError` for the first option that is out of its range, by name.
+    `check_temperature` checks the temperature, which needs a key.
+    """
+
+    temperature: _Number = 0.0
+    top_k: int | None = None
+    top_p: _Number | None = None
+    min_p: _Number | None = None
+    repetition_penalty: _Number | None = None
+    presence_penalty: _Number | None = None
+    frequency_penalty: _Number | None = None
+    logits: LogitsFunction | None = None
+    stop_tokens: Sequence[int] = ()
+    stop_sequences: Sequence[Sequence[int]] = ()
+
+    def __post_init__(self):
+        if self.top_k is not None:
+            _check_integer("top_k", self.top_k)
+        if not self.temperature and (unused := [name for name in TRUNCATIONS if getattr(self, name) is not None]):
+            raise ValueError(f"{unused[0]} needs sampling, and temperature=0 is greedy: give a temperature above 0")
+        if self.top_k is not None and self.top_k < 1:
+            raise ValueError(f"top_k keeps at least 1 token, not {self.top_k}")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p is above 0 and at most 1, not {self.top_p}")
+        if self.min_p is not None and not 0 <= self.min_p <= 1:
+            raise ValueError(f"min_p is at least 0 and at most 1, not {self.min_p}")
+        if self.repetition_penalty is not None and not 0 < self.repetition_penalty < math.inf:
+            raise ValueError(f"repetition_penalty is above 0, 1 changing nothing, not {self.repetition_penalty}")
+        for name in ("presence_penalty", "frequency_penalty"):
+            penalty = getattr(self, name)
+            if penalty is not None and not math.isfinite(penalty):
+                raise ValueError(f"{name} is a finite number, 0 changing nothing, not {penalty}")
+        _check_function(self.logits)
+        object.__setattr__(self, "stop_tokens", _read_stop_tokens(self.stop_tokens))
+        object.__setattr__(self, "stop_sequences", _read_stop_sequences(self.stop_sequences))
+
+
+class DecodeOptions(Module):
+    """Options of the decoding loop. Those of sampling are arrays, with a neutral value where one is not set, so that
+    neither setting nor changing one recompiles."""
 
     temperature: Float[Array, ""]
     """0 for greedy decoding."""
@@ -47,14 +114,14 @@ class SamplingOptions(Module):
     """1 keeps every token."""
     min_p: Float[Array, ""]
     """0 keeps every token."""
-    penalty: Float[Array, ""]
+    repetition_penalty: Float[Array, ""]
     """1 changes nothing."""
     is_stop: Bool[Array, "classes"]
     """True for token ids that end a row."""
 
-    presence: Float[Array, ""] | None = None
-    """None, and then nothing is counted, if neither this nor `frequency` is set."""
-    frequency: Float[Array, ""] | None = None
+    presence_penalty: Float[Array, ""] | None = None
+    """None, and then nothing is counted, if neither this nor `frequency_penalty` is set."""
+    frequency_penalty: Float[Array, ""] | None = None
     stop_sequences: Int[Array, "stops text"] | None = None
     """Token sequences that end a row, padded with -1 on the left."""
     adjust: LogitsFunction | None = eqx.field(static=True, default=None)
@@ -67,100 +134,54 @@ class SamplingOptions(Module):
     """Names of values to record (`zoo.capture`)."""
 
     @property
-    def counts_tokens(self) -> bool:
-        """True for options that need the counts of new tokens."""
-        return self.presence is not None
-
-    @property
     def needs_text(self) -> bool:
         """True for options that need the text so far."""
         return self.details or self.keeps_text or self.adjust is not None or self.stop_sequences is not None
 
     @classmethod
-    def from_arguments(
+    def of(
         cls,
-        temperature: _Number,
-        top_k: int | None,
-        top_p: _Number | None,
-        min_p: _Number | None,
-        penalty: _Number | None,
-        stop_tokens: Sequence[int],
+        sampling: Sampling,
         vocab: int,
+        mesh: Mesh | None = None,
         *,
-        presence: _Number | None = None,
-        frequency: _Number | None = None,
-        stop_sequences: Sequence[Sequence[int]] = (),
-        logits: LogitsFunction | None = None,
         details: bool = False,
         keeps_text: bool = False,
-        capture: Sequence[str] = (),
-    ) -> "SamplingOptions":
-        """Convert options of `generate` to arrays. **Raises** `ValueError` for a stop token outside the vocabulary."""
-        stop = [int(token) for token in stop_tokens]
-        for name, tokens in (("stop_tokens", stop), *(("stop_sequences", tokens) for tokens in stop_sequences)):
-            if outside := [token for token in tokens if not 0 <= token < vocab]:
+        capture: tuple[str, ...] = (),
+    ) -> "DecodeOptions":
+        """Convert options of sampling to arrays, on `mesh`. **Raises** `ValueError` for a stop token outside the
+        vocabulary."""
+        stops = {"stop_tokens": [sampling.stop_tokens], "stop_sequences": sampling.stop_sequences}
+        for name, sequences in stops.items():
+            if outside := [token for tokens in sequences for token in tokens if not 0 <= token < vocab]:
                 raise ValueError(f"{name}: {outside[0]} is outside the vocabulary of {vocab} tokens")
         is_stop = np.zeros(vocab, bool)
-        is_stop[stop] = True
-        kept = vocab if top_k is None else min(top_k, vocab)
-        if top_p is None:
-            top_p = 1
-        if penalty is None:
-            penalty = 1
+        is_stop[list(sampling.stop_tokens)] = True
         # From NumPy: `jnp.asarray` would compile a program for each dtype and shape.
         arrays: dict[str, Any] = {
-            "temperature": np.float32(temperature),
-            "top_k": np.int32(kept),
-            "top_p": np.float32(top_p),
-            "min_p": np.float32(min_p or 0),
-            "penalty": np.float32(penalty),
+            "temperature": np.float32(sampling.temperature),
+            "top_k": np.int32(min(sampling.top_k or vocab, vocab)),
+            "top_p": np.float32(sampling.top_p or 1),
+            "min_p": np.float32(sampling.min_p or 0),
+            "repetition_penalty": np.float32(sampling.repetition_penalty or 1),
             "is_stop": is_stop,
         }
-        if presence is not None or frequency is not None:
-            arrays |= {"presence": np.float32(presence or 0), "frequency": np.float32(frequency or 0)}
-        if stop_sequences:
-            width = max(map(len, stop_sequences))
-            padded = [[-1] * (width - len(row)) + list(row) for row in stop_sequences]
+        if sampling.presence_penalty is not None or sampling.frequency_penalty is not None:
+            arrays["presence_penalty"] = np.float32(sampling.presence_penalty or 0)
+            arrays["frequency_penalty"] = np.float32(sampling.frequency_penalty or 0)
+        if sampling.stop_sequences:
+            width = max(map(len, sampling.stop_sequences))
+            padded = [[-1] * (width - len(row)) + list(row) for row in sampling.stop_sequences]
             arrays["stop_sequences"] = np.asarray(padded, np.int32)
-        options = {"adjust": logits, "details": details, "keeps_text": keeps_text, "capture": tuple(capture)}
-        return cls(**jax.device_put(arrays), **options)
+        statics = {"adjust": sampling.logits, "details": details, "keeps_text": keeps_text, "capture": capture}
+        options = cls(**jax.device_put(arrays), **statics)
+        return options if mesh is None else place(options, mesh)  # once, not at every step
 
 
-def check_sampling_options(
-    max_new_tokens: int,
-    temperature: _Number,
-    top_k: int | None,
-    top_p: _Number | None,
-    min_p: _Number | None,
-    penalty: _Number | None,
-    has_key: bool,
-    *,
-    presence: _Number | None = None,
-    frequency: _Number | None = None,
-    logits: LogitsFunction | None = None,
-) -> None:
-    """**Raises** `TypeError` for a `max_new_tokens` or `top_k` that is not an integer and for a function of logits that
-    is not callable or not hashable, and `ValueError` for the first option that is out of its range, by name."""
-    check_count("max_new_tokens", max_new_tokens)
-    if top_k is not None:
-        _check_integer("top_k", top_k)
-    if not 0 <= temperature < math.inf or (temperature > 0 and not has_key):
+def check_temperature(temperature: _Number, key: Key[Array, ""] | None) -> None:
+    """**Raises** `ValueError` for a temperature out of its range, or above 0 without a key."""
+    if not 0 <= temperature < math.inf or (temperature > 0 and key is None):
         raise ValueError(f"temperature={temperature} needs to be 0, or above 0 with a key to sample with")
-    truncation = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
-    if not temperature and (unused := [name for name, x in truncation.items() if x is not None]):
-        raise ValueError(f"{unused[0]} needs sampling, and temperature=0 is greedy: give a temperature above 0")
-    if top_k is not None and top_k < 1:
-        raise ValueError(f"top_k keeps at least 1 token, not {top_k}")
-    if top_p is not None and not 0 < top_p <= 1:
-        raise ValueError(f"top_p is above 0 and at most 1, not {top_p}")
-    if min_p is not None and not 0 <= min_p <= 1:
-        raise ValueError(f"min_p is at least 0 and at most 1, not {min_p}")
-    if penalty is not None and not 0 < penalty < math.inf:
-        raise ValueError(f"repetition_penalty is above 0, 1 changing nothing, not {penalty}")
-    for name, x in (("presence_penalty", presence), ("frequency_penalty", frequency)):
-        if x is not None and not math.isfinite(x):
-            raise ValueError(f"{name} is a finite number, 0 changing nothing, not {x}")
-    _check_function(logits)
 
 
 def check_count(name: str, count: Any) -> None:
@@ -189,19 +210,19 @@ def _check_function(logits: Any) -> None:
         ) from None
 
 
-def read_stop_tokens(stop_tokens: Sequence[int]) -> list[int]:
-    """Return stop tokens as a list. **Raises** `TypeError` for anything but a sequence of integers."""
+def _read_stop_tokens(stop_tokens: Sequence[int]) -> tuple[int, ...]:
+    """Return stop tokens as a tuple. **Raises** `TypeError` for anything but a sequence of integers."""
     try:
-        return [operator.index(token) for token in stop_tokens]
+        return tuple(operator.index(token) for token in stop_tokens)
     except TypeError:
         raise TypeError(f"stop_tokens is a sequence of token ids, such as (7,), not {stop_tokens!r}") from None
 
 
-def read_stop_sequences(stop_sequences: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Return stop sequences as lists. **Raises** `TypeError` for anything but a sequence of sequences of integers, and
+def _read_stop_sequences(stop_sequences: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
+    """Return stop sequences as tuples. **Raises** `TypeError` for anything but a sequence of sequences of integers, and
     `ValueError` for an empty one."""
     try:
-        sequences = [[operator.index(token) for token in tokens] for tokens in stop_sequences]
+        sequences = tuple(tuple(operator.index(token) for token in tokens) for tokens in stop_sequences)
     except TypeError:
         raise TypeError(
             f"stop_sequences is a sequence of sequences of token ids, such as ((13, 13),), not {stop_sequences!r}"
@@ -209,6 +230,14 @@ def read_stop_sequences(stop_sequences: Sequence[Sequence[int]]) -> list[list[in
     if not all(sequences):
         raise ValueError("stop_sequences holds an empty sequence, which every text ends with")
     return sequences
+
+
+def describe_non_finite(subject: str, count: int) -> str:
+    """Return the message for logits that are not finite."""
+    return (
+        f"{subject} are not finite after {count} new tokens: look for NaN in the model's parameters (zoo.inspect), or "
+        "compute in another dtype"
+    )
 
 
 def check_decoder(model: Any, name: str = "text is generated by a Decoder, not by") -> None:

@@ -3,10 +3,9 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, Required, TypedDict, Unpack, overload
+from typing import Any, Literal, NamedTuple, Required, Unpack, overload
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.core import Tracer
@@ -15,12 +14,12 @@ from jaxtyping import Array, Bool, Float, Int, Key, Shaped
 from zoo._checks import is_host_readable, wrap_key
 from zoo._keywords import check_keywords
 from zoo.models import Decoder
-from zoo.parallel import Activation, Mesh, place, reduce
+from zoo.parallel import Activation, Mesh
 from zoo.parallel.spmd import run_jitted
 
 from . import request
 from .buckets import choose_rows, refuse_arrays_per_row
-from .decode import DecodeState, begin, complete, decode_until, find_new_axis, refill, unstack_layers
+from .decode import DecodeState, begin, complete, decode_until, find_new_axis, is_any, refill, unstack_layers
 from .prefill import (
     Prefix,
     choose_capacity,
@@ -30,9 +29,8 @@ from .prefill import (
     pad_after,
     repeat_prompt,
 )
+from .request import DecodeOptions, Sampling, SamplingOptions
 from .speculative import Draft, check_draft, speculate
-
-_Number = float | int
 
 
 class Generated(NamedTuple):
@@ -55,21 +53,11 @@ class Generated(NamedTuple):
     After a row's end they are those of padding."""
 
 
-class _Options(TypedDict, total=False):
+class _Options(SamplingOptions, total=False):
     """Options of `generate` besides `details`, for type checkers."""
 
     max_new_tokens: Required[int]
     mask: Bool[Array, "batch seq"] | None
-    temperature: _Number
-    top_k: int | None
-    top_p: _Number | None
-    min_p: _Number | None
-    repetition_penalty: _Number | None
-    presence_penalty: _Number | None
-    frequency_penalty: _Number | None
-    logits: request.LogitsFunction | None
-    stop_tokens: Sequence[int]
-    stop_sequences: Sequence[Sequence[int]]
     length: int | None
     prefix: Prefix | None
     samples: int
@@ -100,16 +88,6 @@ def generate(
     *,
     max_new_tokens: int,
     mask: Bool[Array, "batch seq"] | None = None,
-    temperature: _Number = 0.0,
-    top_k: int | None = None,
-    top_p: _Number | None = None,
-    min_p: _Number | None = None,
-    repetition_penalty: _Number | None = None,
-    presence_penalty: _Number | None = None,
-    frequency_penalty: _Number | None = None,
-    logits: request.LogitsFunction | None = None,
-    stop_tokens: Sequence[int] = (),
-    stop_sequences: Sequence[Sequence[int]] = (),
     length: int | None = None,
     prefix: Prefix | None = None,
     samples: int = 1,
@@ -120,6 +98,7 @@ def generate(
     details: bool = False,
     capture: Sequence[str] = (),
     key: Key[Array, ""] | None = None,
+    **options: Unpack[SamplingOptions],
 ) -> Int[Array, "batch new"] | Generated:
     """Generate `max_new_tokens` tokens per row after a prompt; return the new tokens only.
 
@@ -187,9 +166,9 @@ def generate(
     """
     request.check_decoder(model)
     vocab, _ = model.embedding.table_shape
-    counting = {"presence": presence_penalty, "frequency": frequency_penalty, "logits": logits}
-    sampling = temperature, top_k, top_p, min_p, repetition_penalty
-    request.check_sampling_options(max_new_tokens, *sampling, key is not None, **counting)
+    sampling = Sampling(**options)
+    request.check_temperature(sampling.temperature, key)
+    request.check_count("max_new_tokens", max_new_tokens)
     request.check_count("samples", samples)
     if samples > 1:
         advice = "repeat the prompts instead, and select an adapter for each copy"
@@ -202,45 +181,31 @@ def generate(
     _check_callback(callback, draft, (model, tokens, mask, prefix, key))
     if draft is not None:
         check_draft(model, draft, prefix, length)
-    stop_tokens = request.read_stop_tokens(stop_tokens)
-    stop_sequences = request.read_stop_sequences(stop_sequences)
-    options = request.SamplingOptions.from_arguments(
-        *sampling,
-        stop_tokens,
-        vocab,
-        stop_sequences=stop_sequences,
-        details=details,
-        keeps_text=draft is not None,
-        capture=names,
-        **counting,
-    )
-    if mesh is not None:
-        options = place(options, mesh)  # once, not at every step
+    recorded = {"details": details, "keeps_text": draft is not None, "capture": names}
+    decoding = DecodeOptions.of(sampling, vocab, mesh, **recorded)
     slots, rope_length = choose_capacity(model, tokens, max_new_tokens, length, prefix)
     rows = choose_rows(model, len(tokens), mesh, samples)
     prompt = pad_after(prefix, tokens, mask, rows, slots, mesh, rope_length)
     until = jax.device_put(np.int32(max_new_tokens))
-    is_sampled = temperature and key is not None
-    key = wrap_key(key) if is_sampled else jax.random.key(0)  # a greedy call has the same program
+    key = wrap_key(key) if sampling.temperature else jax.random.key(0)  # a greedy call has the same program
 
     unstacked = unstack_layers(model, mesh)
     rereads = bool(find_rope_switches(model)) and not rope_length
     if names and (rereads or draft is not None):
         reason = "a draft is read several tokens at a time" if draft is not None else "LongRoPE reads the text again"
         raise NotImplementedError(f"capture={list(names)}: {reason}, so that values are not those of one token each")
+    count = len(tokens) * samples
     ended = None
     result: Any  # the state with details or a callback, and else the new tokens
     if draft is not None:
         drafts = None if isinstance(draft, str) else (draft, unstack_layers(draft, mesh))
-        fixed = model, unstacked, drafts, options, key
         args = prompt, until, slots, draft_tokens, prefix, samples
-        result = run_jitted(on_mesh(speculate, mesh), (fixed,), args)
+        result = run_jitted(on_mesh(speculate, mesh), (model, unstacked, drafts, decoding, key), args)
     elif callback is None:
-        fixed = model, unstacked, options, key
         args = prompt, until, slots, prefix, samples, rereads
-        result = run_jitted(on_mesh(complete, mesh), (fixed,), args)
+        result = run_jitted(on_mesh(complete, mesh), (model, unstacked, decoding, key), args)
     else:
-        result = run_jitted(on_mesh(begin, mesh), ((model, options, key),), (prompt, slots, prefix, samples))
+        result = run_jitted(on_mesh(begin, mesh), (model, decoding, key), (prompt, slots, prefix, samples))
         repeated = run_jitted(on_mesh(repeat_prompt, mesh), (), (prompt, samples)) if rereads else prompt
 
         def read_again(state: DecodeState) -> DecodeState:
@@ -249,18 +214,16 @@ def generate(
 
         switches = find_rope_switches(model) if rereads else ()
         switches = [switch + 1 - int(result.longest) for switch in switches]
-        count = len(tokens) * samples
-        loop = _CallbackLoop(callback, mesh, (unstacked, options), count, dict.fromkeys(switches, read_again))
-        result = loop.run(result, max_new_tokens)
-        ended = loop.ended
-    cut = functools.partial(_cut, rows=len(tokens) * samples, count=max_new_tokens)
+        before = dict.fromkeys(switches, read_again)
+        fixed = unstacked, decoding
+        result, ended = _decode_with_callback(callback, mesh, fixed, result, count, max_new_tokens, before)
+    cut = functools.partial(_cut, rows=count, count=max_new_tokens)
     new = cut(result.tokens if details or callback is not None else result)
-    _check_finite(new, stop_tokens, stop_sequences, ended)
+    _check_finite(new, sampling, ended)
     if not details:
         return new
     prefix = None if rereads else Prefix(result.states, result.text, len(new), slots, rope_length)
-    rows = len(tokens) * samples
-    values = {name: _cut_value(value, rows, max_new_tokens, mesh) for name, value in (result.values or {}).items()}
+    values = {name: _cut_value(value, count, max_new_tokens, mesh) for name, value in (result.values or {}).items()}
     scores = cut(result.log_probs), cut(result.sampling_log_probs)
     return Generated(new, *scores, prefix, result.step, values)
 
@@ -285,27 +248,19 @@ def _check_callback(callback: Callable | None, draft: Draft | None, arguments: t
         raise ValueError("a callback gets one token of each row at a time, and with a draft they come several at once")
 
 
-def _check_finite(
-    new: Int[Array, "batch new"],
-    stop_tokens: Sequence[int],
-    stop_sequences: Sequence[Sequence[int]],
-    ended: Bool[np.ndarray, "batch"] | None,
-) -> None:
+def _check_finite(new: Int[Array, "batch new"], sampling: Sampling, ended: Bool[np.ndarray, "batch"] | None) -> None:
     """**Raises** `ValueError` for a row that has ended without a stop, if the tokens can be read: its logits were not
     finite. `ended` are the rows that a callback has ended."""
     if not is_host_readable(new):
         return
     tokens = np.asarray(jax.device_get(new))
-    stops = [*([token] for token in stop_tokens), *stop_sequences]
+    stops = [*((token,) for token in sampling.stop_tokens), *sampling.stop_sequences]
     for row, count in enumerate((tokens >= 0).sum(axis=1).tolist()):
-        text = tokens[row, :count].tolist()
+        text = tuple(tokens[row, :count].tolist())
         if count == tokens.shape[1] or any(text[-len(stop) :] == stop for stop in stops):
             continue
         if ended is None or not ended[row]:
-            raise ValueError(
-                f"logits of row {row} are not finite after {count} new tokens: look for NaN in the model's parameters "
-                "(zoo.inspect), or compute in another dtype"
-            )
+            raise ValueError(request.describe_non_finite(f"logits of row {row}", count))
 
 
 def _cut(new: Shaped[Array, "rows seq"], rows: int, count: int) -> Shaped[Array, "batch new"]:
@@ -326,51 +281,48 @@ def _cut_value(value: Activation, rows: int, count: int, mesh: Mesh | None) -> A
     return Activation(array, value.array_dims)
 
 
-@dataclasses.dataclass
-class _CallbackLoop:
-    """Runs the decode program for one token at a time, and passes each to a callback."""
+def _decode_with_callback(
+    callback: Callable,
+    mesh: Mesh | None,
+    fixed: tuple[Decoder, DecodeOptions],
+    state: DecodeState,
+    rows: int,
+    max_new_tokens: int,
+    before: Mapping[int, Callable[[DecodeState], DecodeState]],
+) -> tuple[DecodeState, Bool[np.ndarray, "batch"]]:
+    """Decode one token at a time, and pass it to a callback, until there are `max_new_tokens` or every row has ended;
+    return the state, and the rows that the callback has ended. `before` has a function of the state to call before the
+    token after a number of new ones."""
+    ended = np.zeros(rows, bool)
+    padding = np.ones(len(state.done) - rows, bool)
+    for count in range(1, max_new_tokens + 1):
+        if count > 1 and count - 1 in before:
+            state = before[count - 1](state)
+        args = state, jax.device_put(np.int32(count))
+        state = run_jitted(on_mesh(decode_until, mesh), fixed, args, donate=True)
+        newest, running = jax.device_get((state.newest, state.running))
+        ending = _read_ended_rows(callback(np.array(newest[:rows])), rows)
+        if (ending & ~ended).any():
+            ended |= ending
+            args = state, np.concatenate([ended, padding])
+            state = run_jitted(on_mesh(_end, mesh), (), args, donate=True)
+        if not running or ended.all():
+            break
+    return state, ended
 
-    callback: Callable
-    mesh: Mesh | None
-    fixed: tuple[Decoder, request.SamplingOptions]
-    rows: int
-    before: Mapping[int, Callable[[DecodeState], DecodeState]]
-    """A function of the state that is called before the token after a number of new ones."""
 
-    def __post_init__(self):
-        self.ended = np.zeros(self.rows, bool)
-        """Rows that the callback has ended."""
-
-    def run(self, state: DecodeState, max_new_tokens: int) -> DecodeState:
-        """Decode until there are `max_new_tokens` new tokens or every row has ended."""
-        for count in range(1, max_new_tokens + 1):
-            if count > 1 and count - 1 in self.before:
-                state = self.before[count - 1](state)
-            args = state, jax.device_put(np.int32(count))
-            state = run_jitted(on_mesh(decode_until, self.mesh), (self.fixed,), args, donate=True)
-            newest, running = jax.device_get((state.newest, state.running))
-            ended = self.callback(np.array(newest[: self.rows]))
-            if ended is not None:
-                state = self._end_rows(state, ended)
-            if not running or self.ended.all():
-                break
-        return state
-
-    def _end_rows(self, state: DecodeState, ended: Any) -> DecodeState:
-        """End rows. **Raises** `TypeError` for anything but a boolean array of the rows."""
-        ended = np.asarray(ended)
-        if ended.shape != (self.rows,) or ended.dtype != bool:
-            raise TypeError(
-                f"a callback returns None, or booleans for its {self.rows} rows, not {ended.dtype}{list(ended.shape)}"
-            )
-        if not (ended & ~self.ended).any():
-            return state
-        self.ended |= ended
-        padding = np.ones(len(state.done) - self.rows, bool)
-        return run_jitted(on_mesh(_end, self.mesh), (), (state, np.concatenate([self.ended, padding])), donate=True)
+def _read_ended_rows(answer: Any, rows: int) -> Bool[np.ndarray, "batch"]:
+    """Return the rows that a callback ends. **Raises** `TypeError` for anything but None or a boolean array of rows."""
+    if answer is None:
+        return np.zeros(rows, bool)
+    ended = np.asarray(answer)
+    if ended.shape != (rows,) or ended.dtype != bool:
+        raise TypeError(
+            f"a callback returns None, or booleans for its {rows} rows, not {ended.dtype}{list(ended.shape)}"
+        )
+    return ended
 
 
 def _end(state: DecodeState, ended: Bool[Array, "batch"]) -> DecodeState:
     done = state.done | ended
-    running = reduce((~done).any().astype(jnp.int32), over="batch", by=lax.pmax) > 0
-    return dataclasses.replace(state, done=done, running=running)
+    return dataclasses.replace(state, done=done, running=is_any(~done))

@@ -29,7 +29,7 @@ from zoo.layers.rotary import find_length_dependent_scaling
 from zoo.models import Decoder
 from zoo.models.decoder import LayerStates
 from zoo.ops.sampling import apply_temperature, filter_logits, sample_tokens
-from zoo.parallel import Module, all_gather, reduce, scan
+from zoo.parallel import Module, all_gather, scan
 from zoo.parallel.collectives import while_loop
 
 from .buckets import Prompt
@@ -40,12 +40,13 @@ from .decode import (
     adjust_logits,
     append,
     find_rope_length,
+    is_any,
     pick,
     start,
     step_keys,
 )
 from .prefill import Prefix, follow_prefix, list_mixers, read_prompt, repeat_prompt, repeat_rows
-from .request import SamplingOptions
+from .request import DecodeOptions
 
 Draft = Decoder | Literal["prompt"]
 """A model that proposes tokens, or "prompt" to look them up in the text so far."""
@@ -114,7 +115,11 @@ def _find_recurrent_state(state: Any) -> str | None:
 
 
 def speculate(
-    fixed: tuple[Decoder, Decoder, tuple[Decoder, Decoder] | None, SamplingOptions, Key[Array, ""]],
+    model: Decoder,
+    unstacked: Decoder,
+    drafts: tuple[Decoder, Decoder] | None,
+    options: DecodeOptions,
+    key: Key[Array, ""],
     prompt: Prompt,
     until: Int[Array, ""],
     length: int,
@@ -123,9 +128,7 @@ def speculate(
     samples: int = 1,
 ) -> DecodeState | Int[Array, "batch new"]:
     """Prefill, and decode in rounds with `drafted` proposals each; return the new tokens, or the state after them if
-    the options ask for details. `fixed` holds models before and after unstacking; None instead of a draft model is
-    prompt lookup."""
-    model, unstacked, drafts, options, key = fixed
+    the options ask for details. `drafts` is the draft model before and after unstacking, None for prompt lookup."""
     prompt, states, before = follow_prefix(prompt, prefix)
     repeated = repeat_prompt(prompt, samples)
     state = start(options, key, repeated, length, repeat_rows(before, samples))
@@ -151,8 +154,8 @@ def speculate(
         logits, states = _read_proposals(unstacked, state, proposals)
         state = _verify(dataclasses.replace(state, states=states), logits, proposals, options)
         states = forget(state.states, state.positions)
-        running = reduce((~state.done).any().astype(jnp.int32), over="batch", by=lax.pmax) > 0
-        return dataclasses.replace(state, states=states, running=running), forget(draft_states, state.positions)
+        state = dataclasses.replace(state, states=states, running=is_any(~state.done))
+        return state, forget(draft_states, state.positions)
 
     state, _ = while_loop(lambda carry: carry[0].running, run_round, (state, draft_states))
     return state if options.details else state.tokens
@@ -190,7 +193,7 @@ def _look_up(state: DecodeState, drafted: int) -> Int[Array, "batch drafted"]:
 
 
 def _propose(
-    draft: Decoder, state: DecodeState, states: LayerStates, options: SamplingOptions, drafted: int
+    draft: Decoder, state: DecodeState, states: LayerStates, options: DecodeOptions, drafted: int
 ) -> tuple[_Proposals, LayerStates]:
     """Let a draft model decode, one token at a time; it reads its last proposal, too."""
     wanted = _count_wanted(state, drafted)
@@ -226,7 +229,7 @@ def _verify(
     state: DecodeState,
     logits: Float[Array, "batch proposed vocab"],
     proposals: _Proposals,
-    options: SamplingOptions,
+    options: DecodeOptions,
 ) -> DecodeState:
     """Accept proposals of each row up to the first rejection, and append them and one more token."""
     width = logits.shape[1]
@@ -260,7 +263,7 @@ def _accept_or_draw(
     logits: Float[Array, "batch vocab"],
     proposal: Int[Array, "batch"],
     log_q: Float[Array, "batch vocab"] | None,
-    options: SamplingOptions,
+    options: DecodeOptions,
 ) -> tuple[NextTokens, Bool[Array, "batch"]]:
     """Return the proposal where it is accepted, and else a draw from the rest of the distribution."""
     log_p = _log_distribution(adjust_logits(state, logits, options), options)
@@ -281,7 +284,7 @@ def _accept_or_draw(
     return NextTokens(tokens, pick(jax.nn.log_softmax(logits), tokens), pick(log_p, tokens)), is_accepted
 
 
-def _log_distribution(logits: Float[Array, "batch vocab"], options: SamplingOptions) -> Float[Array, "batch vocab"]:
+def _log_distribution(logits: Float[Array, "batch vocab"], options: DecodeOptions) -> Float[Array, "batch vocab"]:
     """Return the log-probabilities that tokens are drawn from; all on the likeliest for greedy decoding."""
 
     def sampled(logits):

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from zoo._checks import wrap_key
 from zoo._keywords import check_keywords
 from zoo.layers.rotary import find_length_dependent_scaling
 from zoo.models import Decoder
-from zoo.parallel import Mesh, leaves, place, shard_offset
+from zoo.parallel import Mesh, leaves, shard_offset
 from zoo.parallel.batch import find_batch_axis
 from zoo.parallel.spmd import run_jitted
 
@@ -21,6 +21,7 @@ from . import request
 from .buckets import Prompt, choose_cache_length, pad_prompt, refuse_arrays_per_row
 from .decode import DecodeState, RowProgress, begin, decode_until, unstack_layers
 from .prefill import drop_sequence_parallelism, list_mixers, on_mesh, repeat_rows
+from .request import DecodeOptions, Sampling, SharedOptions
 
 _Number = float | int
 _MOST_STEPS = 16
@@ -59,17 +60,9 @@ def generate_stream(
     *,
     rows: int,
     length: int,
-    top_k: int | None = None,
-    top_p: _Number | None = None,
-    min_p: _Number | None = None,
-    repetition_penalty: _Number | None = None,
-    presence_penalty: _Number | None = None,
-    frequency_penalty: _Number | None = None,
-    logits: request.LogitsFunction | None = None,
-    stop_tokens: Sequence[int] = (),
-    stop_sequences: Sequence[Sequence[int]] = (),
     details: bool = False,
     mesh: Mesh | None = None,
+    **options: Unpack[SharedOptions],
 ) -> Iterator[StreamedTokens]:
     """Generate from requests, `rows` of them at a time; yield their new tokens as they come.
 
@@ -97,23 +90,13 @@ def generate_stream(
         )
     request.check_count("length", length)
     request.check_mesh(mesh, model)
-    # 1.0: truncation is for the requests that are sampled.
-    sampled = 1.0, top_k, top_p, min_p, repetition_penalty
-    extra: dict[str, Any] = {"presence": presence_penalty, "frequency": frequency_penalty, "logits": logits}
-    request.check_sampling_options(1, *sampled, True, **extra)
+    sampling = Sampling(temperature=1.0, **options)  # truncation is for the requests that are sampled
     choose_cache_length(model, 0, 0, length)
     if any(find_length_dependent_scaling(getattr(mixer, "rotary", None)) for mixer in list_mixers(model)):
         raise NotImplementedError("generate_stream: RoPE of this model depends on the length, which differs by row")
     vocab, _ = model.embedding.table_shape
-    options = request.SamplingOptions.from_arguments(
-        *sampled,
-        request.read_stop_tokens(stop_tokens),
-        vocab,
-        stop_sequences=request.read_stop_sequences(stop_sequences),
-        details=details,
-        **extra,
-    )
-    return _Pool(model, options, rows, length, drop_sequence_parallelism(mesh)).run(requests)
+    mesh = drop_sequence_parallelism(mesh)
+    return _Pool(model, DecodeOptions.of(sampling, vocab, mesh, details=details), rows, length, mesh).run(requests)
 
 
 @dataclasses.dataclass
@@ -130,13 +113,13 @@ class _Row:
 class _Pool:
     """Rows of a batch, and the requests that they hold."""
 
-    def __init__(self, model: Decoder, options: request.SamplingOptions, rows: int, length: int, mesh: Mesh | None):
+    def __init__(self, model: Decoder, options: DecodeOptions, rows: int, length: int, mesh: Mesh | None):
         self._mesh = mesh
         self._length = length
         shards = 1 if mesh is None else mesh.count_shards("batch")
         self._shards = shards
         self._repeats = -(-rows // shards)
-        self._options = options if mesh is None else place(options, mesh)
+        self._options = options
         self._model = model
         self._unstacked = unstack_layers(model, mesh)
         self._vocab, _ = model.embedding.table_shape
@@ -157,9 +140,9 @@ class _Pool:
     def _admit(self, row: int, number: int, asked: Request) -> None:
         """Read the prompt of a request, and put it into a row."""
         tokens = np.asarray(asked.tokens, np.int32)[None]
-        has_key = asked.key is not None
         try:
-            request.check_sampling_options(asked.max_new_tokens, asked.temperature, None, None, None, None, has_key)
+            request.check_count("max_new_tokens", asked.max_new_tokens)
+            request.check_temperature(asked.temperature, asked.key)
             request.check_prompt(tokens, None, self._vocab)
             choose_cache_length(self._model, tokens.shape[1], asked.max_new_tokens, self._length)
         except (TypeError, ValueError) as error:
@@ -169,7 +152,7 @@ class _Pool:
         prompt = dataclasses.replace(prompt, rows=jax.device_put(np.zeros(self._shards, np.int32)))
         limits = jax.device_put((np.float32(asked.temperature), np.int32(asked.max_new_tokens)))
         args = prompt, self._length, *limits
-        one = run_jitted(on_mesh(_read_one, self._mesh), ((self._model, self._options, key),), args)
+        one = run_jitted(on_mesh(_read_one, self._mesh), (self._model, self._options, key), args)
         if self._state is None:
             self._state = run_jitted(on_mesh(_open, self._mesh), (), (one, self._repeats))
         args = self._state, one, jax.device_put(np.int32(row))
@@ -180,7 +163,7 @@ class _Pool:
         """Decode until a row ends, and yield the new tokens of each."""
         until = jax.device_put(np.int32(_MOST_STEPS))
         fixed = self._unstacked, self._options
-        state = run_jitted(on_mesh(_decode_on, self._mesh), (fixed,), (self._state, until), donate=True)
+        state = run_jitted(on_mesh(_decode_on, self._mesh), fixed, (self._state, until), donate=True)
         self._state = state
         scores = state.log_probs, state.sampling_log_probs
         step, tokens, done, *scores = jax.device_get((state.step, state.tokens, state.done, *scores))
@@ -195,22 +178,21 @@ class _Pool:
                 self._rows[number] = None
             details = [None if x is None else tuple(x[number, :count].tolist()) for x in scores]
             if ended and count < step:  # the row has taken a step without a token
-                raise ValueError(
-                    f"logits of request {row.request} are not finite after {row.count} new tokens: look for NaN in the "
-                    "model's parameters (zoo.inspect), or compute in another dtype"
-                )
+                raise ValueError(request.describe_non_finite(f"logits of request {row.request}", row.count))
             yield StreamedTokens(row.request, new, ended, *details)
 
 
 def _read_one(
-    fixed: tuple[Decoder, request.SamplingOptions, Key[Array, ""]],
+    model: Decoder,
+    options: DecodeOptions,
+    key: Key[Array, ""],
     prompt: Prompt,
     length: int,
     temperature: Float[Array, ""],
     most: Int[Array, ""],
 ) -> DecodeState:
     """Return the state of one row on every device, after its prompt."""
-    state = begin(fixed, prompt, length)
+    state = begin(model, options, key, prompt, length)
     new = jnp.zeros_like(state.positions)
     return dataclasses.replace(_clear(state), progress=RowProgress(new, new + most, new + temperature))
 
@@ -237,11 +219,9 @@ def _insert(state: DecodeState, one: DecodeState, row: Int[Array, ""]) -> Decode
     return jax.tree.unflatten(treedef, inserted)
 
 
-def _decode_on(
-    fixed: tuple[Decoder, request.SamplingOptions], state: DecodeState, until: Int[Array, ""]
-) -> DecodeState:
+def _decode_on(model: Decoder, options: DecodeOptions, state: DecodeState, until: Int[Array, ""]) -> DecodeState:
     """Decode until a row ends, or `until` new tokens."""
-    return decode_until(fixed, _clear(state), until)
+    return decode_until(model, options, _clear(state), until)
 
 
 def _clear(state: DecodeState) -> DecodeState:

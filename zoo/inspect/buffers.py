@@ -26,7 +26,7 @@ from typing import Any
 from zoo._compile_cache import compile_cache_disabled
 
 from . import hlo
-from .report import Rows
+from .format import Rows
 from .scopes import find_written_scope
 
 _ALLOCATION = re.compile(r"allocation \d+: size (?P<size>\d+),(?P<attributes>.*)")

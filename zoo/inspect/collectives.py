@@ -48,7 +48,8 @@ class Collective:
     link_seconds: float | None = None
     """Seconds on the chip's links, at their nominal rate. None, like the next two, if chip or schedule is unknown."""
     product_seconds: float | None = None
-    """Seconds of the matrix products between start and done, at the chip's peak rate (`zoo.inspect.schedule`)."""
+    """Seconds of the matrix products between start and done, at the chip's peak rate
+    (`zoo.inspect.exposed_communication`)."""
     exposed_seconds: float | None = None
     """Seconds of the transfers that these products do not cover."""
 

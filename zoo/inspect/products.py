@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from .executions import Execution
+from .format import Rows
 from .hlo import Computation, HloModule, Instruction, count_shape_bytes, list_dims
-from .report import Rows
 from .scopes import find_scope
 
 _CUBLAS_CONTRACTED = re.compile(r'__cublas.*"lhs_contracting_dimensions":\[([^\]]*)\]')

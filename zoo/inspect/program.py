@@ -21,10 +21,10 @@ from . import hlo, lowering
 from .buffers import Buffer, read_buffers
 from .collectives import Collective, sum_collectives
 from .executions import count_bytes_moved, list_executions
+from .exposed_communication import ScheduledCollective, add_seconds, read_schedule
+from .format import Rows, format_program
 from .operations import Flops, count_flops
 from .products import RecomputedProducts, count_compiled_flops, sum_recomputed
-from .report import Rows, format_program
-from .schedule import ScheduledCollective, add_seconds, read_schedule
 from .unfused import UnfusedTraffic, sum_unfused
 
 _CACHE_HIT_EVENT = "/jax/compilation_cache/cache_hits"
@@ -147,8 +147,8 @@ class CompiledProgram:
 
     @property
     def exposed_seconds(self) -> float | None:
-        """Seconds of all transfers that products do not cover, in one step: see `zoo.inspect.schedule`. None without a
-        schedule or a known chip."""
+        """Seconds of all transfers that products do not cover, in one step (`zoo.inspect.exposed_communication`). None
+        without a schedule or a known chip."""
         if self.chip is None or self.schedule is None:
             return None
         return sum((row.exposed_seconds or 0.0 for row in self.schedule), 0.0)

@@ -5,9 +5,9 @@ from collections.abc import Iterator, Sequence
 
 from .collectives import COLLECTIVE_OPCODES
 from .executions import Execution
+from .format import Rows
 from .hlo import HloModule, Instruction, count_instruction_bytes
 from .products import is_product, iterate_fused
-from .report import Rows
 from .scopes import find_scope
 
 

@@ -12,7 +12,7 @@ Rows of whole texts and mixtures of datasets are in `packing.py` and `mixture.py
 
 import copy
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol, runtime_checkable
@@ -20,7 +20,7 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, Integer, Shaped
+from jaxtyping import Array, Bool, Float, Int, Integer, Shaped
 
 from zoo._optional import import_optional
 from zoo._terminal import format_count
@@ -107,6 +107,17 @@ def compute_segments(tokens: Integer[np.ndarray, "seq"], separator: int = SEPARA
     index = np.arange(len(tokens), dtype=np.int32)
     first = np.maximum.accumulate(np.where(starts, index, 0))
     return dict(segment_ids=np.cumsum(starts, dtype=np.int32), positions=(index - first).astype(np.int32))
+
+
+def pad_left(
+    rows: Sequence[Sequence[int] | Integer[np.ndarray, "seq"]],
+) -> tuple[Integer[np.ndarray, "batch seq"], Bool[np.ndarray, "batch seq"]]:
+    """Pad rows of tokens on the left, as `zoo.generate` takes prompts; return them with their padding mask."""
+    lengths = np.array([len(row) for row in rows])
+    mask = np.arange(lengths.max())[::-1] < lengths[:, None]
+    tokens = np.zeros(mask.shape, int)
+    tokens[mask] = np.concatenate(rows)
+    return tokens, mask
 
 
 def spread_rows(num_rows: int, batch_size: int, limit: int | None = None) -> Int[np.ndarray, "rows"]:

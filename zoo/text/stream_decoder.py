@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from jaxtyping import Integer
+from jaxtyping import Bool, Integer
 
 _FIRST_MARK = 0xD800
 """First of the surrogates that stand for special tokens in a text, since no decoded text has one."""
@@ -110,6 +110,25 @@ def decode_until_stop(
         shown = len(text)
     marked += decode(ids)[shown:]
     return _MARKS.sub("", _cut_at_stop(marked, strings))
+
+
+def end_at_stop(
+    decode: Callable[[Sequence[int]], str],
+    prompts: Sequence[Sequence[int]],
+    stop: Sequence[str],
+    special_tokens: Mapping[str, int],
+) -> Callable[[Integer[np.ndarray, "batch"]], Bool[np.ndarray, "batch"]]:
+    """Return a callback of `zoo.generate` that ends rows with a stop string. `stop` and `special_tokens` are those of
+    `StoppingDecoder`."""
+    decoders = [StoppingDecoder(decode, prompt, stop, special_tokens) for prompt in prompts]
+
+    def end(newest: Integer[np.ndarray, "batch"]) -> Bool[np.ndarray, "batch"]:
+        for decoder, token in zip(decoders, newest.tolist(), strict=True):
+            if token >= 0:
+                decoder.push(token)
+        return np.array([decoder.ended for decoder in decoders])
+
+    return end
 
 
 def _mark_special_tokens(

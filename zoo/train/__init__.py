@@ -35,17 +35,17 @@ from .optimizer.adam import adamw
 from .optimizer.apply_updates import apply_updates
 from .optimizer.by_name import OptimizerName, make_optimizer
 from .optimizer.eval_params import eval_params
-from .optimizer.groups import by_dim, format_groups
 from .optimizer.masks import decay_mask, linear_mask, matrix_mask
 from .optimizer.moments import BFloat16Moment, BlockwiseMoment, FactoredMoment, Float32Moment
 from .optimizer.muon import muon
+from .optimizer.parameter_groups import by_dim, format_groups
 from .optimizer.schedules import warmup_stable_decay
 from .optimizer.width_transfer import scale_by_width, transfer_width, width_factors
 from .options import MeshOptions, RunOptions
 from .profile import Profile
 from .reference import precompute_reference
 from .reinforcement.group_sampler import GroupSampler
-from .reinforcement.groups import Groups, fill_groups, make_sampler, sample_groups
+from .reinforcement.grouped_samples import Groups, fill_groups, make_sampler, sample_groups
 from .reinforcement.rewards import Rewards, match_answer
 from .reinforcement.rollouts import Rollouts, pack_rollouts
 from .remat import count_residual_bytes, fit_remat

@@ -1,7 +1,7 @@
 """Continuations of prompts, for reports."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -11,10 +11,10 @@ from jaxtyping import Array, Int, Key
 from zoo.generate import generate
 from zoo.models import Decoder
 from zoo.parallel import ZERO3, Mesh, make_mesh, place
-from zoo.text.batches import spread_rows
+from zoo.text.batches import pad_left, spread_rows
 from zoo.text.records import Records
 from zoo.text.run_data import RunData
-from zoo.text.stream_decoder import StoppingDecoder, decode_until_stop
+from zoo.text.stream_decoder import decode_until_stop, end_at_stop
 
 _TEXT_PROMPT = 16  # tokens
 
@@ -51,17 +51,16 @@ def continue_prompts(
     """
     asked = [HeldOutPrompt(text, data.encode_prompt(text)) if isinstance(text, str) else text for text in prompts]
     rows = [prompt.tokens for prompt in asked]
-    length = max(map(len, rows))
-    tokens = jnp.asarray([np.pad(row, (length - len(row), 0)) for row in rows])
-    mask = jnp.asarray([np.arange(length) >= length - len(row) for row in rows])
+    tokens, mask = map(jnp.asarray, pad_left(rows))
     if mesh.shape["pipe"] > 1:
         mesh = _move_stages_to_fsdp(mesh)
         model = place(model, mesh)
     options: dict[str, Any] = {"temperature": temperature, "stop_tokens": data.stop_tokens, "mesh": mesh, "key": key}
-    if stop:
-        options["callback"] = _end_at_strings(data, rows, samples, stop)
-    new = generate(model, tokens, max_new_tokens=max_new_tokens, mask=mask, samples=samples, **options)
     special_tokens = data.tokenizer.special_tokens
+    if stop:
+        repeated = [row.tolist() for row in rows for _ in range(samples)]
+        options["callback"] = end_at_stop(data.tokenizer.decode, repeated, stop, special_tokens)
+    new = generate(model, tokens, max_new_tokens=max_new_tokens, mask=mask, samples=samples, **options)
     texts = [decode_until_stop(data.decode, np.asarray(row), stop, special_tokens) for row in new]
     return [(asked[i // samples].text + data.prompt_end, text) for i, text in enumerate(texts)]
 
@@ -87,23 +86,6 @@ def find_prompts(data: Records, count: int = 3) -> list[HeldOutPrompt]:
         if len(found) == count:
             break
     return list(found.values())
-
-
-def _end_at_strings(
-    data: RunData, rows: Sequence[np.ndarray], samples: int, stop: Sequence[str]
-) -> Callable[[np.ndarray], np.ndarray]:
-    """Return a callback of `generate` that ends rows with a stop string."""
-    decode = data.tokenizer.decode
-    special_tokens = data.tokenizer.special_tokens
-    decoders = [StoppingDecoder(decode, row.tolist(), stop, special_tokens) for row in rows for _ in range(samples)]
-
-    def end(newest: np.ndarray) -> np.ndarray:
-        for decoder, token in zip(decoders, newest.tolist(), strict=True):
-            if token >= 0:
-                decoder.push(token)
-        return np.array([decoder.ended for decoder in decoders])
-
-    return end
 
 
 def _move_stages_to_fsdp(mesh: Mesh) -> Mesh:

@@ -17,7 +17,7 @@ from tests.processes import make_environment
 from zoo.text.chat import PLAIN_TEMPLATE, ChatTemplate
 from zoo.text.records import find_files, load_records
 from zoo.text.records.json_lines import JsonLines
-from zoo.text.records.kinds import KINDS, Encoding
+from zoo.text.records.record_kinds import KINDS, Encoding
 from zoo.text.records.token_store import MAX_LISTED, RecordsError, TokenStore, write_store
 from zoo.text.tokenizers import ByteTokenizer
 
@@ -128,7 +128,7 @@ WRITER = """
 import sys, time
 from pathlib import Path
 from zoo.text.records import find_files, json_lines, load_records
-from zoo.text.records.kinds import TextKind
+from zoo.text.records.record_kinds import TextKind
 from zoo.text.tokenizers import ByteTokenizer
 find_files._READERS[".jsonl"] = lambda path: json_lines.JsonLines(path, 200)
 encode_all = TextKind.encode_all

@@ -11,7 +11,7 @@ import pytest
 
 import zoo
 from zoo.cli import main
-from zoo.tools.parity.report import relative_error
+from zoo.tools.parity.comparison import relative_error
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "models"
 RUN = Path(__file__).parents[3] / "docs" / "fixtures" / "llama_training"

@@ -29,8 +29,8 @@ from zoo.models.parameter_paths import find_differences, list_parameter_paths
 from zoo.models.scoring import unstack_blocks
 from zoo.tools.parity.activations import join_streams, run_decoder
 from zoo.tools.parity.checkpoint import compare_checkpoint, read_expectations
-from zoo.tools.parity.kinds import make_next_token_batch
-from zoo.tools.parity.report import GRADIENT_FLOOR, TOLERANCE, relative_error
+from zoo.tools.parity.comparison import GRADIENT_FLOOR, TOLERANCE, relative_error
+from zoo.tools.parity.model_kinds import make_next_token_batch
 from zoo.weights.safetensors import open_tensors
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "models"

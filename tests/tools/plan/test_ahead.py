@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import pytest
 
 import zoo
-from zoo.inspect.report import Rows
-from zoo.inspect.schedule import ScheduledCollective
+from zoo.inspect.exposed_communication import ScheduledCollective
+from zoo.inspect.format import Rows
 from zoo.parallel import ZERO1
 from zoo.parallel.topology import parse_topology
 from zoo.tools import plan as planning

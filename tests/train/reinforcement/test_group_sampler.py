@@ -8,7 +8,7 @@ from zoo import train
 from zoo.text.chat import PLAIN_TEMPLATE, ChatTemplate
 from zoo.text.tokenizers import ByteTokenizer
 from zoo.train.reinforcement import group_sampler
-from zoo.train.reinforcement.groups import Samples
+from zoo.train.reinforcement.grouped_samples import Samples
 
 
 @pytest.fixture

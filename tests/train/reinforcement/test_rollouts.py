@@ -12,7 +12,7 @@ import pytest
 import zoo
 from tests.processes import ROOT, make_environment
 from zoo import train
-from zoo.train.reinforcement.groups import Samples
+from zoo.train.reinforcement.grouped_samples import Samples
 
 PROMPTS = {"tokens": np.array([[0, 0, 5, 6], [1, 2, 3, 4]]), "mask": np.array([[0, 0, 1, 1], [1, 1, 1, 1]], bool)}
 NEW = np.array([[7, 8, 9], [7, 9, -1], [9, -1, -1], [8, 8, 8]])

@@ -35,7 +35,7 @@ from zoo.ops.varying import align_varying, varying
 from zoo.parallel import current_mesh
 
 from ..abstract import AbstractFeedForward
-from .rounds import Exchange, RaggedRounds, Rounds, apply_on_devices
+from .exchange_rounds import Exchange, RaggedRounds, Rounds, apply_on_devices
 
 SLACK = 1.25
 """Room of a box as a multiple of a balanced load."""

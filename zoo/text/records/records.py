@@ -32,9 +32,9 @@ from zoo.text.tokenizers import Tokenizer, require_tokenizer
 
 from .find_files import digest_files
 from .in_memory import InMemory
-from .kinds import KINDS, Encoding, RecordKind
 from .prompt_rows import PromptRows
 from .record_file import RecordFile
+from .record_kinds import KINDS, Encoding, RecordKind
 from .source import (
     Source,
     Weights,

@@ -14,8 +14,8 @@ from zoo.text.records.token_store import RecordsError
 
 from .find_files import find_record_files
 from .in_memory import InMemory
-from .kinds import KINDS, NO_TEMPLATE, Encoding, RecordKind, find_kind
 from .record_file import RecordError, RecordFile
+from .record_kinds import KINDS, NO_TEMPLATE, Encoding, RecordKind, find_kind
 
 Weights = Mapping[str, float] | Sequence[tuple[int, Mapping[str, float]]]
 Source = str | Path | Sequence[str | Path] | Sequence[Mapping[str, Any]]

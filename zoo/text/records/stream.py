@@ -30,8 +30,8 @@ from zoo.text.token_cache import choose_token_dtype
 from zoo.text.tokenizers import Tokenizer, require_tokenizer
 
 from .in_memory import InMemory
-from .kinds import Encoding, RecordKind
 from .record_file import RecordFile
+from .record_kinds import Encoding, RecordKind
 from .source import (
     Source,
     check_template,

@@ -36,8 +36,8 @@ from zoo._files import to_jsonable, write_text
 from zoo._terminal import format_bytes, show
 from zoo.text.token_cache import choose_token_dtype
 
-from .kinds import Encoding, RecordKind
 from .record_file import RecordError, RecordFile, Unit, drop_nulls
+from .record_kinds import Encoding, RecordKind
 
 Job = tuple[RecordFile, Unit]
 MAX_LISTED = 20

@@ -12,7 +12,7 @@ from zoo._terminal import show
 from zoo.models.hf.spec import Family
 from zoo.models.hf.values import NON_NEGATIVE_NUMBER, optional, table_of
 from zoo.tools.parity import compare_checkpoint, compare_training, read_expectations
-from zoo.tools.parity.report import TOLERANCE, ParityReport
+from zoo.tools.parity.comparison import TOLERANCE, ParityReport
 from zoo.tools.parity.training_report import ComparedStep, TrainingReport
 from zoo.weights import CheckpointError, load_family
 from zoo.weights.directory import resolve_directory

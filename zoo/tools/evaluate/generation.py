@@ -1,17 +1,17 @@
 """Generate the texts of an evaluation, up to stop strings."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from zoo.generate import generate
 from zoo.models import Decoder
 from zoo.parallel import Mesh
 from zoo.parallel.batch import fetch_arrays
-from zoo.text.stream_decoder import StoppingDecoder, decode_until_stop
+from zoo.text.batches import pad_left
+from zoo.text.stream_decoder import decode_until_stop, end_at_stop
 from zoo.text.tokenizers import Tokenizer
 
 
@@ -48,19 +48,14 @@ def generate_texts(
     A row ends as soon as its text has a stop string. With several processes, which hold other rows, it goes on to a
     stop token or the last token, and the text is cut there.
     """
-    longest = max(map(len, prompts))
-    tokens = np.array([[0] * (longest - len(row)) + list(row) for row in prompts], np.int32)
-    mask = np.arange(longest) >= longest - np.array([len(row) for row in prompts])[:, None]
-    key = None
+    tokens, mask = map(jnp.asarray, pad_left(prompts))
     callback = None
-    if options.temperature:
-        key = jax.random.fold_in(jax.random.key(options.seed), number)
     if options.until and jax.process_count() == 1:
-        callback = _end_at_strings(tokenizer, prompts, options.until)
+        callback = end_at_stop(tokenizer.decode, prompts, options.until, tokenizer.special_tokens)
     new = generate(
         model,
-        jnp.asarray(tokens),
-        mask=jnp.asarray(mask),
+        tokens,
+        mask=mask,
         max_new_tokens=options.max_new_tokens,
         temperature=options.temperature,
         top_k=options.top_k,
@@ -70,7 +65,7 @@ def generate_texts(
         stop_tokens=stop_tokens,
         mesh=mesh,
         callback=callback,
-        key=key,
+        key=jax.random.fold_in(jax.random.key(options.seed), number),
     )
     texts = []
     for row in fetch_arrays(new):
@@ -79,18 +74,3 @@ def generate_texts(
             kept = kept[:-1]  # a special token has no text, and may end a stop string
         texts.append(decode_until_stop(tokenizer.decode, kept, options.until, tokenizer.special_tokens))
     return texts
-
-
-def _end_at_strings(
-    tokenizer: Tokenizer, prompts: Sequence[Sequence[int]], until: Sequence[str]
-) -> Callable[[np.ndarray], np.ndarray]:
-    """Return a callback of `generate` that ends rows with a stop string."""
-    decoders = [StoppingDecoder(tokenizer.decode, row, until, tokenizer.special_tokens) for row in prompts]
-
-    def end(newest: np.ndarray) -> np.ndarray:
-        for decoder, token in zip(decoders, newest.tolist(), strict=True):
-            if token >= 0:
-                decoder.push(token)
-        return np.array([decoder.ended for decoder in decoders])
-
-    return end

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from zoo._optional import import_optional
+from zoo.generate.request import TRUNCATIONS
 from zoo.parallel.devices import make_device_mesh
 from zoo.text.chat import ChatError, ChatTemplate, NoChatTemplateError
 from zoo.weights.directory import resolve_directory
@@ -158,7 +159,6 @@ def _read_options(given: Mapping[str, Any], max_new_tokens: int) -> GenerationOp
             f"a task asks to generate with {', '.join(sorted(unknown))}, and zoo knows "
             f"{', '.join(sorted(_KNOWN_OPTIONS))}: change its generation_kwargs"
         )
-    truncations = ("top_k", "top_p", "min_p")
     if not is_sampled:  # greedy decoding has nothing to truncate
-        options = {name: value for name, value in options.items() if name not in truncations}
+        options = {name: value for name, value in options.items() if name not in TRUNCATIONS}
     return GenerationOptions(**known, **options)

@@ -12,8 +12,8 @@ import numpy as np
 
 from zoo.models.capture import capture
 
+from .comparison import TOLERANCE, Comparison, ParityReport, relative_error
 from .hooks import INPUT, list_modules, run_hooked, to_numpy
-from .report import TOLERANCE, Comparison, ParityReport, relative_error
 from .results import pair_results
 
 

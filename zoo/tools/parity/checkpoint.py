@@ -30,8 +30,8 @@ from zoo.weights.safetensors import CheckpointError, open_safetensors
 from zoo.weights.save import export_tensors, read_name_map
 
 from .activations import TextInputs, join_streams
-from .kinds import LossAndBatch, ModelKind, find_model_kind
-from .report import GRADIENT_FLOOR, TOLERANCE, Comparison, ParityReport, norm_error, relative_error
+from .comparison import GRADIENT_FLOOR, TOLERANCE, Comparison, ParityReport, norm_error, relative_error
+from .model_kinds import LossAndBatch, ModelKind, find_model_kind
 
 
 def compare_checkpoint(

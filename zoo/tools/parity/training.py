@@ -27,7 +27,7 @@ from zoo.weights.safetensors import CheckpointError, open_tensors
 from zoo.weights.save import export_tensors, read_name_map
 
 from .adamw import get_moments, make_adamw, replace_moments
-from .report import GRADIENT_FLOOR, TOLERANCE, Comparison, norm_error
+from .comparison import GRADIENT_FLOOR, TOLERANCE, Comparison, norm_error
 from .stored_run import INITIAL, StepResults, StoredRun, read_run
 from .training_report import ComparedStep, TrainingReport
 

@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 
 from zoo._terminal import align_columns
 
-from .report import Comparison
+from .comparison import Comparison
 
 Phase = Literal["forward", "gradient", "optimizer"]
 _SHOWN_STEPS = 10

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 
-from zoo.inspect.report import format_decimal_prefix
+from zoo.inspect.format import format_decimal_prefix
 from zoo.parallel.mesh import format_sizes
 
 from .options import TrainingOptions

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from zoo._terminal import format_count
+from zoo.inspect.format import format_decimal_prefix
 from zoo.inspect.links import Transfer, time_transfer
-from zoo.inspect.report import format_decimal_prefix
 from zoo.parallel.chips import CHIPS, Chip
 from zoo.parallel.mesh import format_sizes
 from zoo.parallel.topology import Topology, parse_topology

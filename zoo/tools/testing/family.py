@@ -23,8 +23,8 @@ from zoo.weights.directory import CONFIG_NAME
 from zoo.weights.safetensors import open_tensors, read_json
 
 from ..parity.checkpoint import compare_checkpoint, read_expectations
+from .checks import Check, CheckReport, Difference, join_flaws, run_checks
 from .mixer import check_subject
-from .report import Check, CheckReport, Difference, join_flaws, run_checks
 from .subject import DecoderSubject
 
 _PROMPT = ((5, 4, 3, 2), (6, 7, 8, 9))

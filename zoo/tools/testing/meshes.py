@@ -12,8 +12,8 @@ import numpy as np
 from zoo.layers import TokenInfo
 from zoo.parallel import Mesh, make_mesh, place, spmd, value_and_grad
 
+from .checks import TOLERANCE, Check, Difference, compare_gradients, compare_tokens, find_worst, run_checks
 from .properties import compute_loss, extend, read, read_packed, run_pieces
-from .report import TOLERANCE, Check, Difference, compare_gradients, compare_tokens, find_worst, run_checks
 from .subject import Subject, list_trainable_names
 from .texts import Texts
 

@@ -12,9 +12,9 @@ from zoo.models.factories import check_factory
 from zoo.parallel import Mesh, map_leaves
 from zoo.parallel.module import is_trainable
 
+from .checks import CheckReport
 from .meshes import check_meshes, choose_meshes, count_row_shards, count_seq_shards
 from .properties import check_properties
-from .report import CheckReport
 from .subject import MixerSubject, Subject, find_embed_size, list_implementations, make_subject
 from .texts import MOST_PADDING, Texts
 

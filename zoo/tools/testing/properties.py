@@ -17,7 +17,7 @@ from zoo.layers import TokenInfo
 from zoo.ops.implementations import ObstacleError
 from zoo.parallel import cast, trainable
 
-from .report import (
+from .checks import (
     ROUNDING,
     TOLERANCE,
     Check,

@@ -12,7 +12,7 @@ from zoo.models import Decoder
 from zoo.parallel import Mesh
 from zoo.text.records import Records, RecordSplit
 
-from .groups import Groups, fill_groups, make_sampler, sample_groups
+from .grouped_samples import Groups, fill_groups, make_sampler, sample_groups
 from .rewards import Rewards
 
 

@@ -17,7 +17,7 @@ from zoo.generate import Generated
 from zoo.parallel import Module, num_shards, reduce
 from zoo.text.batches import assign_rows
 
-from .groups import Samples
+from .grouped_samples import Samples
 
 
 class Rollouts(Module):

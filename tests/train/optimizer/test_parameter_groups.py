@@ -8,7 +8,7 @@ import pytest
 
 import zoo
 from zoo import models, train
-from zoo.train.optimizer.groups import label_groups
+from zoo.train.optimizer.parameter_groups import label_groups
 
 
 @pytest.fixture(scope="module")

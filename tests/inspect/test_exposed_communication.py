@@ -15,8 +15,8 @@ from scripts.exposed import Sizes, compile_step
 from tests.aot import imagine
 from zoo.inspect.collectives import sum_collectives
 from zoo.inspect.executions import list_executions
+from zoo.inspect.exposed_communication import add_seconds, read_schedule
 from zoo.inspect.hlo import parse_module
-from zoo.inspect.schedule import add_seconds, read_schedule
 from zoo.parallel.chips import CHIPS, Chip
 
 FLOPS = 2.0 * 16 * 32 * 32

@@ -29,10 +29,10 @@ from zoo.parallel.chips import Chip
 
 from .collectives import Collective, is_collective, is_started, list_pieces, parse_groups, read_collective
 from .executions import choose_branch, find_trip_count, list_called, list_executions
+from .format import Rows
 from .hlo import Computation, HloModule, Instruction
 from .links import time_groups
 from .products import count_product_flops, find_product_dtype, is_product, iterate_fused
-from .report import Rows
 from .scopes import find_scope
 from .starts import find_starts
 from .transfers import TimedTransfer, Totals, Transfers

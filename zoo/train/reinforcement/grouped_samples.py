@@ -19,16 +19,14 @@ from jaxtyping import Array, Bool, Float, Int, Key, Shaped
 
 from zoo.generate import generate
 from zoo.generate.decode import unstack_layers
+from zoo.generate.request import SharedOptions
 from zoo.models import Decoder
 from zoo.parallel import Mesh, cast, place
 from zoo.parallel.batch import fetch_arrays
 
 from .rewards import RewardValues
 
-_REFUSED = (
-    *("top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
-    *("logits", "stop_sequences", "draft"),
-)
+_REFUSED = SharedOptions.__annotations__.keys() | {"draft"}
 """Options of `zoo.generate` with which a text is not a sample of softmax(logits / temperature) up to a stop token."""
 
 

@@ -8,7 +8,7 @@ import pytest
 
 import zoo
 from zoo import train
-from zoo.train.reinforcement.groups import Samples
+from zoo.train.reinforcement.grouped_samples import Samples
 from zoo.train.reinforcement.rewards import RewardValues
 
 VOCAB, PROMPT, NEW, SAMPLES = 64, 9, 8, 4

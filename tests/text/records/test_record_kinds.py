@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from zoo.text.chat import PLAIN_TEMPLATE, ChatTemplate
-from zoo.text.records.kinds import KINDS, Encoding, find_kind
 from zoo.text.records.record_file import RecordError
+from zoo.text.records.record_kinds import KINDS, Encoding, find_kind
 from zoo.text.tokenizers import ByteTokenizer
 
 TEMPLATE = ChatTemplate(PLAIN_TEMPLATE, {"eos_token": "\0"})
