@@ -8,47 +8,35 @@ import jax
 from jaxtyping import Array, Key
 
 from zoo.layers import Dropout, IdentityNorm, LayerNorm
-from zoo.models.blocks import AddNormBlock
-from zoo.models.decoder import make_shared_block
-from zoo.models.encoders.heads import DenseTransform
-from zoo.models.encoders.text import Encoder
-from zoo.models.hf.builders import (
-    find_activation,
-    make_bidirectional_attention_factory,
-    make_layer_norm_factory,
-    make_mlp_factory,
-)
-from zoo.models.hf.errors import ConfigError
-from zoo.models.hf.spec import Config, Family, NameMap, prefixed
+from zoo.models.hf import grammar as hf
 
-from .. import encoder_heads, text_encoders
 from . import bert
 
 
-def _build_albert(config: Config, *, key: Key[Array, ""]) -> Encoder:
-    norm = make_layer_norm_factory(config)
+def _build_albert(config: hf.Config, *, key: Key[Array, ""]) -> hf.Encoder:
+    norm = hf.make_layer_norm_factory(config)
     embedding_norm = partial(LayerNorm, config["embedding_size"], epsilon=config["layer_norm_eps"])
-    mixer = make_bidirectional_attention_factory(config, bias=True, out_bias=True)
-    ffn = make_mlp_factory(config)
+    mixer = hf.make_bidirectional_attention_factory(config, bias=True, out_bias=True)
+    ffn = hf.make_mlp_factory(config)
 
-    def make_block(key: Key[Array, ""]) -> AddNormBlock:
+    def make_block(key: Key[Array, ""]) -> hf.AddNormBlock:
         mixer_key, ffn_key = jax.random.split(key)
         parts = {"mixer": mixer(key=mixer_key), "ffn": ffn(key=ffn_key), "dropout": Dropout(0.0)}
-        return AddNormBlock(mixer_norm=norm(), ffn_norm=norm(), **parts)
+        return hf.AddNormBlock(mixer_norm=norm(), ffn_norm=norm(), **parts)
 
     inner = config["inner_group_num"]
     groups = _list_groups(config)
     shared = [make_block] * (config["num_hidden_groups"] * inner)
-    calls = [partial(make_shared_block, number) for number in range(len(shared))]
+    calls = [partial(hf.make_shared_block, number) for number in range(len(shared))]
     layers = [calls[group * inner + i] for group in groups for i in range(inner)]
     transform = partial(
-        DenseTransform,
+        hf.DenseTransform,
         config["hidden_size"],
         size=config["embedding_size"],
-        activation=find_activation(config),
+        activation=hf.find_activation(config),
         norm=embedding_norm,
     )
-    heads = text_encoders.make_bert_heads(config, transform, has_pooler=True)
+    heads = hf.make_bert_heads(config, transform, has_pooler=True)
     parts = {
         "embedding_size": config["embedding_size"],
         "positions": config["max_position_embeddings"],
@@ -56,12 +44,12 @@ def _build_albert(config: Config, *, key: Key[Array, ""]) -> Encoder:
         "embedding_norm": embedding_norm,
         "norm": norm,
         "final_norm": IdentityNorm,
-        "block": AddNormBlock,
+        "block": hf.AddNormBlock,
     }
-    return text_encoders.build_config_encoder(config, layers, "Albert", heads, shared=shared, key=key, **parts)
+    return hf.build_config_encoder(config, layers, "Albert", heads, shared=shared, key=key, **parts)
 
 
-def _list_groups(config: Config) -> list[int]:
+def _list_groups(config: hf.Config) -> list[int]:
     """Return the group that each run of `inner_group_num` layers belongs to, rounded as the class in transformers does.
 
     **Raises** `ConfigError` for a group without a run, and for more layers than can be built.
@@ -69,18 +57,22 @@ def _list_groups(config: Config) -> list[int]:
     runs = config["num_hidden_layers"]
     groups = config["num_hidden_groups"]
     if runs * config["inner_group_num"] > _MOST_LAYERS:  # 10^9 layers, if only in shapes, would never end
-        raise ConfigError(
+        raise hf.ConfigError(
             f"num_hidden_layers * inner_group_num are at most {_MOST_LAYERS}, not {runs} * {config['inner_group_num']}"
         )
     if groups > runs:
-        raise ConfigError(f"num_hidden_groups = {groups}, and num_hidden_layers = {runs} are too few to run them all")
+        raise hf.ConfigError(
+            f"num_hidden_groups = {groups}, and num_hidden_layers = {runs} are too few to run them all"
+        )
     return [int(i / (runs / groups)) for i in range(runs)]
 
 
-def _map_albert_names(config: Config) -> NameMap:
+def _map_albert_names(config: hf.Config) -> hf.NameMap:
     attention = {name: f"bidirectional_attention.{name}" for name in ("query", "key", "value")}
     block = {
-        **prefixed("attention", "", {**attention, "dense": "bidirectional_attention.out", "LayerNorm": "mixer_norm"}),
+        **hf.prefixed(
+            "attention", "", {**attention, "dense": "bidirectional_attention.out", "LayerNorm": "mixer_norm"}
+        ),
         "ffn": "mlp.up",
         "ffn_output": "mlp.down",
         "full_layer_layer_norm": "ffn_norm",
@@ -90,17 +82,17 @@ def _map_albert_names(config: Config) -> NameMap:
     for number in range(config["num_hidden_groups"] * inner):
         group, i = divmod(number, inner)
         path = f"albert.encoder.albert_layer_groups.{group}.albert_layers.{i}"
-        rows |= prefixed(path, f"shared.{number}", block)
-    heads: dict[str, NameMap] = {
+        rows |= hf.prefixed(path, f"shared.{number}", block)
+    heads: dict[str, hf.NameMap] = {
         "MaskedLM": {
-            **text_encoders.map_dense_layer("predictions", "head.transform", "LayerNorm"),
+            **hf.map_dense_layer("predictions", "head.transform", "LayerNorm"),
             "predictions.bias": "head.bias",
         },
         "SequenceClassification": {"albert.pooler": "head.transform.linear", "classifier": "head.linear"},
         "TokenClassification": {"classifier": "head.linear"},
         "Model": {"albert.pooler": "head.pooler.linear"},
     }
-    return {**rows, **encoder_heads.select_names(config, "Albert", heads)}
+    return {**rows, **hf.select_names(config, "Albert", heads)}
 
 
 _MOST_LAYERS = 1024
@@ -117,7 +109,7 @@ _DEFAULTS: dict[str, Any] = {
     "hidden_act": "gelu_new",
 }
 
-ALBERT = Family(
+ALBERT = hf.Family(
     name="albert",
     architecture="AlbertForMaskedLM",
     build=_build_albert,
@@ -132,7 +124,7 @@ ALBERT = Family(
         }
     ),
     ignored_tensors=(r"embeddings\.position_ids$", r"^predictions\.decoder\.bias$"),
-    find_ignored_tensors=partial(text_encoders.find_other_heads, _map_albert_names, "albert", _HEADS),
+    find_ignored_tensors=partial(hf.find_other_heads, _map_albert_names, "albert", _HEADS),
     head="predictions.decoder",
     embedding="albert.embeddings.word_embeddings",
 )

@@ -4,35 +4,27 @@ from functools import partial
 
 from jaxtyping import Array, Key
 
-from zoo.models.decoder import Decoder
-from zoo.models.hf.builders import (
-    build_config_decoder,
-    compute_out_scale,
-    make_attention_factory,
-    make_head_norm_factory,
-    make_rms_norm_factory,
-)
-from zoo.models.hf.spec import Config, Family, NameMap, prefixed
+from zoo.models.hf import grammar as hf
 
 from . import llama
 from .apertus_layers import XieluMLP
 
 
-def _build_apertus(config: Config, *, key: Key[Array, ""]) -> Decoder:
+def _build_apertus(config: hf.Config, *, key: Key[Array, ""]) -> hf.Decoder:
     bias = config["attention_bias"]
-    mixer = make_attention_factory(config, qk_norm=make_head_norm_factory(config), bias=bias, out_bias=bias)
-    ffn = partial(XieluMLP, config["hidden_size"], config["intermediate_size"], out_scale=compute_out_scale(config))
+    mixer = hf.make_attention_factory(config, qk_norm=hf.make_head_norm_factory(config), bias=bias, out_bias=bias)
+    ffn = partial(XieluMLP, config["hidden_size"], config["intermediate_size"], out_scale=hf.compute_out_scale(config))
     layers = [(mixer, ffn)] * config["num_hidden_layers"]
-    return build_config_decoder(config, layers, make_rms_norm_factory(config), key=key)
+    return hf.build_config_decoder(config, layers, hf.make_rms_norm_factory(config), key=key)
 
 
-def _map_apertus_names(config: Config) -> NameMap:
+def _map_apertus_names(config: hf.Config) -> hf.NameMap:
     norms = {"attention_layernorm": "mixer_norm", "feedforward_layernorm": "ffn_norm"}
-    mlp = prefixed("mlp", "xielu_mlp", {"up_proj": "up", "act_fn": "xielu", "down_proj": "down"})
+    mlp = hf.prefixed("mlp", "xielu_mlp", {"up_proj": "up", "act_fn": "xielu", "down_proj": "down"})
     return llama.map_llama_layers(mlp, norms=norms)
 
 
-APERTUS = Family(
+APERTUS = hf.Family(
     name="apertus",
     architecture="ApertusForCausalLM",
     build=_build_apertus,

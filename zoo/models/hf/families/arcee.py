@@ -2,32 +2,25 @@
 
 from jaxtyping import Array, Key
 
-from zoo.models.decoder import Decoder
-from zoo.models.hf.builders import (
-    build_config_decoder,
-    make_attention_factory,
-    make_mlp_factory,
-    make_rms_norm_factory,
-)
-from zoo.models.hf.spec import Config, Family, NameMap, prefixed
+from zoo.models.hf import grammar as hf
 
 from . import llama
 
 
-def _build_arcee(config: Config, *, key: Key[Array, ""]) -> Decoder:
-    norm = make_rms_norm_factory(config)
+def _build_arcee(config: hf.Config, *, key: Key[Array, ""]) -> hf.Decoder:
+    norm = hf.make_rms_norm_factory(config)
     bias = config["attention_bias"]
-    mixer = make_attention_factory(config, bias=bias, out_bias=bias)
-    layers = [(mixer, make_mlp_factory(config, bias=config["mlp_bias"]))] * config["num_hidden_layers"]
-    return build_config_decoder(config, layers, norm, key=key)
+    mixer = hf.make_attention_factory(config, bias=bias, out_bias=bias)
+    layers = [(mixer, hf.make_mlp_factory(config, bias=config["mlp_bias"]))] * config["num_hidden_layers"]
+    return hf.build_config_decoder(config, layers, norm, key=key)
 
 
-def map_arcee_names(config: Config) -> NameMap:
+def map_arcee_names(config: hf.Config) -> hf.NameMap:
     """Return the name map of LLaMA-like models whose MLP has no gate."""
-    return llama.map_llama_layers(prefixed("mlp", "mlp", {"up_proj": "up", "down_proj": "down"}))
+    return llama.map_llama_layers(hf.prefixed("mlp", "mlp", {"up_proj": "up", "down_proj": "down"}))
 
 
-ARCEE = Family(
+ARCEE = hf.Family(
     name="arcee",
     architecture="ArceeForCausalLM",
     build=_build_arcee,

@@ -7,23 +7,12 @@ from functools import partial
 from jaxtyping import Array, Key
 
 from zoo.layers import KimiDeltaAttention
-from zoo.models.decoder import Decoder
-from zoo.models.hf.builders import (
-    compute_out_scale,
-    list_layer_types,
-    make_biased_router_factory,
-    make_latent_attention_factory,
-    pick_mixers,
-    read_layer_types,
-)
-from zoo.models.hf.kinds import Default, non_negative, optional_count
-from zoo.models.hf.spec import Config, Family, NameMap, either, prefixed
-from zoo.models.hf.values import NUMBER, POSITIVE_NUMBER, ValueKind
+from zoo.models.hf import grammar as hf
 
 from . import deepseek_v2, deepseek_v3, dots1, kimi_linear, llama, qwen2_moe
 
 
-def _build_bailing_hybrid(config: Config, *, key: Key[Array, ""]) -> Decoder:
+def _build_bailing_hybrid(config: hf.Config, *, key: Key[Array, ""]) -> hf.Decoder:
     delta = partial(
         KimiDeltaAttention,
         config["hidden_size"],
@@ -33,59 +22,59 @@ def _build_bailing_hybrid(config: Config, *, key: Key[Array, ""]) -> Decoder:
         rank="full",
         lower_bound=config["kda_lower_bound"] if config["kda_safe_gate"] else None,
         epsilon=config["rms_norm_eps"],
-        out_scale=compute_out_scale(config),
+        out_scale=hf.compute_out_scale(config),
     )
-    attention = make_latent_attention_factory(Config(config, head_dim=None), interleaved=True, gate=True)
+    attention = hf.make_latent_attention_factory(hf.Config(config, head_dim=None), interleaved=True, gate=True)
     size = config["layer_group_size"]
     count = config["num_hidden_layers"]
-    default = list_layer_types(((n + 1) % size for n in range(count)), local="linear_attention")
-    types = read_layer_types(config, default)
-    mixers = pick_mixers(types, {"linear_attention": delta, "full_attention": attention})
-    return deepseek_v2.build_latent_decoder(config, make_biased_router_factory(config), mixers=mixers, key=key)
+    default = hf.list_layer_types(((n + 1) % size for n in range(count)), local="linear_attention")
+    types = hf.read_layer_types(config, default)
+    mixers = hf.pick_mixers(types, {"linear_attention": delta, "full_attention": attention})
+    return deepseek_v2.build_latent_decoder(config, hf.make_biased_router_factory(config), mixers=mixers, key=key)
 
 
-_DELTA_NAMES: NameMap = {
+_DELTA_NAMES: hf.NameMap = {
     **kimi_linear.PROJECTION_NAMES,
     "g_proj": "readout.gate",
     "o_norm": "readout.norm",
 }
-_DECAY_NAMES: NameMap = {"f_proj": "decay.step", "dt_bias": "decay.bias", "A_log": "decay.A_log"}
+_DECAY_NAMES: hf.NameMap = {"f_proj": "decay.step", "dt_bias": "decay.bias", "A_log": "decay.A_log"}
 
 
-def _map_mixers(config: Config, out: str, delta: NameMap) -> NameMap:
+def _map_mixers(config: hf.Config, out: str, delta: hf.NameMap) -> hf.NameMap:
     """Return the name map of both mixers, given the name of their output projections, and further names of the delta
     rule."""
     latent = {name: ours for name, ours in deepseek_v2.map_latent_names(config).items() if name != "o_proj"}
-    attention = prefixed("", "latent_attention", {**latent, "g_proj": "gate", out: "out"})
-    recurrent = prefixed("", "kimi_delta_attention", {**_DELTA_NAMES, **delta, out: "readout.out"})
-    return either(attention, recurrent)
+    attention = hf.prefixed("", "latent_attention", {**latent, "g_proj": "gate", out: "out"})
+    recurrent = hf.prefixed("", "kimi_delta_attention", {**_DELTA_NAMES, **delta, out: "readout.out"})
+    return hf.either(attention, recurrent)
 
 
-def _map_bailing_names(config: Config) -> NameMap:
+def _map_bailing_names(config: hf.Config) -> hf.NameMap:
     mixture = {
         "gate": "router.scores",
         "gate.expert_bias": "router.selection_bias",
-        **prefixed("shared_experts", "shared", llama.GATED_MLP_NAMES),
+        **hf.prefixed("shared_experts", "shared", llama.GATED_MLP_NAMES),
         **deepseek_v2.FILE_EXPERT_NAMES,
     }
     mixers = _map_mixers(config, "dense", {**_DECAY_NAMES, **kimi_linear.CONVOLUTION_NAMES})
     block = {
         **llama.PRE_NORM_NAMES,
-        **prefixed("attention", "", mixers),
+        **hf.prefixed("attention", "", mixers),
         **qwen2_moe.name_qwen2_moe_feed_forward(mixture),
     }
     shell = {"model.word_embeddings": "embedding", "model.norm": "norm", "lm_head": "head"}
-    return {**shell, **prefixed("model.layers.*", "layers.*", block)}
+    return {**shell, **hf.prefixed("model.layers.*", "layers.*", block)}
 
 
-def _map_bailing_memory_names(config: Config) -> NameMap:
+def _map_bailing_memory_names(config: hf.Config) -> hf.NameMap:
     mixture = {**dots1.MIXTURE_NAMES, **deepseek_v2.MEMORY_EXPERT_NAMES}
-    delta = {**prefixed("forget_gate", "", _DECAY_NAMES), **kimi_linear.FUSED_CONVOLUTION_NAMES}
-    mixers = prefixed("self_attn", "", _map_mixers(config, "o_proj", delta))
+    delta = {**hf.prefixed("forget_gate", "", _DECAY_NAMES), **kimi_linear.FUSED_CONVOLUTION_NAMES}
+    mixers = hf.prefixed("self_attn", "", _map_mixers(config, "o_proj", delta))
     return llama.map_llama_layers(qwen2_moe.name_qwen2_moe_feed_forward(mixture), mixers)
 
 
-BAILING_HYBRID = Family(
+BAILING_HYBRID = hf.Family(
     name="bailing_hybrid",
     architecture="BailingHybridForCausalLM",
     build=_build_bailing_hybrid,
@@ -99,18 +88,20 @@ BAILING_HYBRID = Family(
         "max_position_embeddings": 262144,
         "rms_norm_eps": 1e-6,
         "rope_parameters": {"rope_theta": 6000000.0},
-        "head_dim": optional_count(128),
-        "linear_head_dim": optional_count(),
-        "linear_num_heads": optional_count(),
+        "head_dim": hf.optional_count(128),
+        "linear_head_dim": hf.optional_count(),
+        "linear_num_heads": hf.optional_count(),
         "layer_group_size": 6,
         "kda_safe_gate": True,
-        "kda_lower_bound": Default(-5.0, ValueKind("a number below 0", lambda value: NUMBER.fits(value) and value < 0)),
-        "first_k_dense_replace": non_negative(2),
+        "kda_lower_bound": hf.Default(
+            -5.0, hf.ValueKind("a number below 0", lambda value: hf.NUMBER.fits(value) and value < 0)
+        ),
+        "first_k_dense_replace": hf.non_negative(2),
         "moe_intermediate_size": 768,
         "n_routed_experts": 512,
         "n_group": 8,
         "topk_group": 4,
-        "routed_scaling_factor": Default(2.5, POSITIVE_NUMBER),
+        "routed_scaling_factor": hf.Default(2.5, hf.POSITIVE_NUMBER),
     },
     aliases={
         **kimi_linear.KIMI_LINEAR.aliases,

@@ -8,37 +8,27 @@ from typing import Any
 from jaxtyping import Array, Key
 
 from zoo.layers import Mamba2
-from zoo.models.decoder import Decoder
-from zoo.models.hf.builders import (
-    build_config_decoder,
-    compute_out_scale,
-    make_attention_factory,
-    make_gated_mlp_factory,
-    make_rms_norm_factory,
-)
-from zoo.models.hf.errors import ConfigError
-from zoo.models.hf.kinds import Default, optional_count, optional_layer_numbers
-from zoo.models.hf.spec import Config, Family, NameMap, prefixed
+from zoo.models.hf import grammar as hf
 
 from . import llama
 from .mamba import COUNT_OR_AUTO
 from .mamba2 import MIXER_NAMES, TIME_STEP_LIMIT, read_dt_limits
 
 
-def _build_bamba(config: Config, *, key: Key[Array, ""]) -> Decoder:
+def _build_bamba(config: hf.Config, *, key: Key[Array, ""]) -> hf.Decoder:
     count = config["num_hidden_layers"]
     chosen = config["attn_layer_indices"] or []
     if outside := [number for number in chosen if number >= count]:
-        raise ConfigError(f"attn_layer_indices has {outside[0]}, and the {count} layers are numbered from 0")
+        raise hf.ConfigError(f"attn_layer_indices has {outside[0]}, and the {count} layers are numbered from 0")
     bias = config["attention_bias"]
-    attention = make_attention_factory(config, bias=bias, out_bias=bias)
+    attention = hf.make_attention_factory(config, bias=bias, out_bias=bias)
     mamba = make_mamba2_factory(config)
-    ffn = make_gated_mlp_factory(config, bias=config["mlp_bias"])
+    ffn = hf.make_gated_mlp_factory(config, bias=config["mlp_bias"])
     layers = [(attention if number in chosen else mamba, ffn) for number in range(count)]
-    return build_config_decoder(config, layers, make_rms_norm_factory(config), key=key)
+    return hf.build_config_decoder(config, layers, hf.make_rms_norm_factory(config), key=key)
 
 
-def make_mamba2_factory(config: Config, *, inner: int | None = None, **options: Any) -> Callable[..., Mamba2]:
+def make_mamba2_factory(config: hf.Config, *, inner: int | None = None, **options: Any) -> Callable[..., Mamba2]:
     """Return a factory of `Mamba2` with the sizes of a hybrid's config, and these options. It has `inner` channels
     (`mamba_d_ssm`), `mamba_expand * hidden_size` by default.
 
@@ -54,9 +44,9 @@ def make_mamba2_factory(config: Config, *, inner: int | None = None, **options: 
     if head_dim == "auto":
         head_dim = inner // heads
     if inner != heads * head_dim:
-        raise ConfigError(f"{words} = {inner} should be mamba_n_heads * mamba_d_head = {heads} * {head_dim}")
+        raise hf.ConfigError(f"{words} = {inner} should be mamba_n_heads * mamba_d_head = {heads} * {head_dim}")
     if heads % groups:
-        raise ConfigError(f"mamba_n_heads = {heads} heads do not divide evenly over mamba_n_groups = {groups}")
+        raise hf.ConfigError(f"mamba_n_heads = {heads} heads do not divide evenly over mamba_n_groups = {groups}")
     options = {
         "head_dim": head_dim,
         "groups": groups,
@@ -66,30 +56,30 @@ def make_mamba2_factory(config: Config, *, inner: int | None = None, **options: 
         "conv_bias": config["mamba_conv_bias"],
         "epsilon": config["rms_norm_eps"],
         "dt_limit": read_dt_limits(config),
-        "out_scale": compute_out_scale(config),
+        "out_scale": hf.compute_out_scale(config),
         **options,
     }
     return partial(Mamba2, config["hidden_size"], heads, **options)
 
 
-def map_bamba_layers(mixers: NameMap, feed_forward: NameMap) -> NameMap:
+def map_bamba_layers(mixers: hf.NameMap, feed_forward: hf.NameMap) -> hf.NameMap:
     """Return the name map of a model whose layers are called as Bamba's and Jamba's are."""
     block = {"input_layernorm": "mixer_norm", "pre_ff_layernorm": "ffn_norm", **mixers, **feed_forward}
     shell = {"model.embed_tokens": "embedding", "model.final_layernorm": "norm", "lm_head": "head"}
-    return {**shell, **prefixed("model.layers.*", "layers.*", block)}
+    return {**shell, **hf.prefixed("model.layers.*", "layers.*", block)}
 
 
-def _map_bamba_names(config: Config) -> NameMap:
+def _map_bamba_names(config: hf.Config) -> hf.NameMap:
     mixers = {**ATTENTION_NAMES, **MAMBA2_NAMES}
-    return map_bamba_layers(mixers, prefixed("feed_forward", "gated_mlp", llama.GATED_MLP_NAMES))
+    return map_bamba_layers(mixers, hf.prefixed("feed_forward", "gated_mlp", llama.GATED_MLP_NAMES))
 
 
-ATTENTION_NAMES = prefixed("self_attn", "attention", llama.ATTENTION_NAMES)
-MAMBA2_NAMES = prefixed("mamba", "mamba2", MIXER_NAMES)
+ATTENTION_NAMES = hf.prefixed("self_attn", "attention", llama.ATTENTION_NAMES)
+MAMBA2_NAMES = hf.prefixed("mamba", "mamba2", MIXER_NAMES)
 
 MAMBA2_DEFAULTS: Mapping[str, Any] = {
     "mamba_n_heads": 128,
-    "mamba_d_head": Default("auto", COUNT_OR_AUTO),
+    "mamba_d_head": hf.Default("auto", COUNT_OR_AUTO),
     "mamba_n_groups": 1,
     "mamba_d_state": 256,
     "mamba_d_conv": 4,
@@ -103,7 +93,7 @@ REQUIRED_VALUES: Mapping[str, tuple] = {"hidden_act": ("silu", "swish")}
 IGNORED_KEYS = frozenset({"mamba_chunk_size", "num_logits_to_keep", "use_mamba_kernels"})
 """Implementation."""
 
-BAMBA = Family(
+BAMBA = hf.Family(
     name="bamba",
     architecture="BambaForCausalLM",
     build=_build_bamba,
@@ -112,11 +102,11 @@ BAMBA = Family(
         **llama.DEFAULTS,
         "vocab_size": 128000,
         "intermediate_size": 14336,
-        "num_key_value_heads": optional_count(8),
+        "num_key_value_heads": hf.optional_count(8),
         "max_position_embeddings": 262144,
         "rms_norm_eps": 1e-5,
         "rope_parameters": {"rope_theta": 10000.0, "partial_rotary_factor": 0.5},
-        "attn_layer_indices": optional_layer_numbers(),
+        "attn_layer_indices": hf.optional_layer_numbers(),
         **MAMBA2_DEFAULTS,
     },
     required_values=REQUIRED_VALUES,

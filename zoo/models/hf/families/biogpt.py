@@ -6,32 +6,30 @@ from functools import partial
 from jaxtyping import Array, Key
 
 from zoo.layers import LayerNorm
-from zoo.models.decoder import Decoder
-from zoo.models.hf.builders import build_config_decoder, make_attention_factory, make_mlp_factory
-from zoo.models.hf.spec import Config, Family, NameMap, prefixed
+from zoo.models.hf import grammar as hf
 
 from . import opt
 
 
-def _build_biogpt(config: Config, *, key: Key[Array, ""]) -> Decoder:
+def _build_biogpt(config: hf.Config, *, key: Key[Array, ""]) -> hf.Decoder:
     embed = config["hidden_size"]
-    mixer = make_attention_factory(config, rotary=None, bias=True, out_bias=True)
-    layers = [(mixer, make_mlp_factory(config))] * config["num_hidden_layers"]
+    mixer = hf.make_attention_factory(config, rotary=None, bias=True, out_bias=True)
+    layers = [(mixer, hf.make_mlp_factory(config))] * config["num_hidden_layers"]
     if config["scale_embedding"]:
         multiplier = embed**0.5
     else:
         multiplier = 1.0
     options = {"positions": config["max_position_embeddings"], "position_offset": 2, "multiplier": multiplier}
-    return build_config_decoder(config, layers, partial(LayerNorm, embed), key=key, **options)
+    return hf.build_config_decoder(config, layers, partial(LayerNorm, embed), key=key, **options)
 
 
-def _map_biogpt_names(config: Config) -> NameMap:
+def _map_biogpt_names(config: hf.Config) -> hf.NameMap:
     shell = {"embed_tokens": "embedding", "embed_positions": "position_embedding", "layer_norm": "norm"}
-    block = prefixed("layers.*", "layers.*", opt.BLOCK_NAMES)
-    return {**prefixed("biogpt", "", {**shell, **block}), "output_projection": "head"}
+    block = hf.prefixed("layers.*", "layers.*", opt.BLOCK_NAMES)
+    return {**hf.prefixed("biogpt", "", {**shell, **block}), "output_projection": "head"}
 
 
-BIOGPT = Family(
+BIOGPT = hf.Family(
     name="biogpt",
     architecture="BioGptForCausalLM",
     build=_build_biogpt,

@@ -3,40 +3,34 @@ embedding; a QKV projection that is fused per head."""
 
 from jaxtyping import Array, Key
 
-from zoo.models.decoder import Block, Decoder
-from zoo.models.hf.builders import (
-    build_config_decoder,
-    make_layer_norm_factory,
-    make_mlp_factory,
-)
-from zoo.models.hf.spec import Config, Family, NameMap, fused, prefixed
+from zoo.models.hf import grammar as hf
 
 from . import mpt
 from .minimax_layers import NormedResidualBlock
 
 
-def _build_bloom(config: Config, *, key: Key[Array, ""]) -> Decoder:
-    config = Config(config, hidden_act="gelu_fast", intermediate_size=None)
+def _build_bloom(config: hf.Config, *, key: Key[Array, ""]) -> hf.Decoder:
+    config = hf.Config(config, hidden_act="gelu_fast", intermediate_size=None)
     mixer = mpt.make_alibi_factory(config, bias=True, out_bias=True)
-    layers = [(mixer, make_mlp_factory(config))] * config["num_hidden_layers"]
-    norm = make_layer_norm_factory(config)
-    block = NormedResidualBlock if config["apply_residual_connection_post_layernorm"] else Block
-    return build_config_decoder(config, layers, norm, embedding_norm=norm, block=block, key=key)
+    layers = [(mixer, hf.make_mlp_factory(config))] * config["num_hidden_layers"]
+    norm = hf.make_layer_norm_factory(config)
+    block = NormedResidualBlock if config["apply_residual_connection_post_layernorm"] else hf.Block
+    return hf.build_config_decoder(config, layers, norm, embedding_norm=norm, block=block, key=key)
 
 
-def _map_bloom_names(config: Config) -> NameMap:
-    per_head = fused("query", "key", "value", groups=config["num_attention_heads"])
+def _map_bloom_names(config: hf.Config) -> hf.NameMap:
+    per_head = hf.fused("query", "key", "value", groups=config["num_attention_heads"])
     block = {
         "input_layernorm": "mixer_norm",
         "post_attention_layernorm": "ffn_norm",
-        **prefixed("self_attention", "alibi_attention", {"query_key_value": per_head, "dense": "out"}),
-        **prefixed("mlp", "mlp", {"dense_h_to_4h": "up", "dense_4h_to_h": "down"}),
+        **hf.prefixed("self_attention", "alibi_attention", {"query_key_value": per_head, "dense": "out"}),
+        **hf.prefixed("mlp", "mlp", {"dense_h_to_4h": "up", "dense_4h_to_h": "down"}),
     }
     shell = {"word_embeddings": "embedding", "word_embeddings_layernorm": "embedding_norm", "ln_f": "norm"}
-    return {**prefixed("transformer", "", {**shell, **prefixed("h.*", "layers.*", block)}), "lm_head": "head"}
+    return {**hf.prefixed("transformer", "", {**shell, **hf.prefixed("h.*", "layers.*", block)}), "lm_head": "head"}
 
 
-BLOOM = Family(
+BLOOM = hf.Family(
     name="bloom",
     architecture="BloomForCausalLM",
     build=_build_bloom,

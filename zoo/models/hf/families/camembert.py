@@ -3,9 +3,8 @@
 import dataclasses
 from functools import partial
 
-from zoo.models.hf.kinds import non_negative
+from zoo.models.hf import grammar as hf
 
-from .. import text_encoders
 from . import bert, roberta
 
 _BUILD = partial(roberta.build_roberta, "Camembert")
@@ -17,6 +16,6 @@ CAMEMBERT = dataclasses.replace(
     architecture="CamembertForMaskedLM",
     build=_BUILD,
     names=_NAMES,
-    defaults={**bert.DEFAULTS, "pad_token_id": non_negative(1)},
-    find_ignored_tensors=partial(text_encoders.find_other_heads, _NAMES, "roberta", roberta.HEADS),
+    defaults={**bert.DEFAULTS, "pad_token_id": hf.non_negative(1)},
+    find_ignored_tensors=partial(hf.find_other_heads, _NAMES, "roberta", roberta.HEADS),
 )

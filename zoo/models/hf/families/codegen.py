@@ -1,29 +1,28 @@
 """CodeGen (Nijkamp et al., arXiv:2203.13474): GPT-J's layer, its projections stored together: queries, values and keys,
 for each of the four devices that it was trained on."""
 
-from zoo.models.hf.kinds import optional_count
-from zoo.models.hf.spec import Config, Family, NameMap, fused, prefixed
+from zoo.models.hf import grammar as hf
 
 from . import gpt2, gptj
 
 
-def _map_codegen_names(config: Config) -> NameMap:
-    attention = {"qkv_proj": fused("query", "value", "key", groups=4), "out_proj": "out"}
+def _map_codegen_names(config: hf.Config) -> hf.NameMap:
+    attention = {"qkv_proj": hf.fused("query", "value", "key", groups=4), "out_proj": "out"}
     block = {
         "ln_1": "mixer_norm",
-        **prefixed("attn", "attention", attention),
-        **prefixed("mlp", "mlp", {"fc_in": "up", "fc_out": "down"}),
+        **hf.prefixed("attn", "attention", attention),
+        **hf.prefixed("mlp", "mlp", {"fc_in": "up", "fc_out": "down"}),
     }
-    shell = {"wte": "embedding", "ln_f": "norm", **prefixed("h.*", "layers.*", block)}
-    return {**prefixed("transformer", "", shell), "lm_head": "head"}
+    shell = {"wte": "embedding", "ln_f": "norm", **hf.prefixed("h.*", "layers.*", block)}
+    return {**hf.prefixed("transformer", "", shell), "lm_head": "head"}
 
 
-CODEGEN = Family(
+CODEGEN = hf.Family(
     name="codegen",
     architecture="CodeGenForCausalLM",
     build=gptj.build_gptj,
     names=_map_codegen_names,
-    defaults={**gptj.GPTJ.declared, "rotary_dim": optional_count(64)},
+    defaults={**gptj.GPTJ.declared, "rotary_dim": hf.optional_count(64)},
     aliases=gptj.GPTJ.aliases,
     required_values=gptj.GPTJ.required_values,
     ignored_keys=gptj.GPTJ.ignored_keys,

@@ -7,42 +7,32 @@ from functools import partial
 from jaxtyping import Array, Key
 
 from zoo.layers.norm import PerHeadLayerNorm
-from zoo.models.build import MixerFactory
-from zoo.models.decoder import Decoder
-from zoo.models.hf.builders import (
-    build_config_decoder,
-    build_rotary,
-    make_attention_factory,
-    make_gated_mlp_factory,
-    make_layer_norm_factory,
-    make_one_norm_block,
-)
-from zoo.models.hf.spec import Config, Family, NameMap, prefixed
+from zoo.models.hf import grammar as hf
 
 from . import llama
 
 
-def _build_cohere(config: Config, *, key: Key[Array, ""]) -> Decoder:
+def _build_cohere(config: hf.Config, *, key: Key[Array, ""]) -> hf.Decoder:
     bias = config["attention_bias"]
-    rotary = build_rotary(config, interleaved=True)
+    rotary = hf.build_rotary(config, interleaved=True)
     if config["use_qk_norm"]:
         qk_norm = partial(PerHeadLayerNorm, epsilon=config["layer_norm_eps"])
     else:
         qk_norm = None
-    mixer = make_attention_factory(config, rotary=rotary, bias=bias, out_bias=bias, norm_over_heads=qk_norm)
+    mixer = hf.make_attention_factory(config, rotary=rotary, bias=bias, out_bias=bias, norm_over_heads=qk_norm)
     return build_cohere_layers(config, [mixer] * config["num_hidden_layers"], key=key)
 
 
-def build_cohere_layers(config: Config, mixers: Sequence[MixerFactory], *, key: Key[Array, ""]) -> Decoder:
+def build_cohere_layers(config: hf.Config, mixers: Sequence[hf.MixerFactory], *, key: Key[Array, ""]) -> hf.Decoder:
     """Build Cohere's layers with these mixers."""
-    norm = make_layer_norm_factory(config, bias=False)
-    ffn = make_gated_mlp_factory(config)
+    norm = hf.make_layer_norm_factory(config, bias=False)
+    ffn = hf.make_gated_mlp_factory(config)
     options = {"logits_multiplier": config["logit_scale"]}
     layers = [(mixer, ffn) for mixer in mixers]
-    return build_config_decoder(config, layers, norm, block=make_one_norm_block, key=key, **options)
+    return hf.build_config_decoder(config, layers, norm, block=hf.make_one_norm_block, key=key, **options)
 
 
-def map_cohere_names(config: Config) -> NameMap:
+def map_cohere_names(config: hf.Config) -> hf.NameMap:
     """Return the name map of Cohere's models."""
     norms = {"input_layernorm": "mixer_norm"}
     attention = {
@@ -50,8 +40,8 @@ def map_cohere_names(config: Config) -> NameMap:
         "q_norm.weight": "query_norm.norms.*.weight",
         "k_norm.weight": "key_norm.norms.*.weight",
     }
-    mixer = prefixed("self_attn", "attention", attention)
-    return llama.map_llama_layers(prefixed("mlp", "gated_mlp", llama.GATED_MLP_NAMES), mixer, norms)
+    mixer = hf.prefixed("self_attn", "attention", attention)
+    return llama.map_llama_layers(hf.prefixed("mlp", "gated_mlp", llama.GATED_MLP_NAMES), mixer, norms)
 
 
 DEFAULTS = {
@@ -68,7 +58,7 @@ DEFAULTS = {
     "logit_scale": 0.0625,
 }
 
-COHERE = Family(
+COHERE = hf.Family(
     name="cohere",
     architecture="CohereForCausalLM",
     build=_build_cohere,

@@ -3,31 +3,22 @@ window and RoPE, and the fourth has neither."""
 
 from jaxtyping import Array, Key
 
-from zoo.models.decoder import Decoder
-from zoo.models.hf.builders import (
-    build_rotary,
-    list_layer_windows,
-    list_patterned_types,
-    make_layerwise_attention_factories,
-    read_layer_types,
-)
-from zoo.models.hf.kinds import WINDOW_PATTERN, Default, optional_non_negative, optional_words
-from zoo.models.hf.spec import Config, Family
+from zoo.models.hf import grammar as hf
 
 from . import cohere, llama
 
 
-def _build_cohere2(config: Config, *, key: Key[Array, ""]) -> Decoder:
+def _build_cohere2(config: hf.Config, *, key: Key[Array, ""]) -> hf.Decoder:
     bias = config["attention_bias"]
-    rotary = build_rotary(config, interleaved=True)
-    types = read_layer_types(config, list_patterned_types(config))
-    windows = list_layer_windows(types, config["sliding_window"])
+    rotary = hf.build_rotary(config, interleaved=True)
+    types = hf.read_layer_types(config, hf.list_patterned_types(config))
+    windows = hf.list_layer_windows(types, config["sliding_window"])
     rotaries = [None if window is None else rotary for window in windows]
-    mixers = make_layerwise_attention_factories(config, windows, rotaries, bias=bias, out_bias=bias)
+    mixers = hf.make_layerwise_attention_factories(config, windows, rotaries, bias=bias, out_bias=bias)
     return cohere.build_cohere_layers(config, mixers, key=key)
 
 
-COHERE2 = Family(
+COHERE2 = hf.Family(
     name="cohere2",
     architecture="Cohere2ForCausalLM",
     build=_build_cohere2,
@@ -35,9 +26,9 @@ COHERE2 = Family(
     defaults={
         **cohere.DEFAULTS,
         "rope_parameters": {"rope_theta": 10000.0},
-        "sliding_window": optional_non_negative(4096),
-        "sliding_window_pattern": Default(4, WINDOW_PATTERN),
-        "layer_types": optional_words(),
+        "sliding_window": hf.optional_non_negative(4096),
+        "sliding_window_pattern": hf.Default(4, hf.WINDOW_PATTERN),
+        "layer_types": hf.optional_words(),
     },
     aliases={"_sliding_window_pattern": "sliding_window_pattern"},
     required_values={

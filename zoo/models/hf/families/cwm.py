@@ -3,36 +3,27 @@ tokens, and three have a sliding window."""
 
 from jaxtyping import Array, Key
 
-from zoo.models.decoder import Decoder
-from zoo.models.hf.builders import (
-    build_config_decoder,
-    list_layer_types,
-    list_layer_windows,
-    make_gated_mlp_factory,
-    make_rms_norm_factory,
-    make_windowed_attention_factories,
-    read_layer_types,
-)
-from zoo.models.hf.kinds import optional_count, optional_non_negative, optional_words
-from zoo.models.hf.spec import Config, Family
+from zoo.models.hf import grammar as hf
 
 from . import llama
 
 
-def _build_cwm(config: Config, *, key: Key[Array, ""]) -> Decoder:
-    types = read_layer_types(config, list_every_fourth_full(config))
-    mixers = make_windowed_attention_factories(config, list_layer_windows(types, config["sliding_window"] or None))
-    ffn = make_gated_mlp_factory(config, bias=config["mlp_bias"])
-    norm = make_rms_norm_factory(config)
-    return build_config_decoder(config, [(mixer, ffn) for mixer in mixers], norm, key=key)
+def _build_cwm(config: hf.Config, *, key: Key[Array, ""]) -> hf.Decoder:
+    types = hf.read_layer_types(config, list_every_fourth_full(config))
+    mixers = hf.make_windowed_attention_factories(
+        config, hf.list_layer_windows(types, config["sliding_window"] or None)
+    )
+    ffn = hf.make_gated_mlp_factory(config, bias=config["mlp_bias"])
+    norm = hf.make_rms_norm_factory(config)
+    return hf.build_config_decoder(config, [(mixer, ffn) for mixer in mixers], norm, key=key)
 
 
-def list_every_fourth_full(config: Config) -> list[str]:
+def list_every_fourth_full(config: hf.Config) -> list[str]:
     """Return `layer_types` of which the first and every fourth after it is full attention."""
-    return list_layer_types(number % 4 for number in range(config["num_hidden_layers"]))
+    return hf.list_layer_types(number % 4 for number in range(config["num_hidden_layers"]))
 
 
-CWM = Family(
+CWM = hf.Family(
     name="cwm",
     architecture="CwmForCausalLM",
     build=_build_cwm,
@@ -44,8 +35,8 @@ CWM = Family(
         "intermediate_size": 21504,
         "num_hidden_layers": 64,
         "num_attention_heads": 48,
-        "num_key_value_heads": optional_count(8),
-        "head_dim": optional_count(128),
+        "num_key_value_heads": hf.optional_count(8),
+        "head_dim": hf.optional_count(128),
         "max_position_embeddings": 131072,
         "rms_norm_eps": 1e-5,
         "rope_parameters": {
@@ -56,8 +47,8 @@ CWM = Family(
             "low_freq_factor": 1.0,
             "high_freq_factor": 4.0,
         },
-        "sliding_window": optional_non_negative(8192),
-        "layer_types": optional_words(),
+        "sliding_window": hf.optional_non_negative(8192),
+        "layer_types": hf.optional_words(),
     },
     required_values={"attention_bias": (False,)},
     ignored_tensors=llama.LLAMA.ignored_tensors,

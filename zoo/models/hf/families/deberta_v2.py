@@ -8,23 +8,8 @@ from typing import Any
 from jaxtyping import Array, Key
 
 from zoo.layers import IdentityNorm
-from zoo.models.blocks import AddNormBlock
-from zoo.models.encoders.heads import DenseTransform
-from zoo.models.encoders.relative import RelativeBlock, RelativeEmbedding
-from zoo.models.encoders.text import Encoder
-from zoo.models.hf.builders import (
-    compute_out_scale,
-    find_activation,
-    make_bidirectional_attention_factory,
-    make_layer_norm_factory,
-    make_mlp_factory,
-)
-from zoo.models.hf.errors import ConfigError
-from zoo.models.hf.kinds import Default, non_negative, optional_count
-from zoo.models.hf.spec import Config, Family, NameMap, prefixed
-from zoo.models.hf.values import WORD, ValueKind, integer, list_of, optional
+from zoo.models.hf import grammar as hf
 
-from .. import encoder_heads, text_encoders
 from .bert import DEFAULTS, map_bert_layers
 from .deberta_v2_layers import DisentangledAttention, check_distances
 
@@ -35,24 +20,24 @@ def _is_list_of_terms(value: Any) -> bool:
         terms = [term.strip() for term in value.lower().split("|")]
     else:
         terms = value
-    return list_of(WORD).fits(terms) and set(terms) <= {"c2p", "p2c"}
+    return hf.list_of(hf.WORD).fits(terms) and set(terms) <= {"c2p", "p2c"}
 
 
-_TERMS = ValueKind("a list of c2p and p2c, or these words with | between", _is_list_of_terms)
-_COUNT_OR_NONE = ValueKind("a whole number above 0, or -1", lambda x: integer(minimum=-1).fits(x) and x != 0)
-_NORM_NAME = ValueKind("none or layer_norm", lambda value: WORD.fits(value) and value in ("none", "layer_norm"))
+_TERMS = hf.ValueKind("a list of c2p and p2c, or these words with | between", _is_list_of_terms)
+_COUNT_OR_NONE = hf.ValueKind("a whole number above 0, or -1", lambda x: hf.integer(minimum=-1).fits(x) and x != 0)
+_NORM_NAME = hf.ValueKind("none or layer_norm", lambda value: hf.WORD.fits(value) and value in ("none", "layer_norm"))
 
 
-def _build_deberta(config: Config, *, key: Key[Array, ""]) -> Encoder:
+def _build_deberta(config: hf.Config, *, key: Key[Array, ""]) -> hf.Encoder:
     size = config["hidden_size"]
     heads = config["num_attention_heads"]
-    norm = make_layer_norm_factory(config)
+    norm = hf.make_layer_norm_factory(config)
     for name, right in (("attention_head_size", size // heads), ("pooler_hidden_size", size)):
         if config[name] not in (None, right):
-            raise ConfigError(f"{name} = {config[name]}, and only {right} fits hidden_size = {size}")
-    transform = partial(DenseTransform, size, activation=find_activation(config), norm=norm)
-    activation = find_activation(config, "pooler_hidden_act")
-    makers = text_encoders.make_bert_heads(config, transform, activation=activation)
+            raise hf.ConfigError(f"{name} = {config[name]}, and only {right} fits hidden_size = {size}")
+    transform = partial(hf.DenseTransform, size, activation=hf.find_activation(config), norm=norm)
+    activation = hf.find_activation(config, "pooler_hidden_act")
+    makers = hf.make_bert_heads(config, transform, activation=activation)
     mixer, relative = _make_attention_factories(config)
     options: dict[str, Any] = {
         "norm": norm,
@@ -60,31 +45,31 @@ def _build_deberta(config: Config, *, key: Key[Array, ""]) -> Encoder:
         "final_norm": IdentityNorm,
         "token_types": config["type_vocab_size"],
         "positions": None,
-        "block": AddNormBlock,
+        "block": hf.AddNormBlock,
         "relative_embedding": relative,
     }
     if config["position_biased_input"]:
         options["positions"] = config["max_position_embeddings"]
     if relative is not None:
-        options["block"] = RelativeBlock
-    layers = [(mixer, make_mlp_factory(config))] * config["num_hidden_layers"]
-    return text_encoders.build_config_encoder(config, layers, "DebertaV2", makers, key=key, **options)
+        options["block"] = hf.RelativeBlock
+    layers = [(mixer, hf.make_mlp_factory(config))] * config["num_hidden_layers"]
+    return hf.build_config_encoder(config, layers, "DebertaV2", makers, key=key, **options)
 
 
-def _make_attention_factories(config: Config) -> tuple[Any, Any]:
+def _make_attention_factories(config: hf.Config) -> tuple[Any, Any]:
     """Return factories of attention and of the table of relative positions, None without relative attention."""
     terms = config["pos_att_type"] or []
     if isinstance(terms, str):
         terms = [term.strip() for term in terms.lower().split("|")]
     if config["relative_attention"] != bool(terms):
-        raise ConfigError(
+        raise hf.ConfigError(
             f"relative_attention = {config['relative_attention']} with pos_att_type = {config['pos_att_type']}: "
             "relative attention has c2p, p2c or both, and other attention neither"
         )
     size = config["hidden_size"]
     heads = config["num_attention_heads"]
     if not terms:
-        return make_bidirectional_attention_factory(config, bias=True, out_bias=True), None
+        return hf.make_bidirectional_attention_factory(config, bias=True, out_bias=True), None
     buckets = config["position_buckets"] if config["position_buckets"] > 0 else None
     longest = config["max_relative_positions"]
     if longest <= 0:
@@ -92,17 +77,17 @@ def _make_attention_factories(config: Config) -> tuple[Any, Any]:
     try:
         check_distances(longest, buckets)
     except ValueError as error:
-        raise ConfigError(f"position_buckets and max_relative_positions: {error}") from None
+        raise hf.ConfigError(f"position_buckets and max_relative_positions: {error}") from None
     if config["norm_rel_ebd"] == "layer_norm":
-        norm = make_layer_norm_factory(config)
+        norm = hf.make_layer_norm_factory(config)
     else:
         norm = None
     options = {"max_distance": longest, "buckets": buckets, "terms": tuple(terms), "shared": config["share_att_key"]}
-    mixer = partial(DisentangledAttention, size, heads, out_scale=compute_out_scale(config), **options)
-    return mixer, partial(RelativeEmbedding, buckets or longest, size, norm=norm, scale=size**-0.5)
+    mixer = partial(DisentangledAttention, size, heads, out_scale=hf.compute_out_scale(config), **options)
+    return mixer, partial(hf.RelativeEmbedding, buckets or longest, size, norm=norm, scale=size**-0.5)
 
 
-def _map_deberta_names(config: Config) -> NameMap:
+def _map_deberta_names(config: hf.Config) -> hf.NameMap:
     if config["relative_attention"]:
         mixer = "disentangled_attention"
     else:
@@ -112,15 +97,15 @@ def _map_deberta_names(config: Config) -> NameMap:
         **{f"self.pos_{name}_proj": f"position_{name}" for name in ("query", "key")},
         "output.dense": "out",
     }
-    attention = {**prefixed("", mixer, projections), "output.LayerNorm": "mixer_norm"}
+    attention = {**hf.prefixed("", mixer, projections), "output.LayerNorm": "mixer_norm"}
     relative = {"rel_embeddings": "relative_embedding", "LayerNorm": "relative_embedding.norm"}
     masked = "cls.predictions" if config["legacy"] else "lm_predictions.lm_head"
     dense = "cls.predictions.transform" if config["legacy"] else masked
-    pooler = text_encoders.map_dense_layer("pooler", "head.transform")
-    heads: dict[str, NameMap] = {
+    pooler = hf.map_dense_layer("pooler", "head.transform")
+    heads: dict[str, hf.NameMap] = {
         "MaskedLM": {
             f"{masked}.bias": "head.bias",
-            **text_encoders.map_dense_layer(dense, "head.transform", "LayerNorm"),
+            **hf.map_dense_layer(dense, "head.transform", "LayerNorm"),
         },
         "SequenceClassification": {**pooler, "classifier": "head.linear"},
         "TokenClassification": {"classifier": "head.linear"},
@@ -128,12 +113,12 @@ def _map_deberta_names(config: Config) -> NameMap:
     }
     return {
         **map_bert_layers("deberta", attention),
-        **prefixed("deberta.encoder", "", relative),
-        **encoder_heads.select_names(config, "DebertaV2", heads),
+        **hf.prefixed("deberta.encoder", "", relative),
+        **hf.select_names(config, "DebertaV2", heads),
     }
 
 
-DEBERTA_V2 = Family(
+DEBERTA_V2 = hf.Family(
     name="deberta-v2",
     architecture="DebertaV2ForMaskedLM",
     build=_build_deberta,
@@ -145,14 +130,14 @@ DEBERTA_V2 = Family(
         "intermediate_size": 6144,
         "num_hidden_layers": 24,
         "num_attention_heads": 24,
-        "type_vocab_size": non_negative(0),
+        "type_vocab_size": hf.non_negative(0),
         "layer_norm_eps": 1e-7,
         **dict.fromkeys(("relative_attention", "share_att_key"), False),
         **dict.fromkeys(("position_biased_input", "legacy"), True),
-        **dict.fromkeys(("max_relative_positions", "position_buckets"), Default(-1, _COUNT_OR_NONE)),
-        **dict.fromkeys(("attention_head_size", "pooler_hidden_size"), optional_count()),
-        "pos_att_type": Default(None, optional(_TERMS)),
-        "norm_rel_ebd": Default("none", _NORM_NAME),
+        **dict.fromkeys(("max_relative_positions", "position_buckets"), hf.Default(-1, _COUNT_OR_NONE)),
+        **dict.fromkeys(("attention_head_size", "pooler_hidden_size"), hf.optional_count()),
+        "pos_att_type": hf.Default(None, hf.optional(_TERMS)),
+        "norm_rel_ebd": hf.Default("none", _NORM_NAME),
         "pooler_hidden_act": "gelu",
     },
     required_values={"tie_word_embeddings": (True,), "conv_kernel_size": (None, 0), "embedding_size": (None,)},

@@ -8,27 +8,23 @@ from typing import Any
 
 from jaxtyping import Array, Key
 
-from zoo.models.decoder import Decoder
-from zoo.models.hf.builders import make_biased_router_factory, make_latent_attention_factory
-from zoo.models.hf.kinds import Default, non_negative, optional_count
-from zoo.models.hf.spec import Config, Family
-from zoo.models.hf.values import POSITIVE_NUMBER
+from zoo.models.hf import grammar as hf
 
 from . import deepseek_v2, llama
 
 
-def build_deepseek_v3(config: Config, *, key: Key[Array, ""], **options: Any) -> Decoder:
+def build_deepseek_v3(config: hf.Config, *, key: Key[Array, ""], **options: Any) -> hf.Decoder:
     """Build the model of a DeepSeek-V3 config. `options` are passed to `build_decoder`."""
-    mixer = make_latent_attention_factory(config, interleaved=config["rope_interleave"])
+    mixer = hf.make_latent_attention_factory(config, interleaved=config["rope_interleave"])
     mixers = [mixer] * config["num_hidden_layers"]
-    router = make_biased_router_factory(config)
+    router = hf.make_biased_router_factory(config)
     return deepseek_v2.build_latent_decoder(config, router, mixers=mixers, key=key, **options)
 
 
 _LAYER_NUMBER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
-def find_mtp_tensors(config: Config, tensors: Collection[str]) -> set[str]:
+def find_mtp_tensors(config: hf.Config, tensors: Collection[str]) -> set[str]:
     """Return the tensors of multi-token prediction modules, numbered like layers from `num_hidden_layers` on. Only such
     a module has an `eh_proj`, so that with a wrong `num_hidden_layers` no layer is ignored."""
     layer_of = {name: int(match[1]) for name in tensors if (match := _LAYER_NUMBER.search(name))}
@@ -36,7 +32,7 @@ def find_mtp_tensors(config: Config, tensors: Collection[str]) -> set[str]:
     return {name for name, n in layer_of.items() if n in mtp_layers and n >= config["num_hidden_layers"]}
 
 
-DEEPSEEK_V3 = Family(
+DEEPSEEK_V3 = hf.Family(
     name="deepseek_v3",
     architecture="DeepseekV3ForCausalLM",
     build=build_deepseek_v3,
@@ -48,15 +44,15 @@ DEEPSEEK_V3 = Family(
         "intermediate_size": 18432,
         "num_hidden_layers": 61,
         "num_attention_heads": 128,
-        "num_key_value_heads": optional_count(128),
+        "num_key_value_heads": hf.optional_count(128),
         "max_position_embeddings": 4096,
         "rope_interleave": True,
-        "first_k_dense_replace": non_negative(3),
+        "first_k_dense_replace": hf.non_negative(3),
         "moe_intermediate_size": 2048,
         "n_routed_experts": 256,
         "n_shared_experts": 1,
         "num_experts_per_tok": 8,
-        "routed_scaling_factor": Default(2.5, POSITIVE_NUMBER),
+        "routed_scaling_factor": hf.Default(2.5, hf.POSITIVE_NUMBER),
         "n_group": 8,
         "topk_group": 4,
         "norm_topk_prob": True,

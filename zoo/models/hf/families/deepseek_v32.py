@@ -7,61 +7,57 @@ from functools import partial
 from jaxtyping import Array, Key
 
 from zoo.layers import LightningIndexer, SparseLatentAttention
-from zoo.models.decoder import Decoder
-from zoo.models.hf.builders import make_biased_router_factory, make_latent_attention_factory
-from zoo.models.hf.errors import ConfigError
-from zoo.models.hf.kinds import optional_words
-from zoo.models.hf.spec import Config, Family, NameMap, prefixed
+from zoo.models.hf import grammar as hf
 
 from . import deepseek_v2, deepseek_v3
 
 
-def _build_deepseek_v32(config: Config, *, key: Key[Array, ""]) -> Decoder:
+def _build_deepseek_v32(config: hf.Config, *, key: Key[Array, ""]) -> hf.Decoder:
     mixer = make_sparse_attention_factory(config, make_indexer_factory(config, interleaved=False))
     mixers = [mixer] * config["num_hidden_layers"]
-    return deepseek_v2.build_latent_decoder(config, make_biased_router_factory(config), mixers=mixers, key=key)
+    return deepseek_v2.build_latent_decoder(config, hf.make_biased_router_factory(config), mixers=mixers, key=key)
 
 
 def make_sparse_attention_factory(
-    config: Config, indexer: Callable[..., LightningIndexer] | None
+    config: hf.Config, indexer: Callable[..., LightningIndexer] | None
 ) -> Callable[..., SparseLatentAttention]:
     """Return a factory of latent attention to the keys that an indexer selects; without one, another layer's selection.
 
     **Raises** `ConfigError` for queries without a latent, which the indexer reads.
     """
     if config["q_lora_rank"] is None:
-        raise ConfigError("q_lora_rank = None, and the indexer reads the latent of queries")
-    return partial(SparseLatentAttention, make_latent_attention_factory(config, interleaved=True), indexer)
+        raise hf.ConfigError("q_lora_rank = None, and the indexer reads the latent of queries")
+    return partial(SparseLatentAttention, hf.make_latent_attention_factory(config, interleaved=True), indexer)
 
 
-def make_indexer_factory(config: Config, *, interleaved: bool) -> Callable[..., LightningIndexer]:
+def make_indexer_factory(config: hf.Config, *, interleaved: bool) -> Callable[..., LightningIndexer]:
     """Return a factory of indexers. **Raises** `ConfigError` for an indexer with heads smaller than their RoPE."""
     head_dim = config["index_head_dim"]
     rope_dim = config["qk_rope_head_dim"]
     if head_dim < rope_dim:
-        raise ConfigError(f"index_head_dim = {head_dim}, and qk_rope_head_dim = {rope_dim} of them are to be turned")
+        raise hf.ConfigError(f"index_head_dim = {head_dim}, and qk_rope_head_dim = {rope_dim} of them are to be turned")
     sizes = {"query_latent": config["q_lora_rank"], "head_dim": head_dim, "top": config["index_topk"]}
     return partial(LightningIndexer, config["hidden_size"], config["index_n_heads"], **sizes, interleaved=interleaved)
 
 
-_INDEXER_NAMES: NameMap = {"wq_b": "query_up", "wk": "key", "k_norm": "key_norm", "weights_proj": "head_weights"}
+_INDEXER_NAMES: hf.NameMap = {"wq_b": "query_up", "wk": "key", "k_norm": "key_norm", "weights_proj": "head_weights"}
 
 
-def map_sparse_names(config: Config, experts: NameMap = deepseek_v2.FILE_EXPERT_NAMES) -> NameMap:
+def map_sparse_names(config: hf.Config, experts: hf.NameMap = deepseek_v2.FILE_EXPERT_NAMES) -> hf.NameMap:
     """Return the name map of files, or with other names of experts."""
-    latent = prefixed("", "attention", deepseek_v2.map_latent_names(config))
-    attention = {**latent, **prefixed("indexer", "indexer", _INDEXER_NAMES)}
-    return deepseek_v2.map_latent_layers(experts, prefixed("self_attn", "sparse_latent_attention", attention))
+    latent = hf.prefixed("", "attention", deepseek_v2.map_latent_names(config))
+    attention = {**latent, **hf.prefixed("indexer", "indexer", _INDEXER_NAMES)}
+    return deepseek_v2.map_latent_layers(experts, hf.prefixed("self_attn", "sparse_latent_attention", attention))
 
 
-def map_sparse_memory_names(config: Config) -> NameMap:
+def map_sparse_memory_names(config: hf.Config) -> hf.NameMap:
     """Return the name map in memory, with all experts of a layer in one tensor."""
     return map_sparse_names(config, deepseek_v2.MEMORY_EXPERT_NAMES)
 
 
 _V3 = deepseek_v3.DEEPSEEK_V3
 
-DEEPSEEK_V32 = Family(
+DEEPSEEK_V32 = hf.Family(
     name="deepseek_v32",
     architecture="DeepseekV32ForCausalLM",
     build=_build_deepseek_v32,
@@ -69,7 +65,7 @@ DEEPSEEK_V32 = Family(
     defaults={
         **{key: value for key, value in _V3.declared.items() if key != "rope_interleave"},
         "max_position_embeddings": 163840,
-        "mlp_layer_types": optional_words(),
+        "mlp_layer_types": hf.optional_words(),
         "index_topk": 2048,
         "index_head_dim": 128,
         "index_n_heads": 64,

@@ -7,55 +7,44 @@ from jaxtyping import Array, Key
 
 from zoo.layers import DifferentialAttention, RMSNorm
 from zoo.layers.attention.differential import compute_lambda_init
-from zoo.models.decoder import Decoder
-from zoo.models.hf.builders import (
-    build_config_decoder,
-    build_rotary,
-    make_attention_factory,
-    make_gated_mlp_factory,
-    make_rms_norm_factory,
-    read_head_sizes,
-    set_by_layer,
-)
-from zoo.models.hf.errors import ConfigError
-from zoo.models.hf.spec import Config, Family, NameMap, TensorMapping, prefixed
+from zoo.models.hf import grammar as hf
 
 from . import llama
 
 
-def _build_diffllama(config: Config, *, key: Key[Array, ""]) -> Decoder:
-    heads, kv_heads, head_dim = read_head_sizes(config)
+def _build_diffllama(config: hf.Config, *, key: Key[Array, ""]) -> hf.Decoder:
+    heads, kv_heads, head_dim = hf.read_head_sizes(config)
     if kv_heads % 2:
-        raise ConfigError(f"num_key_value_heads = {kv_heads} heads do not divide evenly over two maps")
-    paired = Config(config, num_attention_heads=heads // 2, num_key_value_heads=kv_heads // 2, head_dim=2 * head_dim)
+        raise hf.ConfigError(f"num_key_value_heads = {kv_heads} heads do not divide evenly over two maps")
+    paired = hf.Config(config, num_attention_heads=heads // 2, num_key_value_heads=kv_heads // 2, head_dim=2 * head_dim)
     bias = config["attention_bias"]
-    mixer = make_attention_factory(
+    mixer = hf.make_attention_factory(
         paired,
         attention=DifferentialAttention,
-        rotary=build_rotary(config),
+        rotary=hf.build_rotary(config),
         norm=partial(RMSNorm, epsilon=config["rms_norm_eps"], scaled=False),
         bias=bias,
         out_bias=bias,
     )
-    layers = [(mixer, make_gated_mlp_factory(config))] * config["num_hidden_layers"]
-    model = build_config_decoder(config, layers, make_rms_norm_factory(config), key=key)
-    return set_by_layer(model, "differential_attention.lambda_init", compute_lambda_init)
+    layers = [(mixer, hf.make_gated_mlp_factory(config))] * config["num_hidden_layers"]
+    model = hf.build_config_decoder(config, layers, hf.make_rms_norm_factory(config), key=key)
+    return hf.set_by_layer(model, "differential_attention.lambda_init", compute_lambda_init)
 
 
-def _map_diffllama_names(config: Config) -> NameMap:
-    heads, kv_heads, _ = read_head_sizes(config)
-    attention: NameMap = {
-        "q_proj": TensorMapping(("query",), heads // 2, runs=2),
-        "k_proj": TensorMapping(("key",), kv_heads // 2, runs=2),
-        "v_proj": TensorMapping(("value",), kv_heads // 2, runs=2),
+def _map_diffllama_names(config: hf.Config) -> hf.NameMap:
+    heads, kv_heads, _ = hf.read_head_sizes(config)
+    attention: hf.NameMap = {
+        "q_proj": hf.TensorMapping(("query",), heads // 2, runs=2),
+        "k_proj": hf.TensorMapping(("key",), kv_heads // 2, runs=2),
+        "v_proj": hf.TensorMapping(("value",), kv_heads // 2, runs=2),
         "o_proj": "out",
         **{name: name for name in ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2", "lambda_init")},
     }
-    mixer = prefixed("self_attn", "differential_attention", attention)
-    return llama.map_llama_layers(prefixed("mlp", "gated_mlp", llama.GATED_MLP_NAMES), mixer)
+    mixer = hf.prefixed("self_attn", "differential_attention", attention)
+    return llama.map_llama_layers(hf.prefixed("mlp", "gated_mlp", llama.GATED_MLP_NAMES), mixer)
 
 
-DIFFLLAMA = Family(
+DIFFLLAMA = hf.Family(
     name="diffllama",
     architecture="DiffLlamaForCausalLM",
     build=_build_diffllama,

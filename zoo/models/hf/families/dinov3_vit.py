@@ -8,30 +8,21 @@ from jaxtyping import Array, Key
 
 from zoo.layers import ClassTokenPooler
 from zoo.layers.encoders.bidirectional_attention import BidirectionalAttention
-from zoo.models.encoders.image import ImageEncoder
-from zoo.models.hf.builders import (
-    make_bidirectional_attention_factory,
-    make_gated_mlp_factory,
-    make_layer_norm_factory,
-    make_mlp_factory,
-    read_head_sizes,
-)
-from zoo.models.hf.errors import ConfigError
-from zoo.models.hf.kinds import non_negative
-from zoo.models.hf.spec import Config, Family, NameMap, TensorMapping, prefixed
+from zoo.models.hf import grammar as hf
 from zoo.ops.axial_rotary import AxialRotary
 
-from .. import encoder_heads, vision
 from . import dinov2, llama
 
 
-def _build_dinov3(config: Config, *, key: Key[Array, ""]) -> ImageEncoder:
-    head_dim = read_head_sizes(config)[2]
+def _build_dinov3(config: hf.Config, *, key: Key[Array, ""]) -> hf.ImageEncoder:
+    head_dim = hf.read_head_sizes(config)[2]
     if head_dim % 4:
-        raise ConfigError(f"heads of {head_dim} features: pairs of them turn by row and by column, so 4 divides them")
+        raise hf.ConfigError(
+            f"heads of {head_dim} features: pairs of them turn by row and by column, so 4 divides them"
+        )
     without = [name for name in ("query", "key", "value") if not config[f"{name}_bias"]]
     options: dict[str, Any] = {"rotary": AxialRotary(head_dim, config["rope_theta"]), "bias": True}
-    make_attention = make_bidirectional_attention_factory(config, out_bias=config["proj_bias"], **options)
+    make_attention = hf.make_bidirectional_attention_factory(config, out_bias=config["proj_bias"], **options)
 
     def make_mixer(key: Key[Array, ""]) -> BidirectionalAttention:
         biases = lambda attention: [getattr(attention, name).bias for name in without]
@@ -39,45 +30,41 @@ def _build_dinov3(config: Config, *, key: Key[Array, ""]) -> ImageEncoder:
 
     bias = config["mlp_bias"]
     registers = config["num_register_tokens"]
-    make_ffn = make_gated_mlp_factory if config["use_gated_mlp"] else make_mlp_factory
-    embedding = vision.make_image_embedding_factory(config, positions=False, registers=registers, mask_token=True)
-    features = encoder_heads.make_feature_head_factory(lambda key: ClassTokenPooler())
-    head = encoder_heads.select_head(config, {"DINOv3ViTModel": features})
+    make_ffn = hf.make_gated_mlp_factory if config["use_gated_mlp"] else hf.make_mlp_factory
+    embedding = hf.make_image_embedding_factory(config, positions=False, registers=registers, mask_token=True)
+    features = hf.make_feature_head_factory(lambda key: ClassTokenPooler())
+    head = hf.select_head(config, {"DINOv3ViTModel": features})
     layer = (make_mixer, make_ffn(config, bias=bias))
-    norm = make_layer_norm_factory(config)
-    block = vision.make_layer_scale_block(config)
-    return vision.build_config_image_encoder(config, layer, norm, head, embedding, block=block, key=key)
+    norm = hf.make_layer_norm_factory(config)
+    block = hf.make_layer_scale_block(config)
+    return hf.build_config_image_encoder(config, layer, norm, head, embedding, block=block, key=key)
 
 
-def _map_dinov3_names(config: Config) -> NameMap:
+def _map_dinov3_names(config: hf.Config) -> hf.NameMap:
     mlp = "gated_mlp" if config["use_gated_mlp"] else "mlp"
     block = {
         "norm1": "mixer_norm",
         "norm2": "ffn_norm",
         **dinov2.LAYER_SCALE_NAMES,
-        **prefixed("attention", "bidirectional_attention", llama.ATTENTION_NAMES),
-        **prefixed("mlp", mlp, llama.GATED_MLP_NAMES),
+        **hf.prefixed("attention", "bidirectional_attention", llama.ATTENTION_NAMES),
+        **hf.prefixed("mlp", mlp, llama.GATED_MLP_NAMES),
     }
     embedding = {
-        "cls_token": TensorMapping(("embedding.class_token",), leading_ones=2),
-        "mask_token": TensorMapping(("embedding.mask_token",), leading_ones=2),
-        "register_tokens": TensorMapping(("embedding.register_tokens",), leading_ones=1),
+        "cls_token": hf.TensorMapping(("embedding.class_token",), leading_ones=2),
+        "mask_token": hf.TensorMapping(("embedding.mask_token",), leading_ones=2),
+        "register_tokens": hf.TensorMapping(("embedding.register_tokens",), leading_ones=1),
         "patch_embeddings": "embedding.patches",
     }
-    return {**prefixed("embeddings", "", embedding), **prefixed("layer.*", "layers.*", block), "norm": "norm"}
+    return {**hf.prefixed("embeddings", "", embedding), **hf.prefixed("layer.*", "layers.*", block), "norm": "norm"}
 
 
-DINOV3_VIT = Family(
+DINOV3_VIT = hf.Family(
     name="dinov3_vit",
     architecture="DINOv3ViTModel",
     build=_build_dinov3,
     names=_map_dinov3_names,
     defaults={
-        **{
-            key: value
-            for key, value in vision.VISION_DEFAULTS.items()
-            if key not in (*encoder_heads.LABEL_KEYS, "image_size")
-        },
+        **{key: value for key, value in hf.VISION_DEFAULTS.items() if key not in (*hf.LABEL_KEYS, "image_size")},
         "hidden_size": 384,
         "intermediate_size": 1536,
         "num_attention_heads": 6,
@@ -86,10 +73,10 @@ DINOV3_VIT = Family(
         **dict.fromkeys(("query_bias", "value_bias", "proj_bias", "mlp_bias"), True),
         "key_bias": False,
         "use_gated_mlp": False,
-        "num_register_tokens": non_negative(0),
+        "num_register_tokens": hf.non_negative(0),
     },
-    required_values=vision.ONLY_BIDIRECTIONAL,
-    ignored_keys=vision.BACKBONE_KEYS
+    required_values=hf.ONLY_BIDIRECTIONAL,
+    ignored_keys=hf.BACKBONE_KEYS
     | {"image_size", "layerscale_value", "drop_path_rate", "pos_embed_jitter", "pos_embed_rescale", "pos_embed_shift"},
     memory_modules={"model.layer": "layer"},
 )

@@ -6,23 +6,18 @@ import jax
 from jaxtyping import Array, Key
 
 from zoo.layers import IdentityNorm, LayerNorm
-from zoo.models.blocks import AddNormBlock
-from zoo.models.encoders.heads import DenseTransform
-from zoo.models.encoders.text import Encoder
-from zoo.models.hf.builders import find_activation, make_bidirectional_attention_factory, make_mlp_factory
-from zoo.models.hf.spec import Config, Family, NameMap, prefixed
+from zoo.models.hf import grammar as hf
 
-from .. import encoder_heads, text_encoders
 from . import bert
 
 
-def _build_distilbert(config: Config, *, key: Key[Array, ""]) -> Encoder:
+def _build_distilbert(config: hf.Config, *, key: Key[Array, ""]) -> hf.Encoder:
     size = config["hidden_size"]
     norm = partial(LayerNorm, size, epsilon=1e-12)
-    transform = partial(DenseTransform, size, activation=find_activation(config), norm=norm)
-    heads = text_encoders.make_bert_heads(config, transform, activation=jax.nn.relu)
-    layer = (make_bidirectional_attention_factory(config, bias=True, out_bias=True), make_mlp_factory(config))
-    return text_encoders.build_config_encoder(
+    transform = partial(hf.DenseTransform, size, activation=hf.find_activation(config), norm=norm)
+    heads = hf.make_bert_heads(config, transform, activation=jax.nn.relu)
+    layer = (hf.make_bidirectional_attention_factory(config, bias=True, out_bias=True), hf.make_mlp_factory(config))
+    return hf.build_config_encoder(
         config,
         [layer] * config["num_hidden_layers"],
         "DistilBert",
@@ -30,16 +25,16 @@ def _build_distilbert(config: Config, *, key: Key[Array, ""]) -> Encoder:
         norm=norm,
         embedding_norm=norm,
         final_norm=IdentityNorm,
-        block=AddNormBlock,
+        block=hf.AddNormBlock,
         positions=config["max_position_embeddings"],
         key=key,
     )
 
 
-def _map_distilbert_names(config: Config) -> NameMap:
+def _map_distilbert_names(config: hf.Config) -> hf.NameMap:
     attention = {"q_lin": "query", "k_lin": "key", "v_lin": "value", "out_lin": "out"}
     block = {
-        **prefixed("attention", "bidirectional_attention", attention),
+        **hf.prefixed("attention", "bidirectional_attention", attention),
         "sa_layer_norm": "mixer_norm",
         "ffn.lin1": "mlp.up",
         "ffn.lin2": "mlp.down",
@@ -50,20 +45,20 @@ def _map_distilbert_names(config: Config) -> NameMap:
         "position_embeddings": "position_embedding",
         "LayerNorm": "embedding_norm",
     }
-    layers = {**prefixed("embeddings", "", embeddings), **prefixed("transformer.layer.*", "layers.*", block)}
+    layers = {**hf.prefixed("embeddings", "", embeddings), **hf.prefixed("transformer.layer.*", "layers.*", block)}
     transform = {"vocab_transform": "head.transform.linear", "vocab_layer_norm": "head.transform.norm"}
-    heads: dict[str, NameMap] = {
+    heads: dict[str, hf.NameMap] = {
         "MaskedLM": {**transform, "vocab_projector.bias": "head.bias"},
         "SequenceClassification": {"pre_classifier": "head.transform.linear", "classifier": "head.linear"},
         "TokenClassification": {"classifier": "head.linear"},
         "Model": {},
     }
-    return {**prefixed("distilbert", "", layers), **encoder_heads.select_names(config, "DistilBert", heads)}
+    return {**hf.prefixed("distilbert", "", layers), **hf.select_names(config, "DistilBert", heads)}
 
 
 _HEADS = ("vocab_transform", "vocab_layer_norm", "vocab_projector")
 
-DISTILBERT = Family(
+DISTILBERT = hf.Family(
     name="distilbert",
     architecture="DistilBertForMaskedLM",
     build=_build_distilbert,
@@ -86,7 +81,7 @@ DISTILBERT = Family(
     # sinusoidal_pos_embds says with which positions training began; they are in the file
     ignored_keys=frozenset({"dropout", "qa_dropout", "seq_classif_dropout", "sinusoidal_pos_embds", "tie_weights_"}),
     ignored_tensors=bert.BERT.ignored_tensors,
-    find_ignored_tensors=partial(text_encoders.find_other_heads, _map_distilbert_names, "distilbert", _HEADS),
+    find_ignored_tensors=partial(hf.find_other_heads, _map_distilbert_names, "distilbert", _HEADS),
     head="vocab_projector",
     embedding="distilbert.embeddings.word_embeddings",
 )

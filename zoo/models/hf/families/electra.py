@@ -7,24 +7,19 @@ from typing import Any
 from jaxtyping import Array, Key
 
 from zoo.layers import LayerNorm
-from zoo.models.encoders.heads import DenseTransform, ReplacedTokenHead, TokenClassificationHead
-from zoo.models.encoders.text import Encoder
-from zoo.models.hf.builders import find_activation
-from zoo.models.hf.encoder_heads import HeadFactory
-from zoo.models.hf.spec import Config, Family, NameMap
+from zoo.models.hf import grammar as hf
 
-from .. import encoder_heads, text_encoders
 from . import bert
 
 
-def _build_electra(config: Config, *, key: Key[Array, ""]) -> Encoder:
+def _build_electra(config: hf.Config, *, key: Key[Array, ""]) -> hf.Encoder:
     size = config["hidden_size"]
     embedding_size = config["embedding_size"]
     norm = partial(LayerNorm, embedding_size, epsilon=config["layer_norm_eps"])
-    gelu = find_activation(Config(hidden_act="gelu"))
-    transform = partial(DenseTransform, size, size=embedding_size, activation=gelu, norm=norm)
+    gelu = hf.find_activation(hf.Config(hidden_act="gelu"))
+    transform = partial(hf.DenseTransform, size, size=embedding_size, activation=gelu, norm=norm)
     heads = {
-        **text_encoders.make_bert_heads(config, transform, activation=gelu),
+        **hf.make_bert_heads(config, transform, activation=gelu),
         "PreTraining": _make_replaced_token_head_factory(config),
     }
     options = {"embedding_size": None if embedding_size == size else embedding_size, "embedding_norm": norm}
@@ -33,29 +28,28 @@ def _build_electra(config: Config, *, key: Key[Array, ""]) -> Encoder:
     )
 
 
-def _make_replaced_token_head_factory(config: Config) -> HeadFactory:
+def _make_replaced_token_head_factory(config: hf.Config) -> hf.HeadFactory:
     size = config["hidden_size"]
-    transform = partial(DenseTransform, size, activation=find_activation(config))
+    transform = partial(hf.DenseTransform, size, activation=hf.find_activation(config))
 
-    def make_head(key: Key[Array, ""]) -> ReplacedTokenHead:
-        return ReplacedTokenHead(TokenClassificationHead(size, 1, transform=transform, key=key))
+    def make_head(key: Key[Array, ""]) -> hf.ReplacedTokenHead:
+        return hf.ReplacedTokenHead(hf.TokenClassificationHead(size, 1, transform=transform, key=key))
 
     return make_head
 
 
-def _map_electra_names(config: Config) -> NameMap:
-    map_dense_layer = text_encoders.map_dense_layer
-    heads: dict[str, NameMap] = {
+def _map_electra_names(config: hf.Config) -> hf.NameMap:
+    heads: dict[str, hf.NameMap] = {
         "MaskedLM": {
-            **map_dense_layer("generator_predictions", "head.transform", "LayerNorm"),
+            **hf.map_dense_layer("generator_predictions", "head.transform", "LayerNorm"),
             "generator_lm_head.bias": "head.bias",
         },
         "PreTraining": {
-            **map_dense_layer("discriminator_predictions", "head.tokens.transform"),
+            **hf.map_dense_layer("discriminator_predictions", "head.tokens.transform"),
             "discriminator_predictions.dense_prediction": "head.tokens.linear",
         },
         "SequenceClassification": {
-            **map_dense_layer("classifier", "head.transform"),
+            **hf.map_dense_layer("classifier", "head.transform"),
             "classifier.out_proj": "head.linear",
         },
         "TokenClassification": {"classifier": "head.linear"},
@@ -64,7 +58,7 @@ def _map_electra_names(config: Config) -> NameMap:
     return {
         **bert.map_bert_layers("electra"),
         "electra.embeddings_project": "embedding_projection",
-        **encoder_heads.select_names(config, "Electra", heads),
+        **hf.select_names(config, "Electra", heads),
     }
 
 
@@ -77,7 +71,7 @@ _DEFAULTS: dict[str, Any] = {
     "intermediate_size": 1024,
 }
 
-ELECTRA = Family(
+ELECTRA = hf.Family(
     name="electra",
     architecture="ElectraForMaskedLM",
     build=_build_electra,
@@ -89,7 +83,7 @@ ELECTRA = Family(
         {"classifier_dropout", "summary_type", "summary_use_proj", "summary_activation", "summary_last_dropout"}
     ),
     ignored_tensors=(r"embeddings\.position_ids$",),
-    find_ignored_tensors=partial(text_encoders.find_other_heads, _map_electra_names, "electra", _HEADS),
+    find_ignored_tensors=partial(hf.find_other_heads, _map_electra_names, "electra", _HEADS),
     head="generator_lm_head",
     embedding="electra.embeddings.word_embeddings",
 )

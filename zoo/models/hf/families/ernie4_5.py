@@ -2,29 +2,22 @@
 
 from jaxtyping import Array, Key
 
-from zoo.models.decoder import Decoder
-from zoo.models.hf.builders import (
-    build_config_decoder,
-    build_rotary,
-    make_attention_factory,
-    make_gated_mlp_factory,
-    make_rms_norm_factory,
-)
-from zoo.models.hf.kinds import optional_count
-from zoo.models.hf.spec import Config, Family
+from zoo.models.hf import grammar as hf
 
 from . import llama
 
 
-def _build_ernie4_5(config: Config, *, key: Key[Array, ""]) -> Decoder:
-    norm = make_rms_norm_factory(config)
+def _build_ernie4_5(config: hf.Config, *, key: Key[Array, ""]) -> hf.Decoder:
+    norm = hf.make_rms_norm_factory(config)
     bias = config["use_bias"]
-    mixer = make_attention_factory(config, rotary=build_rotary(config, interleaved=True), bias=bias, out_bias=bias)
-    layers = [(mixer, make_gated_mlp_factory(config, bias=bias))] * config["num_hidden_layers"]
-    return build_config_decoder(config, layers, norm, key=key)
+    mixer = hf.make_attention_factory(
+        config, rotary=hf.build_rotary(config, interleaved=True), bias=bias, out_bias=bias
+    )
+    layers = [(mixer, hf.make_gated_mlp_factory(config, bias=bias))] * config["num_hidden_layers"]
+    return hf.build_config_decoder(config, layers, norm, key=key)
 
 
-ERNIE4_5 = Family(
+ERNIE4_5 = hf.Family(
     name="ernie4_5",
     architecture="Ernie4_5ForCausalLM",
     build=_build_ernie4_5,
@@ -36,8 +29,8 @@ ERNIE4_5 = Family(
         "intermediate_size": 3072,
         "num_hidden_layers": 18,
         "num_attention_heads": 16,
-        "num_key_value_heads": optional_count(2),
-        "head_dim": optional_count(128),
+        "num_key_value_heads": hf.optional_count(2),
+        "head_dim": hf.optional_count(128),
         "max_position_embeddings": 131072,
         "rms_norm_eps": 1e-5,
         "tie_word_embeddings": True,

@@ -1,25 +1,24 @@
 """EXAONE 3.0 and 3.5 (LG AI Research, arXiv:2408.03541; arXiv:2412.04862): LLaMA's layer under names of its own."""
 
-from zoo.models.hf.kinds import optional_count
-from zoo.models.hf.spec import Config, Family, NameMap, prefixed
+from zoo.models.hf import grammar as hf
 
 from . import llama
 
 
-def _map_exaone_names(config: Config) -> NameMap:
+def _map_exaone_names(config: hf.Config) -> hf.NameMap:
     """Return the name map of files. In memory, transformers has LLaMA's names."""
     attention = {"q_proj": "query", "k_proj": "key", "v_proj": "value", "out_proj": "out"}
     block = {
         "ln_1": "mixer_norm",
         "ln_2": "ffn_norm",
-        **prefixed("attn.attention", "attention", attention),
-        **prefixed("mlp", "gated_mlp", {"c_fc_0": "gate", "c_fc_1": "up", "c_proj": "down"}),
+        **hf.prefixed("attn.attention", "attention", attention),
+        **hf.prefixed("mlp", "gated_mlp", {"c_fc_0": "gate", "c_fc_1": "up", "c_proj": "down"}),
     }
     shell = {"transformer.wte": "embedding", "transformer.ln_f": "norm", "lm_head": "head"}
-    return {**shell, **prefixed("transformer.h.*", "layers.*", block)}
+    return {**shell, **hf.prefixed("transformer.h.*", "layers.*", block)}
 
 
-EXAONE = Family(
+EXAONE = hf.Family(
     name="exaone",
     architecture="LlamaForCausalLM",
     build=llama.build_llama,
@@ -28,7 +27,7 @@ EXAONE = Family(
         **llama.DEFAULTS,
         "vocab_size": 102400,
         "intermediate_size": 14336,
-        "num_key_value_heads": optional_count(8),
+        "num_key_value_heads": hf.optional_count(8),
         "max_position_embeddings": 4096,
         "rms_norm_eps": 1e-5,
         "rope_parameters": {"rope_theta": 500000.0},

@@ -3,57 +3,47 @@ experts after a dense layer. Multi-token prediction modules (MTP) are not read."
 
 from jaxtyping import Array, Key
 
-from zoo.models.decoder import Decoder
-from zoo.models.hf.builders import (
-    build_config_decoder,
-    make_biased_router_factory,
-    make_gated_mlp_factory,
-    make_mixture_factory,
-    make_rms_norm_factory,
-)
-from zoo.models.hf.kinds import Default, non_negative, optional_words
-from zoo.models.hf.spec import Config, Family, NameMap, prefixed
-from zoo.models.hf.values import POSITIVE_NUMBER
+from zoo.models.hf import grammar as hf
 
 from . import dots1, exaone4, llama, qwen2_moe
 
 
-def _build_exaone_moe(config: Config, *, key: Key[Array, ""]) -> Decoder:
+def _build_exaone_moe(config: hf.Config, *, key: Key[Array, ""]) -> hf.Decoder:
     width = config["moe_intermediate_size"]
-    norm = make_rms_norm_factory(config)
-    router = make_biased_router_factory(config)
+    norm = hf.make_rms_norm_factory(config)
+    router = hf.make_biased_router_factory(config)
     shared = config["num_shared_experts"] * width
-    sparse = make_mixture_factory(config, router, config["num_experts"], width=width, shared=shared)
-    dense = make_gated_mlp_factory(config)
+    sparse = hf.make_mixture_factory(config, router, config["num_experts"], width=width, shared=shared)
+    dense = hf.make_gated_mlp_factory(config)
     mixers = exaone4.make_exaone4_mixers(config)
     ffns = [sparse if is_sparse else dense for is_sparse in dots1.mark_dots1_moe_layers(config)]
-    return build_config_decoder(config, list(zip(mixers, ffns, strict=True)), norm, key=key)
+    return hf.build_config_decoder(config, list(zip(mixers, ffns, strict=True)), norm, key=key)
 
 
-def _map_exaone_moe_names(config: Config) -> NameMap:
+def _map_exaone_moe_names(config: hf.Config) -> hf.NameMap:
     mixture = {
         **{key: value for key, value in dots1.MIXTURE_NAMES.items() if not key.startswith("gate.e_score")},
         "e_score_correction_bias": "router.selection_bias",
-        **prefixed("experts.*", "experts.*", llama.GATED_MLP_NAMES),
+        **hf.prefixed("experts.*", "experts.*", llama.GATED_MLP_NAMES),
     }
     return qwen2_moe.map_qwen2_moe_layers(mixture)
 
 
-EXAONE_MOE = Family(
+EXAONE_MOE = hf.Family(
     name="exaone_moe",
     architecture="ExaoneMoeForCausalLM",
     build=_build_exaone_moe,
     names=_map_exaone_moe_names,
     defaults={
         **exaone4.DEFAULTS,
-        "mlp_layer_types": optional_words(),
-        "first_k_dense_replace": non_negative(1),
+        "mlp_layer_types": hf.optional_words(),
+        "first_k_dense_replace": hf.non_negative(1),
         "moe_intermediate_size": 1024,
         "num_experts": 64,
         "num_experts_per_tok": 8,
         "num_shared_experts": 1,
         "norm_topk_prob": True,
-        "routed_scaling_factor": Default(2.5, POSITIVE_NUMBER),
+        "routed_scaling_factor": hf.Default(2.5, hf.POSITIVE_NUMBER),
         "n_group": 1,
         "topk_group": 1,
     },

@@ -6,32 +6,20 @@ from typing import Any
 
 from jaxtyping import Array, Key
 
-from zoo.models.blocks import ParallelBlock
-from zoo.models.build import MixerFactory
-from zoo.models.decoder import Block, Decoder
-from zoo.models.hf.builders import (
-    build_config_decoder,
-    make_attention_factory,
-    make_layer_norm_factory,
-    make_mlp_factory,
-    make_one_norm_block,
-)
-from zoo.models.hf.errors import ConfigError
-from zoo.models.hf.kinds import optional_count
-from zoo.models.hf.spec import Config, Family, NameMap, fused, prefixed
+from zoo.models.hf import grammar as hf
 
 from . import llama, mpt
 
 
-def _build_falcon(config: Config, *, key: Key[Array, ""]) -> Decoder:
-    ffn = make_mlp_factory(config, bias=config["bias"])
+def _build_falcon(config: hf.Config, *, key: Key[Array, ""]) -> hf.Decoder:
+    ffn = hf.make_mlp_factory(config, bias=config["bias"])
     block = _choose_block(config)
     layers = [(_make_mixer(config), ffn)] * config["num_hidden_layers"]
-    norm = make_layer_norm_factory(config)
-    return build_config_decoder(config, layers, norm, block=block, key=key)
+    norm = hf.make_layer_norm_factory(config)
+    return hf.build_config_decoder(config, layers, norm, block=block, key=key)
 
 
-def _count_kv_heads(config: Config) -> int:
+def _count_kv_heads(config: hf.Config) -> int:
     """Return the number of keys that a token has."""
     if config["new_decoder_architecture"]:
         return config["num_key_value_heads"] or config["num_attention_heads"]
@@ -40,49 +28,49 @@ def _count_kv_heads(config: Config) -> int:
     return config["num_attention_heads"]
 
 
-def _make_mixer(config: Config) -> MixerFactory:
+def _make_mixer(config: hf.Config) -> hf.MixerFactory:
     """Return a factory of attention. **Raises** `ConfigError` for ALiBi with shared keys."""
     bias = {"bias": config["bias"], "out_bias": config["bias"]}
     kv_heads = _count_kv_heads(config)
     if not config["alibi"]:
-        return make_attention_factory(Config(config, num_key_value_heads=kv_heads), **bias)
+        return hf.make_attention_factory(hf.Config(config, num_key_value_heads=kv_heads), **bias)
     if kv_heads != config["num_attention_heads"]:
-        raise ConfigError(f"alibi = True with {kv_heads} keys a token: only a key for each head is computed here")
+        raise hf.ConfigError(f"alibi = True with {kv_heads} keys a token: only a key for each head is computed here")
     return mpt.make_alibi_factory(config, rounded=True, **bias)
 
 
-def _choose_block(config: Config) -> Callable[..., Any]:
+def _choose_block(config: hf.Config) -> Callable[..., Any]:
     """Return the residual wiring. **Raises** `ConfigError` for wiring that transformers does not run."""
     norms, is_new, is_parallel = (
         config[key] for key in ("num_ln_in_parallel_attn", "new_decoder_architecture", "parallel_attn")
     )
     if is_new and not is_parallel:
-        raise ConfigError("new_decoder_architecture with parallel_attn = False: attention is in parallel there")
+        raise hf.ConfigError("new_decoder_architecture with parallel_attn = False: attention is in parallel there")
     if norms not in (None, 1, 2) or (norms == 2 and not is_new):
-        raise ConfigError(f"num_ln_in_parallel_attn = {norms}: 1, or 2 with new_decoder_architecture")
+        raise hf.ConfigError(f"num_ln_in_parallel_attn = {norms}: 1, or 2 with new_decoder_architecture")
     if is_new and norms != 1:
-        return ParallelBlock
-    return make_one_norm_block if is_parallel else Block
+        return hf.ParallelBlock
+    return hf.make_one_norm_block if is_parallel else hf.Block
 
 
-def _map_falcon_names(config: Config) -> NameMap:
+def _map_falcon_names(config: hf.Config) -> hf.NameMap:
     is_two_norms = config["new_decoder_architecture"] and config["num_ln_in_parallel_attn"] != 1
     if is_two_norms:
         norms = {"ln_attn": "mixer_norm", "ln_mlp": "ffn_norm"}
     else:
         norms = llama.PRE_NORM_NAMES
-    by_key = fused("query", "key", "value", groups=_count_kv_heads(config))
+    by_key = hf.fused("query", "key", "value", groups=_count_kv_heads(config))
     attention = "alibi_attention" if config["alibi"] else "attention"
     block = {
         **norms,
-        **prefixed("self_attention", attention, {"query_key_value": by_key, "dense": "out"}),
-        **prefixed("mlp", "mlp", {"dense_h_to_4h": "up", "dense_4h_to_h": "down"}),
+        **hf.prefixed("self_attention", attention, {"query_key_value": by_key, "dense": "out"}),
+        **hf.prefixed("mlp", "mlp", {"dense_h_to_4h": "up", "dense_4h_to_h": "down"}),
     }
-    shell = {"word_embeddings": "embedding", "ln_f": "norm", **prefixed("h.*", "layers.*", block)}
-    return {**prefixed("transformer", "", shell), "lm_head": "head"}
+    shell = {"word_embeddings": "embedding", "ln_f": "norm", **hf.prefixed("h.*", "layers.*", block)}
+    return {**hf.prefixed("transformer", "", shell), "lm_head": "head"}
 
 
-FALCON = Family(
+FALCON = hf.Family(
     name="falcon",
     architecture="FalconForCausalLM",
     build=_build_falcon,
@@ -90,16 +78,16 @@ FALCON = Family(
     defaults={
         "vocab_size": 65024,
         "hidden_size": 4544,
-        "intermediate_size": optional_count(),
+        "intermediate_size": hf.optional_count(),
         "num_hidden_layers": 32,
         "num_attention_heads": 71,
-        "num_key_value_heads": optional_count(),
+        "num_key_value_heads": hf.optional_count(),
         "hidden_act": "gelu",
         "max_position_embeddings": 2048,
         "layer_norm_eps": 1e-5,
         "tie_word_embeddings": True,
         "rope_parameters": {"rope_theta": 10000.0},
-        "num_ln_in_parallel_attn": optional_count(),
+        "num_ln_in_parallel_attn": hf.optional_count(),
         "alibi": False,
         "new_decoder_architecture": False,
         "multi_query": True,

@@ -5,29 +5,18 @@ from functools import partial
 
 from jaxtyping import Array, Key
 
-from zoo.models.decoder import Decoder
-from zoo.models.hf.builders import (
-    build_config_decoder,
-    compute_out_scale,
-    find_activation,
-    make_attention_factory,
-    make_rms_norm_factory,
-    read_head_sizes,
-)
-from zoo.models.hf.kinds import Default, optional_count
-from zoo.models.hf.spec import Config, Family, NameMap, prefixed
-from zoo.models.hf.values import NUMBER, ValueKind, list_of, optional
+from zoo.models.hf import grammar as hf
 
 from . import bamba, llama
 from .falcon_h1_layers import MultipliedMLP, SideBySide
 from .mamba2 import MIXER_NAMES
 
 
-def _build_falcon_h1(config: Config, *, key: Key[Array, ""]) -> Decoder:
+def _build_falcon_h1(config: hf.Config, *, key: Key[Array, ""]) -> hf.Decoder:
     bias = config["attention_bias"]
     scale = None
     if config["key_multiplier"] != 1:  # keys are multiplied, and with them the scores
-        scale = config["key_multiplier"] * read_head_sizes(config)[2] ** -0.5
+        scale = config["key_multiplier"] * hf.read_head_sizes(config)[2] ** -0.5
     projections = config["ssm_multipliers"]
     if projections is not None and all(multiplier == 1 for multiplier in projections):
         projections = None
@@ -41,7 +30,7 @@ def _build_falcon_h1(config: Config, *, key: Key[Array, ""]) -> Decoder:
     )
     mixer = partial(
         SideBySide,
-        make_attention_factory(config, bias=bias, out_bias=bias, scale=scale),
+        hf.make_attention_factory(config, bias=bias, out_bias=bias, scale=scale),
         recurrent,
         attention_multipliers=(config["attention_in_multiplier"], config["attention_out_multiplier"]),
         recurrent_multipliers=(config["ssm_in_multiplier"], config["ssm_out_multiplier"]),
@@ -52,30 +41,32 @@ def _build_falcon_h1(config: Config, *, key: Key[Array, ""]) -> Decoder:
         config["hidden_size"],
         config["intermediate_size"],
         multipliers=(gate, down),
-        activation=find_activation(config),
+        activation=hf.find_activation(config),
         bias=config["mlp_bias"],
-        out_scale=compute_out_scale(config),
+        out_scale=hf.compute_out_scale(config),
     )
     multipliers = {"multiplier": config["embedding_multiplier"], "logits_multiplier": config["lm_head_multiplier"]}
     layers = [(mixer, ffn)] * config["num_hidden_layers"]
-    return build_config_decoder(config, layers, make_rms_norm_factory(config), key=key, **multipliers)
+    return hf.build_config_decoder(config, layers, hf.make_rms_norm_factory(config), key=key, **multipliers)
 
 
-def _map_falcon_h1_names(config: Config) -> NameMap:
+def _map_falcon_h1_names(config: hf.Config) -> hf.NameMap:
     mixers = {
-        **prefixed("self_attn", "side_by_side.attention", llama.ATTENTION_NAMES),
-        **prefixed("mamba", "side_by_side.recurrent", MIXER_NAMES),
+        **hf.prefixed("self_attn", "side_by_side.attention", llama.ATTENTION_NAMES),
+        **hf.prefixed("mamba", "side_by_side.recurrent", MIXER_NAMES),
     }
-    return bamba.map_bamba_layers(mixers, prefixed("feed_forward", "multiplied_mlp", llama.GATED_MLP_NAMES))
+    return bamba.map_bamba_layers(mixers, hf.prefixed("feed_forward", "multiplied_mlp", llama.GATED_MLP_NAMES))
 
 
-def _make_numbers_kind(words: str, count: int) -> ValueKind:
+def _make_numbers_kind(words: str, count: int) -> hf.ValueKind:
     """Return the kind of lists of this many numbers, and null."""
-    kind = ValueKind(f"a list of {words} numbers", lambda value: list_of(NUMBER).fits(value) and len(value) == count)
-    return optional(kind)
+    kind = hf.ValueKind(
+        f"a list of {words} numbers", lambda value: hf.list_of(hf.NUMBER).fits(value) and len(value) == count
+    )
+    return hf.optional(kind)
 
 
-FALCON_H1 = Family(
+FALCON_H1 = hf.Family(
     name="falcon_h1",
     architecture="FalconH1ForCausalLM",
     build=_build_falcon_h1,
@@ -84,11 +75,11 @@ FALCON_H1 = Family(
         **llama.DEFAULTS,
         "vocab_size": 128000,
         "intermediate_size": 14336,
-        "num_key_value_heads": optional_count(8),
+        "num_key_value_heads": hf.optional_count(8),
         "max_position_embeddings": 8192,
         "rms_norm_eps": 1e-5,
         **bamba.MAMBA2_DEFAULTS,
-        "mamba_d_ssm": optional_count(1024),
+        "mamba_d_ssm": hf.optional_count(1024),
         "mamba_rms_norm": False,
         "mamba_norm_before_gate": True,
         "projectors_bias": False,
@@ -99,8 +90,8 @@ FALCON_H1 = Family(
         "attention_out_multiplier": 1.0,
         "ssm_in_multiplier": 1.0,
         "ssm_out_multiplier": 1.0,
-        "ssm_multipliers": Default(None, _make_numbers_kind("five", 5)),
-        "mlp_multipliers": Default(None, _make_numbers_kind("two", 2)),
+        "ssm_multipliers": hf.Default(None, _make_numbers_kind("five", 5)),
+        "mlp_multipliers": hf.Default(None, _make_numbers_kind("two", 2)),
     },
     required_values=bamba.REQUIRED_VALUES,
     ignored_keys=bamba.IGNORED_KEYS | {"mamba_use_mlp", "mlp_expansion_factor"},  # in files, not read by transformers

@@ -5,18 +5,17 @@ from functools import partial
 from jaxtyping import Array, Key
 
 from zoo.layers import RMSNorm
-from zoo.models.decoder import Decoder
-from zoo.models.hf.spec import Config, Family
+from zoo.models.hf import grammar as hf
 
 from .mamba import DEFAULTS, IGNORED_KEYS, REQUIRED_VALUES, build_mamba_decoder, make_mamba_factory, map_mamba_names
 
 
-def _build_falcon_mamba(config: Config, *, key: Key[Array, ""]) -> Decoder:
+def _build_falcon_mamba(config: hf.Config, *, key: Key[Array, ""]) -> hf.Decoder:
     norm = partial(RMSNorm, epsilon=config["mixer_rms_eps"], scaled=False)
     return build_mamba_decoder(config, make_mamba_factory(config, norm=norm), key=key)
 
 
-FALCON_MAMBA = Family(
+FALCON_MAMBA = hf.Family(
     name="falcon_mamba",
     architecture="FalconMambaForCausalLM",
     build=_build_falcon_mamba,

@@ -3,29 +3,21 @@ times sqrt(hidden_size)."""
 
 from jaxtyping import Array, Key
 
-from zoo.models.decoder import Decoder
-from zoo.models.hf.builders import (
-    build_config_decoder,
-    make_attention_factory,
-    make_gated_mlp_factory,
-    make_rms_norm_factory,
-)
-from zoo.models.hf.kinds import optional_count
-from zoo.models.hf.spec import Config, Family
+from zoo.models.hf import grammar as hf
 
 from . import llama
 
 
-def _build_gemma(config: Config, *, key: Key[Array, ""]) -> Decoder:
+def _build_gemma(config: hf.Config, *, key: Key[Array, ""]) -> hf.Decoder:
     # "gelu" of the first releases is its tanh approximation, as in transformers
     if config["hidden_act"] == "gelu":
-        config = Config(config, hidden_act="gelu_pytorch_tanh")
-    norm = make_rms_norm_factory(config, offset=1.0)
+        config = hf.Config(config, hidden_act="gelu_pytorch_tanh")
+    norm = hf.make_rms_norm_factory(config, offset=1.0)
     bias = config["attention_bias"]
-    mixer = make_attention_factory(config, bias=bias, out_bias=bias)
-    ffn = make_gated_mlp_factory(config)
+    mixer = hf.make_attention_factory(config, bias=bias, out_bias=bias)
+    ffn = hf.make_gated_mlp_factory(config)
     layers = [(mixer, ffn)] * config["num_hidden_layers"]
-    return build_config_decoder(config, layers, norm, multiplier=config["hidden_size"] ** 0.5, key=key)
+    return hf.build_config_decoder(config, layers, norm, multiplier=config["hidden_size"] ** 0.5, key=key)
 
 
 DEFAULTS = {
@@ -35,14 +27,14 @@ DEFAULTS = {
     "intermediate_size": 24576,
     "num_hidden_layers": 28,
     "num_attention_heads": 16,
-    "num_key_value_heads": optional_count(16),
-    "head_dim": optional_count(256),
+    "num_key_value_heads": hf.optional_count(16),
+    "head_dim": hf.optional_count(256),
     "hidden_act": "gelu_pytorch_tanh",
     "max_position_embeddings": 8192,
     "tie_word_embeddings": True,
 }
 
-GEMMA = Family(
+GEMMA = hf.Family(
     name="gemma",
     architecture="GemmaForCausalLM",
     build=_build_gemma,
@@ -50,5 +42,5 @@ GEMMA = Family(
     defaults=DEFAULTS,
     required_values={"hidden_activation": (None, "gelu_pytorch_tanh")},
     ignored_tensors=llama.LLAMA.ignored_tensors,
-    describe=llama.describe_dense,
+    describe=hf.describe_dense,
 )

@@ -5,33 +5,24 @@ from collections.abc import Callable, Sequence
 
 from jaxtyping import Array, Key
 
-from zoo.models.build import MixerFactory
-from zoo.models.decoder import AbstractBlock, Decoder
-from zoo.models.hf.builders import (
-    build_config_decoder,
-    list_layer_windows,
-    list_patterned_types,
-    make_gated_mlp_factory,
-    make_rms_norm_factory,
-    make_sandwich_block,
-    make_windowed_attention_factories,
-    read_layer_types,
-)
-from zoo.models.hf.kinds import optional_count, optional_non_negative, optional_number, optional_words
-from zoo.models.hf.spec import Config, Family, NameMap, prefixed
+from zoo.models.hf import grammar as hf
 
 from . import gemma, llama
 
 
-def build_gemma2(config: Config, *, block: Callable[..., AbstractBlock] | None = None, key: Key[Array, ""]) -> Decoder:
+def build_gemma2(
+    config: hf.Config, *, block: Callable[..., hf.AbstractBlock] | None = None, key: Key[Array, ""]
+) -> hf.Decoder:
     """Build the model of a Gemma 2 config, with norms before and after each sublayer unless `block` is given."""
-    types = read_layer_types(config, list_patterned_types(Config(config, sliding_window_pattern=2)))
+    types = hf.read_layer_types(config, hf.list_patterned_types(hf.Config(config, sliding_window_pattern=2)))
     options = read_score_options(config)
-    mixers = make_windowed_attention_factories(config, list_layer_windows(types, config["sliding_window"]), **options)
+    mixers = hf.make_windowed_attention_factories(
+        config, hf.list_layer_windows(types, config["sliding_window"]), **options
+    )
     return build_sandwich_decoder(config, mixers, block=block, key=key)
 
 
-def read_score_options(config: Config) -> dict:
+def read_score_options(config: hf.Config) -> dict:
     """Return the options of attention that a Gemma config has: biases, the scale of scores, and their soft cap."""
     options = dict.fromkeys(("bias", "out_bias"), config["attention_bias"])
     scale = config["query_pre_attn_scalar"] ** -0.5
@@ -40,23 +31,23 @@ def read_score_options(config: Config) -> dict:
 
 
 def build_sandwich_decoder(
-    config: Config,
-    mixers: Sequence[MixerFactory],
+    config: hf.Config,
+    mixers: Sequence[hf.MixerFactory],
     *,
-    block: Callable[..., AbstractBlock] | None = None,
+    block: Callable[..., hf.AbstractBlock] | None = None,
     key: Key[Array, ""],
-) -> Decoder:
+) -> hf.Decoder:
     """Build Gemma's layers with these mixers, and norms before and after each sublayer unless `block` is given."""
-    norm = make_rms_norm_factory(config, offset=1.0)
-    ffn = make_gated_mlp_factory(config)
+    norm = hf.make_rms_norm_factory(config, offset=1.0)
+    ffn = hf.make_gated_mlp_factory(config)
     layers = [(mixer, ffn) for mixer in mixers]
     if block is None:
-        block = make_sandwich_block(norm)
+        block = hf.make_sandwich_block(norm)
     options = {"multiplier": config["hidden_size"] ** 0.5, "soft_cap": config["final_logit_softcapping"]}
-    return build_config_decoder(config, layers, norm, block=block, key=key, **options)
+    return hf.build_config_decoder(config, layers, norm, block=block, key=key, **options)
 
 
-NORM_NAMES: NameMap = {
+NORM_NAMES: hf.NameMap = {
     "input_layernorm": "mixer_norm",
     "post_attention_layernorm": "mixer_post_norm",
     "pre_feedforward_layernorm": "ffn_norm",
@@ -65,9 +56,9 @@ NORM_NAMES: NameMap = {
 """Norms before and after each sublayer."""
 
 
-def map_gemma2_names(config: Config) -> NameMap:
+def map_gemma2_names(config: hf.Config) -> hf.NameMap:
     """Return the name map of LLaMA-like models with norms before and after each sublayer."""
-    return llama.map_llama_layers(prefixed("mlp", "gated_mlp", llama.GATED_MLP_NAMES), norms=NORM_NAMES)
+    return llama.map_llama_layers(hf.prefixed("mlp", "gated_mlp", llama.GATED_MLP_NAMES), norms=NORM_NAMES)
 
 
 DEFAULTS = {
@@ -76,15 +67,15 @@ DEFAULTS = {
     "intermediate_size": 9216,
     "num_hidden_layers": 26,
     "num_attention_heads": 8,
-    "num_key_value_heads": optional_count(4),
+    "num_key_value_heads": hf.optional_count(4),
     "query_pre_attn_scalar": 256,
-    "attn_logit_softcapping": optional_number(50.0),
-    "final_logit_softcapping": optional_number(30.0),
-    "sliding_window": optional_non_negative(4096),
-    "layer_types": optional_words(),
+    "attn_logit_softcapping": hf.optional_number(50.0),
+    "final_logit_softcapping": hf.optional_number(30.0),
+    "sliding_window": hf.optional_non_negative(4096),
+    "layer_types": hf.optional_words(),
 }
 
-GEMMA2 = Family(
+GEMMA2 = hf.Family(
     name="gemma2",
     architecture="Gemma2ForCausalLM",
     build=build_gemma2,

@@ -3,32 +3,22 @@ have a sliding window and a RoPE of smaller base."""
 
 from jaxtyping import Array, Key
 
-from zoo.models.decoder import Decoder
-from zoo.models.hf.builders import (
-    build_layer_rotaries,
-    list_layer_windows,
-    list_patterned_types,
-    make_head_norm_factory,
-    make_layerwise_attention_factories,
-    read_layer_types,
-)
-from zoo.models.hf.kinds import WINDOW_PATTERN, Default, optional_number
-from zoo.models.hf.spec import Config, Family
+from zoo.models.hf import grammar as hf
 
 from . import gemma2, llama
 
 
-def _build_gemma3_text(config: Config, *, key: Key[Array, ""]) -> Decoder:
-    types = read_layer_types(config, list_patterned_types(config))
-    windows = list_layer_windows(types, config["sliding_window"])
-    rotaries = build_layer_rotaries(config, types)
-    options = gemma2.read_score_options(Config(config, attn_logit_softcapping=None))
-    options["qk_norm"] = make_head_norm_factory(config, offset=1.0)
-    mixers = make_layerwise_attention_factories(config, windows, rotaries, **options)
+def _build_gemma3_text(config: hf.Config, *, key: Key[Array, ""]) -> hf.Decoder:
+    types = hf.read_layer_types(config, hf.list_patterned_types(config))
+    windows = hf.list_layer_windows(types, config["sliding_window"])
+    rotaries = hf.build_layer_rotaries(config, types)
+    options = gemma2.read_score_options(hf.Config(config, attn_logit_softcapping=None))
+    options["qk_norm"] = hf.make_head_norm_factory(config, offset=1.0)
+    mixers = hf.make_layerwise_attention_factories(config, windows, rotaries, **options)
     return gemma2.build_sandwich_decoder(config, mixers, key=key)
 
 
-GEMMA3_TEXT = Family(
+GEMMA3_TEXT = hf.Family(
     name="gemma3_text",
     architecture="Gemma3ForCausalLM",
     build=_build_gemma3_text,
@@ -41,9 +31,9 @@ GEMMA3_TEXT = Family(
             "sliding_attention": {"rope_theta": 10000.0},
             "full_attention": {"rope_theta": 1000000.0},
         },
-        "final_logit_softcapping": optional_number(),
-        "sliding_window_pattern": Default(6, WINDOW_PATTERN),
-        "sliding_rope_theta": optional_number(),
+        "final_logit_softcapping": hf.optional_number(),
+        "sliding_window_pattern": hf.Default(6, hf.WINDOW_PATTERN),
+        "sliding_rope_theta": hf.optional_number(),
     },
     aliases={
         "hidden_activation": "hidden_act",

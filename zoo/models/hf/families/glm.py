@@ -6,34 +6,25 @@ from typing import Any
 
 from jaxtyping import Array, Key
 
-from zoo.models.decoder import Block, Decoder
-from zoo.models.hf.builders import (
-    build_config_decoder,
-    build_rotary,
-    make_attention_factory,
-    make_gated_mlp_factory,
-    make_rms_norm_factory,
-)
-from zoo.models.hf.kinds import optional_count
-from zoo.models.hf.spec import Config, Family, NameMap
+from zoo.models.hf import grammar as hf
 
 from . import llama, phi3
 
 
-def _build_glm(config: Config, *, key: Key[Array, ""]) -> Decoder:
-    return build_glm_layers(config, Block, key=key)
+def _build_glm(config: hf.Config, *, key: Key[Array, ""]) -> hf.Decoder:
+    return build_glm_layers(config, hf.Block, key=key)
 
 
-def build_glm_layers(config: Config, block: Callable[..., Any], *, key: Key[Array, ""]) -> Decoder:
+def build_glm_layers(config: hf.Config, block: Callable[..., Any], *, key: Key[Array, ""]) -> hf.Decoder:
     """Build GLM's layers with this residual wiring."""
-    mixer = make_attention_factory(
-        config, rotary=build_rotary(config, interleaved=True), bias=config["attention_bias"], out_bias=False
+    mixer = hf.make_attention_factory(
+        config, rotary=hf.build_rotary(config, interleaved=True), bias=config["attention_bias"], out_bias=False
     )
-    layers = [(mixer, make_gated_mlp_factory(config))] * config["num_hidden_layers"]
-    return build_config_decoder(config, layers, make_rms_norm_factory(config), block=block, key=key)
+    layers = [(mixer, hf.make_gated_mlp_factory(config))] * config["num_hidden_layers"]
+    return hf.build_config_decoder(config, layers, hf.make_rms_norm_factory(config), block=block, key=key)
 
 
-def _map_glm_names(config: Config) -> NameMap:
+def _map_glm_names(config: hf.Config) -> hf.NameMap:
     return llama.map_llama_layers(phi3.map_fused_gated_mlp())
 
 
@@ -42,15 +33,15 @@ DEFAULTS = {
     "vocab_size": 151552,
     "intermediate_size": 13696,
     "num_hidden_layers": 40,
-    "num_key_value_heads": optional_count(2),
-    "head_dim": optional_count(128),
+    "num_key_value_heads": hf.optional_count(2),
+    "head_dim": hf.optional_count(128),
     "max_position_embeddings": 131072,
     "rms_norm_eps": 1.5625e-7,
     "rope_parameters": {"rope_theta": 10000.0, "partial_rotary_factor": 0.5},
     "attention_bias": True,
 }
 
-GLM = Family(
+GLM = hf.Family(
     name="glm",
     architecture="GlmForCausalLM",
     build=_build_glm,

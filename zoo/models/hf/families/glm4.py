@@ -2,18 +2,16 @@
 
 from jaxtyping import Array, Key
 
-from zoo.models.decoder import Decoder
-from zoo.models.hf.builders import make_rms_norm_factory, make_sandwich_block
-from zoo.models.hf.spec import Config, Family, NameMap
+from zoo.models.hf import grammar as hf
 
 from . import glm, llama, phi3
 
 
-def _build_glm4(config: Config, *, key: Key[Array, ""]) -> Decoder:
-    return glm.build_glm_layers(config, make_sandwich_block(make_rms_norm_factory(config)), key=key)
+def _build_glm4(config: hf.Config, *, key: Key[Array, ""]) -> hf.Decoder:
+    return glm.build_glm_layers(config, hf.make_sandwich_block(hf.make_rms_norm_factory(config)), key=key)
 
 
-def _map_glm4_names(config: Config) -> NameMap:
+def _map_glm4_names(config: hf.Config) -> hf.NameMap:
     norms = {
         "input_layernorm": "mixer_norm",
         "post_self_attn_layernorm": "mixer_post_norm",
@@ -23,7 +21,7 @@ def _map_glm4_names(config: Config) -> NameMap:
     return llama.map_llama_layers(phi3.map_fused_gated_mlp(), norms=norms)
 
 
-GLM4 = Family(
+GLM4 = hf.Family(
     name="glm4",
     architecture="Glm4ForCausalLM",
     build=_build_glm4,

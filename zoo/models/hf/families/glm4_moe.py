@@ -5,40 +5,31 @@ from typing import Any
 
 from jaxtyping import Array, Key
 
-from zoo.models.decoder import Decoder
-from zoo.models.hf.builders import (
-    build_moe_decoder,
-    make_biased_router_factory,
-    make_head_norm_factory,
-    make_mixture_factory,
-)
-from zoo.models.hf.kinds import non_negative, optional_count
-from zoo.models.hf.spec import Config, Family
+from zoo.models.hf import grammar as hf
 
-from ..describe import describe_mixture
 from . import dots1, llama
 from .deepseek_v3 import find_mtp_tensors
 
 
-def build_glm4_moe(config: Config, *, key: Key[Array, ""]) -> Decoder:
+def build_glm4_moe(config: hf.Config, *, key: Key[Array, ""]) -> hf.Decoder:
     """Build the model of a GLM-4.5 config."""
     width = config["moe_intermediate_size"]
-    norm = make_head_norm_factory(config) if config["use_qk_norm"] else None
+    norm = hf.make_head_norm_factory(config) if config["use_qk_norm"] else None
     shared = config["n_shared_experts"] * width
-    router = make_biased_router_factory(config)
-    experts = make_mixture_factory(config, router, config["n_routed_experts"], width=width, shared=shared)
-    return build_moe_decoder(
+    router = hf.make_biased_router_factory(config)
+    experts = hf.make_mixture_factory(config, router, config["n_routed_experts"], width=width, shared=shared)
+    return hf.build_moe_decoder(
         config, dots1.mark_dots1_moe_layers(config), experts, qk_norm=norm, bias=config["attention_bias"], key=key
     )
 
 
 def _describe_glm4_moe(model: Any) -> dict[str, Any]:
     """Return the config with an explicit `partial_rotary_factor`, since this family's default is 0.5."""
-    config = describe_mixture(model)
+    config = hf.describe_mixture(model)
     return {**config, "rope_parameters": {"partial_rotary_factor": 1.0, **config["rope_parameters"]}}
 
 
-GLM4_MOE = Family(
+GLM4_MOE = hf.Family(
     name="glm4_moe",
     architecture="Glm4MoeForCausalLM",
     build=build_glm4_moe,
@@ -48,7 +39,7 @@ GLM4_MOE = Family(
         "vocab_size": 151552,
         "num_hidden_layers": 46,
         "num_attention_heads": 96,
-        "num_key_value_heads": optional_count(8),
+        "num_key_value_heads": hf.optional_count(8),
         "max_position_embeddings": 131072,
         "rms_norm_eps": 1e-5,
         "rope_parameters": {"rope_theta": 10000.0, "partial_rotary_factor": 0.5},
@@ -56,7 +47,7 @@ GLM4_MOE = Family(
         "n_shared_experts": 1,
         "num_experts_per_tok": 8,
         "norm_topk_prob": True,
-        "first_k_dense_replace": non_negative(1),
+        "first_k_dense_replace": hf.non_negative(1),
         "use_qk_norm": False,
     },
     aliases={"num_local_experts": "n_routed_experts"},

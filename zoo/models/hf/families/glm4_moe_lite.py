@@ -1,13 +1,11 @@
 """GLM-4.7-Flash (Zeng et al., arXiv:2508.06471): DeepSeek-V3's latent attention and mixture of experts, after a dense
 layer. Multi-token prediction layers (MTP), which files have after the last layer, are not read."""
 
-from zoo.models.hf.kinds import Default, non_negative, optional_count, optional_words
-from zoo.models.hf.spec import Family
-from zoo.models.hf.values import POSITIVE_NUMBER
+from zoo.models.hf import grammar as hf
 
 from . import deepseek_v2, deepseek_v3
 
-GLM4_MOE_LITE = Family(
+GLM4_MOE_LITE = hf.Family(
     name="glm4_moe_lite",
     architecture="Glm4MoeLiteForCausalLM",
     build=deepseek_v3.build_deepseek_v3,
@@ -19,18 +17,18 @@ GLM4_MOE_LITE = Family(
         "intermediate_size": 10240,
         "num_hidden_layers": 47,
         "num_attention_heads": 20,
-        "num_key_value_heads": optional_count(20),
+        "num_key_value_heads": hf.optional_count(20),
         "max_position_embeddings": 202752,
         "rms_norm_eps": 1e-5,
-        "q_lora_rank": optional_count(768),
+        "q_lora_rank": hf.optional_count(768),
         "qk_nope_head_dim": 192,
         "v_head_dim": 256,
-        "first_k_dense_replace": non_negative(1),
-        "mlp_layer_types": optional_words(),
+        "first_k_dense_replace": hf.non_negative(1),
+        "mlp_layer_types": hf.optional_words(),
         "moe_intermediate_size": 1536,
         "n_routed_experts": 64,
         "num_experts_per_tok": 4,
-        "routed_scaling_factor": Default(1.8, POSITIVE_NUMBER),
+        "routed_scaling_factor": hf.Default(1.8, hf.POSITIVE_NUMBER),
         "n_group": 1,
         "topk_group": 1,
     },

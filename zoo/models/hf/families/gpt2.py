@@ -5,47 +5,41 @@ from functools import partial
 
 from jaxtyping import Array, Key
 
-from zoo.models.decoder import Decoder
-from zoo.models.hf.builders import (
-    build_config_decoder,
-    make_attention_factory,
-    make_layer_norm_factory,
-    make_mlp_factory,
-    read_head_sizes,
-)
-from zoo.models.hf.kinds import optional_count
-from zoo.models.hf.spec import Config, Family, NameMap, fused, prefixed
+from zoo.models.hf import grammar as hf
 
 
-def _build_gpt2(config: Config, *, key: Key[Array, ""]) -> Decoder:
-    norm = make_layer_norm_factory(config)
-    ffn = make_mlp_factory(config)
+def _build_gpt2(config: hf.Config, *, key: Key[Array, ""]) -> hf.Decoder:
+    norm = hf.make_layer_norm_factory(config)
+    ffn = hf.make_mlp_factory(config)
     count = config["num_hidden_layers"]
-    make = partial(make_attention_factory, config, rotary=None, bias=True, out_bias=True)
+    make = partial(hf.make_attention_factory, config, rotary=None, bias=True, out_bias=True)
     scale = None if config["scale_attn_weights"] else 1.0
     if config["scale_attn_by_inverse_layer_idx"]:
-        whole = read_head_sizes(config)[2] ** -0.5 if scale is None else scale
+        whole = hf.read_head_sizes(config)[2] ** -0.5 if scale is None else scale
         mixers = [make(scale=whole / number) for number in range(1, count + 1)]
     else:
         mixers = [make(scale=scale)] * count
     layers = [(mixer, ffn) for mixer in mixers]
-    return build_config_decoder(config, layers, norm, positions=config["max_position_embeddings"], key=key)
+    return hf.build_config_decoder(config, layers, norm, positions=config["max_position_embeddings"], key=key)
 
 
-def _map_gpt2_names(config: Config) -> NameMap:
-    attention = {"c_attn": fused("query", "key", "value", transposed=True), "c_proj": fused("out", transposed=True)}
-    mlp = {"c_fc": fused("up", transposed=True), "c_proj": fused("down", transposed=True)}
+def _map_gpt2_names(config: hf.Config) -> hf.NameMap:
+    attention = {
+        "c_attn": hf.fused("query", "key", "value", transposed=True),
+        "c_proj": hf.fused("out", transposed=True),
+    }
+    mlp = {"c_fc": hf.fused("up", transposed=True), "c_proj": hf.fused("down", transposed=True)}
     block = {
         "ln_1": "mixer_norm",
         "ln_2": "ffn_norm",
-        **prefixed("attn", "attention", attention),
-        **prefixed("mlp", "mlp", mlp),
+        **hf.prefixed("attn", "attention", attention),
+        **hf.prefixed("mlp", "mlp", mlp),
     }
-    shell = {"wte": "embedding", "wpe": "position_embedding", "ln_f": "norm", **prefixed("h.*", "layers.*", block)}
-    return {**prefixed("transformer", "", shell), "lm_head": "head"}
+    shell = {"wte": "embedding", "wpe": "position_embedding", "ln_f": "norm", **hf.prefixed("h.*", "layers.*", block)}
+    return {**hf.prefixed("transformer", "", shell), "lm_head": "head"}
 
 
-GPT2 = Family(
+GPT2 = hf.Family(
     name="gpt2",
     architecture="GPT2LMHeadModel",
     build=_build_gpt2,
@@ -53,7 +47,7 @@ GPT2 = Family(
     defaults={
         "vocab_size": 50257,
         "hidden_size": 768,
-        "intermediate_size": optional_count(),
+        "intermediate_size": hf.optional_count(),
         "num_hidden_layers": 12,
         "num_attention_heads": 12,
         "hidden_act": "gelu_new",

@@ -3,46 +3,39 @@ key and value head for all query heads."""
 
 from jaxtyping import Array, Key
 
-from zoo.models.decoder import Decoder
-from zoo.models.hf.builders import (
-    build_config_decoder,
-    make_attention_factory,
-    make_layer_norm_factory,
-    make_mlp_factory,
-)
-from zoo.models.hf.spec import Config, Family, NameMap, fused, prefixed
+from zoo.models.hf import grammar as hf
 
 from . import gpt2
 
 
-def _build_gpt_bigcode(config: Config, *, key: Key[Array, ""]) -> Decoder:
+def _build_gpt_bigcode(config: hf.Config, *, key: Key[Array, ""]) -> hf.Decoder:
     if config["multi_query"]:
         kv_heads = 1
     else:
         kv_heads = config["num_attention_heads"]
     scale = None if config["scale_attn_weights"] else 1.0
     options = {"bias": True, "out_bias": True, "kv_heads": kv_heads, "scale": scale}
-    mixer = make_attention_factory(config, rotary=None, **options)
-    layers = [(mixer, make_mlp_factory(config))] * config["num_hidden_layers"]
+    mixer = hf.make_attention_factory(config, rotary=None, **options)
+    layers = [(mixer, hf.make_mlp_factory(config))] * config["num_hidden_layers"]
     positions = config["max_position_embeddings"]
-    return build_config_decoder(config, layers, make_layer_norm_factory(config), positions=positions, key=key)
+    return hf.build_config_decoder(config, layers, hf.make_layer_norm_factory(config), positions=positions, key=key)
 
 
-def _map_gpt_bigcode_names(config: Config) -> NameMap:
+def _map_gpt_bigcode_names(config: hf.Config) -> hf.NameMap:
     """Return the name map: with one key head the projections follow each other, and else they do in each head."""
     groups = 1 if config["multi_query"] else config["num_attention_heads"]
-    attention = {"c_attn": fused("query", "key", "value", groups=groups), "c_proj": "out"}
+    attention = {"c_attn": hf.fused("query", "key", "value", groups=groups), "c_proj": "out"}
     block = {
         "ln_1": "mixer_norm",
         "ln_2": "ffn_norm",
-        **prefixed("attn", "attention", attention),
-        **prefixed("mlp", "mlp", {"c_fc": "up", "c_proj": "down"}),
+        **hf.prefixed("attn", "attention", attention),
+        **hf.prefixed("mlp", "mlp", {"c_fc": "up", "c_proj": "down"}),
     }
-    shell = {"wte": "embedding", "wpe": "position_embedding", "ln_f": "norm", **prefixed("h.*", "layers.*", block)}
-    return {**prefixed("transformer", "", shell), "lm_head": "head"}
+    shell = {"wte": "embedding", "wpe": "position_embedding", "ln_f": "norm", **hf.prefixed("h.*", "layers.*", block)}
+    return {**hf.prefixed("transformer", "", shell), "lm_head": "head"}
 
 
-GPT_BIGCODE = Family(
+GPT_BIGCODE = hf.Family(
     name="gpt_bigcode",
     architecture="GPTBigCodeForCausalLM",
     build=_build_gpt_bigcode,

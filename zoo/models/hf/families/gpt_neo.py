@@ -5,57 +5,45 @@ from collections.abc import Sequence
 
 from jaxtyping import Array, Key
 
-from zoo.models.decoder import Decoder
-from zoo.models.hf.builders import (
-    build_config_decoder,
-    list_layer_types,
-    list_layer_windows,
-    make_layer_norm_factory,
-    make_mlp_factory,
-    make_windowed_attention_factories,
-)
-from zoo.models.hf.errors import ConfigError
-from zoo.models.hf.kinds import Default, optional_count
-from zoo.models.hf.spec import Config, Family, NameMap, prefixed
-from zoo.models.hf.values import ValueKind, integer, list_of, optional
+from zoo.models.hf import grammar as hf
 
 from . import gpt2
 
 _GLOBAL, _LOCAL = "global", "local"
 
 
-def _build_gpt_neo(config: Config, *, key: Key[Array, ""]) -> Decoder:
-    windows = list_layer_windows(_list_types(config), config["window_size"])
-    mixers = make_windowed_attention_factories(config, windows, rotary=None, scale=1.0, out_bias=True)
-    ffn = make_mlp_factory(config)
+def _build_gpt_neo(config: hf.Config, *, key: Key[Array, ""]) -> hf.Decoder:
+    windows = hf.list_layer_windows(_list_types(config), config["window_size"])
+    mixers = hf.make_windowed_attention_factories(config, windows, rotary=None, scale=1.0, out_bias=True)
+    ffn = hf.make_mlp_factory(config)
     layers = [(mixer, ffn) for mixer in mixers]
     positions = config["max_position_embeddings"]
-    return build_config_decoder(config, layers, make_layer_norm_factory(config), positions=positions, key=key)
+    return hf.build_config_decoder(config, layers, hf.make_layer_norm_factory(config), positions=positions, key=key)
 
 
-def _list_types(config: Config) -> list[str]:
+def _list_types(config: hf.Config) -> list[str]:
     """Return the attention type of each layer: from `attention_types`, runs of words with their numbers of repetitions,
     or every other layer local. **Raises** `ConfigError` unless they are as many as the layers."""
     layers = config["num_hidden_layers"]
     runs = config["attention_types"]
     if runs is None:
-        return list_layer_types(number % 2 for number in range(layers))
+        return hf.list_layer_types(number % 2 for number in range(layers))
     words = [word for run, repetitions in runs for _ in range(repetitions) for word in run]
     if len(words) != layers:
-        raise ConfigError(f"attention_types says the kind of {len(words)} layers, and num_layers = {layers}")
-    return list_layer_types(word == _LOCAL for word in words)
+        raise hf.ConfigError(f"attention_types says the kind of {len(words)} layers, and num_layers = {layers}")
+    return hf.list_layer_types(word == _LOCAL for word in words)
 
 
-def _map_gpt_neo_names(config: Config) -> NameMap:
+def _map_gpt_neo_names(config: hf.Config) -> hf.NameMap:
     attention = {"q_proj": "query", "k_proj": "key", "v_proj": "value", "out_proj": "out"}
     block = {
         "ln_1": "mixer_norm",
         "ln_2": "ffn_norm",
-        **prefixed("attn.attention", "attention", attention),
-        **prefixed("mlp", "mlp", {"c_fc": "up", "c_proj": "down"}),
+        **hf.prefixed("attn.attention", "attention", attention),
+        **hf.prefixed("mlp", "mlp", {"c_fc": "up", "c_proj": "down"}),
     }
-    shell = {"wte": "embedding", "wpe": "position_embedding", "ln_f": "norm", **prefixed("h.*", "layers.*", block)}
-    return {**prefixed("transformer", "", shell), "lm_head": "head"}
+    shell = {"wte": "embedding", "wpe": "position_embedding", "ln_f": "norm", **hf.prefixed("h.*", "layers.*", block)}
+    return {**hf.prefixed("transformer", "", shell), "lm_head": "head"}
 
 
 def _is_run(value: object) -> bool:
@@ -64,12 +52,12 @@ def _is_run(value: object) -> bool:
         return False
     words, repetitions = value
     is_list = isinstance(words, list | tuple) and all(word in (_GLOBAL, _LOCAL) for word in words)
-    return is_list and integer(minimum=0).fits(repetitions)
+    return is_list and hf.integer(minimum=0).fits(repetitions)
 
 
-_RUNS = optional(list_of(ValueKind('a run such as [["global", "local"], 12]', _is_run)))
+_RUNS = hf.optional(hf.list_of(hf.ValueKind('a run such as [["global", "local"], 12]', _is_run)))
 
-GPT_NEO = Family(
+GPT_NEO = hf.Family(
     name="gpt_neo",
     architecture="GPTNeoForCausalLM",
     build=_build_gpt_neo,
@@ -77,14 +65,14 @@ GPT_NEO = Family(
     defaults={
         "vocab_size": 50257,
         "hidden_size": 2048,
-        "intermediate_size": optional_count(),
+        "intermediate_size": hf.optional_count(),
         "num_hidden_layers": 24,
         "num_attention_heads": 16,
         "hidden_act": "gelu_new",
         "max_position_embeddings": 2048,
         "layer_norm_eps": 1e-5,
         "tie_word_embeddings": True,
-        "attention_types": Default(None, _RUNS),
+        "attention_types": hf.Default(None, _RUNS),
         "window_size": 256,
     },
     aliases={

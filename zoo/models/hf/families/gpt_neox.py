@@ -3,39 +3,31 @@ and feed-forward, RoPE on part of each head; a QKV projection that is fused per 
 
 from jaxtyping import Array, Key
 
-from zoo.models.blocks import ParallelBlock
-from zoo.models.decoder import Block, Decoder
-from zoo.models.hf.builders import (
-    build_config_decoder,
-    make_attention_factory,
-    make_layer_norm_factory,
-    make_mlp_factory,
-)
-from zoo.models.hf.spec import Config, Family, NameMap, fused, prefixed
+from zoo.models.hf import grammar as hf
 
 
-def _build_gpt_neox(config: Config, *, key: Key[Array, ""]) -> Decoder:
-    norm = make_layer_norm_factory(config)
+def _build_gpt_neox(config: hf.Config, *, key: Key[Array, ""]) -> hf.Decoder:
+    norm = hf.make_layer_norm_factory(config)
     bias = config["attention_bias"]
-    block = ParallelBlock if config["use_parallel_residual"] else Block
-    mixer = make_attention_factory(config, bias=bias, out_bias=bias)
-    ffn = make_mlp_factory(config)
-    return build_config_decoder(config, [(mixer, ffn)] * config["num_hidden_layers"], norm, block=block, key=key)
+    block = hf.ParallelBlock if config["use_parallel_residual"] else hf.Block
+    mixer = hf.make_attention_factory(config, bias=bias, out_bias=bias)
+    ffn = hf.make_mlp_factory(config)
+    return hf.build_config_decoder(config, [(mixer, ffn)] * config["num_hidden_layers"], norm, block=block, key=key)
 
 
-def _map_gpt_neox_names(config: Config) -> NameMap:
-    per_head = fused("query", "key", "value", groups=config["num_attention_heads"])
+def _map_gpt_neox_names(config: hf.Config) -> hf.NameMap:
+    per_head = hf.fused("query", "key", "value", groups=config["num_attention_heads"])
     block = {
         "input_layernorm": "mixer_norm",
         "post_attention_layernorm": "ffn_norm",
-        **prefixed("attention", "attention", {"query_key_value": per_head, "dense": "out"}),
-        **prefixed("mlp", "mlp", {"dense_h_to_4h": "up", "dense_4h_to_h": "down"}),
+        **hf.prefixed("attention", "attention", {"query_key_value": per_head, "dense": "out"}),
+        **hf.prefixed("mlp", "mlp", {"dense_h_to_4h": "up", "dense_4h_to_h": "down"}),
     }
-    shell = {"embed_in": "embedding", "final_layer_norm": "norm", **prefixed("layers.*", "layers.*", block)}
-    return {**prefixed("gpt_neox", "", shell), "embed_out": "head"}
+    shell = {"embed_in": "embedding", "final_layer_norm": "norm", **hf.prefixed("layers.*", "layers.*", block)}
+    return {**hf.prefixed("gpt_neox", "", shell), "embed_out": "head"}
 
 
-GPT_NEOX = Family(
+GPT_NEOX = hf.Family(
     name="gpt_neox",
     architecture="GPTNeoXForCausalLM",
     build=_build_gpt_neox,

@@ -6,32 +6,20 @@ from functools import partial
 from jaxtyping import Array, Key
 
 from zoo.layers import Linear, MXFP4Linear, TopSoftmaxRouter
-from zoo.models.decoder import Decoder
-from zoo.models.hf.builders import (
-    build_config_decoder,
-    compute_out_scale,
-    list_layer_windows,
-    make_mixture_factory,
-    make_rms_norm_factory,
-    make_windowed_attention_factories,
-    read_layer_types,
-)
-from zoo.models.hf.errors import ConfigError
-from zoo.models.hf.kinds import MXFP4, Default, optional_count, optional_non_negative, optional_words
-from zoo.models.hf.spec import Config, Family, NameMap, fused, prefixed
+from zoo.models.hf import grammar as hf
 from zoo.ops.quantized.mxfp4 import BLOCK_SIZE
 
 from . import llama
 from .gpt_oss_layers import ClampedGatedMLP
 
 
-def _build_gpt_oss(config: Config, *, key: Key[Array, ""]) -> Decoder:
-    norm = make_rms_norm_factory(config)
+def _build_gpt_oss(config: hf.Config, *, key: Key[Array, ""]) -> hf.Decoder:
+    norm = hf.make_rms_norm_factory(config)
     bias = config["attention_bias"]
     packed = config["quantization_config"] is not None
     for size in ("hidden_size", "intermediate_size"):
         if packed and config[size] % BLOCK_SIZE:
-            raise ConfigError(
+            raise hf.ConfigError(
                 f"quantization_config: {size} = {config[size]} is not a multiple of {BLOCK_SIZE}, as MXFP4 needs"
             )
     expert = partial(
@@ -41,23 +29,25 @@ def _build_gpt_oss(config: Config, *, key: Key[Array, ""]) -> Decoder:
         alpha=config["swiglu_alpha"],
         limit=config["swiglu_limit"],
         linear=MXFP4Linear if packed else Linear,
-        out_scale=compute_out_scale(config),
+        out_scale=hf.compute_out_scale(config),
     )
-    experts = make_mixture_factory(config, partial(TopSoftmaxRouter, bias=True), config["num_experts"], expert=expert)
+    experts = hf.make_mixture_factory(
+        config, partial(TopSoftmaxRouter, bias=True), config["num_experts"], expert=expert
+    )
 
     default = ["full_attention" if number % 2 else "sliding_attention" for number in range(config["num_hidden_layers"])]
-    windows = list_layer_windows(read_layer_types(config, default), config["sliding_window"])
-    mixers = make_windowed_attention_factories(config, windows, bias=bias, out_bias=bias, sinks=True)
-    return build_config_decoder(config, [(mixer, experts) for mixer in mixers], norm, key=key)
+    windows = hf.list_layer_windows(hf.read_layer_types(config, default), config["sliding_window"])
+    mixers = hf.make_windowed_attention_factories(config, windows, bias=bias, out_bias=bias, sinks=True)
+    return hf.build_config_decoder(config, [(mixer, experts) for mixer in mixers], norm, key=key)
 
 
-def _map_gpt_oss_names(config: Config) -> NameMap:
-    interleaved = partial(fused, groups=config["intermediate_size"])
-    experts: NameMap = {
+def _map_gpt_oss_names(config: hf.Config) -> hf.NameMap:
+    interleaved = partial(hf.fused, groups=config["intermediate_size"])
+    experts: hf.NameMap = {
         "gate_up_proj": interleaved("gate.weight", "up.weight", transposed=True),
-        "down_proj": fused("down.weight", transposed=True),
+        "down_proj": hf.fused("down.weight", transposed=True),
     }
-    packed: NameMap = {
+    packed: hf.NameMap = {
         **{f"gate_up_proj_{part}": interleaved(f"gate.{part}", f"up.{part}") for part in ("blocks", "scales")},
         **{f"down_proj_{part}": f"down.{part}" for part in ("blocks", "scales")},
     }
@@ -66,12 +56,12 @@ def _map_gpt_oss_names(config: Config) -> NameMap:
         "gate_up_proj_bias": interleaved("gate.bias", "up.bias"),
         "down_proj_bias": "down.bias",
     }
-    attention = prefixed("self_attn", "attention", {**llama.ATTENTION_NAMES, "sinks": "sinks"})
-    mixture = {"router": "router.scores", **prefixed("experts", "experts.*", experts)}
-    return llama.map_llama_layers(prefixed("mlp", "mixture_of_experts", mixture), attention)
+    attention = hf.prefixed("self_attn", "attention", {**llama.ATTENTION_NAMES, "sinks": "sinks"})
+    mixture = {"router": "router.scores", **hf.prefixed("experts", "experts.*", experts)}
+    return llama.map_llama_layers(hf.prefixed("mlp", "mixture_of_experts", mixture), attention)
 
 
-GPT_OSS = Family(
+GPT_OSS = hf.Family(
     name="gpt_oss",
     architecture="GptOssForCausalLM",
     build=_build_gpt_oss,
@@ -82,8 +72,8 @@ GPT_OSS = Family(
         "intermediate_size": 2880,
         "num_hidden_layers": 36,
         "num_attention_heads": 64,
-        "num_key_value_heads": optional_count(8),
-        "head_dim": optional_count(64),
+        "num_key_value_heads": hf.optional_count(8),
+        "head_dim": hf.optional_count(64),
         "num_experts": 128,
         "num_experts_per_tok": 4,
         "max_position_embeddings": 131072,
@@ -99,11 +89,11 @@ GPT_OSS = Family(
             "truncate": False,
         },
         "attention_bias": True,
-        "sliding_window": optional_non_negative(128),
-        "layer_types": optional_words(),
+        "sliding_window": hf.optional_non_negative(128),
+        "layer_types": hf.optional_words(),
         "swiglu_alpha": 1.702,
         "swiglu_limit": 7.0,
-        "quantization_config": Default(None, MXFP4),
+        "quantization_config": hf.Default(None, hf.MXFP4),
     },
     aliases={"num_local_experts": "num_experts"},
     ignored_keys=frozenset(

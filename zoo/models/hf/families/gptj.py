@@ -3,47 +3,36 @@ RoPE on part of each head."""
 
 from jaxtyping import Array, Key
 
-from zoo.models.decoder import Decoder
-from zoo.models.hf.builders import (
-    build_config_decoder,
-    make_attention_factory,
-    make_layer_norm_factory,
-    make_mlp_factory,
-    make_one_norm_block,
-    read_head_sizes,
-)
-from zoo.models.hf.errors import ConfigError
-from zoo.models.hf.kinds import optional_count
-from zoo.models.hf.spec import Config, Family, NameMap, prefixed
+from zoo.models.hf import grammar as hf
 from zoo.ops.rotary import Rotary
 
 from . import gpt2
 
 
-def build_gptj(config: Config, *, key: Key[Array, ""]) -> Decoder:
+def build_gptj(config: hf.Config, *, key: Key[Array, ""]) -> hf.Decoder:
     """Build the model of a GPT-J config."""
     dim = config["rotary_dim"]
-    head_dim = read_head_sizes(config)[2]
+    head_dim = hf.read_head_sizes(config)[2]
     if dim is None or dim % 2 or not 0 < dim <= head_dim:
-        raise ConfigError(f"rotary_dim = {dim}: rotary embeddings turn pairs of the {head_dim} values of each head")
-    mixer = make_attention_factory(config, rotary=Rotary(dim, interleaved=True))
-    layers = [(mixer, make_mlp_factory(config))] * config["num_hidden_layers"]
-    norm = make_layer_norm_factory(config)
-    return build_config_decoder(config, layers, norm, block=make_one_norm_block, head_bias=True, key=key)
+        raise hf.ConfigError(f"rotary_dim = {dim}: rotary embeddings turn pairs of the {head_dim} values of each head")
+    mixer = hf.make_attention_factory(config, rotary=Rotary(dim, interleaved=True))
+    layers = [(mixer, hf.make_mlp_factory(config))] * config["num_hidden_layers"]
+    norm = hf.make_layer_norm_factory(config)
+    return hf.build_config_decoder(config, layers, norm, block=hf.make_one_norm_block, head_bias=True, key=key)
 
 
-def _map_gptj_names(config: Config) -> NameMap:
+def _map_gptj_names(config: hf.Config) -> hf.NameMap:
     attention = {"q_proj": "query", "k_proj": "key", "v_proj": "value", "out_proj": "out"}
     block = {
         "ln_1": "mixer_norm",
-        **prefixed("attn", "attention", attention),
-        **prefixed("mlp", "mlp", {"fc_in": "up", "fc_out": "down"}),
+        **hf.prefixed("attn", "attention", attention),
+        **hf.prefixed("mlp", "mlp", {"fc_in": "up", "fc_out": "down"}),
     }
-    shell = {"wte": "embedding", "ln_f": "norm", **prefixed("h.*", "layers.*", block)}
-    return {**prefixed("transformer", "", shell), "lm_head": "head"}
+    shell = {"wte": "embedding", "ln_f": "norm", **hf.prefixed("h.*", "layers.*", block)}
+    return {**hf.prefixed("transformer", "", shell), "lm_head": "head"}
 
 
-GPTJ = Family(
+GPTJ = hf.Family(
     name="gptj",
     architecture="GPTJForCausalLM",
     build=build_gptj,
@@ -51,13 +40,13 @@ GPTJ = Family(
     defaults={
         "vocab_size": 50400,
         "hidden_size": 4096,
-        "intermediate_size": optional_count(),
+        "intermediate_size": hf.optional_count(),
         "num_hidden_layers": 28,
         "num_attention_heads": 16,
         "hidden_act": "gelu_new",
         "layer_norm_eps": 1e-5,
         "tie_word_embeddings": False,
-        "rotary_dim": optional_count(64),
+        "rotary_dim": hf.optional_count(64),
     },
     aliases={key: value for key, value in gpt2.GPT2.aliases.items() if key != "n_positions"},
     required_values={

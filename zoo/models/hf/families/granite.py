@@ -8,50 +8,44 @@ from typing import Any
 from jaxtyping import Array, Key
 
 from zoo.layers import Attention
-from zoo.models.build import FeedForwardFactory, MixerFactory
-from zoo.models.decoder import Block, Decoder
-from zoo.models.hf.builders import (
-    build_config_decoder,
-    make_attention_factory,
-    make_gated_mlp_factory,
-    make_rms_norm_factory,
-    read_head_sizes,
-)
-from zoo.models.hf.errors import ConfigError
-from zoo.models.hf.spec import Config, Family
+from zoo.models.hf import grammar as hf
 
 from . import llama
 
 
-def _build_granite(config: Config, *, key: Key[Array, ""]) -> Decoder:
-    return build_granite_layers(config, make_gated_mlp_factory(config, bias=config["mlp_bias"]), key=key)
+def _build_granite(config: hf.Config, *, key: Key[Array, ""]) -> hf.Decoder:
+    return build_granite_layers(config, hf.make_gated_mlp_factory(config, bias=config["mlp_bias"]), key=key)
 
 
 def build_granite_layers(
-    config: Config, ffn: FeedForwardFactory, mixers: Sequence[MixerFactory] | None = None, *, key: Key[Array, ""]
-) -> Decoder:
+    config: hf.Config,
+    ffn: hf.FeedForwardFactory,
+    mixers: Sequence[hf.MixerFactory] | None = None,
+    *,
+    key: Key[Array, ""],
+) -> hf.Decoder:
     """Build Granite's layers with this feed-forward layer, and its multipliers. `mixers` has the mixer of each layer,
     attention by default."""
-    norm = make_rms_norm_factory(config)
+    norm = hf.make_rms_norm_factory(config)
     if config["logits_scaling"] == 0:
-        raise ConfigError("logits_scaling = 0: logits are divided by it")
-    block: Callable[..., Any] = partial(Block, residual_multiplier=config["residual_multiplier"])
+        raise hf.ConfigError("logits_scaling = 0: logits are divided by it")
+    block: Callable[..., Any] = partial(hf.Block, residual_multiplier=config["residual_multiplier"])
     multipliers = {"multiplier": config["embedding_multiplier"], "logits_multiplier": 1 / config["logits_scaling"]}
-    attention: Sequence[MixerFactory] = [make_granite_attention_factory(config)] * config["num_hidden_layers"]
+    attention: Sequence[hf.MixerFactory] = [make_granite_attention_factory(config)] * config["num_hidden_layers"]
     layers = [(mixer, ffn) for mixer in mixers or attention]
-    return build_config_decoder(config, layers, norm, block=block, key=key, **multipliers)
+    return hf.build_config_decoder(config, layers, norm, block=block, key=key, **multipliers)
 
 
-def make_granite_attention_factory(config: Config, **options: Any) -> Callable[..., Attention]:
+def make_granite_attention_factory(config: hf.Config, **options: Any) -> Callable[..., Attention]:
     """Return a factory of attention with Granite's multiplier of scores, and these options."""
-    return make_attention_factory(config, **read_attention_options(config), **options)
+    return hf.make_attention_factory(config, **read_attention_options(config), **options)
 
 
-def read_attention_options(config: Config) -> dict[str, Any]:
+def read_attention_options(config: hf.Config) -> dict[str, Any]:
     """Return the options of attention that Granite has: biases, and the multiplier of scores."""
     bias = config["attention_bias"]
     scale = config["attention_multiplier"]
-    if scale == read_head_sizes(config)[2] ** -0.5:
+    if scale == hf.read_head_sizes(config)[2] ** -0.5:
         scale = None
     return {"bias": bias, "out_bias": bias, "scale": scale}
 
@@ -63,7 +57,7 @@ MULTIPLIERS = {
     "logits_scaling": 1.0,
 }
 
-GRANITE = Family(
+GRANITE = hf.Family(
     name="granite",
     architecture="GraniteForCausalLM",
     build=_build_granite,

@@ -4,30 +4,27 @@ by a softmax over the top-k logits, and four multipliers: of embeddings, residua
 from jaxtyping import Array, Key
 
 from zoo.layers import TopSoftmaxRouter
-from zoo.models.decoder import Decoder
-from zoo.models.hf.builders import make_mixture_factory
-from zoo.models.hf.spec import Config, Family, NameMap, fused, prefixed
+from zoo.models.hf import grammar as hf
 
-from ..describe import describe_mixture
 from . import granite, llama
 
 
-def _build_granitemoe(config: Config, *, key: Key[Array, ""]) -> Decoder:
-    experts = make_mixture_factory(config, TopSoftmaxRouter, config["num_local_experts"])
+def _build_granitemoe(config: hf.Config, *, key: Key[Array, ""]) -> hf.Decoder:
+    experts = hf.make_mixture_factory(config, TopSoftmaxRouter, config["num_local_experts"])
     return granite.build_granite_layers(config, experts, key=key)
 
 
-def map_granitemoe_names(config: Config) -> NameMap:
+def map_granitemoe_names(config: hf.Config) -> hf.NameMap:
     """Return the name map of files."""
-    fusion = fused("experts.gate", "experts.up")  # all experts in one tensor
+    fusion = hf.fused("experts.gate", "experts.up")  # all experts in one tensor
     mixture = {"router.layer": "router.scores", "input_linear": fusion, "output_linear": "experts.down"}
-    return llama.map_llama_layers(prefixed("block_sparse_moe", "mixture_of_experts", mixture))
+    return llama.map_llama_layers(hf.prefixed("block_sparse_moe", "mixture_of_experts", mixture))
 
 
-def map_granitemoe_memory_names(config: Config) -> NameMap:
+def map_granitemoe_memory_names(config: hf.Config) -> hf.NameMap:
     """Return the name map in memory."""
-    mixture = {"router": "router.scores", **prefixed("experts", "experts.*", llama.FUSED_EXPERT_NAMES)}
-    return llama.map_llama_layers(prefixed("block_sparse_moe", "mixture_of_experts", mixture))
+    mixture = {"router": "router.scores", **hf.prefixed("experts", "experts.*", llama.FUSED_EXPERT_NAMES)}
+    return llama.map_llama_layers(hf.prefixed("block_sparse_moe", "mixture_of_experts", mixture))
 
 
 DEFAULTS = {
@@ -36,7 +33,7 @@ DEFAULTS = {
     "num_experts_per_tok": 2,
 }
 
-GRANITEMOE = Family(
+GRANITEMOE = hf.Family(
     name="granitemoe",
     architecture="GraniteMoeForCausalLM",
     build=_build_granitemoe,
@@ -44,5 +41,5 @@ GRANITEMOE = Family(
     defaults=DEFAULTS,
     ignored_tensors=llama.LLAMA.ignored_tensors,
     memory_names=map_granitemoe_memory_names,
-    describe=describe_mixture,
+    describe=hf.describe_mixture,
 )

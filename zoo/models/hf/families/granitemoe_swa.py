@@ -3,23 +3,22 @@ a shared MLP where the config has one, after the windowed attention with sinks o
 
 from jaxtyping import Array, Key
 
-from zoo.models.decoder import Decoder
-from zoo.models.hf.spec import Config, Family, NameMap
+from zoo.models.hf import grammar as hf
 
 from . import granite_swa, granitemoeshared, llama
 
 
-def _build_granitemoe_swa(config: Config, *, key: Key[Array, ""]) -> Decoder:
+def _build_granitemoe_swa(config: hf.Config, *, key: Key[Array, ""]) -> hf.Decoder:
     return granite_swa.build_windowed_granite(config, granitemoeshared.make_shared_mixture(config), key=key)
 
 
-def _map_granitemoe_swa_names(config: Config) -> NameMap:
+def _map_granitemoe_swa_names(config: hf.Config) -> hf.NameMap:
     """Return the name map: files have all experts of a layer in one tensor, as transformers has them in memory."""
     sinks = {"model.layers.*.self_attn.sinks": "layers.*.attention.sinks"}
     return {**granitemoeshared.map_granitemoeshared_memory_names(config), **sinks}
 
 
-GRANITEMOE_SWA = Family(
+GRANITEMOE_SWA = hf.Family(
     name="granitemoe_swa",
     architecture="GraniteMoeSWAForCausalLM",
     build=_build_granitemoe_swa,

@@ -6,29 +6,18 @@ from typing import Any
 from jaxtyping import Array, Key
 
 from zoo.layers import Attention, GatedMLP, Mamba2, MixtureOfExperts, RMSNorm
-from zoo.models.decoder import Block, Decoder
-from zoo.models.hf.builders import (
-    build_rotary,
-    find_activation_name,
-    pick_mixers,
-    read_layer_types,
-)
-from zoo.models.hf.errors import ConfigError
-from zoo.models.hf.kinds import Default, non_negative, optional_words
-from zoo.models.hf.spec import Config, Family, NameMap, prefixed
-from zoo.models.hf.values import ValueKind
+from zoo.models.hf import grammar as hf
 
-from ..describe import check_type, describe_rope_parameters, eval_shape_blocks, has_bias
 from . import bamba, granite, granitemoe, granitemoeshared, llama
 from .mamba2 import write_dt_limits
 
-_POSITIONS = ValueKind("null, rope or nope", lambda value: value in (None, "rope", "nope"))
+_POSITIONS = hf.ValueKind("null, rope or nope", lambda value: value in (None, "rope", "nope"))
 
 
-def _build_granitemoehybrid(config: Config, *, key: Key[Array, ""]) -> Decoder:
-    types = read_layer_types(config, ["linear_attention"] * config["num_hidden_layers"])
+def _build_granitemoehybrid(config: hf.Config, *, key: Key[Array, ""]) -> hf.Decoder:
+    types = hf.read_layer_types(config, ["linear_attention"] * config["num_hidden_layers"])
     if config["position_embedding_type"] == "rope":
-        rotary = build_rotary(config)
+        rotary = hf.build_rotary(config)
     else:
         rotary = None
     attention = granite.make_granite_attention_factory(config, rotary=rotary)
@@ -36,25 +25,25 @@ def _build_granitemoehybrid(config: Config, *, key: Key[Array, ""]) -> Decoder:
     # in the words of transformers 5 and of older files
     mixers = {"full_attention": attention, "attention": attention, "linear_attention": mamba, "mamba": mamba}
     ffn = granitemoeshared.make_shared_mixture(config)
-    return granite.build_granite_layers(config, ffn, pick_mixers(types, mixers), key=key)
+    return granite.build_granite_layers(config, ffn, hf.pick_mixers(types, mixers), key=key)
 
 
-def _map_granitemoehybrid_names(config: Config) -> NameMap:
+def _map_granitemoehybrid_names(config: hf.Config) -> hf.NameMap:
     return _add_hybrid_names(config, granitemoe.map_granitemoe_names(config))
 
 
-def _map_granitemoehybrid_memory_names(config: Config) -> NameMap:
+def _map_granitemoehybrid_memory_names(config: hf.Config) -> hf.NameMap:
     return _add_hybrid_names(config, granitemoe.map_granitemoe_memory_names(config))
 
 
-def _add_hybrid_names(config: Config, names: NameMap) -> NameMap:
+def _add_hybrid_names(config: hf.Config, names: hf.NameMap) -> hf.NameMap:
     """Add the names of Mamba-2 and of the shared MLP."""
     if config["num_local_experts"]:
         ours = "mixture_of_experts.shared"
     else:
         ours = "gated_mlp"
-    block = {**bamba.MAMBA2_NAMES, **prefixed("shared_mlp", ours, granitemoeshared.SHARED_NAMES)}
-    return {**names, **prefixed("model.layers.*", "layers.*", block)}
+    block = {**bamba.MAMBA2_NAMES, **hf.prefixed("shared_mlp", ours, granitemoeshared.SHARED_NAMES)}
+    return {**names, **hf.prefixed("model.layers.*", "layers.*", block)}
 
 
 def _describe_granitemoehybrid(model: Any) -> dict[str, Any]:
@@ -62,17 +51,17 @@ def _describe_granitemoehybrid(model: Any) -> dict[str, Any]:
 
     **Raises** `ConfigError` for a model without Mamba-2, and for other classes of layers.
     """
-    model, blocks = eval_shape_blocks(model)
+    model, blocks = hf.eval_shape_blocks(model)
     for block in blocks:
-        check_type("block", block, Block)
+        hf.check_type("block", block, hf.Block)
         if not isinstance(block.mixer, Attention):
-            check_type("mixer", block.mixer, Mamba2)
+            hf.check_type("mixer", block.mixer, Mamba2)
     first = blocks[0]
-    check_type("mixer_norm", first.mixer_norm, RMSNorm)
+    hf.check_type("mixer_norm", first.mixer_norm, RMSNorm)
     mamba = next((block.mixer for block in blocks if isinstance(block.mixer, Mamba2)), None)
     attention = next((block.mixer for block in blocks if isinstance(block.mixer, Attention)), None)
     if mamba is None:
-        raise ConfigError("none of its layers is Mamba-2")
+        raise hf.ConfigError("none of its layers is Mamba-2")
     kinds = {Mamba2: "linear_attention", Attention: "full_attention"}
     vocab, embed = model.embedding.table_shape
     return {
@@ -101,7 +90,7 @@ def _describe_mamba2(mixer: Mamba2, embed: int) -> dict[str, Any]:
         "mamba_d_conv": mixer.x_convolution.width,
         "mamba_expand": heads * mixer.head_dim // embed,
         "mamba_conv_bias": mixer.x_convolution.bias is not None,
-        "mamba_proj_bias": has_bias(mixer.out),
+        "mamba_proj_bias": hf.has_bias(mixer.out),
         "time_step_limit": write_dt_limits(mixer),
     }
 
@@ -114,12 +103,12 @@ def _describe_attention(mixer: Attention | None) -> dict[str, Any]:
         "num_attention_heads": mixer.query.out_size // mixer.head_dim,
         "num_key_value_heads": mixer.key.out_size // mixer.head_dim,
         "head_dim": mixer.head_dim,
-        "attention_bias": has_bias(mixer.query),
+        "attention_bias": hf.has_bias(mixer.query),
         "attention_multiplier": mixer.head_dim**-0.5 if mixer.scale is None else mixer.scale,
     }
     if mixer.rotary is None:
         return config
-    rope = describe_rope_parameters(mixer.rotary, mixer.head_dim)
+    rope = hf.describe_rope_parameters(mixer.rotary, mixer.head_dim)
     return config | {"position_embedding_type": "rope", "rope_parameters": rope}
 
 
@@ -129,16 +118,16 @@ def _describe_feed_forward(ffn: Any) -> dict[str, Any]:
     **Raises** `ConfigError` for a mixture without a shared expert.
     """
     if not isinstance(ffn, MixtureOfExperts):
-        check_type("ffn", ffn, GatedMLP)
-        activation = find_activation_name(ffn.activation)
+        hf.check_type("ffn", ffn, GatedMLP)
+        activation = hf.find_activation_name(ffn.activation)
         width = ffn.gate.out_size
         return {"hidden_act": activation, "num_local_experts": 0, "shared_intermediate_size": width}
     experts: Any = ffn.experts
     shared: Any = ffn.shared
-    check_type("experts", experts, GatedMLP)
-    check_type("shared expert", shared, GatedMLP)
+    hf.check_type("experts", experts, GatedMLP)
+    hf.check_type("shared expert", shared, GatedMLP)
     return {
-        "hidden_act": find_activation_name(experts.activation),
+        "hidden_act": hf.find_activation_name(experts.activation),
         "intermediate_size": experts.gate.out_size,
         "num_local_experts": ffn.router.scores.out_size,
         "num_experts_per_tok": ffn.router.top,
@@ -146,7 +135,7 @@ def _describe_feed_forward(ffn: Any) -> dict[str, Any]:
     }
 
 
-GRANITEMOEHYBRID = Family(
+GRANITEMOEHYBRID = hf.Family(
     name="granitemoehybrid",
     architecture="GraniteMoeHybridForCausalLM",
     build=_build_granitemoehybrid,
@@ -154,11 +143,11 @@ GRANITEMOEHYBRID = Family(
     defaults={
         **granitemoe.DEFAULTS,
         **bamba.MAMBA2_DEFAULTS,
-        "num_local_experts": non_negative(8),
-        "num_experts_per_tok": non_negative(2),
+        "num_local_experts": hf.non_negative(8),
+        "num_experts_per_tok": hf.non_negative(2),
         "shared_intermediate_size": 1024,
-        "layer_types": optional_words(),
-        "position_embedding_type": Default(None, _POSITIONS),
+        "layer_types": hf.optional_words(),
+        "position_embedding_type": hf.Default(None, _POSITIONS),
     },
     required_values={**bamba.REQUIRED_VALUES, "normalization_function": ("rmsnorm",)},
     ignored_keys=bamba.IGNORED_KEYS | {"init_method"},  # implementation, and initialization

@@ -3,52 +3,43 @@ layer. Multi-token prediction layers (MTP), which files have after the last laye
 
 from jaxtyping import Array, Key
 
-from zoo.models.decoder import Decoder
-from zoo.models.hf.builders import (
-    build_moe_decoder,
-    make_biased_router_factory,
-    make_head_norm_factory,
-    make_mixture_factory,
-)
-from zoo.models.hf.kinds import Default, optional_count, optional_words
-from zoo.models.hf.spec import Config, Family, NameMap, prefixed
-from zoo.models.hf.values import POSITIVE_NUMBER
+from zoo.models.hf import grammar as hf
 
 from . import deepseek_v3, dots1, llama, qwen2_moe
 
 
-def _build_hy_v3(config: Config, *, key: Key[Array, ""]) -> Decoder:
+def _build_hy_v3(config: hf.Config, *, key: Key[Array, ""]) -> hf.Decoder:
     width = config["moe_intermediate_size"]
     bias = config["attention_bias"]
-    config = Config(config, n_group=1, topk_group=1, norm_topk_prob=True, first_k_dense_replace=1)
-    router = make_biased_router_factory(config)
+    config = hf.Config(config, n_group=1, topk_group=1, norm_topk_prob=True, first_k_dense_replace=1)
+    router = hf.make_biased_router_factory(config)
     shared = config["num_shared_experts"] * width
-    experts = make_mixture_factory(config, router, config["num_experts"], width=width, shared=shared)
-    options = {"qk_norm": make_head_norm_factory(config), "bias": bias, "out_bias": bias}
-    return build_moe_decoder(config, dots1.mark_dots1_moe_layers(config), experts, key=key, **options)
+    experts = hf.make_mixture_factory(config, router, config["num_experts"], width=width, shared=shared)
+    options = {"qk_norm": hf.make_head_norm_factory(config), "bias": bias, "out_bias": bias}
+    return hf.build_moe_decoder(config, dots1.mark_dots1_moe_layers(config), experts, key=key, **options)
 
 
-def _map_hy_v3_names(config: Config) -> NameMap:
+def _map_hy_v3_names(config: hf.Config) -> hf.NameMap:
     mixture = {
         "router.gate": "router.scores",
         "expert_bias": "router.selection_bias",
-        **prefixed("shared_mlp", "shared", llama.GATED_MLP_NAMES),
-        **prefixed("experts.*", "experts.*", llama.GATED_MLP_NAMES),
+        **hf.prefixed("shared_mlp", "shared", llama.GATED_MLP_NAMES),
+        **hf.prefixed("experts.*", "experts.*", llama.GATED_MLP_NAMES),
     }
     return qwen2_moe.map_qwen2_moe_layers(mixture)
 
 
-def _map_hy_v3_memory_names(config: Config) -> NameMap:
+def _map_hy_v3_memory_names(config: hf.Config) -> hf.NameMap:
     mixture = {
         "gate": "router.scores",
         "e_score_correction_bias": "router.selection_bias",
-        **prefixed("shared_experts", "shared", llama.GATED_MLP_NAMES),
-        **prefixed("experts", "experts.*", llama.FUSED_EXPERT_NAMES),
+        **hf.prefixed("shared_experts", "shared", llama.GATED_MLP_NAMES),
+        **hf.prefixed("experts", "experts.*", llama.FUSED_EXPERT_NAMES),
     }
     return qwen2_moe.map_qwen2_moe_layers(mixture)
 
 
-HY_V3 = Family(
+HY_V3 = hf.Family(
     name="hy_v3",
     architecture="HYV3ForCausalLM",
     build=_build_hy_v3,
@@ -59,17 +50,17 @@ HY_V3 = Family(
         "intermediate_size": 13312,
         "num_hidden_layers": 80,
         "num_attention_heads": 64,
-        "num_key_value_heads": optional_count(8),
-        "head_dim": optional_count(128),
+        "num_key_value_heads": hf.optional_count(8),
+        "head_dim": hf.optional_count(128),
         "max_position_embeddings": 131072,
         "rms_norm_eps": 1e-5,
         "rope_parameters": {"rope_theta": 11158840.0},
-        "mlp_layer_types": optional_words(),
+        "mlp_layer_types": hf.optional_words(),
         "moe_intermediate_size": 1536,
         "num_experts": 192,
         "num_experts_per_tok": 8,
         "num_shared_experts": 1,
-        "routed_scaling_factor": Default(2.826, POSITIVE_NUMBER),
+        "routed_scaling_factor": hf.Default(2.826, hf.POSITIVE_NUMBER),
     },
     aliases={"router_scaling_factor": "routed_scaling_factor"},
     required_values={"mlp_bias": (False,)},

@@ -3,28 +3,20 @@ queries, keys and values, and one for biases of all other matrices."""
 
 from jaxtyping import Array, Key
 
-from zoo.models.decoder import Decoder
-from zoo.models.hf.builders import (
-    build_config_decoder,
-    make_attention_factory,
-    make_gated_mlp_factory,
-    make_rms_norm_factory,
-)
-from zoo.models.hf.kinds import optional_count
-from zoo.models.hf.spec import Config, Family
+from zoo.models.hf import grammar as hf
 
 from . import llama
 
 
-def _build_internlm3(config: Config, *, key: Key[Array, ""]) -> Decoder:
-    norm = make_rms_norm_factory(config)
+def _build_internlm3(config: hf.Config, *, key: Key[Array, ""]) -> hf.Decoder:
+    norm = hf.make_rms_norm_factory(config)
     bias = config["mlp_bias"]
-    mixer = make_attention_factory(config, bias=config["attention_bias"], out_bias=bias)
-    layers = [(mixer, make_gated_mlp_factory(config, bias=bias))] * config["num_hidden_layers"]
-    return build_config_decoder(config, layers, norm, key=key)
+    mixer = hf.make_attention_factory(config, bias=config["attention_bias"], out_bias=bias)
+    layers = [(mixer, hf.make_gated_mlp_factory(config, bias=bias))] * config["num_hidden_layers"]
+    return hf.build_config_decoder(config, layers, norm, key=key)
 
 
-INTERNLM3 = Family(
+INTERNLM3 = hf.Family(
     name="internlm3",
     architecture="LlamaForCausalLM",
     build=_build_internlm3,
@@ -34,8 +26,8 @@ INTERNLM3 = Family(
         "vocab_size": 128512,
         "intermediate_size": 10240,
         "num_hidden_layers": 48,
-        "num_key_value_heads": optional_count(2),
-        "head_dim": optional_count(128),
+        "num_key_value_heads": hf.optional_count(2),
+        "head_dim": hf.optional_count(128),
         "max_position_embeddings": 32768,
         "rms_norm_eps": 1e-5,
     },

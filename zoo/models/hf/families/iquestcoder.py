@@ -1,11 +1,10 @@
 """IQuest-Coder (IQuest Lab, "IQuest-Coder-V1", 2026): LLaMA's layer."""
 
-from zoo.models.hf.kinds import optional_count
-from zoo.models.hf.spec import Family
+from zoo.models.hf import grammar as hf
 
 from . import llama
 
-IQUESTCODER = Family(
+IQUESTCODER = hf.Family(
     name="iquestcoder",
     architecture="LlamaForCausalLM",
     build=llama.build_llama,
@@ -17,8 +16,8 @@ IQUESTCODER = Family(
         "intermediate_size": 27648,
         "num_hidden_layers": 80,
         "num_attention_heads": 40,
-        "num_key_value_heads": optional_count(8),
-        "head_dim": optional_count(128),
+        "num_key_value_heads": hf.optional_count(8),
+        "head_dim": hf.optional_count(128),
         "max_position_embeddings": 131072,
         "rms_norm_eps": 1e-5,
     },

@@ -3,26 +3,19 @@ head, and an MLP of squared ReLUs without a gate."""
 
 from jaxtyping import Array, Key
 
-from zoo.models.decoder import Decoder
-from zoo.models.hf.builders import (
-    build_config_decoder,
-    make_attention_factory,
-    make_layer_norm_factory,
-    make_mlp_factory,
-)
-from zoo.models.hf.spec import Config, Family
+from zoo.models.hf import grammar as hf
 
 from . import arcee, llama
 
 
-def _build_jais2(config: Config, *, key: Key[Array, ""]) -> Decoder:
+def _build_jais2(config: hf.Config, *, key: Key[Array, ""]) -> hf.Decoder:
     bias = config["attention_bias"]
-    mixer = make_attention_factory(config, bias=bias, out_bias=bias)
-    layers = [(mixer, make_mlp_factory(config, bias=config["mlp_bias"]))] * config["num_hidden_layers"]
-    return build_config_decoder(config, layers, make_layer_norm_factory(config), key=key)
+    mixer = hf.make_attention_factory(config, bias=bias, out_bias=bias)
+    layers = [(mixer, hf.make_mlp_factory(config, bias=config["mlp_bias"]))] * config["num_hidden_layers"]
+    return hf.build_config_decoder(config, layers, hf.make_layer_norm_factory(config), key=key)
 
 
-JAIS2 = Family(
+JAIS2 = hf.Family(
     name="jais2",
     architecture="Jais2ForCausalLM",
     build=_build_jais2,

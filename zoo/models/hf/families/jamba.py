@@ -6,24 +6,13 @@ from functools import partial
 from jaxtyping import Array, Key
 
 from zoo.layers import Mamba, RMSNorm, SoftmaxRouter
-from zoo.models.decoder import Decoder
-from zoo.models.hf.builders import (
-    build_config_decoder,
-    compute_out_scale,
-    make_attention_factory,
-    make_gated_mlp_factory,
-    make_mixture_factory,
-    make_rms_norm_factory,
-)
-from zoo.models.hf.errors import ConfigError
-from zoo.models.hf.kinds import Default, non_negative, optional_count
-from zoo.models.hf.spec import Config, Family, NameMap, prefixed
+from zoo.models.hf import grammar as hf
 
 from . import bamba, llama
 from .mamba import COUNT_OR_AUTO, MIXER_NAMES
 
 
-def _build_jamba(config: Config, *, key: Key[Array, ""]) -> Decoder:
+def _build_jamba(config: hf.Config, *, key: Key[Array, ""]) -> hf.Decoder:
     rank = config["mamba_dt_rank"]
     if rank == "auto":
         rank = None
@@ -37,21 +26,21 @@ def _build_jamba(config: Config, *, key: Key[Array, ""]) -> Decoder:
         bias=config["mamba_proj_bias"],
         conv_bias=config["mamba_conv_bias"],
         norm=partial(RMSNorm, epsilon=config["rms_norm_eps"]),
-        out_scale=compute_out_scale(config),
+        out_scale=hf.compute_out_scale(config),
     )
-    attention = make_attention_factory(config, rotary=None)
+    attention = hf.make_attention_factory(config, rotary=None)
     mixers = [attention if chosen else mamba for chosen in _mark_layers(config, "attn")]
-    dense = make_gated_mlp_factory(config)
+    dense = hf.make_gated_mlp_factory(config)
     if config["num_experts"] > 1:
-        experts = make_mixture_factory(config, partial(SoftmaxRouter, renormalize=False), config["num_experts"])
+        experts = hf.make_mixture_factory(config, partial(SoftmaxRouter, renormalize=False), config["num_experts"])
     else:
         experts = dense  # one expert is an MLP, which no router precedes
     ffns = [experts if chosen else dense for chosen in _mark_layers(config, "expert")]
     layers = list(zip(mixers, ffns, strict=True))
-    return build_config_decoder(config, layers, make_rms_norm_factory(config), key=key)
+    return hf.build_config_decoder(config, layers, hf.make_rms_norm_factory(config), key=key)
 
 
-def _mark_layers(config: Config, kind: str) -> list[bool]:
+def _mark_layers(config: hf.Config, kind: str) -> list[bool]:
     """Return True for each layer of a kind: one of every `period`, the first of them at `offset`.
 
     **Raises** `ConfigError` for an offset beyond the period.
@@ -59,31 +48,35 @@ def _mark_layers(config: Config, kind: str) -> list[bool]:
     period = config[f"{kind}_layer_period"]
     offset = config[f"{kind}_layer_offset"]
     if offset >= period:
-        raise ConfigError(f"{kind}_layer_offset = {offset} should be below {kind}_layer_period = {period}")
+        raise hf.ConfigError(f"{kind}_layer_offset = {offset} should be below {kind}_layer_period = {period}")
     return [number % period == offset for number in range(config["num_hidden_layers"])]
 
 
-def _map_jamba_names(config: Config) -> NameMap:
-    return _map_jamba_layers({"router": "router.scores", **prefixed("experts.*", "experts.*", llama.GATED_MLP_NAMES)})
+def _map_jamba_names(config: hf.Config) -> hf.NameMap:
+    return _map_jamba_layers(
+        {"router": "router.scores", **hf.prefixed("experts.*", "experts.*", llama.GATED_MLP_NAMES)}
+    )
 
 
-def _map_jamba_memory_names(config: Config) -> NameMap:
-    return _map_jamba_layers({"router": "router.scores", **prefixed("experts", "experts.*", llama.FUSED_EXPERT_NAMES)})
+def _map_jamba_memory_names(config: hf.Config) -> hf.NameMap:
+    return _map_jamba_layers(
+        {"router": "router.scores", **hf.prefixed("experts", "experts.*", llama.FUSED_EXPERT_NAMES)}
+    )
 
 
-def _map_jamba_layers(mixture: NameMap) -> NameMap:
+def _map_jamba_layers(mixture: hf.NameMap) -> hf.NameMap:
     norms = {"dt_layernorm": "dt_norm", "b_layernorm": "B_norm", "c_layernorm": "C_norm"}
-    mixers = {**bamba.ATTENTION_NAMES, **prefixed("mamba", "mamba", {**MIXER_NAMES, **norms})}
+    mixers = {**bamba.ATTENTION_NAMES, **hf.prefixed("mamba", "mamba", {**MIXER_NAMES, **norms})}
     feed_forward = {
-        **prefixed("feed_forward", "gated_mlp", llama.GATED_MLP_NAMES),
-        **prefixed("feed_forward", "mixture_of_experts", mixture),
+        **hf.prefixed("feed_forward", "gated_mlp", llama.GATED_MLP_NAMES),
+        **hf.prefixed("feed_forward", "mixture_of_experts", mixture),
     }
     return bamba.map_bamba_layers(mixers, feed_forward)
 
 
 _WITHOUT = ("rope_parameters", "max_position_embeddings", "attention_bias", "mlp_bias")
 
-JAMBA = Family(
+JAMBA = hf.Family(
     name="jamba",
     architecture="JambaForCausalLM",
     build=_build_jamba,
@@ -92,17 +85,17 @@ JAMBA = Family(
         **{key: value for key, value in llama.DEFAULTS.items() if key not in _WITHOUT},
         "vocab_size": 65536,
         "intermediate_size": 14336,
-        "num_key_value_heads": optional_count(8),
+        "num_key_value_heads": hf.optional_count(8),
         "num_experts": 16,
         "num_experts_per_tok": 2,
         "expert_layer_period": 2,
-        "expert_layer_offset": non_negative(1),
+        "expert_layer_offset": hf.non_negative(1),
         "attn_layer_period": 8,
-        "attn_layer_offset": non_negative(4),
+        "attn_layer_offset": hf.non_negative(4),
         "mamba_d_state": 16,
         "mamba_d_conv": 4,
         "mamba_expand": 2,
-        "mamba_dt_rank": Default("auto", COUNT_OR_AUTO),
+        "mamba_dt_rank": hf.Default("auto", COUNT_OR_AUTO),
         "mamba_conv_bias": True,
         "mamba_proj_bias": False,
     },

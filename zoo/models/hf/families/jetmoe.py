@@ -6,33 +6,23 @@ from functools import partial
 from jaxtyping import Array, Key
 
 from zoo.layers import TopSoftmaxRouter
-from zoo.models.decoder import Decoder
-from zoo.models.hf.builders import (
-    build_config_decoder,
-    build_rotary,
-    compute_out_scale,
-    make_mixture_factory,
-    make_rms_norm_factory,
-)
-from zoo.models.hf.errors import ConfigError
-from zoo.models.hf.kinds import optional_count
-from zoo.models.hf.spec import Config, Family, NameMap, fused, prefixed
+from zoo.models.hf import grammar as hf
 
 from . import llama
 from .jetmoe_layers import MixtureOfAttention, OutputBias, RoutedMixerBlock
 
 
-def _build_jetmoe(config: Config, *, key: Key[Array, ""]) -> Decoder:
+def _build_jetmoe(config: hf.Config, *, key: Key[Array, ""]) -> hf.Decoder:
     embed = config["hidden_size"]
     experts = config["num_local_experts"]
     top = config["num_experts_per_tok"]
     heads = config["num_key_value_heads"]
     head_dim = config["kv_channels"]
     if heads is None:
-        raise ConfigError("num_key_value_heads is null, and each expert has as many heads as there are of keys")
+        raise hf.ConfigError("num_key_value_heads is null, and each expert has as many heads as there are of keys")
     # a token has the heads of each of its experts, whatever the file says
-    config = Config(config, num_attention_heads=top * heads, head_dim=head_dim)
-    ffn = partial(make_mixture_factory(config, TopSoftmaxRouter, experts), shared=partial(OutputBias, embed))
+    config = hf.Config(config, num_attention_heads=top * heads, head_dim=head_dim)
+    ffn = partial(hf.make_mixture_factory(config, TopSoftmaxRouter, experts), shared=partial(OutputBias, embed))
     mixer = partial(
         MixtureOfAttention,
         embed,
@@ -40,34 +30,34 @@ def _build_jetmoe(config: Config, *, key: Key[Array, ""]) -> Decoder:
         router=partial(TopSoftmaxRouter, embed, experts, top),
         experts=experts,
         head_dim=head_dim,
-        rotary=build_rotary(config),
-        out_scale=compute_out_scale(config),
+        rotary=hf.build_rotary(config),
+        out_scale=hf.compute_out_scale(config),
     )
     # rms_norm_eps is only for the final norm
-    norm = make_rms_norm_factory(Config(config, rms_norm_eps=1e-6))
-    final_norm = make_rms_norm_factory(config)
+    norm = hf.make_rms_norm_factory(hf.Config(config, rms_norm_eps=1e-6))
+    final_norm = hf.make_rms_norm_factory(config)
     layers = [(mixer, ffn)] * config["num_hidden_layers"]
-    return build_config_decoder(config, layers, norm, block=RoutedMixerBlock, final_norm=final_norm, key=key)
+    return hf.build_config_decoder(config, layers, norm, block=RoutedMixerBlock, final_norm=final_norm, key=key)
 
 
-def _map_jetmoe_names(config: Config) -> NameMap:
+def _map_jetmoe_names(config: hf.Config) -> hf.NameMap:
     mixer = {
-        "kv_proj": fused("key", "value"),
+        "kv_proj": hf.fused("key", "value"),
         "experts.input_linear": "experts.query",
         "experts.output_linear": "experts.out",
         "experts.router.layer": "router.scores",
         "experts.bias": "bias",
     }
     mixture = {
-        "input_linear": fused("experts.gate", "experts.up"),
+        "input_linear": hf.fused("experts.gate", "experts.up"),
         "output_linear": "experts.down",
         "router.layer": "router.scores",
     }
-    mixture = {**prefixed("mlp", "mixture_of_experts", mixture), "mlp.bias": "mixture_of_experts.shared.bias"}
-    return llama.map_llama_layers(mixture, prefixed("self_attention", "mixture_of_attention", mixer))
+    mixture = {**hf.prefixed("mlp", "mixture_of_experts", mixture), "mlp.bias": "mixture_of_experts.shared.bias"}
+    return llama.map_llama_layers(mixture, hf.prefixed("self_attention", "mixture_of_attention", mixer))
 
 
-JETMOE = Family(
+JETMOE = hf.Family(
     name="jetmoe",
     architecture="JetMoeForCausalLM",
     build=_build_jetmoe,
@@ -77,7 +67,7 @@ JETMOE = Family(
         "hidden_size": 2048,
         "intermediate_size": 5632,
         "num_hidden_layers": 12,
-        "num_key_value_heads": optional_count(16),
+        "num_key_value_heads": hf.optional_count(16),
         "kv_channels": 128,
         "hidden_act": "silu",
         "max_position_embeddings": 4096,

@@ -6,64 +6,50 @@ from functools import partial
 
 from jaxtyping import Array, Key
 
-from zoo.models.decoder import Decoder
-from zoo.models.hf.builders import (
-    build_config_decoder,
-    build_rotary,
-    list_layer_windows,
-    list_patterned_types,
-    make_head_norm_factory,
-    make_layerwise_attention_factories,
-    make_mixture_factory,
-    make_rms_norm_factory,
-    make_sandwich_block,
-    read_layer_types,
-)
-from zoo.models.hf.kinds import optional_count, optional_non_negative, optional_words
-from zoo.models.hf.spec import Config, Family, NameMap, prefixed
+from zoo.models.hf import grammar as hf
 
 from . import llama
 from .kolibri1_layers import LogitBiasedRouter
 
 
-def _build_kolibri1(config: Config, *, key: Key[Array, ""]) -> Decoder:
-    types = read_layer_types(config, list_patterned_types(Config(config, sliding_window_pattern=5)))
+def _build_kolibri1(config: hf.Config, *, key: Key[Array, ""]) -> hf.Decoder:
+    types = hf.read_layer_types(config, hf.list_patterned_types(hf.Config(config, sliding_window_pattern=5)))
     window = config["sliding_window"]
-    windows = list_layer_windows(types, window)
-    rotary = build_rotary(config)
+    windows = hf.list_layer_windows(types, window)
+    rotary = hf.build_rotary(config)
     rotaries = [rotary if window is None or own is not None else None for own in windows]
-    norms = {"qk_norm": make_head_norm_factory(config)}
-    mixers = make_layerwise_attention_factories(config, windows, rotaries, **norms)
+    norms = {"qk_norm": hf.make_head_norm_factory(config)}
+    mixers = hf.make_layerwise_attention_factories(config, windows, rotaries, **norms)
     router = partial(LogitBiasedRouter, renormalize=config["norm_topk_prob"])
     widths = {"width": config["moe_intermediate_size"], "shared": config["shared_expert_intermediate_size"]}
-    experts = make_mixture_factory(config, router, config["num_local_experts"], **widths)
-    norm = make_rms_norm_factory(config)
+    experts = hf.make_mixture_factory(config, router, config["num_local_experts"], **widths)
+    norm = hf.make_rms_norm_factory(config)
     layers = [(mixer, experts) for mixer in mixers]
-    return build_config_decoder(config, layers, norm, block=make_sandwich_block(norm), key=key)
+    return hf.build_config_decoder(config, layers, norm, block=hf.make_sandwich_block(norm), key=key)
 
 
-def _map_kolibri1_names(config: Config) -> NameMap:
+def _map_kolibri1_names(config: hf.Config) -> hf.NameMap:
     """Return the name map of files."""
     norms = {"post_attn_norm": "mixer_post_norm", "post_ffn_norm": "ffn_post_norm"}
     bias = {"moe.router.expert_bias": "mixture_of_experts.router.selection_bias"}
-    return _map_layers(norms, bias, prefixed("experts.*", "experts.*", llama.GATED_MLP_NAMES))
+    return _map_layers(norms, bias, hf.prefixed("experts.*", "experts.*", llama.GATED_MLP_NAMES))
 
 
-def _map_kolibri1_memory_names(config: Config) -> NameMap:
+def _map_kolibri1_memory_names(config: hf.Config) -> hf.NameMap:
     norms = {"post_self_attn_layernorm": "mixer_post_norm", "post_mlp_layernorm": "ffn_post_norm"}
     bias = {"mlp.gate.e_score_correction_bias": "mixture_of_experts.router.selection_bias"}
-    return _map_layers(norms, bias, prefixed("experts", "experts.*", llama.FUSED_EXPERT_NAMES))
+    return _map_layers(norms, bias, hf.prefixed("experts", "experts.*", llama.FUSED_EXPERT_NAMES))
 
 
-def _map_layers(post_norms: NameMap, bias: NameMap, experts: NameMap) -> NameMap:
-    mixture = {"gate": "router.scores", **prefixed("shared_experts", "shared", llama.GATED_MLP_NAMES), **experts}
-    feed_forward = {**prefixed("mlp", "mixture_of_experts", mixture), **bias}
+def _map_layers(post_norms: hf.NameMap, bias: hf.NameMap, experts: hf.NameMap) -> hf.NameMap:
+    mixture = {"gate": "router.scores", **hf.prefixed("shared_experts", "shared", llama.GATED_MLP_NAMES), **experts}
+    feed_forward = {**hf.prefixed("mlp", "mixture_of_experts", mixture), **bias}
     return llama.map_llama_layers(feed_forward, norms={**llama.PRE_NORM_NAMES, **post_norms})
 
 
 _OMITTED_DEFAULTS = ("mlp_bias", "attention_bias", "intermediate_size")
 
-KOLIBRI1 = Family(
+KOLIBRI1 = hf.Family(
     name="kolibri1",
     architecture="Kolibri1ForCausalLM",
     build=_build_kolibri1,
@@ -74,11 +60,11 @@ KOLIBRI1 = Family(
         "hidden_size": 2560,
         "num_hidden_layers": 50,
         "num_attention_heads": 48,
-        "num_key_value_heads": optional_count(4),
-        "head_dim": optional_count(128),
+        "num_key_value_heads": hf.optional_count(4),
+        "head_dim": hf.optional_count(128),
         "max_position_embeddings": 262144,
-        "sliding_window": optional_non_negative(513),
-        "layer_types": optional_words(),
+        "sliding_window": hf.optional_non_negative(513),
+        "layer_types": hf.optional_words(),
         "moe_intermediate_size": 512,
         "shared_expert_intermediate_size": 512,
         "num_local_experts": 384,

@@ -6,69 +6,58 @@ from functools import partial
 from jaxtyping import Array, Key
 
 from zoo.layers import SoftmaxRouter
-from zoo.models.decoder import Decoder
-from zoo.models.hf.builders import (
-    build_config_decoder,
-    make_attention_factory,
-    make_head_norm_factory,
-    make_mixture_factory,
-    make_rms_norm_factory,
-    pick_mixers,
-    read_layer_types,
-)
-from zoo.models.hf.kinds import optional_count
-from zoo.models.hf.spec import Config, Family, NameMap, fused, prefixed
+from zoo.models.hf import grammar as hf
 
 from . import llama, qwen3_5_text
 
 _PATTERN = ("linear_attention", "sliding_attention", "linear_attention", "full_attention", "sliding_attention")
 
 
-def _build_lara_mini(config: Config, *, key: Key[Array, ""]) -> Decoder:
+def _build_lara_mini(config: hf.Config, *, key: Key[Array, ""]) -> hf.Decoder:
     bias = config["attention_bias"]
-    attention = {"qk_norm": make_head_norm_factory(config), "bias": bias, "out_bias": bias}
+    attention = {"qk_norm": hf.make_head_norm_factory(config), "bias": bias, "out_bias": bias}
     mixers = {
         "linear_attention": qwen3_5_text.make_delta_factory(config),
-        "sliding_attention": make_attention_factory(config, window=config["sliding_window"], **attention),
-        "full_attention": make_attention_factory(config, rotary=None, **attention),
+        "sliding_attention": hf.make_attention_factory(config, window=config["sliding_window"], **attention),
+        "full_attention": hf.make_attention_factory(config, rotary=None, **attention),
     }
     default = [_PATTERN[number % len(_PATTERN)] for number in range(config["num_hidden_layers"])]
-    experts = make_mixture_factory(
+    experts = hf.make_mixture_factory(
         config,
         partial(SoftmaxRouter, renormalize=config["norm_topk_prob"]),
         config["num_experts"],
         width=config["moe_intermediate_size"],
         shared=config["shared_expert_intermediate_size"],
     )
-    layers = [(mixer, experts) for mixer in pick_mixers(read_layer_types(config, default), mixers)]
-    return build_config_decoder(config, layers, make_rms_norm_factory(config), key=key)
+    layers = [(mixer, experts) for mixer in hf.pick_mixers(hf.read_layer_types(config, default), mixers)]
+    return hf.build_config_decoder(config, layers, hf.make_rms_norm_factory(config), key=key)
 
 
-def _map_lara_mini_layers(delta: NameMap) -> NameMap:
+def _map_lara_mini_layers(delta: hf.NameMap) -> hf.NameMap:
     mixers = {
-        **prefixed("linear_attn", "grouped_gated_delta_net", {**qwen3_5_text.DELTA_NAMES, **delta}),
-        **prefixed("self_attn", "attention", llama.ATTENTION_NAMES),
+        **hf.prefixed("linear_attn", "grouped_gated_delta_net", {**qwen3_5_text.DELTA_NAMES, **delta}),
+        **hf.prefixed("self_attn", "attention", llama.ATTENTION_NAMES),
     }
     mixture = {
         "gate": "router.scores",
-        **prefixed("experts", "experts.*", llama.FUSED_EXPERT_NAMES),
-        **prefixed("shared_expert", "shared", llama.GATED_MLP_NAMES),
+        **hf.prefixed("experts", "experts.*", llama.FUSED_EXPERT_NAMES),
+        **hf.prefixed("shared_expert", "shared", llama.GATED_MLP_NAMES),
     }
-    return llama.map_llama_layers(prefixed("mlp", "mixture_of_experts", mixture), mixers)
+    return llama.map_llama_layers(hf.prefixed("mlp", "mixture_of_experts", mixture), mixers)
 
 
-def _map_lara_mini_names(config: Config) -> NameMap:
-    inputs = fused("query", "key", "value", "readout.gate", "rate", "decay.step")
+def _map_lara_mini_names(config: hf.Config) -> hf.NameMap:
+    inputs = hf.fused("query", "key", "value", "readout.gate", "rate", "decay.step")
     return _map_lara_mini_layers({"in_proj": inputs, "out_norm": "readout.norm"})
 
 
-def _map_lara_mini_memory_names(config: Config) -> NameMap:
+def _map_lara_mini_memory_names(config: hf.Config) -> hf.NameMap:
     return _map_lara_mini_layers({**qwen3_5_text.DELTA_INPUT_NAMES, "norm": "readout.norm"})
 
 
 _WITHOUT = ("intermediate_size", "full_attention_interval")
 
-LARA_MINI = Family(
+LARA_MINI = hf.Family(
     name="lara_mini",
     architecture="LaraMiniForCausalLM",
     build=_build_lara_mini,
@@ -78,7 +67,7 @@ LARA_MINI = Family(
         "vocab_size": 151936,
         "hidden_size": 1024,
         "num_hidden_layers": 34,
-        "head_dim": optional_count(128),
+        "head_dim": hf.optional_count(128),
         "max_position_embeddings": 131072,
         "tie_word_embeddings": True,
         "rope_parameters": {"rope_theta": 10000.0},

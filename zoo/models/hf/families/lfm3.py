@@ -6,50 +6,36 @@ from functools import partial
 from jaxtyping import Array, Key
 
 from zoo.layers import Attention, GatedAttention
-from zoo.models.decoder import Block, Decoder
-from zoo.models.hf.builders import (
-    build_config_decoder,
-    build_rotary,
-    make_attention_factory,
-    make_gated_mlp_factory,
-    make_head_norm_factory,
-    make_rms_norm_factory,
-    make_sandwich_block,
-    pick_mixers,
-    read_layer_types,
-)
-from zoo.models.hf.errors import ConfigError
-from zoo.models.hf.kinds import optional_count, optional_non_negative
-from zoo.models.hf.spec import Config, Family, NameMap, prefixed
+from zoo.models.hf import grammar as hf
 
 from . import lfm2, llama, mixtral
 
 
-def _build_lfm3(config: Config, *, key: Key[Array, ""]) -> Decoder:
+def _build_lfm3(config: hf.Config, *, key: Key[Array, ""]) -> hf.Decoder:
     default = [_find_default_type(number) for number in range(config["num_hidden_layers"])]
-    types = read_layer_types(config, default)
-    norm = make_rms_norm_factory(config)
+    types = hf.read_layer_types(config, default)
+    norm = hf.make_rms_norm_factory(config)
     if config["use_attention_gate"]:
         attention = partial(GatedAttention, per_head=True)
     else:
         attention = Attention
     windows = {"full_attention": None, "sliding_attention": config["sliding_window"]}
     if windows["sliding_attention"] is None and "sliding_attention" in types:
-        raise ConfigError("layer_types has sliding_attention, and no sliding_window says how wide")
+        raise hf.ConfigError("layer_types has sliding_attention, and no sliding_window says how wide")
     bias = config["attention_bias"]
-    options = {"qk_norm": make_head_norm_factory(config), "bias": bias, "out_bias": bias}
+    options = {"qk_norm": hf.make_head_norm_factory(config), "bias": bias, "out_bias": bias}
     mixers = {
-        kind: make_attention_factory(
-            config, attention=attention, rotary=build_rotary(config, layer_type=kind), window=window, **options
+        kind: hf.make_attention_factory(
+            config, attention=attention, rotary=hf.build_rotary(config, layer_type=kind), window=window, **options
         )
         for kind, window in windows.items()
         if kind in types
     }
-    ffn = make_gated_mlp_factory(config)
-    chosen = pick_mixers(types, {"conv": lfm2.make_convolution_factory(config), **mixers})
+    ffn = hf.make_gated_mlp_factory(config)
+    chosen = hf.pick_mixers(types, {"conv": lfm2.make_convolution_factory(config), **mixers})
     layers = [(mixer, ffn) for mixer in chosen]
-    block = make_sandwich_block(norm) if config["use_sandwich_norm"] else Block
-    return build_config_decoder(config, layers, norm, block=block, key=key)
+    block = hf.make_sandwich_block(norm) if config["use_sandwich_norm"] else hf.Block
+    return hf.build_config_decoder(config, layers, norm, block=block, key=key)
 
 
 def _find_default_type(number: int) -> str:
@@ -59,25 +45,25 @@ def _find_default_type(number: int) -> str:
     return "sliding_attention" if number % 4 == 0 and number > 0 else "conv"
 
 
-def _map_lfm3_layers(config: Config, gate: str) -> NameMap:
+def _map_lfm3_layers(config: hf.Config, gate: str) -> hf.NameMap:
     """Return the name map, given the name of the gates of attention."""
     if config["use_attention_gate"]:
-        attention = prefixed("", "gated_attention", {**llama.ATTENTION_NAMES, gate: "gate"})
+        attention = hf.prefixed("", "gated_attention", {**llama.ATTENTION_NAMES, gate: "gate"})
     else:
-        attention = prefixed("", "attention", llama.ATTENTION_NAMES)
+        attention = hf.prefixed("", "attention", llama.ATTENTION_NAMES)
     norms = {"post_operator_norm": "mixer_post_norm", "post_ffn_norm": "ffn_post_norm"}
-    return lfm2.map_lfm2_layers(prefixed("", "gated_mlp", mixtral.EXPERT_NAMES), attention, norms)
+    return lfm2.map_lfm2_layers(hf.prefixed("", "gated_mlp", mixtral.EXPERT_NAMES), attention, norms)
 
 
-def _map_lfm3_names(config: Config) -> NameMap:
+def _map_lfm3_names(config: hf.Config) -> hf.NameMap:
     return _map_lfm3_layers(config, "gate_proj")
 
 
-def _map_lfm3_memory_names(config: Config) -> NameMap:
+def _map_lfm3_memory_names(config: hf.Config) -> hf.NameMap:
     return _map_lfm3_layers(config, "g_proj")
 
 
-LFM3 = Family(
+LFM3 = hf.Family(
     name="lfm3",
     architecture="Lfm3ForCausalLM",
     build=_build_lfm3,
@@ -89,10 +75,10 @@ LFM3 = Family(
         "intermediate_size": 7680,
         "num_hidden_layers": 24,
         "num_attention_heads": 16,
-        "num_key_value_heads": optional_count(4),
-        "head_dim": optional_count(128),
+        "num_key_value_heads": hf.optional_count(4),
+        "head_dim": hf.optional_count(128),
         "conv_L_cache": 7,
-        "sliding_window": optional_non_negative(256),
+        "sliding_window": hf.optional_non_negative(256),
         "attention_bias": False,
         "use_attention_gate": True,
         "use_sandwich_norm": True,

@@ -4,19 +4,9 @@ from typing import Any
 
 from jaxtyping import Array, Key
 
-from zoo.models.decoder import Decoder
-from zoo.models.hf.builders import (
-    build_config_decoder,
-    make_attention_factory,
-    make_gated_mlp_factory,
-    make_rms_norm_factory,
-)
-from zoo.models.hf.kinds import optional_count
-from zoo.models.hf.spec import Config, Family, NameMap, fused, prefixed
+from zoo.models.hf import grammar as hf
 
-from ..describe import describe_dense
-
-ATTENTION_NAMES: NameMap = {
+ATTENTION_NAMES: hf.NameMap = {
     "q_proj": "query",
     "k_proj": "key",
     "v_proj": "value",
@@ -24,34 +14,36 @@ ATTENTION_NAMES: NameMap = {
     "q_norm": "query_norm",
     "k_norm": "key_norm",
 }
-PRE_NORM_NAMES: NameMap = {"input_layernorm": "mixer_norm", "post_attention_layernorm": "ffn_norm"}
-GATED_MLP_NAMES: NameMap = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down"}
-FUSED_EXPERT_NAMES: NameMap = {"gate_up_proj": fused("gate.weight", "up.weight"), "down_proj": "down.weight"}
+PRE_NORM_NAMES: hf.NameMap = {"input_layernorm": "mixer_norm", "post_attention_layernorm": "ffn_norm"}
+GATED_MLP_NAMES: hf.NameMap = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down"}
+FUSED_EXPERT_NAMES: hf.NameMap = {"gate_up_proj": hf.fused("gate.weight", "up.weight"), "down_proj": "down.weight"}
 """All experts of a layer in one tensor, as transformers has them in memory."""
 
 
-def build_llama(config: Config, *, key: Key[Array, ""]) -> Decoder:
+def build_llama(config: hf.Config, *, key: Key[Array, ""]) -> hf.Decoder:
     """Build the model of a LLaMA-like config."""
-    norm = make_rms_norm_factory(config)
+    norm = hf.make_rms_norm_factory(config)
     bias = config["attention_bias"]
-    mixer = make_attention_factory(config, bias=bias, out_bias=bias)
-    layers = [(mixer, make_gated_mlp_factory(config, bias=config["mlp_bias"]))] * config["num_hidden_layers"]
-    return build_config_decoder(config, layers, norm, key=key)
+    mixer = hf.make_attention_factory(config, bias=bias, out_bias=bias)
+    layers = [(mixer, hf.make_gated_mlp_factory(config, bias=config["mlp_bias"]))] * config["num_hidden_layers"]
+    return hf.build_config_decoder(config, layers, norm, key=key)
 
 
-def map_llama_names(config: Config) -> NameMap:
+def map_llama_names(config: hf.Config) -> hf.NameMap:
     """Return the name map of dense LLaMA-like models."""
-    return map_llama_layers(prefixed("mlp", "gated_mlp", GATED_MLP_NAMES))
+    return map_llama_layers(hf.prefixed("mlp", "gated_mlp", GATED_MLP_NAMES))
 
 
-def map_llama_layers(feed_forward: NameMap, mixer: NameMap | None = None, norms: NameMap = PRE_NORM_NAMES) -> NameMap:
+def map_llama_layers(
+    feed_forward: hf.NameMap, mixer: hf.NameMap | None = None, norms: hf.NameMap = PRE_NORM_NAMES
+) -> hf.NameMap:
     """Return a LLaMA-like name map, given the names of the feed-forward layers and, if they are others, of the mixer
     and of the norms."""
     if mixer is None:
-        mixer = prefixed("self_attn", "attention", ATTENTION_NAMES)
+        mixer = hf.prefixed("self_attn", "attention", ATTENTION_NAMES)
     block = {**norms, **mixer, **feed_forward}
     shell = {"model.embed_tokens": "embedding", "model.norm": "norm", "lm_head": "head"}
-    return {**shell, **prefixed("model.layers.*", "layers.*", block)}
+    return {**shell, **hf.prefixed("model.layers.*", "layers.*", block)}
 
 
 DEFAULTS: dict[str, Any] = {
@@ -60,8 +52,8 @@ DEFAULTS: dict[str, Any] = {
     "intermediate_size": 11008,
     "num_hidden_layers": 32,
     "num_attention_heads": 32,
-    "num_key_value_heads": optional_count(),
-    "head_dim": optional_count(),
+    "num_key_value_heads": hf.optional_count(),
+    "head_dim": hf.optional_count(),
     "hidden_act": "silu",
     "max_position_embeddings": 2048,
     "rms_norm_eps": 1e-6,
@@ -71,12 +63,12 @@ DEFAULTS: dict[str, Any] = {
     "mlp_bias": False,
 }
 
-LLAMA = Family(
+LLAMA = hf.Family(
     name="llama",
     architecture="LlamaForCausalLM",
     build=build_llama,
     names=map_llama_names,
     defaults=DEFAULTS,
     ignored_tensors=(r"\.rotary_emb\.inv_freq$",),
-    describe=describe_dense,
+    describe=hf.describe_dense,
 )

@@ -7,22 +7,15 @@ from typing import Any
 from jaxtyping import Array, Key
 
 from zoo.layers import Mamba, RMSNorm
-from zoo.models.blocks import MixerBlock
-from zoo.models.decoder import Decoder
-from zoo.models.hf.builders import build_config_decoder, make_rms_norm_factory
-from zoo.models.hf.kinds import COUNT, Default, optional_count
-from zoo.models.hf.spec import Config, Family, NameMap, fused, prefixed
-from zoo.models.hf.values import ValueKind
+from zoo.models.hf import grammar as hf
 
-from ..describe import check_type, eval_shape_blocks, has_bias
-
-COUNT_OR_AUTO = ValueKind("a whole number above 0, or auto", lambda value: value == "auto" or COUNT.fits(value))
+COUNT_OR_AUTO = hf.ValueKind("a whole number above 0, or auto", lambda value: value == "auto" or hf.COUNT.fits(value))
 
 
-MIXER_NAMES: NameMap = {
-    "in_proj": fused("x", "gate"),
-    "conv1d": fused("convolution", conv1d_filters=True),
-    "x_proj": fused("dt_down", "B", "C"),
+MIXER_NAMES: hf.NameMap = {
+    "in_proj": hf.fused("x", "gate"),
+    "conv1d": hf.fused("convolution", conv1d_filters=True),
+    "x_proj": hf.fused("dt_down", "B", "C"),
     "dt_proj.weight": "dt_up.weight",
     "dt_proj.bias": "dt_bias",
     "A_log": "A_log",
@@ -31,18 +24,18 @@ MIXER_NAMES: NameMap = {
 }
 
 
-def _build_mamba(config: Config, *, key: Key[Array, ""]) -> Decoder:
+def _build_mamba(config: hf.Config, *, key: Key[Array, ""]) -> hf.Decoder:
     return build_mamba_decoder(config, make_mamba_factory(config), key=key)
 
 
-def build_mamba_decoder(config: Config, mixer: Callable[..., Mamba], *, key: Key[Array, ""]) -> Decoder:
+def build_mamba_decoder(config: hf.Config, mixer: Callable[..., Mamba], *, key: Key[Array, ""]) -> hf.Decoder:
     """Build a decoder of mixer-only layers."""
-    norm = make_rms_norm_factory(config)
+    norm = hf.make_rms_norm_factory(config)
     layers = [(mixer, None)] * config["num_hidden_layers"]
-    return build_config_decoder(config, layers, norm, hidden_states_skip_embedding=True, key=key)
+    return hf.build_config_decoder(config, layers, norm, hidden_states_skip_embedding=True, key=key)
 
 
-def make_mamba_factory(config: Config, **options: Any) -> Callable[..., Mamba]:
+def make_mamba_factory(config: hf.Config, **options: Any) -> Callable[..., Mamba]:
     """Return a factory of `Mamba` with the sizes of a config."""
     embed = config["hidden_size"]
     rank = config["time_step_rank"]
@@ -62,19 +55,19 @@ def make_mamba_factory(config: Config, **options: Any) -> Callable[..., Mamba]:
     )
 
 
-def map_mamba_names(config: Config) -> NameMap:
+def map_mamba_names(config: hf.Config) -> hf.NameMap:
     """Return the name map of Mamba and Falcon Mamba."""
-    block = {"norm": "mixer_norm", **prefixed("mixer", "mamba", MIXER_NAMES)}
-    shell = {"embeddings": "embedding", "norm_f": "norm", **prefixed("layers.*", "layers.*", block)}
-    return {**prefixed("backbone", "", shell), "lm_head": "head"}
+    block = {"norm": "mixer_norm", **hf.prefixed("mixer", "mamba", MIXER_NAMES)}
+    shell = {"embeddings": "embedding", "norm_f": "norm", **hf.prefixed("layers.*", "layers.*", block)}
+    return {**hf.prefixed("backbone", "", shell), "lm_head": "head"}
 
 
 def _describe_mamba(model: Any) -> dict[str, Any]:
     """Return the config of a Mamba model. **Raises** `ConfigError` for other classes of layers."""
-    model, (block, *others) = eval_shape_blocks(model)
-    check_type("block", block, MixerBlock)
-    check_type("mixer", block.mixer, Mamba)
-    check_type("mixer_norm", block.mixer_norm, RMSNorm)
+    model, (block, *others) = hf.eval_shape_blocks(model)
+    hf.check_type("block", block, hf.MixerBlock)
+    hf.check_type("mixer", block.mixer, Mamba)
+    hf.check_type("mixer_norm", block.mixer_norm, RMSNorm)
     mixer = block.mixer
     vocab, embed = model.embedding.table_shape
     inner, state_dim = mixer.A_log.shape
@@ -87,7 +80,7 @@ def _describe_mamba(model: Any) -> dict[str, Any]:
         "expand": max(inner // embed, 1),
         "conv_kernel": mixer.convolution.width,
         "time_step_rank": mixer.dt_down.out_size,
-        "use_bias": has_bias(mixer.out),
+        "use_bias": hf.has_bias(mixer.out),
         "use_conv_bias": mixer.convolution.bias is not None,
         "rms_norm_eps": block.mixer_norm.epsilon,
         "tie_word_embeddings": model.head is None,
@@ -97,12 +90,12 @@ def _describe_mamba(model: Any) -> dict[str, Any]:
 DEFAULTS: dict[str, Any] = {
     "vocab_size": 50280,
     "hidden_size": 768,
-    "intermediate_size": optional_count(),
+    "intermediate_size": hf.optional_count(),
     "num_hidden_layers": 32,
     "state_size": 16,
     "expand": 2,
     "conv_kernel": 4,
-    "time_step_rank": Default("auto", COUNT_OR_AUTO),
+    "time_step_rank": hf.Default("auto", COUNT_OR_AUTO),
     "use_bias": False,
     "use_conv_bias": True,
     "rms_norm_eps": 1e-5,
@@ -126,7 +119,7 @@ IGNORED_KEYS = frozenset(
 )
 """Ignored keys of Mamba and Falcon Mamba."""
 
-MAMBA = Family(
+MAMBA = hf.Family(
     name="mamba",
     architecture="MambaForCausalLM",
     build=_build_mamba,

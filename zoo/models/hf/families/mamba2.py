@@ -7,15 +7,7 @@ from typing import Any
 from jaxtyping import Array, Key
 
 from zoo.layers import Mamba2, RMSNorm
-from zoo.models.blocks import MixerBlock
-from zoo.models.decoder import Decoder
-from zoo.models.hf.builders import build_config_decoder, make_rms_norm_factory
-from zoo.models.hf.errors import ConfigError
-from zoo.models.hf.kinds import Default, optional_count
-from zoo.models.hf.spec import Config, Family, NameMap, fused, prefixed
-from zoo.models.hf.values import ValueKind, is_number
-
-from ..describe import check_type, eval_shape_blocks, has_bias
+from zoo.models.hf import grammar as hf
 
 
 def _is_interval(value: Any) -> bool:
@@ -23,7 +15,7 @@ def _is_interval(value: Any) -> bool:
     if not isinstance(value, list | tuple) or len(value) != 2:
         return False
     low, high = map(_read_infinity, value)
-    return is_number(low) and is_number(high) and 0 <= low < high
+    return hf.is_number(low) and hf.is_number(high) and 0 <= low < high
 
 
 def _read_infinity(x: Any) -> Any:
@@ -32,14 +24,14 @@ def _read_infinity(x: Any) -> Any:
     return x
 
 
-TIME_STEP_LIMIT = Default(
-    [0.0, float("inf")], ValueKind("two numbers not below 0, the second the larger", _is_interval)
+TIME_STEP_LIMIT = hf.Default(
+    [0.0, float("inf")], hf.ValueKind("two numbers not below 0, the second the larger", _is_interval)
 )
 """Bounds of dt."""
 
-MIXER_NAMES: NameMap = {
-    "in_proj": fused("gate", "x", "B", "C", "dt"),
-    "conv1d": fused("x_convolution", "B_convolution", "C_convolution", conv1d_filters=True),
+MIXER_NAMES: hf.NameMap = {
+    "in_proj": hf.fused("gate", "x", "B", "C", "dt"),
+    "conv1d": hf.fused("x_convolution", "B_convolution", "C_convolution", conv1d_filters=True),
     "dt_bias": "dt_bias",
     "A_log": "A_log",
     "D": "D",
@@ -48,13 +40,13 @@ MIXER_NAMES: NameMap = {
 }
 
 
-def _build_mamba2(config: Config, *, key: Key[Array, ""]) -> Decoder:
-    norm = make_rms_norm_factory(config)
+def _build_mamba2(config: hf.Config, *, key: Key[Array, ""]) -> hf.Decoder:
+    norm = hf.make_rms_norm_factory(config)
     layers = [(_make_mamba2_factory(config), None)] * config["num_hidden_layers"]
-    return build_config_decoder(config, layers, norm, hidden_states_skip_embedding=True, key=key)
+    return hf.build_config_decoder(config, layers, norm, hidden_states_skip_embedding=True, key=key)
 
 
-def _make_mamba2_factory(config: Config) -> Callable[..., Mamba2]:
+def _make_mamba2_factory(config: hf.Config) -> Callable[..., Mamba2]:
     """Return a factory of `Mamba2` with the sizes of a config.
 
     **Raises** `ConfigError` unless heads times head dim is `expand * hidden_size`, and if groups do not divide heads.
@@ -63,9 +55,9 @@ def _make_mamba2_factory(config: Config) -> Callable[..., Mamba2]:
     inner = config["expand"] * embed
     head_dim = config["head_dim"] or inner // heads
     if inner != heads * head_dim:
-        raise ConfigError(f"expand * hidden_size = {inner} should be num_heads * head_dim = {heads} * {head_dim}")
+        raise hf.ConfigError(f"expand * hidden_size = {inner} should be num_heads * head_dim = {heads} * {head_dim}")
     if heads % groups:
-        raise ConfigError(f"num_heads = {heads} heads do not divide evenly over n_groups = {groups}")
+        raise hf.ConfigError(f"num_heads = {heads} heads do not divide evenly over n_groups = {groups}")
     return partial(
         Mamba2,
         embed,
@@ -82,7 +74,7 @@ def _make_mamba2_factory(config: Config) -> Callable[..., Mamba2]:
     )
 
 
-def read_dt_limits(config: Config) -> tuple[float, float]:
+def read_dt_limits(config: hf.Config) -> tuple[float, float]:
     """Return the bounds of dt. transformers writes infinity as {"__float__": "Infinity"}, which JSON lacks."""
     low, high = map(_read_infinity, config["time_step_limit"])
     return float(low), float(high)
@@ -96,18 +88,18 @@ def write_dt_limits(mixer: Mamba2) -> list[Any]:
     return [low, high]
 
 
-def _map_mamba2_names(config: Config) -> NameMap:
-    block = {"norm": "mixer_norm", **prefixed("mixer", "mamba2", MIXER_NAMES)}
-    shell = {"embeddings": "embedding", "norm_f": "norm", **prefixed("layers.*", "layers.*", block)}
-    return {**prefixed("backbone", "", shell), "lm_head": "head"}
+def _map_mamba2_names(config: hf.Config) -> hf.NameMap:
+    block = {"norm": "mixer_norm", **hf.prefixed("mixer", "mamba2", MIXER_NAMES)}
+    shell = {"embeddings": "embedding", "norm_f": "norm", **hf.prefixed("layers.*", "layers.*", block)}
+    return {**hf.prefixed("backbone", "", shell), "lm_head": "head"}
 
 
 def _describe_mamba2(model: Any) -> dict[str, Any]:
     """Return the config of a Mamba-2 model. **Raises** `ConfigError` for other classes of layers."""
-    model, (block, *others) = eval_shape_blocks(model)
-    check_type("block", block, MixerBlock)
-    check_type("mixer", block.mixer, Mamba2)
-    check_type("mixer_norm", block.mixer_norm, RMSNorm)
+    model, (block, *others) = hf.eval_shape_blocks(model)
+    hf.check_type("block", block, hf.MixerBlock)
+    hf.check_type("mixer", block.mixer, Mamba2)
+    hf.check_type("mixer_norm", block.mixer_norm, RMSNorm)
     mixer = block.mixer
     vocab, embed = model.embedding.table_shape
     heads = mixer.dt.out_size
@@ -122,7 +114,7 @@ def _describe_mamba2(model: Any) -> dict[str, Any]:
         "state_size": mixer.state_dim,
         "expand": heads * mixer.head_dim // embed,
         "conv_kernel": convolution.width,
-        "use_bias": has_bias(mixer.out),
+        "use_bias": hf.has_bias(mixer.out),
         "use_conv_bias": convolution.bias is not None,
         "rms_norm_eps": block.mixer_norm.epsilon,
         "time_step_limit": write_dt_limits(mixer),
@@ -130,7 +122,7 @@ def _describe_mamba2(model: Any) -> dict[str, Any]:
     }
 
 
-MAMBA2 = Family(
+MAMBA2 = hf.Family(
     name="mamba2",
     architecture="Mamba2ForCausalLM",
     build=_build_mamba2,
@@ -140,7 +132,7 @@ MAMBA2 = Family(
         "hidden_size": 4096,
         "num_hidden_layers": 64,
         "num_heads": 128,
-        "head_dim": optional_count(64),
+        "head_dim": hf.optional_count(64),
         "n_groups": 8,
         "state_size": 128,
         "expand": 2,

@@ -6,40 +6,27 @@ from functools import partial
 from jaxtyping import Array, Key
 
 from zoo.layers import SoftmaxRouter
-from zoo.models.decoder import Decoder
-from zoo.models.hf.builders import (
-    build_config_decoder,
-    build_layer_rotaries,
-    list_layer_windows,
-    make_gated_mlp_factory,
-    make_head_norm_factory,
-    make_layerwise_attention_factories,
-    make_mixture_factory,
-    make_rms_norm_factory,
-    read_layer_types,
-)
-from zoo.models.hf.kinds import optional_count, optional_non_negative, optional_words
-from zoo.models.hf.spec import Config, Family
+from zoo.models.hf import grammar as hf
 
 from . import dots1, llama, qwen2_moe
 
 
-def _build_mellum(config: Config, *, key: Key[Array, ""]) -> Decoder:
-    types = read_layer_types(config, ["full_attention"] * config["num_hidden_layers"])
-    windows = list_layer_windows(types, config["sliding_window"])
+def _build_mellum(config: hf.Config, *, key: Key[Array, ""]) -> hf.Decoder:
+    types = hf.read_layer_types(config, ["full_attention"] * config["num_hidden_layers"])
+    windows = hf.list_layer_windows(types, config["sliding_window"])
     bias = config["attention_bias"]
-    options = {"qk_norm": make_head_norm_factory(config), "bias": bias, "out_bias": bias}
-    mixers = make_layerwise_attention_factories(config, windows, build_layer_rotaries(config, types), **options)
+    options = {"qk_norm": hf.make_head_norm_factory(config), "bias": bias, "out_bias": bias}
+    mixers = hf.make_layerwise_attention_factories(config, windows, hf.build_layer_rotaries(config, types), **options)
     router = partial(SoftmaxRouter, renormalize=config["norm_topk_prob"])
-    sparse = make_mixture_factory(config, router, config["num_local_experts"], width=config["moe_intermediate_size"])
-    dense = make_gated_mlp_factory(config)
-    marks = dots1.mark_dots1_moe_layers(Config(config, first_k_dense_replace=0))
+    sparse = hf.make_mixture_factory(config, router, config["num_local_experts"], width=config["moe_intermediate_size"])
+    dense = hf.make_gated_mlp_factory(config)
+    marks = dots1.mark_dots1_moe_layers(hf.Config(config, first_k_dense_replace=0))
     ffns = [sparse if is_sparse else dense for is_sparse in marks]
-    norm = make_rms_norm_factory(config)
-    return build_config_decoder(config, list(zip(mixers, ffns, strict=True)), norm, key=key)
+    norm = hf.make_rms_norm_factory(config)
+    return hf.build_config_decoder(config, list(zip(mixers, ffns, strict=True)), norm, key=key)
 
 
-MELLUM = Family(
+MELLUM = hf.Family(
     name="mellum",
     architecture="MellumForCausalLM",
     build=_build_mellum,
@@ -50,16 +37,16 @@ MELLUM = Family(
         "hidden_size": 2304,
         "intermediate_size": 7168,
         "num_hidden_layers": 28,
-        "num_key_value_heads": optional_count(4),
-        "head_dim": optional_count(128),
+        "num_key_value_heads": hf.optional_count(4),
+        "head_dim": hf.optional_count(128),
         "max_position_embeddings": 131072,
         "rope_parameters": {
             "full_attention": {"rope_theta": 500000.0},
             "sliding_attention": {"rope_theta": 10000.0},
         },
-        "sliding_window": optional_non_negative(1024),
-        "layer_types": optional_words(),
-        "mlp_layer_types": optional_words(),
+        "sliding_window": hf.optional_non_negative(1024),
+        "layer_types": hf.optional_words(),
+        "mlp_layer_types": hf.optional_words(),
         "moe_intermediate_size": 896,
         "num_local_experts": 64,
         "num_experts_per_tok": 8,

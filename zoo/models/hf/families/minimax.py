@@ -8,41 +8,27 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
 from zoo.layers import Lightning, SoftmaxRouter
-from zoo.models.decoder import Decoder
-from zoo.models.hf.builders import (
-    build_config_decoder,
-    compute_out_scale,
-    list_layer_types,
-    make_attention_factory,
-    make_mixture_factory,
-    make_rms_norm_factory,
-    pick_mixers,
-    read_head_sizes,
-    read_layer_types,
-    set_by_layer,
-)
-from zoo.models.hf.kinds import optional_words
-from zoo.models.hf.spec import Config, Family, NameMap, TensorMapping, fused, prefixed
+from zoo.models.hf import grammar as hf
 
 from . import llama, mixtral
 from .minimax_layers import NormedResidualBlock
 
 
-def _build_minimax(config: Config, *, key: Key[Array, ""]) -> Decoder:
-    heads, _, head_dim = read_head_sizes(config)
-    default = list_layer_types((n % 2 for n in range(config["num_hidden_layers"])), local="linear_attention")
-    types = read_layer_types(config, default)
+def _build_minimax(config: hf.Config, *, key: Key[Array, ""]) -> hf.Decoder:
+    heads, _, head_dim = hf.read_head_sizes(config)
+    default = hf.list_layer_types((n % 2 for n in range(config["num_hidden_layers"])), local="linear_attention")
+    types = hf.read_layer_types(config, default)
     lightning = partial(
         Lightning,
         config["hidden_size"],
         heads,
         head_dim=head_dim,
         slopes=jnp.zeros(heads, jnp.float32),
-        out_scale=compute_out_scale(config),
+        out_scale=hf.compute_out_scale(config),
     )
-    attention = make_attention_factory(config, window=config["sliding_window"])
-    experts = make_mixture_factory(config, SoftmaxRouter, config["num_experts"])
-    mixers = pick_mixers(types, {"linear_attention": lightning, "full_attention": attention})
+    attention = hf.make_attention_factory(config, window=config["sliding_window"])
+    experts = hf.make_mixture_factory(config, SoftmaxRouter, config["num_experts"])
+    mixers = hf.pick_mixers(types, {"linear_attention": lightning, "full_attention": attention})
     ffn_factors = (config["mlp_alpha_factor"], config["mlp_beta_factor"])
     blocks = {
         kind: partial(
@@ -53,9 +39,9 @@ def _build_minimax(config: Config, *, key: Key[Array, ""]) -> Decoder:
         for kind, word in (("linear_attention", "linear_attn"), ("full_attention", "full_attn"))
     }
     layers = [(mixer, experts) for mixer in mixers]
-    norm = make_rms_norm_factory(config)
-    model = build_config_decoder(config, layers, norm, block=[blocks[kind] for kind in types], key=key)
-    return set_by_layer(model, "lightning.slopes", lambda layer: _compute_slopes(heads, layer, len(types)))
+    norm = hf.make_rms_norm_factory(config)
+    model = hf.build_config_decoder(config, layers, norm, block=[blocks[kind] for kind in types], key=key)
+    return hf.set_by_layer(model, "lightning.slopes", lambda layer: _compute_slopes(heads, layer, len(types)))
 
 
 def _compute_slopes(heads: int, layer: int, layers: int) -> Float[Array, "heads"]:
@@ -64,34 +50,34 @@ def _compute_slopes(heads: int, layer: int, layers: int) -> Float[Array, "heads"
     return rates * (1 - layer / (layers - 1 + 1e-5) + 1e-5)
 
 
-def _map_lightning_names(config: Config) -> NameMap:
+def _map_lightning_names(config: hf.Config) -> hf.NameMap:
     parts = [f"projections.{part}" for part in ("query", "key", "value")]
     lightning = {
-        "qkv_proj": fused(*parts, groups=config["num_attention_heads"]),
-        "slope_rate": TensorMapping(("slopes",), trailing_ones=2),
+        "qkv_proj": hf.fused(*parts, groups=config["num_attention_heads"]),
+        "slope_rate": hf.TensorMapping(("slopes",), trailing_ones=2),
         "norm": "readout.norm",
         "output_gate": "readout.gate",
         "out_proj": "readout.out",
     }
-    return prefixed("model.layers.*.self_attn", "layers.*.lightning", lightning)
+    return hf.prefixed("model.layers.*.self_attn", "layers.*.lightning", lightning)
 
 
-def _map_minimax_names(config: Config) -> NameMap:
+def _map_minimax_names(config: hf.Config) -> hf.NameMap:
     return {**mixtral.map_mixtral_names(config), **_map_lightning_names(config)}
 
 
-def _map_minimax_memory_names(config: Config) -> NameMap:
+def _map_minimax_memory_names(config: hf.Config) -> hf.NameMap:
     return {**mixtral.map_mixtral_memory_names(config), **_map_lightning_names(config)}
 
 
-MINIMAX = Family(
+MINIMAX = hf.Family(
     name="minimax",
     architecture="MiniMaxForCausalLM",
     build=_build_minimax,
     names=_map_minimax_names,
     defaults={
         **mixtral.MIXTRAL.declared,
-        "layer_types": optional_words(),
+        "layer_types": hf.optional_words(),
         **{
             f"{word}_{factor}_factor": 1.0
             for word in ("linear_attn", "full_attn", "mlp")

@@ -6,25 +6,22 @@ from functools import partial
 from jaxtyping import Array, Key
 
 from zoo.layers import SoftmaxRouter
-from zoo.models.decoder import Decoder
-from zoo.models.hf.builders import make_latent_attention_factory
-from zoo.models.hf.kinds import optional_count
-from zoo.models.hf.spec import Config, Family
+from zoo.models.hf import grammar as hf
 
 from . import deepseek_v2, llama, ministral3
 
 
-def _build_mistral4(config: Config, *, key: Key[Array, ""]) -> Decoder:
+def _build_mistral4(config: hf.Config, *, key: Key[Array, ""]) -> hf.Decoder:
     # qk_rope_head_dim tells the rotated part of a head; partial_rotary_factor is its share
     rope = {name: value for name, value in config["rope_parameters"].items() if name != "partial_rotary_factor"}
-    config = Config(config, rope_parameters=rope, head_dim=None, n_group=1, topk_group=1)
+    config = hf.Config(config, rope_parameters=rope, head_dim=None, n_group=1, topk_group=1)
     router = partial(SoftmaxRouter, renormalize=config["norm_topk_prob"], scale=config["routed_scaling_factor"])
     options = {"interleaved": config["rope_interleave"], "query_scale": ministral3.read_query_scale(config)}
-    mixers = [make_latent_attention_factory(config, **options)] * config["num_hidden_layers"]
+    mixers = [hf.make_latent_attention_factory(config, **options)] * config["num_hidden_layers"]
     return deepseek_v2.build_latent_decoder(config, router, mixers=mixers, key=key)
 
 
-MISTRAL4 = Family(
+MISTRAL4 = hf.Family(
     name="mistral4",
     architecture="Mistral4ForCausalLM",
     build=_build_mistral4,
@@ -38,7 +35,7 @@ MISTRAL4 = Family(
         "vocab_size": 131072,
         "intermediate_size": 12288,
         "num_hidden_layers": 36,
-        "num_key_value_heads": optional_count(32),
+        "num_key_value_heads": hf.optional_count(32),
         "max_position_embeddings": 1048576,
         "rope_parameters": {
             **ministral3.ROPE_PARAMETERS,
@@ -49,7 +46,7 @@ MISTRAL4 = Family(
         },
         "rope_interleave": True,
         "kv_lora_rank": 256,
-        "q_lora_rank": optional_count(1024),
+        "q_lora_rank": hf.optional_count(1024),
         "qk_nope_head_dim": 64,
         "moe_intermediate_size": 2048,
         "n_routed_experts": 128,

@@ -9,54 +9,36 @@ from jaxtyping import Array, Key
 
 from zoo.layers import GatedMLP, LayerNorm
 from zoo.layers.encoders.bidirectional_attention import BidirectionalAttention
-from zoo.models.blocks import make_unnormalized_block
-from zoo.models.decoder import Block
-from zoo.models.encoders.heads import DenseTransform, MaskedLMHead
-from zoo.models.encoders.text import Encoder
-from zoo.models.hf.builders import (
-    build_rotary,
-    find_activation,
-    find_activation_name,
-    list_layer_types,
-    list_layer_windows,
-    make_bidirectional_attention_factory,
-    make_gated_mlp_factory,
-    make_layer_norm_factory,
-    read_layer_types,
-)
-from zoo.models.hf.kinds import Default, optional_number, optional_words
-from zoo.models.hf.spec import Config, Family, NameMap, fused, prefixed
-from zoo.models.hf.values import integer
+from zoo.models.hf import grammar as hf
 from zoo.ops.rotary import Rotary
 
-from .. import encoder_heads, text_encoders
-from ..describe import check_type, has_bias
 
-
-def _build_modernbert(config: Config, *, key: Key[Array, ""]) -> Encoder:
-    norm = make_layer_norm_factory(config, bias=config["norm_bias"])
+def _build_modernbert(config: hf.Config, *, key: Key[Array, ""]) -> hf.Encoder:
+    norm = hf.make_layer_norm_factory(config, bias=config["norm_bias"])
     numbers = range(config["num_hidden_layers"])
     is_local = [number % config["global_attn_every_n_layers"] != 0 for number in numbers]
-    types = read_layer_types(config, list_layer_types(is_local))
-    windows = list_layer_windows(types, config["local_attention"] // 2 + 1)  # to each side, with the token itself
+    types = hf.read_layer_types(config, hf.list_layer_types(is_local))
+    windows = hf.list_layer_windows(types, config["local_attention"] // 2 + 1)  # to each side, with the token itself
     bias = dict.fromkeys(("bias", "out_bias"), config["attention_bias"])
-    make = partial(make_bidirectional_attention_factory, config, **bias)
+    make = partial(hf.make_bidirectional_attention_factory, config, **bias)
     kinds = dict(zip(types, windows, strict=True))
-    mixers = {kind: make(window=window, rotary=build_rotary(config, layer_type=kind)) for kind, window in kinds.items()}
-    ffn = make_gated_mlp_factory(config, bias=config["mlp_bias"])
-    options = {"activation": find_activation(config, "classifier_activation"), "bias": config["classifier_bias"]}
-    transform = partial(DenseTransform, config["hidden_size"], norm=norm, **options)
+    mixers = {
+        kind: make(window=window, rotary=hf.build_rotary(config, layer_type=kind)) for kind, window in kinds.items()
+    }
+    ffn = hf.make_gated_mlp_factory(config, bias=config["mlp_bias"])
+    options = {"activation": hf.find_activation(config, "classifier_activation"), "bias": config["classifier_bias"]}
+    transform = partial(hf.DenseTransform, config["hidden_size"], norm=norm, **options)
     pooling = config["classifier_pooling"]
     heads = {
-        "MaskedLM": text_encoders.make_masked_lm_head_factory(config, transform, bias=config["decoder_bias"]),
-        "SequenceClassification": text_encoders.make_pooled_head_factory(config, transform, pooling=pooling),
-        "TokenClassification": text_encoders.make_token_head_factory(config, transform),
-        "Model": encoder_heads.make_feature_head_factory(),
+        "MaskedLM": hf.make_masked_lm_head_factory(config, transform, bias=config["decoder_bias"]),
+        "SequenceClassification": hf.make_pooled_head_factory(config, transform, pooling=pooling),
+        "TokenClassification": hf.make_token_head_factory(config, transform),
+        "Model": hf.make_feature_head_factory(),
     }
     layers = [(mixers[kind], ffn) for kind in types]
-    blocks = [make_unnormalized_block, *[Block] * (len(numbers) - 1)]
+    blocks = [hf.make_unnormalized_block, *[hf.Block] * (len(numbers) - 1)]
     norms = {"norm": norm, "embedding_norm": norm, "final_norm": norm}
-    return text_encoders.build_config_encoder(config, layers, "ModernBert", heads, block=blocks, key=key, **norms)
+    return hf.build_config_encoder(config, layers, "ModernBert", heads, block=blocks, key=key, **norms)
 
 
 def _describe_modernbert(model: Any) -> dict[str, Any]:
@@ -64,16 +46,16 @@ def _describe_modernbert(model: Any) -> dict[str, Any]:
 
     **Raises** `ConfigError` for other classes of layers.
     """
-    check_type("model", model, Encoder)
+    hf.check_type("model", model, hf.Encoder)
     model, blocks = eqx.filter_eval_shape(lambda model: (model, tuple(model.stack.iter_blocks())), model)
-    check_type("head", model.head, MaskedLMHead)
+    hf.check_type("head", model.head, hf.MaskedLMHead)
     block = blocks[-1]
     parts = {"mixer": BidirectionalAttention, "ffn": GatedMLP, "ffn_norm": LayerNorm}
     for name, kind in parts.items():
-        check_type(name, getattr(block, name, None), kind)
+        hf.check_type(name, getattr(block, name, None), kind)
     rope = block.mixer.rotary
     windows = [getattr(block.mixer, "window", None) for block in blocks]
-    check_type("rotary", rope, Rotary)
+    hf.check_type("rotary", rope, Rotary)
     kinds = ("full_attention", "sliding_attention")
     window = next((w for w in windows if w is not None), 1)
     vocab, embed = model.embedding.table_shape
@@ -83,10 +65,10 @@ def _describe_modernbert(model: Any) -> dict[str, Any]:
         "intermediate_size": block.ffn.gate.out_size,
         "num_hidden_layers": len(blocks),
         "num_attention_heads": block.mixer.query.out_size // block.mixer.head_dim,
-        "hidden_act": find_activation_name(block.ffn.activation),
+        "hidden_act": hf.find_activation_name(block.ffn.activation),
         "layer_norm_eps": block.ffn_norm.epsilon,
-        "attention_bias": has_bias(block.mixer.query),
-        "mlp_bias": has_bias(block.ffn.gate),
+        "attention_bias": hf.has_bias(block.mixer.query),
+        "mlp_bias": hf.has_bias(block.ffn.gate),
         "norm_bias": block.ffn_norm.bias is not None,
         "layer_types": [kinds[window is not None] for window in windows],
         "local_attention": 2 * (window - 1),
@@ -97,35 +79,35 @@ def _describe_modernbert(model: Any) -> dict[str, Any]:
     }
 
 
-def _map_modernbert_names(config: Config) -> NameMap:
+def _map_modernbert_names(config: hf.Config) -> hf.NameMap:
     block = {
         "attn_norm": "mixer_norm",
-        "attn.Wqkv": fused(*(f"bidirectional_attention.{name}" for name in ("query", "key", "value"))),
+        "attn.Wqkv": hf.fused(*(f"bidirectional_attention.{name}" for name in ("query", "key", "value"))),
         "attn.Wo": "bidirectional_attention.out",
         "mlp_norm": "ffn_norm",
-        "mlp.Wi": fused("gated_mlp.gate", "gated_mlp.up"),
+        "mlp.Wi": hf.fused("gated_mlp.gate", "gated_mlp.up"),
         "mlp.Wo": "gated_mlp.down",
     }
     shell = {"embeddings.tok_embeddings": "embedding", "embeddings.norm": "embedding_norm", "final_norm": "norm"}
-    transform = text_encoders.map_dense_layer("head", "head.transform", "norm")
-    classifier: NameMap = {**transform, "classifier": "head.linear"}
-    heads: dict[str, NameMap] = {
+    transform = hf.map_dense_layer("head", "head.transform", "norm")
+    classifier: hf.NameMap = {**transform, "classifier": "head.linear"}
+    heads: dict[str, hf.NameMap] = {
         "MaskedLM": {**transform, "decoder.weight": "head.decoder.weight", "decoder.bias": "head.bias"},
         "SequenceClassification": classifier,
         "TokenClassification": classifier,
         "Model": {},
     }
-    layers = {**shell, **prefixed("layers.*", "layers.*", block)}
-    return {**prefixed("model", "", layers), **encoder_heads.select_names(config, "ModernBert", heads)}
+    layers = {**shell, **hf.prefixed("layers.*", "layers.*", block)}
+    return {**hf.prefixed("model", "", layers), **hf.select_names(config, "ModernBert", heads)}
 
 
-MODERNBERT = Family(
+MODERNBERT = hf.Family(
     name="modernbert",
     architecture="ModernBertForMaskedLM",
     build=_build_modernbert,
     names=_map_modernbert_names,
     defaults={
-        **encoder_heads.HEAD_DEFAULTS,
+        **hf.HEAD_DEFAULTS,
         "vocab_size": 50368,
         "hidden_size": 768,
         "intermediate_size": 1152,
@@ -136,14 +118,14 @@ MODERNBERT = Family(
         "layer_norm_eps": 1e-5,
         **dict.fromkeys(("norm_bias", "attention_bias", "mlp_bias", "classifier_bias"), False),
         "decoder_bias": True,
-        "layer_types": optional_words(),
+        "layer_types": hf.optional_words(),
         "global_attn_every_n_layers": 3,
-        "local_attention": Default(128, integer()),
+        "local_attention": hf.Default(128, hf.integer()),
         "rope_parameters": {
             "full_attention": {"rope_theta": 160000.0},
             "sliding_attention": {"rope_theta": 10000.0},
         },
-        "sliding_rope_theta": optional_number(),
+        "sliding_rope_theta": hf.optional_number(),
         "classifier_pooling": "cls",
         "classifier_activation": "gelu",
         "tie_word_embeddings": True,

@@ -5,30 +5,26 @@ from functools import partial
 
 from jaxtyping import Array, Key
 
-from zoo.models.encoders.relative import RelativeBias, RelativeBlock
-from zoo.models.encoders.text import Encoder
-from zoo.models.hf.builders import compute_out_scale, read_head_sizes
-from zoo.models.hf.spec import Config, Family, NameMap, prefixed
+from zoo.models.hf import grammar as hf
 
-from .. import text_encoders
 from . import bert, roberta
 from .mpnet_layers import RelativeBiasAttention
 
 _BUCKETS = 32
 
 
-def _build_mpnet(config: Config, *, key: Key[Array, ""]) -> Encoder:
-    heads = read_head_sizes(config)[0]
-    options = {"bias": True, "out_bias": True, "out_scale": compute_out_scale(config)}
+def _build_mpnet(config: hf.Config, *, key: Key[Array, ""]) -> hf.Encoder:
+    heads = hf.read_head_sizes(config)[0]
+    options = {"bias": True, "out_bias": True, "out_scale": hf.compute_out_scale(config)}
     mixer = partial(RelativeBiasAttention, config["hidden_size"], heads, **options)
-    relative = partial(RelativeBias, _BUCKETS, heads)
-    parts = {"mixer": mixer, "block": RelativeBlock, "relative_embedding": relative}
+    relative = partial(hf.RelativeBias, _BUCKETS, heads)
+    parts = {"mixer": mixer, "block": hf.RelativeBlock, "relative_embedding": relative}
     return roberta.build_roberta("MPNet", config, offset=2, key=key, **parts)
 
 
-def _map_mpnet_names(config: Config) -> NameMap:
-    attention: NameMap = {
-        **prefixed("attn", "relative_bias_attention", {"q": "query", "k": "key", "v": "value", "o": "out"}),
+def _map_mpnet_names(config: hf.Config) -> hf.NameMap:
+    attention: hf.NameMap = {
+        **hf.prefixed("attn", "relative_bias_attention", {"q": "query", "k": "key", "v": "value", "o": "out"}),
         "LayerNorm": "mixer_norm",
     }
     return {
@@ -38,7 +34,7 @@ def _map_mpnet_names(config: Config) -> NameMap:
     }
 
 
-MPNET = Family(
+MPNET = hf.Family(
     name="mpnet",
     architecture="MPNetForMaskedLM",
     build=_build_mpnet,
@@ -50,7 +46,7 @@ MPNET = Family(
     # with another number of buckets, the class in transformers computes 32 all the same
     required_values={"tie_word_embeddings": (True,), "relative_attention_num_buckets": (_BUCKETS,)},
     ignored_tensors=roberta.ROBERTA.ignored_tensors,
-    find_ignored_tensors=partial(text_encoders.find_other_heads, _map_mpnet_names, "mpnet", roberta.HEADS),
+    find_ignored_tensors=partial(hf.find_other_heads, _map_mpnet_names, "mpnet", roberta.HEADS),
     head="lm_head.decoder",
     embedding="mpnet.embeddings.word_embeddings",
 )

@@ -7,53 +7,42 @@ from typing import Any
 from jaxtyping import Array, Key
 
 from zoo.layers import AlibiAttention
-from zoo.models.decoder import Decoder
-from zoo.models.hf.builders import (
-    build_config_decoder,
-    compute_out_scale,
-    make_layer_norm_factory,
-    make_mlp_factory,
-    read_head_sizes,
-)
-from zoo.models.hf.config import read_config
-from zoo.models.hf.kinds import Default, optional_number
-from zoo.models.hf.spec import Config, Family, NameMap, fused, prefixed
-from zoo.models.hf.values import ValueKind
+from zoo.models.hf import grammar as hf
 
 
-def _build_mpt(config: Config, *, key: Key[Array, ""]) -> Decoder:
-    attention = read_config(_ATTENTION, config["attn_config"], ignore=None)
-    config = Config(config, hidden_act="gelu", intermediate_size=None)
+def _build_mpt(config: hf.Config, *, key: Key[Array, ""]) -> hf.Decoder:
+    attention = hf.read_config(_ATTENTION, config["attn_config"], ignore=None)
+    config = hf.Config(config, hidden_act="gelu", intermediate_size=None)
     mixer = make_alibi_factory(config, clip=attention["clip_qkv"], scale=attention["softmax_scale"])
-    layers = [(mixer, make_mlp_factory(config, bias=False))] * config["num_hidden_layers"]
-    return build_config_decoder(config, layers, make_layer_norm_factory(config, bias=False), key=key)
+    layers = [(mixer, hf.make_mlp_factory(config, bias=False))] * config["num_hidden_layers"]
+    return hf.build_config_decoder(config, layers, hf.make_layer_norm_factory(config, bias=False), key=key)
 
 
-def make_alibi_factory(config: Config, **options: Any) -> Callable[..., AlibiAttention]:
+def make_alibi_factory(config: hf.Config, **options: Any) -> Callable[..., AlibiAttention]:
     """Return a factory of attention with linear biases. **Raises** `ConfigError` if heads do not divide
     hidden_size."""
-    heads, _, head_dim = read_head_sizes(config)
-    sizes = {"head_dim": head_dim, "out_scale": compute_out_scale(config)}
+    heads, _, head_dim = hf.read_head_sizes(config)
+    sizes = {"head_dim": head_dim, "out_scale": hf.compute_out_scale(config)}
     return partial(AlibiAttention, config["hidden_size"], heads, **sizes, **options)
 
 
-def _map_mpt_names(config: Config) -> NameMap:
+def _map_mpt_names(config: hf.Config) -> hf.NameMap:
     block = {
         "norm_1": "mixer_norm",
         "norm_2": "ffn_norm",
-        **prefixed("attn", "alibi_attention", {"Wqkv": fused("query", "key", "value"), "out_proj": "out"}),
-        **prefixed("ffn", "mlp", {"up_proj": "up", "down_proj": "down"}),
+        **hf.prefixed("attn", "alibi_attention", {"Wqkv": hf.fused("query", "key", "value"), "out_proj": "out"}),
+        **hf.prefixed("ffn", "mlp", {"up_proj": "up", "down_proj": "down"}),
     }
-    shell = {"wte": "embedding", "norm_f": "norm", **prefixed("blocks.*", "layers.*", block)}
-    return {**prefixed("transformer", "", shell), "lm_head": "head"}
+    shell = {"wte": "embedding", "norm_f": "norm", **hf.prefixed("blocks.*", "layers.*", block)}
+    return {**hf.prefixed("transformer", "", shell), "lm_head": "head"}
 
 
-_ATTENTION = Family(
+_ATTENTION = hf.Family(
     name="mpt's attn_config",
     architecture="",
     build=_build_mpt,
     names=_map_mpt_names,
-    defaults={"clip_qkv": optional_number(), "softmax_scale": optional_number()},
+    defaults={"clip_qkv": hf.optional_number(), "softmax_scale": hf.optional_number()},
     required_values={
         "attn_type": ("multihead_attention",),
         "alibi": (True,),
@@ -64,7 +53,7 @@ _ATTENTION = Family(
 )
 """The table `attn_config`, read as a config of its own."""
 
-MPT = Family(
+MPT = hf.Family(
     name="mpt",
     architecture="MptForCausalLM",
     build=_build_mpt,
@@ -76,7 +65,7 @@ MPT = Family(
         "num_attention_heads": 16,
         "layer_norm_eps": 1e-5,
         "tie_word_embeddings": True,
-        "attn_config": Default({}, ValueKind("a table", lambda value: isinstance(value, Mapping))),
+        "attn_config": hf.Default({}, hf.ValueKind("a table", lambda value: isinstance(value, Mapping))),
     },
     aliases={
         "d_model": "hidden_size",

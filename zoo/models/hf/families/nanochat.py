@@ -7,41 +7,31 @@ import dataclasses
 
 from jaxtyping import Array, Key
 
-from zoo.models.decoder import Decoder
-from zoo.models.hf.builders import (
-    build_config_decoder,
-    build_rotary,
-    make_attention_factory,
-    make_head_norm_factory,
-    make_mlp_factory,
-    make_rms_norm_factory,
-)
-from zoo.models.hf.kinds import optional_number
-from zoo.models.hf.spec import Config, Family, NameMap, prefixed
+from zoo.models.hf import grammar as hf
 from zoo.ops.rotary import ReversedRotation
 
 from . import llama
 
 
-def _build_nanochat(config: Config, *, key: Key[Array, ""]) -> Decoder:
-    norm = make_rms_norm_factory(config, scaled=False)
+def _build_nanochat(config: hf.Config, *, key: Key[Array, ""]) -> hf.Decoder:
+    norm = hf.make_rms_norm_factory(config, scaled=False)
     bias = config["attention_bias"]
-    rotary = build_rotary(config)
+    rotary = hf.build_rotary(config)
     magnitude = 1.0 if rotary.scaling is None else rotary.scaling.magnitude
     epsilon = config["rms_norm_eps"] / magnitude**2
     rotary = dataclasses.replace(rotary, scaling=ReversedRotation(rotary.scaling))
-    qk_norm = make_head_norm_factory(config, scaled=False, epsilon=epsilon)
-    mixer = make_attention_factory(config, rotary=rotary, qk_norm=qk_norm, bias=bias, out_bias=bias)
-    layers = [(mixer, make_mlp_factory(config, bias=False))] * config["num_hidden_layers"]
+    qk_norm = hf.make_head_norm_factory(config, scaled=False, epsilon=epsilon)
+    mixer = hf.make_attention_factory(config, rotary=rotary, qk_norm=qk_norm, bias=bias, out_bias=bias)
+    layers = [(mixer, hf.make_mlp_factory(config, bias=False))] * config["num_hidden_layers"]
     options = {"embedding_norm": norm, "soft_cap": config["final_logit_softcapping"]}
-    return build_config_decoder(config, layers, norm, key=key, **options)
+    return hf.build_config_decoder(config, layers, norm, key=key, **options)
 
 
-def _map_nanochat_names(config: Config) -> NameMap:
-    return llama.map_llama_layers(prefixed("mlp", "mlp", {"fc1": "up", "fc2": "down"}), norms={})
+def _map_nanochat_names(config: hf.Config) -> hf.NameMap:
+    return llama.map_llama_layers(hf.prefixed("mlp", "mlp", {"fc1": "up", "fc2": "down"}), norms={})
 
 
-NANOCHAT = Family(
+NANOCHAT = hf.Family(
     name="nanochat",
     architecture="NanoChatForCausalLM",
     build=_build_nanochat,
@@ -54,7 +44,7 @@ NANOCHAT = Family(
         "num_hidden_layers": 12,
         "num_attention_heads": 6,
         "hidden_act": "relu2",
-        "final_logit_softcapping": optional_number(15.0),
+        "final_logit_softcapping": hf.optional_number(15.0),
     },
     ignored_tensors=llama.LLAMA.ignored_tensors,
 )

@@ -3,27 +3,20 @@
 
 from jaxtyping import Array, Key
 
-from zoo.models.decoder import Decoder
-from zoo.models.hf.builders import (
-    build_config_decoder,
-    make_attention_factory,
-    make_layer_norm_factory,
-    make_mlp_factory,
-)
-from zoo.models.hf.spec import Config, Family
+from zoo.models.hf import grammar as hf
 
 from . import arcee, llama
 
 
-def _build_nemotron(config: Config, *, key: Key[Array, ""]) -> Decoder:
-    norm = make_layer_norm_factory(config, offset=1.0)
+def _build_nemotron(config: hf.Config, *, key: Key[Array, ""]) -> hf.Decoder:
+    norm = hf.make_layer_norm_factory(config, offset=1.0)
     bias = config["attention_bias"]
-    mixer = make_attention_factory(config, bias=bias, out_bias=bias)
-    layers = [(mixer, make_mlp_factory(config, bias=config["mlp_bias"]))] * config["num_hidden_layers"]
-    return build_config_decoder(config, layers, norm, key=key)
+    mixer = hf.make_attention_factory(config, bias=bias, out_bias=bias)
+    layers = [(mixer, hf.make_mlp_factory(config, bias=config["mlp_bias"]))] * config["num_hidden_layers"]
+    return hf.build_config_decoder(config, layers, norm, key=key)
 
 
-NEMOTRON = Family(
+NEMOTRON = hf.Family(
     name="nemotron",
     architecture="NemotronForCausalLM",
     build=_build_nemotron,

@@ -9,50 +9,37 @@ from functools import partial
 from jaxtyping import Array, Key
 
 from zoo.layers import MLP, Mamba2, MixtureOfExperts
-from zoo.models.build import FeedForwardFactory, LayerFactories
-from zoo.models.decoder import Decoder
-from zoo.models.hf.builders import (
-    build_config_decoder,
-    find_activation,
-    make_attention_factory,
-    make_biased_router_factory,
-    make_mixture_factory,
-    make_rms_norm_factory,
-)
-from zoo.models.hf.errors import ConfigError
-from zoo.models.hf.kinds import Default, optional_count, optional_words
-from zoo.models.hf.spec import Config, Family, NameMap, prefixed
-from zoo.models.hf.values import NON_NEGATIVE_NUMBER, POSITIVE_NUMBER, WORD, ValueKind, optional
+from zoo.models.hf import grammar as hf
 
 from . import llama
 from .mamba2 import MIXER_NAMES
 from .nemotron_h_layers import LatentMixture
 
 _TYPES_BY_LETTER = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
-_PATTERN = ValueKind(
-    "a word of the letters M, *, - and E", lambda value: WORD.fits(value) and set(value) <= _TYPES_BY_LETTER.keys()
+_PATTERN = hf.ValueKind(
+    "a word of the letters M, *, - and E", lambda value: hf.WORD.fits(value) and set(value) <= _TYPES_BY_LETTER.keys()
 )
 _OLDER_TYPES = {"mamba": "linear_attention", "attention": "full_attention"}
 
 
-def _build_nemotron_h(config: Config, *, key: Key[Array, ""]) -> Decoder:
+def _build_nemotron_h(config: hf.Config, *, key: Key[Array, ""]) -> hf.Decoder:
     types = _read_layer_types(config)
     # the keys that builders read; a layer has one matrix that writes to the residual stream, not two
-    config = Config(config, num_hidden_layers=len(types), rms_norm_eps=config["layer_norm_epsilon"])
+    config = hf.Config(config, num_hidden_layers=len(types), rms_norm_eps=config["layer_norm_epsilon"])
     out_scale = len(types) ** -0.5
-    layers: dict[str, LayerFactories] = {}
+    layers: dict[str, hf.LayerFactories] = {}
     if "linear_attention" in types:
         layers["linear_attention"] = _make_mamba2_factory(config, out_scale), None
     if "full_attention" in types:
-        layers["full_attention"] = make_attention_factory(config, rotary=None, out_scale=out_scale), None
+        layers["full_attention"] = hf.make_attention_factory(config, rotary=None, out_scale=out_scale), None
     if "mlp" in types:
         layers["mlp"] = None, _make_mlp_factory(config, config["hidden_size"], config["intermediate_size"], out_scale)
     if "moe" in types:
         layers["moe"] = None, _make_experts_factory(config, out_scale)
-    return build_config_decoder(config, [layers[kind] for kind in types], make_rms_norm_factory(config), key=key)
+    return hf.build_config_decoder(config, [layers[kind] for kind in types], hf.make_rms_norm_factory(config), key=key)
 
 
-def _read_layer_types(config: Config) -> list[str]:
+def _read_layer_types(config: hf.Config) -> list[str]:
     """Return the type of each layer: `layers_block_type`, else the letters of `hybrid_override_pattern`. Their number
     is the number of layers.
 
@@ -68,18 +55,18 @@ def _read_layer_types(config: Config) -> list[str]:
         types = ["linear_attention", "moe", "full_attention", "mlp"]
     known = _TYPES_BY_LETTER.values()
     if unknown := [kind for kind in types if kind not in known]:
-        raise ConfigError(f"layers_block_type has {unknown[0]!r}, and layers here are {' or '.join(known)}")
+        raise hf.ConfigError(f"layers_block_type has {unknown[0]!r}, and layers here are {' or '.join(known)}")
     if not types:
-        raise ConfigError("layers_block_type or hybrid_override_pattern should have at least one layer")
+        raise hf.ConfigError("layers_block_type or hybrid_override_pattern should have at least one layer")
     return types
 
 
-def _make_mamba2_factory(config: Config, out_scale: float) -> Callable[..., Mamba2]:
+def _make_mamba2_factory(config: hf.Config, out_scale: float) -> Callable[..., Mamba2]:
     """Return a factory of `Mamba2`. **Raises** `ConfigError` if groups do not divide heads."""
     heads = config["mamba_num_heads"]
     groups = config["n_groups"]
     if heads % groups:
-        raise ConfigError(f"mamba_num_heads = {heads} heads do not divide evenly over n_groups = {groups}")
+        raise hf.ConfigError(f"mamba_num_heads = {heads} heads do not divide evenly over n_groups = {groups}")
     return partial(
         Mamba2,
         config["hidden_size"],
@@ -96,17 +83,17 @@ def _make_mamba2_factory(config: Config, out_scale: float) -> Callable[..., Mamb
     )
 
 
-def _make_mlp_factory(config: Config, embed: int, width: int, out_scale: float) -> Callable[..., MLP]:
+def _make_mlp_factory(config: hf.Config, embed: int, width: int, out_scale: float) -> Callable[..., MLP]:
     """Return a factory of MLPs of a width, from and to `embed` channels."""
-    activation = find_activation(config, "mlp_hidden_act")
+    activation = hf.find_activation(config, "mlp_hidden_act")
     return partial(MLP, embed, width, activation=activation, bias=config["mlp_bias"], out_scale=out_scale)
 
 
-def _make_experts_factory(config: Config, out_scale: float) -> FeedForwardFactory:
+def _make_experts_factory(config: hf.Config, out_scale: float) -> hf.FeedForwardFactory:
     """Return a factory of the mixture of experts, and its shared one. Experts have no biases."""
     embed = config["hidden_size"]
     latent = config["moe_latent_size"]
-    without_bias = Config(config, mlp_bias=False)
+    without_bias = hf.Config(config, mlp_bias=False)
     if latent is None:
         mixture = MixtureOfExperts
         expert = _make_mlp_factory(without_bias, embed, config["moe_intermediate_size"], out_scale)
@@ -115,45 +102,45 @@ def _make_experts_factory(config: Config, out_scale: float) -> FeedForwardFactor
         expert = _make_mlp_factory(without_bias, latent, config["moe_intermediate_size"], out_scale)
     shared = _make_mlp_factory(config, embed, config["moe_shared_expert_intermediate_size"], out_scale)
     parts = {"expert": expert, "shared": shared, "mixture": mixture}
-    return make_mixture_factory(config, make_biased_router_factory(config), config["n_routed_experts"], **parts)
+    return hf.make_mixture_factory(config, hf.make_biased_router_factory(config), config["n_routed_experts"], **parts)
 
 
-def _map_nemotron_h_names(config: Config) -> NameMap:
-    return _map_nemotron_h_layers(config, prefixed("experts.*", "experts.*", _MLP_NAMES))
+def _map_nemotron_h_names(config: hf.Config) -> hf.NameMap:
+    return _map_nemotron_h_layers(config, hf.prefixed("experts.*", "experts.*", _MLP_NAMES))
 
 
-def _map_nemotron_h_memory_names(config: Config) -> NameMap:
-    experts: NameMap = {"up_proj": "up.weight", "down_proj": "down.weight"}
-    names = _map_nemotron_h_layers(config, prefixed("experts", "experts.*", experts))
+def _map_nemotron_h_memory_names(config: hf.Config) -> hf.NameMap:
+    experts: hf.NameMap = {"up_proj": "up.weight", "down_proj": "down.weight"}
+    names = _map_nemotron_h_layers(config, hf.prefixed("experts", "experts.*", experts))
     return {re.sub(r"^backbone\.", "model.", name): mapping for name, mapping in names.items()}
 
 
-def _map_nemotron_h_layers(config: Config, experts: NameMap) -> NameMap:
+def _map_nemotron_h_layers(config: hf.Config, experts: hf.NameMap) -> hf.NameMap:
     mixture = {
         "gate": "router.scores",
         "gate.e_score_correction_bias": "router.selection_bias",
         **experts,
-        **prefixed("shared_experts", "shared", _MLP_NAMES),
+        **hf.prefixed("shared_experts", "shared", _MLP_NAMES),
     }
     if config["moe_latent_size"] is None:
-        mixture = prefixed("", "mixture_of_experts", mixture)
+        mixture = hf.prefixed("", "mixture_of_experts", mixture)
     else:
         latents = {"fc1_latent_proj": "down", "fc2_latent_proj": "up"}
-        mixture = prefixed("", "latent_mixture", {**mixture, **latents})
+        mixture = hf.prefixed("", "latent_mixture", {**mixture, **latents})
     mixer = {
-        **prefixed("", "mamba2", MIXER_NAMES),
-        **prefixed("", "attention", llama.ATTENTION_NAMES),
-        **prefixed("", "mlp", _MLP_NAMES),
+        **hf.prefixed("", "mamba2", MIXER_NAMES),
+        **hf.prefixed("", "attention", llama.ATTENTION_NAMES),
+        **hf.prefixed("", "mlp", _MLP_NAMES),
         **mixture,
     }
-    block = {"norm": "mixer_norm", **prefixed("mixer", "", mixer)}
-    shell = {"embeddings": "embedding", "norm_f": "norm", **prefixed("layers.*", "layers.*", block)}
-    return {**prefixed("backbone", "", shell), "lm_head": "head"}
+    block = {"norm": "mixer_norm", **hf.prefixed("mixer", "", mixer)}
+    shell = {"embeddings": "embedding", "norm_f": "norm", **hf.prefixed("layers.*", "layers.*", block)}
+    return {**hf.prefixed("backbone", "", shell), "lm_head": "head"}
 
 
-_MLP_NAMES: NameMap = {"up_proj": "up", "down_proj": "down"}
+_MLP_NAMES: hf.NameMap = {"up_proj": "up", "down_proj": "down"}
 
-NEMOTRON_H = Family(
+NEMOTRON_H = hf.Family(
     name="nemotron_h",
     architecture="NemotronHForCausalLM",
     build=_build_nemotron_h,
@@ -162,17 +149,17 @@ NEMOTRON_H = Family(
         "vocab_size": 131072,
         "hidden_size": 4096,
         "intermediate_size": 21504,
-        "layers_block_type": optional_words(),
-        "hybrid_override_pattern": Default(None, optional(_PATTERN)),
+        "layers_block_type": hf.optional_words(),
+        "hybrid_override_pattern": hf.Default(None, hf.optional(_PATTERN)),
         "num_attention_heads": 32,
-        "num_key_value_heads": optional_count(8),
-        "head_dim": optional_count(128),
+        "num_key_value_heads": hf.optional_count(8),
+        "head_dim": hf.optional_count(128),
         "mamba_num_heads": 128,
         "mamba_head_dim": 64,
         "ssm_state_size": 128,
         "n_groups": 8,
         "conv_kernel": 4,
-        "time_step_min": Default(0.001, NON_NEGATIVE_NUMBER),
+        "time_step_min": hf.Default(0.001, hf.NON_NEGATIVE_NUMBER),
         "use_conv_bias": True,
         "use_bias": False,
         "mlp_hidden_act": "relu2",
@@ -181,12 +168,12 @@ NEMOTRON_H = Family(
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 7688,
         "moe_shared_expert_intermediate_size": 7688,
-        "moe_latent_size": optional_count(),
-        "routed_scaling_factor": Default(1.0, POSITIVE_NUMBER),
+        "moe_latent_size": hf.optional_count(),
+        "routed_scaling_factor": hf.Default(1.0, hf.POSITIVE_NUMBER),
         "n_group": 1,
         "topk_group": 1,
         "norm_topk_prob": True,
-        "layer_norm_epsilon": Default(1e-5, NON_NEGATIVE_NUMBER),
+        "layer_norm_epsilon": hf.Default(1e-5, hf.NON_NEGATIVE_NUMBER),
         "tie_word_embeddings": False,
     },
     aliases={

@@ -5,85 +5,73 @@ from functools import partial
 from jaxtyping import Array, Key
 
 from zoo.layers import IdentityNorm
-from zoo.models.blocks import AddNormBlock
-from zoo.models.encoders.heads import DenseTransform
-from zoo.models.encoders.text import Encoder
-from zoo.models.hf.builders import (
-    build_rotary,
-    find_activation,
-    make_bidirectional_attention_factory,
-    make_gated_mlp_factory,
-    make_layer_norm_factory,
-)
-from zoo.models.hf.kinds import non_negative, optional_count
-from zoo.models.hf.spec import Config, Family, NameMap, fused, prefixed
+from zoo.models.hf import grammar as hf
 
-from .. import encoder_heads, text_encoders
 from . import bert
 
 
-def _build_nomic_bert(config: Config, *, key: Key[Array, ""]) -> Encoder:
+def _build_nomic_bert(config: hf.Config, *, key: Key[Array, ""]) -> hf.Encoder:
     size = config["hidden_size"]
-    norm = make_layer_norm_factory(config)
-    transform = partial(DenseTransform, size, activation=find_activation(config), norm=norm)
-    mixer = make_bidirectional_attention_factory(config, rotary=build_rotary(config))
-    return text_encoders.build_config_encoder(
+    norm = hf.make_layer_norm_factory(config)
+    transform = partial(hf.DenseTransform, size, activation=hf.find_activation(config), norm=norm)
+    mixer = hf.make_bidirectional_attention_factory(config, rotary=hf.build_rotary(config))
+    return hf.build_config_encoder(
         config,
-        [(mixer, make_gated_mlp_factory(config))] * config["num_hidden_layers"],
+        [(mixer, hf.make_gated_mlp_factory(config))] * config["num_hidden_layers"],
         "NomicBert",
-        text_encoders.make_bert_heads(config, transform),
+        hf.make_bert_heads(config, transform),
         norm=norm,
         embedding_norm=norm,
         final_norm=IdentityNorm,
-        block=AddNormBlock,
+        block=hf.AddNormBlock,
         token_types=config["type_vocab_size"],
         key=key,
     )
 
 
-def _map_nomic_bert_names(config: Config) -> NameMap:
+def _map_nomic_bert_names(config: hf.Config) -> hf.NameMap:
     """Return the name map of files."""
     block = {
-        "attn.Wqkv": fused(*(f"bidirectional_attention.{name}" for name in ("query", "key", "value"))),
+        "attn.Wqkv": hf.fused(*(f"bidirectional_attention.{name}" for name in ("query", "key", "value"))),
         "attn.out_proj": "bidirectional_attention.out",
         "norm1": "mixer_norm",
-        **prefixed("mlp", "gated_mlp", {"fc11": "up", "fc12": "gate", "fc2": "down"}),
+        **hf.prefixed("mlp", "gated_mlp", {"fc11": "up", "fc12": "gate", "fc2": "down"}),
         "norm2": "ffn_norm",
     }
-    layers = {"emb_ln": "embedding_norm", **prefixed("encoder.layers.*", "layers.*", block)}
+    layers = {"emb_ln": "embedding_norm", **hf.prefixed("encoder.layers.*", "layers.*", block)}
     return _map_shell(config, layers)
 
 
-def _map_nomic_bert_memory_names(config: Config) -> NameMap:
+def _map_nomic_bert_memory_names(config: hf.Config) -> hf.NameMap:
     attention = {"q_proj": "query", "k_proj": "key", "v_proj": "value", "o_proj": "out"}
     block = {
-        **prefixed("self_attn", "bidirectional_attention", attention),
+        **hf.prefixed("self_attn", "bidirectional_attention", attention),
         "post_attention_layernorm": "mixer_norm",
-        **prefixed("mlp", "gated_mlp", {"up_proj": "up", "gate_proj": "gate", "down_proj": "down"}),
+        **hf.prefixed("mlp", "gated_mlp", {"up_proj": "up", "gate_proj": "gate", "down_proj": "down"}),
         "post_mlp_layernorm": "ffn_norm",
     }
-    layers = {"embeddings.LayerNorm": "embedding_norm", **prefixed("layers.*", "layers.*", block)}
+    layers = {"embeddings.LayerNorm": "embedding_norm", **hf.prefixed("layers.*", "layers.*", block)}
     return _map_shell(config, layers)
 
 
-def _map_shell(config: Config, layers: NameMap) -> NameMap:
+def _map_shell(config: hf.Config, layers: hf.NameMap) -> hf.NameMap:
     """Return the name map with embeddings and the head, which are named the same in files and in memory."""
     embeddings = {"word_embeddings": "embedding", "token_type_embeddings": "type_embedding"}
-    transform = text_encoders.map_dense_layer("cls.predictions.transform", "head.transform", "layer_norm")
-    pooler = text_encoders.map_dense_layer("nomic_bert.pooler", "head.transform")
-    heads: dict[str, NameMap] = {
+    transform = hf.map_dense_layer("cls.predictions.transform", "head.transform", "layer_norm")
+    pooler = hf.map_dense_layer("nomic_bert.pooler", "head.transform")
+    heads: dict[str, hf.NameMap] = {
         "MaskedLM": {"cls.predictions.bias": "head.bias", **transform},
         "SequenceClassification": {**pooler, "classifier": "head.linear"},
         "TokenClassification": {"classifier": "head.linear"},
         "Model": {},
     }
-    base = {**prefixed("embeddings", "", embeddings), **layers}
-    return {**prefixed("nomic_bert", "", base), **encoder_heads.select_names(config, "NomicBert", heads)}
+    base = {**hf.prefixed("embeddings", "", embeddings), **layers}
+    return {**hf.prefixed("nomic_bert", "", base), **hf.select_names(config, "NomicBert", heads)}
 
 
 _HEADS = ("cls.predictions.transform", "cls.predictions.bias", "pooler.")
 
-NOMIC_BERT = Family(
+NOMIC_BERT = hf.Family(
     name="nomic_bert",
     architecture="NomicBertForMaskedLM",
     build=_build_nomic_bert,
@@ -91,16 +79,16 @@ NOMIC_BERT = Family(
     defaults={
         **bert.DEFAULTS,
         "vocab_size": 30528,
-        "head_dim": optional_count(),
+        "head_dim": hf.optional_count(),
         "hidden_act": "silu",
         "max_position_embeddings": 2048,
-        "type_vocab_size": non_negative(2),
+        "type_vocab_size": hf.non_negative(2),
         "rope_parameters": {"rope_theta": 1000.0},
     },
     required_values={"tie_word_embeddings": (True,)},
     ignored_keys=frozenset({"classifier_dropout"}),
     ignored_tensors=(*bert.BERT.ignored_tensors, r"\.rotary_emb\.inv_freq$"),
-    find_ignored_tensors=partial(text_encoders.find_other_heads, _map_nomic_bert_names, "nomic_bert", _HEADS),
+    find_ignored_tensors=partial(hf.find_other_heads, _map_nomic_bert_names, "nomic_bert", _HEADS),
     memory_names=_map_nomic_bert_memory_names,
     head="cls.predictions.decoder",
     embedding="nomic_bert.embeddings.word_embeddings",

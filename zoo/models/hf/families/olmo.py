@@ -6,23 +6,20 @@ from functools import partial
 from jaxtyping import Array, Key
 
 from zoo.layers import LayerNorm
-from zoo.models.decoder import Decoder
-from zoo.models.hf.builders import build_config_decoder, make_attention_factory, make_gated_mlp_factory
-from zoo.models.hf.kinds import optional_number
-from zoo.models.hf.spec import Config, Family
+from zoo.models.hf import grammar as hf
 
 from . import llama
 
 
-def _build_olmo(config: Config, *, key: Key[Array, ""]) -> Decoder:
+def _build_olmo(config: hf.Config, *, key: Key[Array, ""]) -> hf.Decoder:
     bias = config["attention_bias"]
     norm = partial(LayerNorm, config["hidden_size"], scaled=False, bias=False)
-    mixer = make_attention_factory(config, bias=bias, out_bias=bias, clip=config["clip_qkv"])
-    layers = [(mixer, make_gated_mlp_factory(config))] * config["num_hidden_layers"]
-    return build_config_decoder(config, layers, norm, key=key)
+    mixer = hf.make_attention_factory(config, bias=bias, out_bias=bias, clip=config["clip_qkv"])
+    layers = [(mixer, hf.make_gated_mlp_factory(config))] * config["num_hidden_layers"]
+    return hf.build_config_decoder(config, layers, norm, key=key)
 
 
-OLMO = Family(
+OLMO = hf.Family(
     name="olmo",
     architecture="OlmoForCausalLM",
     build=_build_olmo,
@@ -30,7 +27,7 @@ OLMO = Family(
     defaults={
         **{key: value for key, value in llama.DEFAULTS.items() if key not in ("mlp_bias", "rms_norm_eps")},
         "vocab_size": 50304,
-        "clip_qkv": optional_number(),
+        "clip_qkv": hf.optional_number(),
     },
     ignored_tensors=llama.LLAMA.ignored_tensors,
 )

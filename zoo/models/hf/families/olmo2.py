@@ -5,31 +5,23 @@ from functools import partial
 from jaxtyping import Array, Key
 
 from zoo.layers import RMSNorm
-from zoo.models.blocks import PostNormBlock
-from zoo.models.decoder import Decoder
-from zoo.models.hf.builders import (
-    build_config_decoder,
-    make_attention_factory,
-    make_gated_mlp_factory,
-    make_rms_norm_factory,
-)
-from zoo.models.hf.spec import Config, Family, NameMap, prefixed
+from zoo.models.hf import grammar as hf
 
 from . import llama
 
 
-def _build_olmo2(config: Config, *, key: Key[Array, ""]) -> Decoder:
+def _build_olmo2(config: hf.Config, *, key: Key[Array, ""]) -> hf.Decoder:
     bias = config["attention_bias"]
     qk_norm = partial(RMSNorm, epsilon=config["rms_norm_eps"])
-    mixer = make_attention_factory(config, bias=bias, out_bias=bias, norm_over_heads=qk_norm)
-    layers = [(mixer, make_gated_mlp_factory(config))] * config["num_hidden_layers"]
-    return build_config_decoder(config, layers, make_rms_norm_factory(config), block=PostNormBlock, key=key)
+    mixer = hf.make_attention_factory(config, bias=bias, out_bias=bias, norm_over_heads=qk_norm)
+    layers = [(mixer, hf.make_gated_mlp_factory(config))] * config["num_hidden_layers"]
+    return hf.build_config_decoder(config, layers, hf.make_rms_norm_factory(config), block=hf.PostNormBlock, key=key)
 
 
-def map_olmo2_names(config: Config) -> NameMap:
+def map_olmo2_names(config: hf.Config) -> hf.NameMap:
     """Return the name map of LLaMA-like models with norms after each sublayer."""
     norms = {"post_attention_layernorm": "mixer_norm", "post_feedforward_layernorm": "ffn_norm"}
-    return llama.map_llama_layers(prefixed("mlp", "gated_mlp", llama.GATED_MLP_NAMES), norms=norms)
+    return llama.map_llama_layers(hf.prefixed("mlp", "gated_mlp", llama.GATED_MLP_NAMES), norms=norms)
 
 
 DEFAULTS = {
@@ -38,7 +30,7 @@ DEFAULTS = {
     "rms_norm_eps": 1e-5,
 }
 
-OLMO2 = Family(
+OLMO2 = hf.Family(
     name="olmo2",
     architecture="Olmo2ForCausalLM",
     build=_build_olmo2,

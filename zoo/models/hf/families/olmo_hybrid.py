@@ -7,22 +7,7 @@ from typing import Any
 from jaxtyping import Array, Key
 
 from zoo.layers import AbstractNorm, GroupedGatedDeltaNet, IdentityNorm, RMSNorm
-from zoo.models.blocks import SandwichBlock
-from zoo.models.decoder import Block, Decoder
-from zoo.models.hf.builders import (
-    build_config_decoder,
-    build_rotary,
-    compute_out_scale,
-    find_activation,
-    list_layer_types,
-    make_attention_factory,
-    make_gated_mlp_factory,
-    make_rms_norm_factory,
-    pick_mixers,
-    read_layer_types,
-)
-from zoo.models.hf.kinds import optional_count, optional_words
-from zoo.models.hf.spec import Config, Family, NameMap, either, fused, prefixed
+from zoo.models.hf import grammar as hf
 
 from . import llama
 
@@ -30,26 +15,26 @@ _HEAD_NORM_EPSILON = 1e-5
 """Epsilon of the norm of each head's output, whatever the config says."""
 
 
-def _build_olmo_hybrid(config: Config, *, key: Key[Array, ""]) -> Decoder:
+def _build_olmo_hybrid(config: hf.Config, *, key: Key[Array, ""]) -> hf.Decoder:
     count = config["num_hidden_layers"]
     local = [number % 4 != 3 for number in range(count)]
     if all(local):
         local[-1] = False
-    types = read_layer_types(config, list_layer_types(local, local="linear_attention"))
+    types = hf.read_layer_types(config, hf.list_layer_types(local, local="linear_attention"))
     rotary = None
     if config["rope_parameters"]["rope_theta"] is not None:
-        rotary = build_rotary(config)
+        rotary = hf.build_rotary(config)
     bias = config["attention_bias"]
     qk_norm = partial(RMSNorm, epsilon=config["rms_norm_eps"])
-    attention = make_attention_factory(config, bias=bias, out_bias=bias, norm_over_heads=qk_norm, rotary=rotary)
-    mixers = pick_mixers(types, {"linear_attention": _make_delta_factory(config), "full_attention": attention})
-    ffn = make_gated_mlp_factory(config)
+    attention = hf.make_attention_factory(config, bias=bias, out_bias=bias, norm_over_heads=qk_norm, rotary=rotary)
+    mixers = hf.pick_mixers(types, {"linear_attention": _make_delta_factory(config), "full_attention": attention})
+    ffn = hf.make_gated_mlp_factory(config)
     layers = [(mixer, ffn) for mixer in mixers]
-    blocks = [_make_post_norm_block if kind == "full_attention" else Block for kind in types]
-    return build_config_decoder(config, layers, make_rms_norm_factory(config), block=blocks, key=key)
+    blocks = [_make_post_norm_block if kind == "full_attention" else hf.Block for kind in types]
+    return hf.build_config_decoder(config, layers, hf.make_rms_norm_factory(config), block=blocks, key=key)
 
 
-def _make_delta_factory(config: Config) -> partial[GroupedGatedDeltaNet]:
+def _make_delta_factory(config: hf.Config) -> partial[GroupedGatedDeltaNet]:
     groups = config["linear_num_key_heads"] or config["num_attention_heads"]
     key_dim = config["linear_key_head_dim"] or int(0.75 * config["hidden_size"] / groups)
     return partial(
@@ -60,22 +45,22 @@ def _make_delta_factory(config: Config) -> partial[GroupedGatedDeltaNet]:
         key_dim=key_dim,
         value_dim=config["linear_value_head_dim"] or 2 * key_dim,
         conv_width=config["linear_conv_kernel_dim"],
-        activation=find_activation(config),
+        activation=hf.find_activation(config),
         negative_eigenvalues=config["linear_allow_neg_eigval"],
         epsilon=_HEAD_NORM_EPSILON,
-        out_scale=compute_out_scale(config),
+        out_scale=hf.compute_out_scale(config),
     )
 
 
-def _make_post_norm_block(mixer_norm: AbstractNorm, ffn_norm: AbstractNorm, **parts: Any) -> SandwichBlock:
+def _make_post_norm_block(mixer_norm: AbstractNorm, ffn_norm: AbstractNorm, **parts: Any) -> hf.SandwichBlock:
     """Make a block whose norms follow the sublayers. Their paths are not those of the norms of the other layers: files
     call a norm before an MLP in those what they call a norm after attention here."""
-    return SandwichBlock(
+    return hf.SandwichBlock(
         mixer_norm=IdentityNorm(), mixer_post_norm=mixer_norm, ffn_norm=IdentityNorm(), ffn_post_norm=ffn_norm, **parts
     )
 
 
-_DELTA_NAMES: NameMap = {
+_DELTA_NAMES: hf.NameMap = {
     "q_proj": "query",
     "k_proj": "key",
     "v_proj": "value",
@@ -90,33 +75,34 @@ _DELTA_NAMES: NameMap = {
 _CONVOLUTIONS = ("query_convolution", "key_convolution", "value_convolution")
 
 
-def _map_olmo_hybrid_layers(first_norm: str, second_norm: str, convolutions: NameMap) -> NameMap:
+def _map_olmo_hybrid_layers(first_norm: str, second_norm: str, convolutions: hf.NameMap) -> hf.NameMap:
     """Return the name map, given the names of the norms: `first_norm` only of layers with the delta rule."""
     norms = {
         first_norm: "mixer_norm",
-        **either({second_norm: "ffn_norm"}, {second_norm: "mixer_post_norm"}),
+        **hf.either({second_norm: "ffn_norm"}, {second_norm: "mixer_post_norm"}),
         "post_feedforward_layernorm": "ffn_post_norm",
     }
     mixers = {
-        **prefixed("linear_attn", "grouped_gated_delta_net", {**_DELTA_NAMES, **convolutions}),
-        **prefixed("self_attn", "attention", llama.ATTENTION_NAMES),
+        **hf.prefixed("linear_attn", "grouped_gated_delta_net", {**_DELTA_NAMES, **convolutions}),
+        **hf.prefixed("self_attn", "attention", llama.ATTENTION_NAMES),
     }
-    return llama.map_llama_layers(prefixed("mlp", "gated_mlp", llama.GATED_MLP_NAMES), mixers, norms)
+    return llama.map_llama_layers(hf.prefixed("mlp", "gated_mlp", llama.GATED_MLP_NAMES), mixers, norms)
 
 
-def _map_olmo_hybrid_names(config: Config) -> NameMap:
+def _map_olmo_hybrid_names(config: hf.Config) -> hf.NameMap:
     convolutions = {
-        f"{letter}_conv1d": fused(part, conv1d_filters=True) for letter, part in zip("qkv", _CONVOLUTIONS, strict=True)
+        f"{letter}_conv1d": hf.fused(part, conv1d_filters=True)
+        for letter, part in zip("qkv", _CONVOLUTIONS, strict=True)
     }
     return _map_olmo_hybrid_layers("attention_layer_norm", "feedforward_layer_norm", convolutions)
 
 
-def _map_olmo_hybrid_memory_names(config: Config) -> NameMap:
-    convolutions = {"conv1d": fused(*_CONVOLUTIONS, conv1d_filters=True)}
+def _map_olmo_hybrid_memory_names(config: hf.Config) -> hf.NameMap:
+    convolutions = {"conv1d": hf.fused(*_CONVOLUTIONS, conv1d_filters=True)}
     return _map_olmo_hybrid_layers("input_layernorm", "post_attention_layernorm", convolutions)
 
 
-OLMO_HYBRID = Family(
+OLMO_HYBRID = hf.Family(
     name="olmo_hybrid",
     architecture="OlmoHybridForCausalLM",
     build=_build_olmo_hybrid,
@@ -127,13 +113,13 @@ OLMO_HYBRID = Family(
         "hidden_size": 3840,
         "num_attention_heads": 30,
         "max_position_embeddings": 65536,
-        "layer_types": optional_words(),
+        "layer_types": hf.optional_words(),
         **dict.fromkeys(
             (
                 *("linear_num_key_heads", "linear_num_value_heads"),
                 *("linear_key_head_dim", "linear_value_head_dim"),
             ),
-            optional_count(),
+            hf.optional_count(),
         ),
         "linear_conv_kernel_dim": 4,
         "linear_allow_neg_eigval": True,

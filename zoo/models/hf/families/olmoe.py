@@ -6,28 +6,25 @@ from functools import partial
 from jaxtyping import Array, Key
 
 from zoo.layers import RMSNorm, SoftmaxRouter
-from zoo.models.decoder import Decoder
-from zoo.models.hf.builders import build_moe_decoder, make_mixture_factory
-from zoo.models.hf.kinds import optional_number
-from zoo.models.hf.spec import Config, Family
+from zoo.models.hf import grammar as hf
 
 from . import llama, qwen2_moe
 
 
-def _build_olmoe(config: Config, *, key: Key[Array, ""]) -> Decoder:
+def _build_olmoe(config: hf.Config, *, key: Key[Array, ""]) -> hf.Decoder:
     bias = config["attention_bias"]
     clip = config["clip_qkv"]
-    experts = make_mixture_factory(
+    experts = hf.make_mixture_factory(
         config, partial(SoftmaxRouter, renormalize=config["norm_topk_prob"]), config["num_experts"]
     )
     norm = partial(RMSNorm, epsilon=config["rms_norm_eps"])
     options = {"norm_over_heads": norm, "clip": clip, "bias": bias, "out_bias": bias}
-    return build_moe_decoder(config, [True] * config["num_hidden_layers"], experts, key=key, **options)
+    return hf.build_moe_decoder(config, [True] * config["num_hidden_layers"], experts, key=key, **options)
 
 
 _OMITTED_DEFAULTS = ("head_dim", "mlp_bias")
 
-OLMOE = Family(
+OLMOE = hf.Family(
     name="olmoe",
     architecture="OlmoeForCausalLM",
     build=_build_olmoe,
@@ -44,7 +41,7 @@ OLMOE = Family(
         "num_experts": 64,
         "num_experts_per_tok": 8,
         "norm_topk_prob": False,
-        "clip_qkv": optional_number(),
+        "clip_qkv": hf.optional_number(),
     },
     aliases={"num_local_experts": "num_experts"},
     required_values={"sliding_window": (None,)},

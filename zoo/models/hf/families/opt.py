@@ -7,56 +7,52 @@ import jax
 from jaxtyping import Array, Key
 
 from zoo.layers import IdentityNorm, LayerNorm
-from zoo.models.blocks import AddNormBlock
-from zoo.models.decoder import Block, Decoder
-from zoo.models.hf.builders import build_config_decoder, make_attention_factory, make_mlp_factory
-from zoo.models.hf.kinds import optional_count
-from zoo.models.hf.spec import Config, Family, NameMap, prefixed
+from zoo.models.hf import grammar as hf
 
 from .opt_layers import ProjectedNorm
 
 
-def _build_opt(config: Config, *, key: Key[Array, ""]) -> Decoder:
+def _build_opt(config: hf.Config, *, key: Key[Array, ""]) -> hf.Decoder:
     embed = config["hidden_size"]
     bias = config["enable_bias"]
     affine = config["layer_norm_elementwise_affine"]
-    mixer = make_attention_factory(config, rotary=None, bias=bias, out_bias=bias)
-    layers = [(mixer, make_mlp_factory(config, bias=bias))] * config["num_hidden_layers"]
+    mixer = hf.make_attention_factory(config, rotary=None, bias=bias, out_bias=bias)
+    layers = [(mixer, hf.make_mlp_factory(config, bias=bias))] * config["num_hidden_layers"]
     norm = partial(LayerNorm, embed, scaled=affine, bias=affine)
     final_norm = norm if _has_final_norm(config) else IdentityNorm
     if _is_projected(config):
         sizes = (embed, config["word_embed_proj_dim"])
         final_norm = partial(ProjectedNorm, final_norm(), *sizes, key=jax.random.fold_in(key, 1))
     options = {
-        "block": Block if config["do_layer_norm_before"] else AddNormBlock,
+        "block": hf.Block if config["do_layer_norm_before"] else hf.AddNormBlock,
         "final_norm": final_norm,
         "embedding_size": config["word_embed_proj_dim"],
         "positions": config["max_position_embeddings"],
         "position_offset": 2,
     }
-    return build_config_decoder(config, layers, norm, key=key, **options)
+    return hf.build_config_decoder(config, layers, norm, key=key, **options)
 
 
-def _has_final_norm(config: Config) -> bool:
+def _has_final_norm(config: hf.Config) -> bool:
     return config["do_layer_norm_before"] and not config["_remove_final_layer_norm"]
 
 
-def _is_projected(config: Config) -> bool:
+def _is_projected(config: hf.Config) -> bool:
     return config["word_embed_proj_dim"] not in (None, config["hidden_size"])
 
 
-_ATTENTION_NAMES: NameMap = {"q_proj": "query", "k_proj": "key", "v_proj": "value", "out_proj": "out"}
-BLOCK_NAMES: NameMap = {
+_ATTENTION_NAMES: hf.NameMap = {"q_proj": "query", "k_proj": "key", "v_proj": "value", "out_proj": "out"}
+BLOCK_NAMES: hf.NameMap = {
     "self_attn_layer_norm": "mixer_norm",
     "final_layer_norm": "ffn_norm",
-    **prefixed("self_attn", "attention", _ATTENTION_NAMES),
+    **hf.prefixed("self_attn", "attention", _ATTENTION_NAMES),
     "fc1": "mlp.up",
     "fc2": "mlp.down",
 }
 """A layer in the names of fairseq, from which OPT, BioGPT and XGLM come."""
 
 
-def _map_opt_names(config: Config) -> NameMap:
+def _map_opt_names(config: hf.Config) -> hf.NameMap:
     shell = {
         "embed_tokens": "embedding",
         "project_in": "embedding_projection",
@@ -65,12 +61,12 @@ def _map_opt_names(config: Config) -> NameMap:
         "project_out": "norm.linear",
     }
     return {
-        **prefixed("model.decoder", "", {**shell, **prefixed("layers.*", "layers.*", BLOCK_NAMES)}),
+        **hf.prefixed("model.decoder", "", {**shell, **hf.prefixed("layers.*", "layers.*", BLOCK_NAMES)}),
         "lm_head": "head",
     }
 
 
-OPT = Family(
+OPT = hf.Family(
     name="opt",
     architecture="OPTForCausalLM",
     build=_build_opt,
@@ -84,7 +80,7 @@ OPT = Family(
         "hidden_act": "relu",
         "max_position_embeddings": 2048,
         "tie_word_embeddings": True,
-        "word_embed_proj_dim": optional_count(),
+        "word_embed_proj_dim": hf.optional_count(),
         "enable_bias": True,
         "layer_norm_elementwise_affine": True,
         "do_layer_norm_before": True,

@@ -6,47 +6,39 @@ from functools import partial
 from jaxtyping import Array, Key
 
 from zoo.layers import LayerNorm
-from zoo.models.decoder import Decoder
-from zoo.models.hf.builders import (
-    build_config_decoder,
-    make_attention_factory,
-    make_layer_norm_factory,
-    make_mlp_factory,
-    read_head_sizes,
-)
-from zoo.models.hf.spec import Config, Family, NameMap, fused, prefixed
+from zoo.models.hf import grammar as hf
 from zoo.parallel import Dim
 
 from . import llama
 
 
-def _build_persimmon(config: Config, *, key: Key[Array, ""]) -> Decoder:
+def _build_persimmon(config: hf.Config, *, key: Key[Array, ""]) -> hf.Decoder:
     qk_norm = None
     if config["qk_layernorm"]:
-        size = read_head_sizes(config)[2]
+        size = hf.read_head_sizes(config)[2]
         qk_norm = partial(LayerNorm, size, epsilon=config["layer_norm_eps"], features=Dim("head_dim"))
-    mixer = make_attention_factory(config, bias=True, out_bias=True, qk_norm=qk_norm)
-    layers = [(mixer, make_mlp_factory(config))] * config["num_hidden_layers"]
-    return build_config_decoder(config, layers, make_layer_norm_factory(config), key=key)
+    mixer = hf.make_attention_factory(config, bias=True, out_bias=True, qk_norm=qk_norm)
+    layers = [(mixer, hf.make_mlp_factory(config))] * config["num_hidden_layers"]
+    return hf.build_config_decoder(config, layers, hf.make_layer_norm_factory(config), key=key)
 
 
-def _map_persimmon_names(config: Config) -> NameMap:
+def _map_persimmon_names(config: hf.Config) -> hf.NameMap:
     attention = {
-        "query_key_value": fused("query", "key", "value", groups=config["num_attention_heads"]),
+        "query_key_value": hf.fused("query", "key", "value", groups=config["num_attention_heads"]),
         "dense": "out",
         "q_layernorm": "query_norm",
         "k_layernorm": "key_norm",
     }
     block = {
         **llama.PRE_NORM_NAMES,
-        **prefixed("self_attn", "attention", attention),
-        **prefixed("mlp", "mlp", {"dense_h_to_4h": "up", "dense_4h_to_h": "down"}),
+        **hf.prefixed("self_attn", "attention", attention),
+        **hf.prefixed("mlp", "mlp", {"dense_h_to_4h": "up", "dense_4h_to_h": "down"}),
     }
     shell = {"model.embed_tokens": "embedding", "model.final_layernorm": "norm", "lm_head": "head"}
-    return {**shell, **prefixed("model.layers.*", "layers.*", block)}
+    return {**shell, **hf.prefixed("model.layers.*", "layers.*", block)}
 
 
-PERSIMMON = Family(
+PERSIMMON = hf.Family(
     name="persimmon",
     architecture="PersimmonForCausalLM",
     build=_build_persimmon,

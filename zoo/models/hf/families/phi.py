@@ -6,37 +6,27 @@ from functools import partial
 from jaxtyping import Array, Key
 
 from zoo.layers import LayerNorm
-from zoo.models.decoder import Decoder
-from zoo.models.hf.builders import (
-    build_config_decoder,
-    make_attention_factory,
-    make_layer_norm_factory,
-    make_mlp_factory,
-    make_one_norm_block,
-    read_head_sizes,
-)
-from zoo.models.hf.kinds import optional_count
-from zoo.models.hf.spec import Config, Family, NameMap, prefixed
+from zoo.models.hf import grammar as hf
 from zoo.parallel import Dim
 
 from . import llama
 
 
-def _build_phi(config: Config, *, key: Key[Array, ""]) -> Decoder:
-    size = read_head_sizes(config)[2]
+def _build_phi(config: hf.Config, *, key: Key[Array, ""]) -> hf.Decoder:
+    size = hf.read_head_sizes(config)[2]
     epsilon = config["layer_norm_eps"]
     if config["qk_layernorm"]:
         qk_norm = partial(LayerNorm, size, features=Dim("head_dim"), epsilon=epsilon)
     else:
         qk_norm = None
-    mixer = make_attention_factory(config, bias=True, out_bias=True, qk_norm=qk_norm)
-    layers = [(mixer, make_mlp_factory(config))] * config["num_hidden_layers"]
-    norm = make_layer_norm_factory(config)
-    options = {"block": make_one_norm_block, "head_bias": True}
-    return build_config_decoder(config, layers, norm, key=key, **options)
+    mixer = hf.make_attention_factory(config, bias=True, out_bias=True, qk_norm=qk_norm)
+    layers = [(mixer, hf.make_mlp_factory(config))] * config["num_hidden_layers"]
+    norm = hf.make_layer_norm_factory(config)
+    options = {"block": hf.make_one_norm_block, "head_bias": True}
+    return hf.build_config_decoder(config, layers, norm, key=key, **options)
 
 
-def _map_phi_names(config: Config) -> NameMap:
+def _map_phi_names(config: hf.Config) -> hf.NameMap:
     attention = {
         "q_proj": "query",
         "k_proj": "key",
@@ -47,14 +37,14 @@ def _map_phi_names(config: Config) -> NameMap:
     }
     block = {
         "input_layernorm": "mixer_norm",
-        **prefixed("self_attn", "attention", attention),
-        **prefixed("mlp", "mlp", {"fc1": "up", "fc2": "down"}),
+        **hf.prefixed("self_attn", "attention", attention),
+        **hf.prefixed("mlp", "mlp", {"fc1": "up", "fc2": "down"}),
     }
-    shell = {"embed_tokens": "embedding", "final_layernorm": "norm", **prefixed("layers.*", "layers.*", block)}
-    return {**prefixed("model", "", shell), "lm_head": "head"}
+    shell = {"embed_tokens": "embedding", "final_layernorm": "norm", **hf.prefixed("layers.*", "layers.*", block)}
+    return {**hf.prefixed("model", "", shell), "lm_head": "head"}
 
 
-PHI = Family(
+PHI = hf.Family(
     name="phi",
     architecture="PhiForCausalLM",
     build=_build_phi,
@@ -65,8 +55,8 @@ PHI = Family(
         "intermediate_size": 8192,
         "num_hidden_layers": 24,
         "num_attention_heads": 32,
-        "num_key_value_heads": optional_count(),
-        "head_dim": optional_count(),
+        "num_key_value_heads": hf.optional_count(),
+        "head_dim": hf.optional_count(),
         "hidden_act": "gelu_new",
         "max_position_embeddings": 2048,
         "layer_norm_eps": 1e-5,

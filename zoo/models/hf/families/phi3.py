@@ -3,36 +3,28 @@ and LongRoPE for long contexts."""
 
 from jaxtyping import Array, Key
 
-from zoo.models.decoder import Decoder
-from zoo.models.hf.builders import (
-    build_config_decoder,
-    make_attention_factory,
-    make_gated_mlp_factory,
-    make_rms_norm_factory,
-)
-from zoo.models.hf.kinds import optional_non_negative
-from zoo.models.hf.spec import Config, Family, NameMap, fused, prefixed
+from zoo.models.hf import grammar as hf
 
 from . import llama
 
 
-def _build_phi3(config: Config, *, key: Key[Array, ""]) -> Decoder:
-    mixer = make_attention_factory(config, window=config["sliding_window"])
-    layers = [(mixer, make_gated_mlp_factory(config))] * config["num_hidden_layers"]
-    return build_config_decoder(config, layers, make_rms_norm_factory(config), key=key)
+def _build_phi3(config: hf.Config, *, key: Key[Array, ""]) -> hf.Decoder:
+    mixer = hf.make_attention_factory(config, window=config["sliding_window"])
+    layers = [(mixer, hf.make_gated_mlp_factory(config))] * config["num_hidden_layers"]
+    return hf.build_config_decoder(config, layers, hf.make_rms_norm_factory(config), key=key)
 
 
-def _map_phi3_names(config: Config) -> NameMap:
-    attention = {"qkv_proj": fused("query", "key", "value"), "o_proj": "out"}
-    return llama.map_llama_layers(map_fused_gated_mlp(), prefixed("self_attn", "attention", attention))
+def _map_phi3_names(config: hf.Config) -> hf.NameMap:
+    attention = {"qkv_proj": hf.fused("query", "key", "value"), "o_proj": "out"}
+    return llama.map_llama_layers(map_fused_gated_mlp(), hf.prefixed("self_attn", "attention", attention))
 
 
-def map_fused_gated_mlp() -> NameMap:
+def map_fused_gated_mlp() -> hf.NameMap:
     """Return the name map of a gated MLP with one matrix for gate and up."""
-    return prefixed("mlp", "gated_mlp", {"gate_up_proj": fused("gate", "up"), "down_proj": "down"})
+    return hf.prefixed("mlp", "gated_mlp", {"gate_up_proj": hf.fused("gate", "up"), "down_proj": "down"})
 
 
-PHI3 = Family(
+PHI3 = hf.Family(
     name="phi3",
     architecture="Phi3ForCausalLM",
     build=_build_phi3,
@@ -45,7 +37,7 @@ PHI3 = Family(
         "max_position_embeddings": 4096,
         "rms_norm_eps": 1e-5,
         "rope_parameters": {"rope_theta": 10000.0, "partial_rotary_factor": 1.0},
-        "sliding_window": optional_non_negative(),
+        "sliding_window": hf.optional_non_negative(),
     },
     required_values={"attention_bias": (False,)},
     ignored_tensors=llama.LLAMA.ignored_tensors,

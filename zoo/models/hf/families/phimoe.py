@@ -7,30 +7,27 @@ from functools import partial
 from jaxtyping import Array, Key
 
 from zoo.layers import LayerNorm
-from zoo.models.decoder import Decoder
-from zoo.models.hf.builders import build_config_decoder, make_attention_factory, make_mixture_factory
-from zoo.models.hf.errors import ConfigError
-from zoo.models.hf.kinds import Default
-from zoo.models.hf.spec import Config, Family, NameMap, prefixed
-from zoo.models.hf.values import NON_NEGATIVE_NUMBER
+from zoo.models.hf import grammar as hf
 
 from . import llama, mixtral
 from .phimoe_layers import SparseMixerRouter
 
 
-def _build_phimoe(config: Config, *, key: Key[Array, ""]) -> Decoder:
+def _build_phimoe(config: hf.Config, *, key: Key[Array, ""]) -> hf.Decoder:
     if config["lm_head_bias"] and config["tie_word_embeddings"]:
-        raise ConfigError("lm_head_bias and tie_word_embeddings: a head that is tied to the embedding has no bias here")
-    config = Config(config, rope_parameters=_read_magnitude(config), num_experts_per_tok=2)
+        raise hf.ConfigError(
+            "lm_head_bias and tie_word_embeddings: a head that is tied to the embedding has no bias here"
+        )
+    config = hf.Config(config, rope_parameters=_read_magnitude(config), num_experts_per_tok=2)
     biases = {"bias": config["attention_bias"], "out_bias": config["attention_bias"]}
-    mixer = make_attention_factory(config, window=config["sliding_window"], **biases)
+    mixer = hf.make_attention_factory(config, window=config["sliding_window"], **biases)
     router = partial(SparseMixerRouter, jitter=config["router_jitter_noise"])
-    layers = [(mixer, make_mixture_factory(config, router, config["num_experts"]))] * config["num_hidden_layers"]
+    layers = [(mixer, hf.make_mixture_factory(config, router, config["num_experts"]))] * config["num_hidden_layers"]
     norm = partial(LayerNorm, config["hidden_size"], epsilon=config["rms_norm_eps"])
-    return build_config_decoder(config, layers, norm, key=key, head_bias=config["lm_head_bias"])
+    return hf.build_config_decoder(config, layers, norm, key=key, head_bias=config["lm_head_bias"])
 
 
-def _read_magnitude(config: Config) -> dict:
+def _read_magnitude(config: hf.Config) -> dict:
     """Return `rope_parameters` with `short_mscale` and `long_mscale`, which scale cos and sin up to the original length
     and beyond, as `attention_factor`.
 
@@ -41,19 +38,19 @@ def _read_magnitude(config: Config) -> dict:
     if short is None and long is None:
         return rope
     if short != long or rope["rope_type"] != "longrope":
-        raise ConfigError(
+        raise hf.ConfigError(
             f"short_mscale = {short} and long_mscale = {long} of rope_type {rope['rope_type']!r}: one number for both "
             "is computed here, with 'longrope'"
         )
     return {**rope, "attention_factor": short}
 
 
-def _map_phimoe_memory_names(config: Config) -> NameMap:
-    mixture = {"router": "router.scores", **prefixed("experts", "experts.*", llama.FUSED_EXPERT_NAMES)}
-    return llama.map_llama_layers(prefixed("mlp", "mixture_of_experts", mixture))
+def _map_phimoe_memory_names(config: hf.Config) -> hf.NameMap:
+    mixture = {"router": "router.scores", **hf.prefixed("experts", "experts.*", llama.FUSED_EXPERT_NAMES)}
+    return llama.map_llama_layers(hf.prefixed("mlp", "mixture_of_experts", mixture))
 
 
-PHIMOE = Family(
+PHIMOE = hf.Family(
     name="phimoe",
     architecture="PhimoeForCausalLM",
     build=_build_phimoe,
@@ -65,7 +62,7 @@ PHIMOE = Family(
         "num_experts": 16,
         "attention_bias": False,
         "lm_head_bias": False,
-        "router_jitter_noise": Default(0.01, NON_NEGATIVE_NUMBER),
+        "router_jitter_noise": hf.Default(0.01, hf.NON_NEGATIVE_NUMBER),
     },
     aliases=mixtral.MIXTRAL.aliases,
     required_values={**mixtral.MIXTRAL.required_values, "num_experts_per_tok": (2,)},

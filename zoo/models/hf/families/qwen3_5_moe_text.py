@@ -3,31 +3,28 @@ a gated shared expert in place of the MLP. Modules of multi-token prediction are
 
 from jaxtyping import Array, Key
 
-from zoo.models.decoder import Decoder
-from zoo.models.hf.builders import build_config_decoder, make_rms_norm_factory
-from zoo.models.hf.kinds import optional_count
-from zoo.models.hf.spec import Config, Family, NameMap, prefixed
+from zoo.models.hf import grammar as hf
 
 from . import qwen2_moe, qwen3_5_text
 
 
-def _build_qwen3_5_moe(config: Config, *, key: Key[Array, ""]) -> Decoder:
+def _build_qwen3_5_moe(config: hf.Config, *, key: Key[Array, ""]) -> hf.Decoder:
     experts = qwen2_moe.make_qwen2_moe_mixture(config, renormalize=True)
     layers = [(mixer, experts) for mixer in qwen3_5_text.list_qwen3_5_mixers(config)]
-    return build_config_decoder(config, layers, make_rms_norm_factory(config, offset=1.0), key=key)
+    return hf.build_config_decoder(config, layers, hf.make_rms_norm_factory(config, offset=1.0), key=key)
 
 
-def _map_qwen3_5_moe_names(config: Config) -> NameMap:
-    mixture = prefixed("mlp", "mixture_of_experts", qwen2_moe.MIXTURE_NAMES)
+def _map_qwen3_5_moe_names(config: hf.Config) -> hf.NameMap:
+    mixture = hf.prefixed("mlp", "mixture_of_experts", qwen2_moe.MIXTURE_NAMES)
     return qwen3_5_text.map_qwen3_5_layers(config, mixture)
 
 
-def _map_qwen3_5_moe_memory_names(config: Config) -> NameMap:
-    mixture = prefixed("mlp", "mixture_of_experts", qwen2_moe.FUSED_MIXTURE_NAMES)
+def _map_qwen3_5_moe_memory_names(config: hf.Config) -> hf.NameMap:
+    mixture = hf.prefixed("mlp", "mixture_of_experts", qwen2_moe.FUSED_MIXTURE_NAMES)
     return qwen3_5_text.map_qwen3_5_layers(config, mixture)
 
 
-QWEN3_5_MOE_TEXT = Family(
+QWEN3_5_MOE_TEXT = hf.Family(
     name="qwen3_5_moe_text",
     architecture="Qwen3_5MoeForCausalLM",
     build=_build_qwen3_5_moe,
@@ -36,7 +33,7 @@ QWEN3_5_MOE_TEXT = Family(
         **{key: value for key, value in qwen3_5_text.DEFAULTS.items() if key != "intermediate_size"},
         "hidden_size": 2048,
         "num_hidden_layers": 40,
-        "num_key_value_heads": optional_count(2),
+        "num_key_value_heads": hf.optional_count(2),
         "moe_intermediate_size": 512,
         "shared_expert_intermediate_size": 512,
         "num_experts": 256,

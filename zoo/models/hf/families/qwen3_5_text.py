@@ -9,46 +9,32 @@ from typing import Any
 from jaxtyping import Array, Key
 
 from zoo.layers import GatedAttention, GroupedGatedDeltaNet
-from zoo.models.decoder import Decoder
-from zoo.models.hf.builders import (
-    build_config_decoder,
-    compute_out_scale,
-    find_activation,
-    list_layer_types,
-    make_attention_factory,
-    make_gated_mlp_factory,
-    make_head_norm_factory,
-    make_rms_norm_factory,
-    pick_mixers,
-    read_layer_types,
-)
-from zoo.models.hf.kinds import optional_count, optional_words
-from zoo.models.hf.spec import Config, Family, NameMap, fused, prefixed
+from zoo.models.hf import grammar as hf
 
 from . import llama
 
 
-def _build_qwen3_5(config: Config, *, key: Key[Array, ""]) -> Decoder:
-    ffn = make_gated_mlp_factory(config)
+def _build_qwen3_5(config: hf.Config, *, key: Key[Array, ""]) -> hf.Decoder:
+    ffn = hf.make_gated_mlp_factory(config)
     layers = [(mixer, ffn) for mixer in list_qwen3_5_mixers(config)]
-    return build_config_decoder(config, layers, make_rms_norm_factory(config, offset=1.0), key=key)
+    return hf.build_config_decoder(config, layers, hf.make_rms_norm_factory(config, offset=1.0), key=key)
 
 
-def list_qwen3_5_mixers(config: Config) -> list[Callable[..., Any]]:
+def list_qwen3_5_mixers(config: hf.Config) -> list[Callable[..., Any]]:
     """Return the mixer factory of each layer. **Raises** `ConfigError` for another type than linear_attention and
     full_attention."""
     interval = config["full_attention_interval"]
     count = config["num_hidden_layers"]
-    default = list_layer_types(((n + 1) % interval for n in range(count)), local="linear_attention")
-    qk_norm = make_head_norm_factory(config, offset=1.0)
+    default = hf.list_layer_types(((n + 1) % interval for n in range(count)), local="linear_attention")
+    qk_norm = hf.make_head_norm_factory(config, offset=1.0)
     mixers = {
         "linear_attention": make_delta_factory(config),
-        "full_attention": make_attention_factory(config, attention=GatedAttention, qk_norm=qk_norm),
+        "full_attention": hf.make_attention_factory(config, attention=GatedAttention, qk_norm=qk_norm),
     }
-    return pick_mixers(read_layer_types(config, default), mixers)
+    return hf.pick_mixers(hf.read_layer_types(config, default), mixers)
 
 
-def make_delta_factory(config: Config) -> Callable[..., GroupedGatedDeltaNet]:
+def make_delta_factory(config: hf.Config) -> Callable[..., GroupedGatedDeltaNet]:
     """Return a factory of the gated delta rule."""
     return partial(
         GroupedGatedDeltaNet,
@@ -58,44 +44,46 @@ def make_delta_factory(config: Config) -> Callable[..., GroupedGatedDeltaNet]:
         key_dim=config["linear_key_head_dim"],
         value_dim=config["linear_value_head_dim"],
         conv_width=config["linear_conv_kernel_dim"],
-        activation=find_activation(config),
+        activation=hf.find_activation(config),
         epsilon=config["rms_norm_eps"],
-        out_scale=compute_out_scale(config),
+        out_scale=hf.compute_out_scale(config),
     )
 
 
-DELTA_NAMES: NameMap = {
-    "conv1d": fused("query_convolution", "key_convolution", "value_convolution", conv1d_filters=True),
+DELTA_NAMES: hf.NameMap = {
+    "conv1d": hf.fused("query_convolution", "key_convolution", "value_convolution", conv1d_filters=True),
     "dt_bias": "decay.bias",
     "A_log": "decay.A_log",
     "out_proj": "readout.out",
 }
 """Names of the gated delta rule, without its input projections and its norm."""
-DELTA_INPUT_NAMES: NameMap = {
-    "in_proj_qkv": fused("query", "key", "value"),
+DELTA_INPUT_NAMES: hf.NameMap = {
+    "in_proj_qkv": hf.fused("query", "key", "value"),
     "in_proj_z": "readout.gate",
     "in_proj_b": "rate",
     "in_proj_a": "decay.step",
 }
 
 
-def map_qwen3_5_layers(config: Config, feed_forward: NameMap, delta_inputs: NameMap = DELTA_INPUT_NAMES) -> NameMap:
+def map_qwen3_5_layers(
+    config: hf.Config, feed_forward: hf.NameMap, delta_inputs: hf.NameMap = DELTA_INPUT_NAMES
+) -> hf.NameMap:
     """Return a LLaMA-like name map with Qwen3.5's mixers, given the names of the feed-forward layers, and of the input
     projections of the delta rule if they are others."""
     delta = {**delta_inputs, **DELTA_NAMES, "norm": "readout.norm"}
     attention = {
         **{name: ours for name, ours in llama.ATTENTION_NAMES.items() if name != "q_proj"},
-        "q_proj": fused("query", "gate", groups=config["num_attention_heads"]),
+        "q_proj": hf.fused("query", "gate", groups=config["num_attention_heads"]),
     }
     mixers = {
-        **prefixed("linear_attn", "grouped_gated_delta_net", delta),
-        **prefixed("self_attn", "gated_attention", attention),
+        **hf.prefixed("linear_attn", "grouped_gated_delta_net", delta),
+        **hf.prefixed("self_attn", "gated_attention", attention),
     }
     return llama.map_llama_layers(feed_forward, mixers)
 
 
-def _map_qwen3_5_names(config: Config) -> NameMap:
-    return map_qwen3_5_layers(config, prefixed("mlp", "gated_mlp", llama.GATED_MLP_NAMES))
+def _map_qwen3_5_names(config: hf.Config) -> hf.NameMap:
+    return map_qwen3_5_layers(config, hf.prefixed("mlp", "gated_mlp", llama.GATED_MLP_NAMES))
 
 
 DEFAULTS = {
@@ -103,11 +91,11 @@ DEFAULTS = {
     "vocab_size": 248320,
     "intermediate_size": 12288,
     "num_attention_heads": 16,
-    "num_key_value_heads": optional_count(4),
-    "head_dim": optional_count(256),
+    "num_key_value_heads": hf.optional_count(4),
+    "head_dim": hf.optional_count(256),
     "max_position_embeddings": 32768,
     "rope_parameters": {"rope_theta": 10000.0, "partial_rotary_factor": 0.25},
-    "layer_types": optional_words(),
+    "layer_types": hf.optional_words(),
     "full_attention_interval": 4,
     "linear_conv_kernel_dim": 4,
     "linear_key_head_dim": 128,
@@ -116,7 +104,7 @@ DEFAULTS = {
     "linear_num_value_heads": 32,
 }
 
-QWEN3_5_TEXT = Family(
+QWEN3_5_TEXT = hf.Family(
     name="qwen3_5_text",
     architecture="Qwen3_5ForCausalLM",
     build=_build_qwen3_5,

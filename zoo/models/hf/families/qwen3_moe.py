@@ -5,28 +5,26 @@ from functools import partial
 from jaxtyping import Array, Key
 
 from zoo.layers import SoftmaxRouter
-from zoo.models.decoder import Decoder
-from zoo.models.hf.builders import build_moe_decoder, make_head_norm_factory, make_mixture_factory
-from zoo.models.hf.kinds import optional_count
-from zoo.models.hf.spec import Config, Family
+from zoo.models.hf import grammar as hf
 
-from ..describe import describe_mixture
 from . import llama, qwen2_moe
 
 
-def _build_qwen3_moe(config: Config, *, key: Key[Array, ""]) -> Decoder:
+def _build_qwen3_moe(config: hf.Config, *, key: Key[Array, ""]) -> hf.Decoder:
     router = partial(SoftmaxRouter, renormalize=config["norm_topk_prob"])
-    experts = make_mixture_factory(config, router, config["num_local_experts"], width=config["moe_intermediate_size"])
+    experts = hf.make_mixture_factory(
+        config, router, config["num_local_experts"], width=config["moe_intermediate_size"]
+    )
     sparse = qwen2_moe.mark_qwen2_moe_layers(config)
     bias = config["attention_bias"]
     window = config["sliding_window"] if config["use_sliding_window"] else None
-    norms = {"qk_norm": make_head_norm_factory(config), "bias": bias, "out_bias": bias}
-    return build_moe_decoder(config, sparse, experts, windows=[window] * len(sparse), key=key, **norms)
+    norms = {"qk_norm": hf.make_head_norm_factory(config), "bias": bias, "out_bias": bias}
+    return hf.build_moe_decoder(config, sparse, experts, windows=[window] * len(sparse), key=key, **norms)
 
 
 _OMITTED_DEFAULTS = ("max_window_layers", "layer_types", "num_experts")
 
-QWEN3_MOE = Family(
+QWEN3_MOE = hf.Family(
     name="qwen3_moe",
     architecture="Qwen3MoeForCausalLM",
     build=_build_qwen3_moe,
@@ -35,7 +33,7 @@ QWEN3_MOE = Family(
         **{key: value for key, value in qwen2_moe.DEFAULTS.items() if key not in _OMITTED_DEFAULTS},
         "intermediate_size": 6144,
         "num_attention_heads": 32,
-        "num_key_value_heads": optional_count(4),
+        "num_key_value_heads": hf.optional_count(4),
         "attention_bias": False,
         "moe_intermediate_size": 768,
         "num_local_experts": 128,
@@ -46,5 +44,5 @@ QWEN3_MOE = Family(
     ignored_keys=frozenset({"max_window_layers"}),
     ignored_tensors=llama.LLAMA.ignored_tensors,
     memory_names=qwen2_moe.map_qwen2_moe_memory_names,
-    describe=describe_mixture,
+    describe=hf.describe_mixture,
 )

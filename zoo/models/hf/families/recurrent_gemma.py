@@ -8,24 +8,12 @@ import numpy as np
 from jaxtyping import Array, Key
 
 from zoo.layers import RGLRU
-from zoo.models.decoder import Decoder
-from zoo.models.hf.builders import (
-    build_config_decoder,
-    compute_out_scale,
-    find_activation,
-    make_attention_factory,
-    make_gated_mlp_factory,
-    make_rms_norm_factory,
-)
-from zoo.models.hf.errors import ConfigError
-from zoo.models.hf.kinds import Default, optional_count
-from zoo.models.hf.spec import Config, Family, NameMap, TensorMapping, fused, prefixed
-from zoo.models.hf.values import POSITIVE_NUMBER, WORD, list_of
+from zoo.models.hf import grammar as hf
 
 from . import llama
 
 
-def _build_recurrent_gemma(config: Config, *, key: Key[Array, ""]) -> Decoder:
+def _build_recurrent_gemma(config: hf.Config, *, key: Key[Array, ""]) -> hf.Decoder:
     recurrent = partial(
         RGLRU,
         config["hidden_size"],
@@ -33,48 +21,48 @@ def _build_recurrent_gemma(config: Config, *, key: Key[Array, ""]) -> Decoder:
         inner=config["lru_width"],
         conv_width=config["conv1d_width"],
         bias=True,
-        activation=find_activation(config),
-        out_scale=compute_out_scale(config),
+        activation=hf.find_activation(config),
+        out_scale=hf.compute_out_scale(config),
     )
     window = config["attention_window_size"]
-    attention = make_attention_factory(config, bias=config["attention_bias"], out_bias=True, window=window)
+    attention = hf.make_attention_factory(config, bias=config["attention_bias"], out_bias=True, window=window)
     mixers = {"recurrent": recurrent, "attention": attention}
     types = config["block_types"]
     if not types or not {*types} <= mixers.keys():
-        raise ConfigError(f"block_types = {types!r} should be a list of the words {' and '.join(mixers)}")
-    ffn = make_gated_mlp_factory(config, width=config["intermediate_size"] // 2, bias=True)
+        raise hf.ConfigError(f"block_types = {types!r} should be a list of the words {' and '.join(mixers)}")
+    ffn = hf.make_gated_mlp_factory(config, width=config["intermediate_size"] // 2, bias=True)
     layers = [(mixers[types[number % len(types)]], ffn) for number in range(config["num_hidden_layers"])]
     multiplier = float(np.array(config["hidden_size"] ** 0.5, jnp.bfloat16))  # the class holds it in bfloat16
-    norm = make_rms_norm_factory(config, offset=1.0)
+    norm = hf.make_rms_norm_factory(config, offset=1.0)
     cap = config["logits_soft_cap"]
-    return build_config_decoder(config, layers, norm, multiplier=multiplier, soft_cap=cap, key=key)
+    return hf.build_config_decoder(config, layers, norm, multiplier=multiplier, soft_cap=cap, key=key)
 
 
-def _map_recurrent_gemma_names(config: Config) -> NameMap:
+def _map_recurrent_gemma_names(config: hf.Config) -> hf.NameMap:
     per_head = {"groups": config["num_attention_heads"], "per_head": True}
-    gates: dict[str, TensorMapping] = {}
+    gates: dict[str, hf.TensorMapping] = {}
     for theirs, ours in (("recurrent_gate", "recurrence_gate"), ("input_gate", "input_gate")):
-        gates[f"{theirs}_weight"] = TensorMapping((f"{ours}.weight",), transposed=True, **per_head)
-        gates[f"{theirs}_bias"] = TensorMapping((f"{ours}.bias",), **per_head)
-    recurrent: NameMap = {
+        gates[f"{theirs}_weight"] = hf.TensorMapping((f"{ours}.weight",), transposed=True, **per_head)
+        gates[f"{theirs}_bias"] = hf.TensorMapping((f"{ours}.bias",), **per_head)
+    recurrent: hf.NameMap = {
         "linear_x": "input",
         "linear_y": "gate",
         "linear_out": "out",
-        "conv_1d": fused("convolution", conv1d_filters=True),
-        **prefixed("rg_lru", "", {**gates, "recurrent_param": "decay"}),
+        "conv_1d": hf.fused("convolution", conv1d_filters=True),
+        **hf.prefixed("rg_lru", "", {**gates, "recurrent_param": "decay"}),
     }
-    mixers = {**prefixed("", "rglru", recurrent), **prefixed("", "attention", llama.ATTENTION_NAMES)}
+    mixers = {**hf.prefixed("", "rglru", recurrent), **hf.prefixed("", "attention", llama.ATTENTION_NAMES)}
     block = {
         "temporal_pre_norm": "mixer_norm",
         "channel_pre_norm": "ffn_norm",
-        **prefixed("temporal_block", "", mixers),
-        **prefixed("mlp_block", "gated_mlp", llama.GATED_MLP_NAMES),
+        **hf.prefixed("temporal_block", "", mixers),
+        **hf.prefixed("mlp_block", "gated_mlp", llama.GATED_MLP_NAMES),
     }
     shell = {"model.embed_tokens": "embedding", "model.final_norm": "norm", "lm_head": "head"}
-    return {**shell, **prefixed("model.layers.*", "layers.*", block)}
+    return {**shell, **hf.prefixed("model.layers.*", "layers.*", block)}
 
 
-RECURRENT_GEMMA = Family(
+RECURRENT_GEMMA = hf.Family(
     name="recurrent_gemma",
     architecture="RecurrentGemmaForCausalLM",
     build=_build_recurrent_gemma,
@@ -85,18 +73,18 @@ RECURRENT_GEMMA = Family(
         "intermediate_size": 3 * 2560,
         "num_hidden_layers": 26,
         "num_attention_heads": 10,
-        "num_key_value_heads": optional_count(),
-        "head_dim": optional_count(),
-        "lru_width": optional_count(),
+        "num_key_value_heads": hf.optional_count(),
+        "head_dim": hf.optional_count(),
+        "lru_width": hf.optional_count(),
         "conv1d_width": 4,
-        "block_types": Default(["recurrent", "recurrent", "attention"], list_of(WORD)),
+        "block_types": hf.Default(["recurrent", "recurrent", "attention"], hf.list_of(hf.WORD)),
         "attention_window_size": 2048,
         "max_position_embeddings": 8192,
         "attention_bias": False,
         "rope_parameters": {"rope_theta": 10000.0, "partial_rotary_factor": 0.5},
         "hidden_act": "gelu_pytorch_tanh",
         "rms_norm_eps": 1e-6,
-        "logits_soft_cap": Default(30.0, POSITIVE_NUMBER),
+        "logits_soft_cap": hf.Default(30.0, hf.POSITIVE_NUMBER),
         "tie_word_embeddings": True,
     },
     aliases={

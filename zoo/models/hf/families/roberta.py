@@ -7,20 +7,14 @@ from typing import Any
 
 from jaxtyping import Array, Key
 
-from zoo.models.encoders.heads import DenseTransform
-from zoo.models.encoders.text import Encoder
-from zoo.models.hf.builders import find_activation, make_layer_norm_factory
-from zoo.models.hf.errors import ConfigError
-from zoo.models.hf.kinds import non_negative
-from zoo.models.hf.spec import Config, NameMap
+from zoo.models.hf import grammar as hf
 
-from .. import encoder_heads, text_encoders
 from .bert import BERT, DEFAULTS, build_bert_layers, map_bert_layers
 
 
 def build_roberta(
-    prefix: str, config: Config, *, key: Key[Array, ""], offset: int | None = None, **options: Any
-) -> Encoder:
+    prefix: str, config: hf.Config, *, key: Key[Array, ""], offset: int | None = None, **options: Any
+) -> hf.Encoder:
     """Build RoBERTa's encoder, with the head of the architecture that begins with `prefix`.
 
     - `offset`: rows of the table of positions before the first, `pad_token_id + 1` by default.
@@ -32,30 +26,32 @@ def build_roberta(
         offset = config["pad_token_id"] + 1
     positions = config["max_position_embeddings"] - offset
     if positions < 1:
-        raise ConfigError(f"max_position_embeddings = {positions + offset}, and the first {offset} are not used")
-    gelu = find_activation(Config(hidden_act="gelu"))
-    transform = partial(DenseTransform, config["hidden_size"], activation=gelu, norm=make_layer_norm_factory(config))
-    heads = text_encoders.make_bert_heads(config, transform, has_pooler=True)
+        raise hf.ConfigError(f"max_position_embeddings = {positions + offset}, and the first {offset} are not used")
+    gelu = hf.find_activation(hf.Config(hidden_act="gelu"))
+    transform = partial(
+        hf.DenseTransform, config["hidden_size"], activation=gelu, norm=hf.make_layer_norm_factory(config)
+    )
+    heads = hf.make_bert_heads(config, transform, has_pooler=True)
     sizes = {"positions": positions, "position_offset": offset}
     return build_bert_layers(config, prefix, heads, key=key, **sizes, **options)
 
 
-def map_roberta_names(prefix: str, config: Config) -> NameMap:
+def map_roberta_names(prefix: str, config: hf.Config) -> hf.NameMap:
     """Return the name map of an architecture that begins with `prefix`."""
     return {**map_bert_layers("roberta"), **map_roberta_heads(prefix, "roberta", config)}
 
 
-def map_roberta_heads(prefix: str, base: str, config: Config) -> NameMap:
+def map_roberta_heads(prefix: str, base: str, config: hf.Config) -> hf.NameMap:
     """Map the head of an architecture that begins with `prefix`. `base` is the module of the layers."""
-    transform = text_encoders.map_dense_layer("lm_head", "head.transform", "layer_norm")
-    classify = text_encoders.map_dense_layer("classifier", "head.transform")
-    heads: dict[str, NameMap] = {
+    transform = hf.map_dense_layer("lm_head", "head.transform", "layer_norm")
+    classify = hf.map_dense_layer("classifier", "head.transform")
+    heads: dict[str, hf.NameMap] = {
         "MaskedLM": {"lm_head.bias": "head.bias", **transform},
         "SequenceClassification": {**classify, "classifier.out_proj": "head.linear"},
         "TokenClassification": {"classifier": "head.linear"},
         "Model": {f"{base}.pooler.dense": "head.pooler.linear"},
     }
-    return encoder_heads.select_names(config, prefix, heads)
+    return hf.select_names(config, prefix, heads)
 
 
 HEADS = ("lm_head.dense", "lm_head.layer_norm", "lm_head.bias", "pooler.")
@@ -67,11 +63,9 @@ ROBERTA = dataclasses.replace(
     architecture="RobertaForMaskedLM",
     build=partial(build_roberta, "Roberta"),
     names=partial(map_roberta_names, "Roberta"),
-    defaults={**DEFAULTS, "vocab_size": 50265, "pad_token_id": non_negative(1)},
+    defaults={**DEFAULTS, "vocab_size": 50265, "pad_token_id": hf.non_negative(1)},
     ignored_tensors=(r"embeddings\.position_ids$", r"^lm_head\.decoder\.bias$"),
-    find_ignored_tensors=partial(
-        text_encoders.find_other_heads, partial(map_roberta_names, "Roberta"), "roberta", HEADS
-    ),
+    find_ignored_tensors=partial(hf.find_other_heads, partial(map_roberta_names, "Roberta"), "roberta", HEADS),
     head="lm_head.decoder",
     embedding="roberta.embeddings.word_embeddings",
 )
@@ -81,8 +75,6 @@ XLM_ROBERTA = dataclasses.replace(
     architecture="XLMRobertaForMaskedLM",
     build=partial(build_roberta, "XLMRoberta"),
     names=partial(map_roberta_names, "XLMRoberta"),
-    find_ignored_tensors=partial(
-        text_encoders.find_other_heads, partial(map_roberta_names, "XLMRoberta"), "roberta", HEADS
-    ),
-    defaults={**DEFAULTS, "pad_token_id": non_negative(1)},
+    find_ignored_tensors=partial(hf.find_other_heads, partial(map_roberta_names, "XLMRoberta"), "roberta", HEADS),
+    defaults={**DEFAULTS, "pad_token_id": hf.non_negative(1)},
 )

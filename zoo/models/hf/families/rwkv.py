@@ -8,43 +8,40 @@ from functools import partial
 from jaxtyping import Array, Key
 
 from zoo.layers import RWKV4, LayerNorm
-from zoo.models.decoder import AbstractBlock, Decoder
-from zoo.models.hf.builders import build_config_decoder, compute_out_scale, make_layer_norm_factory
-from zoo.models.hf.kinds import non_negative, optional_count
-from zoo.models.hf.spec import Config, Family, NameMap, TensorMapping, prefixed
+from zoo.models.hf import grammar as hf
 
 from .rwkv_layers import RWKV4ChannelMixing, TwoMixerBlock
 
-_COMMON_MIXING_NAMES: NameMap = {
+_COMMON_MIXING_NAMES: hf.NameMap = {
     "key": "key",
     "receptance": "receptance",
     "value": "value",
-    "time_mix_key": TensorMapping(("key_mix",), leading_ones=2),
-    "time_mix_receptance": TensorMapping(("receptance_mix",), leading_ones=2),
+    "time_mix_key": hf.TensorMapping(("key_mix",), leading_ones=2),
+    "time_mix_receptance": hf.TensorMapping(("receptance_mix",), leading_ones=2),
 }
-_TIME_MIXING_NAMES: NameMap = {
+_TIME_MIXING_NAMES: hf.NameMap = {
     **_COMMON_MIXING_NAMES,
     "output": "out",
-    "time_mix_value": TensorMapping(("value_mix",), leading_ones=2),
+    "time_mix_value": hf.TensorMapping(("value_mix",), leading_ones=2),
     "time_decay": "decay",
     "time_first": "bonus",
 }
 
 
-def _build_rwkv(config: Config, *, key: Key[Array, ""]) -> Decoder:
-    norm = make_layer_norm_factory(config)
+def _build_rwkv(config: hf.Config, *, key: Key[Array, ""]) -> hf.Decoder:
+    norm = hf.make_layer_norm_factory(config)
     embed = config["hidden_size"]
-    scale = compute_out_scale(config)
+    scale = hf.compute_out_scale(config)
     mixer = partial(RWKV4, embed, inner=config["attention_hidden_size"], out_scale=scale)
     ffn = partial(RWKV4ChannelMixing, embed, config["intermediate_size"] or 4 * embed, out_scale=scale)
     final_norm = partial(LayerNorm, embed, epsilon=1e-5)  # transformers ignores the config's epsilon here
     blocks = _list_blocks(config["num_hidden_layers"], config["rescale_every"])
     options = {"block": blocks, "embedding_norm": norm, "final_norm": final_norm}
     layers = [(mixer, ffn)] * config["num_hidden_layers"]
-    return build_config_decoder(config, layers, norm, hidden_states_skip_embedding=True, key=key, **options)
+    return hf.build_config_decoder(config, layers, norm, hidden_states_skip_embedding=True, key=key, **options)
 
 
-def _list_blocks(layers: int, every: int) -> list[Callable[..., AbstractBlock]]:
+def _list_blocks(layers: int, every: int) -> list[Callable[..., hf.AbstractBlock]]:
     """Return a factory of the block of each layer: after every so many layers the residual stream is halved, as
     transformers does in evaluation; 0 for never."""
     make = functools.cache(lambda scale, shrink: partial(TwoMixerBlock, residual_multiplier=scale, shrink=shrink))
@@ -52,18 +49,18 @@ def _list_blocks(layers: int, every: int) -> list[Callable[..., AbstractBlock]]:
     return [make(0.5 ** (n // every), 0.5 if (n + 1) % every == 0 else 1.0) for n in range(layers)]
 
 
-def _map_rwkv_names(config: Config) -> NameMap:
+def _map_rwkv_names(config: hf.Config) -> hf.NameMap:
     block = {
         "ln1": "mixer_norm",
         "ln2": "ffn_norm",
-        **prefixed("attention", "rwkv4", _TIME_MIXING_NAMES),
-        **prefixed("feed_forward", "rwkv4_channel_mixing", _COMMON_MIXING_NAMES),
+        **hf.prefixed("attention", "rwkv4", _TIME_MIXING_NAMES),
+        **hf.prefixed("feed_forward", "rwkv4_channel_mixing", _COMMON_MIXING_NAMES),
     }
     shell = {"embeddings": "embedding", "blocks.0.pre_ln": "embedding_norm", "ln_out": "norm"}
-    return {**prefixed("rwkv", "", {**shell, **prefixed("blocks.*", "layers.*", block)}), "head": "head"}
+    return {**hf.prefixed("rwkv", "", {**shell, **hf.prefixed("blocks.*", "layers.*", block)}), "head": "head"}
 
 
-RWKV = Family(
+RWKV = hf.Family(
     name="rwkv",
     architecture="RwkvForCausalLM",
     build=_build_rwkv,
@@ -71,11 +68,11 @@ RWKV = Family(
     defaults={
         "vocab_size": 50277,
         "hidden_size": 4096,
-        "attention_hidden_size": optional_count(),
-        "intermediate_size": optional_count(),
+        "attention_hidden_size": hf.optional_count(),
+        "intermediate_size": hf.optional_count(),
         "num_hidden_layers": 32,
         "layer_norm_eps": 1e-5,
-        "rescale_every": non_negative(6),
+        "rescale_every": hf.non_negative(6),
         "tie_word_embeddings": False,
     },
     aliases={"layer_norm_epsilon": "layer_norm_eps"},

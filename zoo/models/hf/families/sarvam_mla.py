@@ -3,20 +3,18 @@ defaults and older words for them."""
 
 from jaxtyping import Array, Key
 
-from zoo.models.decoder import Decoder
-from zoo.models.hf.kinds import non_negative, optional_count
-from zoo.models.hf.spec import Config, Family
+from zoo.models.hf import grammar as hf
 
 from . import deepseek_v3
 
 
-def _build_sarvam_mla(config: Config, *, key: Key[Array, ""]) -> Decoder:
-    return deepseek_v3.build_deepseek_v3(Config(config, head_dim=None), key=key)
+def _build_sarvam_mla(config: hf.Config, *, key: Key[Array, ""]) -> hf.Decoder:
+    return deepseek_v3.build_deepseek_v3(hf.Config(config, head_dim=None), key=key)
 
 
 _DEEPSEEK = deepseek_v3.DEEPSEEK_V3
 
-SARVAM_MLA = Family(
+SARVAM_MLA = hf.Family(
     name="sarvam_mla",
     architecture="DeepseekV3ForCausalLM",
     build=_build_sarvam_mla,
@@ -28,12 +26,12 @@ SARVAM_MLA = Family(
         "intermediate_size": 16384,
         "num_hidden_layers": 32,
         "num_attention_heads": 64,
-        "num_key_value_heads": optional_count(),
-        "q_lora_rank": optional_count(),
+        "num_key_value_heads": hf.optional_count(),
+        "q_lora_rank": hf.optional_count(),
         "n_routed_experts": 128,
         "n_group": 1,
         "topk_group": 1,
-        "first_k_dense_replace": non_negative(1),
+        "first_k_dense_replace": hf.non_negative(1),
     },
     aliases={
         "num_local_experts": "n_routed_experts",

@@ -2,27 +2,19 @@
 
 from jaxtyping import Array, Key
 
-from zoo.models.decoder import Decoder
-from zoo.models.hf.builders import (
-    build_config_decoder,
-    make_attention_factory,
-    make_gated_mlp_factory,
-    make_rms_norm_factory,
-)
-from zoo.models.hf.kinds import optional_count
-from zoo.models.hf.spec import Config, Family
+from zoo.models.hf import grammar as hf
 
 from . import llama
 
 
-def _build_seed_oss(config: Config, *, key: Key[Array, ""]) -> Decoder:
-    norm = make_rms_norm_factory(config)
-    mixer = make_attention_factory(config, bias=config["attention_bias"], out_bias=config["attention_out_bias"])
-    layers = [(mixer, make_gated_mlp_factory(config, bias=config["mlp_bias"]))] * config["num_hidden_layers"]
-    return build_config_decoder(config, layers, norm, key=key)
+def _build_seed_oss(config: hf.Config, *, key: Key[Array, ""]) -> hf.Decoder:
+    norm = hf.make_rms_norm_factory(config)
+    mixer = hf.make_attention_factory(config, bias=config["attention_bias"], out_bias=config["attention_out_bias"])
+    layers = [(mixer, hf.make_gated_mlp_factory(config, bias=config["mlp_bias"]))] * config["num_hidden_layers"]
+    return hf.build_config_decoder(config, layers, norm, key=key)
 
 
-SEED_OSS = Family(
+SEED_OSS = hf.Family(
     name="seed_oss",
     architecture="SeedOssForCausalLM",
     build=_build_seed_oss,
@@ -33,8 +25,8 @@ SEED_OSS = Family(
         "intermediate_size": 27648,
         "num_hidden_layers": 64,
         "num_attention_heads": 80,
-        "num_key_value_heads": optional_count(8),
-        "head_dim": optional_count(128),
+        "num_key_value_heads": hf.optional_count(8),
+        "head_dim": hf.optional_count(128),
         "max_position_embeddings": 524288,
         "attention_bias": True,
         "attention_out_bias": False,

@@ -2,28 +2,24 @@
 
 from jaxtyping import Array, Key
 
-from zoo.models.decoder import Decoder
-from zoo.models.hf.builders import build_moe_decoder, make_biased_router_factory, make_mixture_factory
-from zoo.models.hf.kinds import Default, optional_count
-from zoo.models.hf.spec import Config, Family
-from zoo.models.hf.values import POSITIVE_NUMBER
+from zoo.models.hf import grammar as hf
 
 from . import deepseek_v3, dots1, llama
 
 
-def _build_solar_open(config: Config, *, key: Key[Array, ""]) -> Decoder:
+def _build_solar_open(config: hf.Config, *, key: Key[Array, ""]) -> hf.Decoder:
     width = config["moe_intermediate_size"]
     shared = config["n_shared_experts"] * width
-    config = Config(config, intermediate_size=width)  # of dense layers, and there are none
-    router = make_biased_router_factory(config)
-    experts = make_mixture_factory(config, router, config["n_routed_experts"], width=width, shared=shared)
+    config = hf.Config(config, intermediate_size=width)  # of dense layers, and there are none
+    router = hf.make_biased_router_factory(config)
+    experts = hf.make_mixture_factory(config, router, config["n_routed_experts"], width=width, shared=shared)
     sparse = [True] * config["num_hidden_layers"]
-    return build_moe_decoder(config, sparse, experts, bias=config["attention_bias"], key=key)
+    return hf.build_moe_decoder(config, sparse, experts, bias=config["attention_bias"], key=key)
 
 
 _OMITTED_DEFAULTS = ("mlp_bias", "intermediate_size")
 
-SOLAR_OPEN = Family(
+SOLAR_OPEN = hf.Family(
     name="solar_open",
     architecture="SolarOpenForCausalLM",
     build=_build_solar_open,
@@ -33,8 +29,8 @@ SOLAR_OPEN = Family(
         "vocab_size": 196608,
         "num_hidden_layers": 48,
         "num_attention_heads": 64,
-        "num_key_value_heads": optional_count(8),
-        "head_dim": optional_count(128),
+        "num_key_value_heads": hf.optional_count(8),
+        "head_dim": hf.optional_count(128),
         "max_position_embeddings": 131072,
         "rms_norm_eps": 1e-5,
         "rope_parameters": {"rope_theta": 1000000.0},
@@ -45,7 +41,7 @@ SOLAR_OPEN = Family(
         "n_group": 1,
         "topk_group": 1,
         "norm_topk_prob": True,
-        "routed_scaling_factor": Default(1.0, POSITIVE_NUMBER),
+        "routed_scaling_factor": hf.Default(1.0, hf.POSITIVE_NUMBER),
     },
     aliases={"num_local_experts": "n_routed_experts"},
     required_values={"first_k_dense_replace": (0,), "use_qk_norm": (False,)},

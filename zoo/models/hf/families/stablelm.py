@@ -6,42 +6,33 @@ from functools import partial
 from jaxtyping import Array, Key
 
 from zoo.layers.norm import PerHeadLayerNorm
-from zoo.models.decoder import Block, Decoder
-from zoo.models.hf.builders import (
-    build_config_decoder,
-    make_attention_factory,
-    make_gated_mlp_factory,
-    make_layer_norm_factory,
-    make_one_norm_block,
-)
-from zoo.models.hf.kinds import optional_count
-from zoo.models.hf.spec import Config, Family, NameMap, prefixed
+from zoo.models.hf import grammar as hf
 
 from . import llama
 
 
-def _build_stablelm(config: Config, *, key: Key[Array, ""]) -> Decoder:
+def _build_stablelm(config: hf.Config, *, key: Key[Array, ""]) -> hf.Decoder:
     if config["qk_layernorm"]:
         qk_norm = partial(PerHeadLayerNorm, epsilon=config["layer_norm_eps"])
     else:
         qk_norm = None
-    mixer = make_attention_factory(config, bias=config["use_qkv_bias"], norm_over_heads=qk_norm)
-    layers = [(mixer, make_gated_mlp_factory(config))] * config["num_hidden_layers"]
-    block = make_one_norm_block if config["use_parallel_residual"] else Block
-    return build_config_decoder(config, layers, make_layer_norm_factory(config), block=block, key=key)
+    mixer = hf.make_attention_factory(config, bias=config["use_qkv_bias"], norm_over_heads=qk_norm)
+    layers = [(mixer, hf.make_gated_mlp_factory(config))] * config["num_hidden_layers"]
+    block = hf.make_one_norm_block if config["use_parallel_residual"] else hf.Block
+    return hf.build_config_decoder(config, layers, hf.make_layer_norm_factory(config), block=block, key=key)
 
 
-def _map_stablelm_names(config: Config) -> NameMap:
+def _map_stablelm_names(config: hf.Config) -> hf.NameMap:
     attention = {
         **{key: value for key, value in llama.ATTENTION_NAMES.items() if key not in ("q_norm", "k_norm")},
         "q_layernorm.norms.*": "query_norm.norms.*",
         "k_layernorm.norms.*": "key_norm.norms.*",
     }
-    mixer = prefixed("self_attn", "attention", attention)
-    return llama.map_llama_layers(prefixed("mlp", "gated_mlp", llama.GATED_MLP_NAMES), mixer)
+    mixer = hf.prefixed("self_attn", "attention", attention)
+    return llama.map_llama_layers(hf.prefixed("mlp", "gated_mlp", llama.GATED_MLP_NAMES), mixer)
 
 
-STABLELM = Family(
+STABLELM = hf.Family(
     name="stablelm",
     architecture="StableLmForCausalLM",
     build=_build_stablelm,
@@ -52,7 +43,7 @@ STABLELM = Family(
         "intermediate_size": 6912,
         "num_hidden_layers": 32,
         "num_attention_heads": 32,
-        "num_key_value_heads": optional_count(32),
+        "num_key_value_heads": hf.optional_count(32),
         "hidden_act": "silu",
         "max_position_embeddings": 4096,
         "layer_norm_eps": 1e-5,

@@ -3,31 +3,23 @@ MLPs without a gate, biases everywhere."""
 
 from jaxtyping import Array, Key
 
-from zoo.models.decoder import Decoder
-from zoo.models.hf.builders import (
-    build_config_decoder,
-    make_attention_factory,
-    make_layer_norm_factory,
-    make_mlp_factory,
-)
-from zoo.models.hf.kinds import optional_count, optional_non_negative
-from zoo.models.hf.spec import Config, Family, NameMap, prefixed
+from zoo.models.hf import grammar as hf
 
 from . import llama
 
 
-def _build_starcoder2(config: Config, *, key: Key[Array, ""]) -> Decoder:
+def _build_starcoder2(config: hf.Config, *, key: Key[Array, ""]) -> hf.Decoder:
     bias = config["use_bias"]
-    mixer = make_attention_factory(config, bias=bias, out_bias=bias, window=config["sliding_window"])
-    layers = [(mixer, make_mlp_factory(config, bias=bias))] * config["num_hidden_layers"]
-    return build_config_decoder(config, layers, make_layer_norm_factory(config), key=key)
+    mixer = hf.make_attention_factory(config, bias=bias, out_bias=bias, window=config["sliding_window"])
+    layers = [(mixer, hf.make_mlp_factory(config, bias=bias))] * config["num_hidden_layers"]
+    return hf.build_config_decoder(config, layers, hf.make_layer_norm_factory(config), key=key)
 
 
-def _map_starcoder2_names(config: Config) -> NameMap:
-    return llama.map_llama_layers(prefixed("mlp", "mlp", {"c_fc": "up", "c_proj": "down"}))
+def _map_starcoder2_names(config: hf.Config) -> hf.NameMap:
+    return llama.map_llama_layers(hf.prefixed("mlp", "mlp", {"c_fc": "up", "c_proj": "down"}))
 
 
-STARCODER2 = Family(
+STARCODER2 = hf.Family(
     name="starcoder2",
     architecture="Starcoder2ForCausalLM",
     build=_build_starcoder2,
@@ -38,13 +30,13 @@ STARCODER2 = Family(
         "intermediate_size": 12288,
         "num_hidden_layers": 30,
         "num_attention_heads": 24,
-        "num_key_value_heads": optional_count(2),
-        "head_dim": optional_count(),
+        "num_key_value_heads": hf.optional_count(2),
+        "head_dim": hf.optional_count(),
         "hidden_act": "gelu_pytorch_tanh",
         "max_position_embeddings": 4096,
         "layer_norm_eps": 1e-5,
         "rope_parameters": {"rope_theta": 10000.0},
-        "sliding_window": optional_non_negative(),
+        "sliding_window": hf.optional_non_negative(),
         "tie_word_embeddings": True,
         "use_bias": True,
     },

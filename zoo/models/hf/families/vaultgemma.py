@@ -3,22 +3,21 @@ differential privacy."""
 
 from jaxtyping import Array, Key
 
-from zoo.models.decoder import Block, Decoder
-from zoo.models.hf.spec import Config, Family, NameMap, prefixed
+from zoo.models.hf import grammar as hf
 
 from . import gemma2, llama
 
 
-def _build_vaultgemma(config: Config, *, key: Key[Array, ""]) -> Decoder:
-    return gemma2.build_gemma2(config, block=Block, key=key)
+def _build_vaultgemma(config: hf.Config, *, key: Key[Array, ""]) -> hf.Decoder:
+    return gemma2.build_gemma2(config, block=hf.Block, key=key)
 
 
-def _map_vaultgemma_names(config: Config) -> NameMap:
+def _map_vaultgemma_names(config: hf.Config) -> hf.NameMap:
     norms = {"input_layernorm": "mixer_norm", "pre_feedforward_layernorm": "ffn_norm"}
-    return llama.map_llama_layers(prefixed("mlp", "gated_mlp", llama.GATED_MLP_NAMES), norms=norms)
+    return llama.map_llama_layers(hf.prefixed("mlp", "gated_mlp", llama.GATED_MLP_NAMES), norms=norms)
 
 
-VAULTGEMMA = Family(
+VAULTGEMMA = hf.Family(
     name="vaultgemma",
     architecture="VaultGemmaForCausalLM",
     build=_build_vaultgemma,

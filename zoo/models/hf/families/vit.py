@@ -10,39 +10,27 @@ from jaxtyping import Array, Key
 from zoo.layers import MLP, DensePooler, LayerNorm
 from zoo.layers.encoders.bidirectional_attention import BidirectionalAttention
 from zoo.layers.encoders.patches import PatchPositions
-from zoo.models.encoders.heads import ClassificationHead
-from zoo.models.encoders.image import ImageEncoder
-from zoo.models.hf.builders import (
-    find_activation,
-    find_activation_name,
-    make_bidirectional_attention_factory,
-    make_layer_norm_factory,
-    make_mlp_factory,
-)
-from zoo.models.hf.kinds import optional_count
-from zoo.models.hf.spec import Config, Family, NameMap, TensorMapping, prefixed
+from zoo.models.hf import grammar as hf
 
-from .. import encoder_heads, vision
-from ..describe import check_type, has_bias
 from . import llama
 
 
-def _build_vit(config: Config, *, key: Key[Array, ""]) -> ImageEncoder:
+def _build_vit(config: hf.Config, *, key: Key[Array, ""]) -> hf.ImageEncoder:
     size = config["hidden_size"]
-    activation = find_activation(config, "pooler_act")
+    activation = hf.find_activation(config, "pooler_act")
     pooler = partial(DensePooler, size, config["pooler_output_size"] or size, activation=activation)
     heads = {
-        "ViTForImageClassification": vision.make_classification_head_factory(config),
-        "ViTModel": encoder_heads.make_feature_head_factory(pooler),
+        "ViTForImageClassification": hf.make_classification_head_factory(config),
+        "ViTModel": hf.make_feature_head_factory(pooler),
     }
     bias = config["qkv_bias"]
     layer = (
-        make_bidirectional_attention_factory(config, bias=bias, out_bias=True),
-        make_mlp_factory(config),
+        hf.make_bidirectional_attention_factory(config, bias=bias, out_bias=True),
+        hf.make_mlp_factory(config),
     )
-    embedding = vision.make_image_embedding_factory(config)
-    head = encoder_heads.select_head(config, heads)
-    return vision.build_config_image_encoder(config, layer, make_layer_norm_factory(config), head, embedding, key=key)
+    embedding = hf.make_image_embedding_factory(config)
+    head = hf.select_head(config, heads)
+    return hf.build_config_image_encoder(config, layer, hf.make_layer_norm_factory(config), head, embedding, key=key)
 
 
 def _describe_vit(model: Any) -> dict[str, Any]:
@@ -50,12 +38,12 @@ def _describe_vit(model: Any) -> dict[str, Any]:
 
     **Raises** `ConfigError` for other classes of layers.
     """
-    check_type("model", model, ImageEncoder)
+    hf.check_type("model", model, hf.ImageEncoder)
     model, block = eqx.filter_eval_shape(lambda model: (model, next(model.stack.iter_blocks())), model)
-    check_type("head", model.head, ClassificationHead)
-    check_type("positions", model.embedding.positions, PatchPositions)
+    hf.check_type("head", model.head, hf.ClassificationHead)
+    hf.check_type("positions", model.embedding.positions, PatchPositions)
     for name, kind in {"mixer": BidirectionalAttention, "ffn": MLP, "mixer_norm": LayerNorm}.items():
-        check_type(name, getattr(block, name), kind)
+        hf.check_type(name, getattr(block, name), kind)
     embed, channels, *patch = model.embedding.patches.weight.shape
     image = [count * size for count, size in zip(model.embedding.positions.grid, patch, strict=True)]
     return {
@@ -65,12 +53,12 @@ def _describe_vit(model: Any) -> dict[str, Any]:
         "num_hidden_layers": model.stack.count_layers(),
         "num_attention_heads": block.mixer.query.out_size // block.mixer.head_dim,
         "intermediate_size": block.ffn.up.out_size,
-        "hidden_act": find_activation_name(block.ffn.activation),
+        "hidden_act": hf.find_activation_name(block.ffn.activation),
         "layer_norm_eps": block.mixer_norm.epsilon,
         "image_size": _format_size(image),
         "patch_size": _format_size(patch),
         "num_channels": channels,
-        "qkv_bias": has_bias(block.mixer.query),
+        "qkv_bias": hf.has_bias(block.mixer.query),
     }
 
 
@@ -81,53 +69,53 @@ def _format_size(size: list[int]) -> int | list[int]:
     return size
 
 
-CLASS_AND_POSITIONS: NameMap = {
-    "embeddings.cls_token": TensorMapping(("embedding.class_token",), leading_ones=2),
-    "embeddings.position_embeddings": TensorMapping(("embedding.positions.weight",), leading_ones=1),
+CLASS_AND_POSITIONS: hf.NameMap = {
+    "embeddings.cls_token": hf.TensorMapping(("embedding.class_token",), leading_ones=2),
+    "embeddings.position_embeddings": hf.TensorMapping(("embedding.positions.weight",), leading_ones=1),
     "embeddings.patch_embeddings.projection": "embedding.patches",
 }
-ATTENTION_NAMES: NameMap = {
-    **prefixed("attention", "", {name: name for name in ("query", "key", "value")}),
+ATTENTION_NAMES: hf.NameMap = {
+    **hf.prefixed("attention", "", {name: name for name in ("query", "key", "value")}),
     "output.dense": "out",
 }
 
 
-def _map_vit_names(config: Config) -> NameMap:
+def _map_vit_names(config: hf.Config) -> hf.NameMap:
     mlp = {"intermediate.dense": "mlp.up", "output.dense": "mlp.down"}
     return _map_vit_layers("encoder.layer.*", ATTENTION_NAMES, mlp)
 
 
-def _map_vit_memory_names(config: Config) -> NameMap:
+def _map_vit_memory_names(config: hf.Config) -> hf.NameMap:
     return _map_vit_layers("layers.*", llama.ATTENTION_NAMES, {"mlp.fc1": "mlp.up", "mlp.fc2": "mlp.down"})
 
 
-def _map_vit_layers(layers: str, attention: NameMap, mlp: NameMap) -> NameMap:
+def _map_vit_layers(layers: str, attention: hf.NameMap, mlp: hf.NameMap) -> hf.NameMap:
     block = {
         "layernorm_before": "mixer_norm",
         "layernorm_after": "ffn_norm",
-        **prefixed("attention", "bidirectional_attention", attention),
+        **hf.prefixed("attention", "bidirectional_attention", attention),
         **mlp,
     }
-    shell = {**CLASS_AND_POSITIONS, **prefixed(layers, "layers.*", block), "layernorm": "norm"}
+    shell = {**CLASS_AND_POSITIONS, **hf.prefixed(layers, "layers.*", block), "layernorm": "norm"}
     heads = {"pooler.dense": "head.pooler.linear"}
-    return {**prefixed("vit", "", {**shell, **heads}), "classifier": "head.linear"}
+    return {**hf.prefixed("vit", "", {**shell, **heads}), "classifier": "head.linear"}
 
 
-VIT = Family(
+VIT = hf.Family(
     name="vit",
     architecture="ViTForImageClassification",
     build=_build_vit,
     names=_map_vit_names,
     defaults={
-        **vision.VISION_DEFAULTS,
+        **hf.VISION_DEFAULTS,
         "intermediate_size": 3072,
-        "head_dim": optional_count(),
+        "head_dim": hf.optional_count(),
         "layer_norm_eps": 1e-12,
         "qkv_bias": True,
-        "pooler_output_size": optional_count(),
+        "pooler_output_size": hf.optional_count(),
         "pooler_act": "tanh",
     },
-    required_values=vision.ONLY_BIDIRECTIONAL,
+    required_values=hf.ONLY_BIDIRECTIONAL,
     ignored_keys=frozenset({"encoder_stride"}),
     memory_names=_map_vit_memory_names,
     describe=_describe_vit,

@@ -6,36 +6,33 @@ from jaxtyping import Array, Key
 
 from zoo.layers import LayerNorm
 from zoo.layers.embedding import SinusoidalPositionEmbedding
-from zoo.models.decoder import Decoder
-from zoo.models.hf.builders import build_config_decoder, make_attention_factory, make_mlp_factory
-from zoo.models.hf.errors import ConfigError
-from zoo.models.hf.spec import Config, Family, NameMap, prefixed
+from zoo.models.hf import grammar as hf
 
 from . import opt
 
 
-def _build_xglm(config: Config, *, key: Key[Array, ""]) -> Decoder:
+def _build_xglm(config: hf.Config, *, key: Key[Array, ""]) -> hf.Decoder:
     embed = config["hidden_size"]
-    mixer = make_attention_factory(config, rotary=None, bias=True, out_bias=True)
-    layers = [(mixer, make_mlp_factory(config))] * config["num_hidden_layers"]
+    mixer = hf.make_attention_factory(config, rotary=None, bias=True, out_bias=True)
+    layers = [(mixer, hf.make_mlp_factory(config))] * config["num_hidden_layers"]
     try:
         positions = SinusoidalPositionEmbedding(embed, offset=2)
     except ValueError as error:
-        raise ConfigError(f"d_model = {embed}: {error}") from None
+        raise hf.ConfigError(f"d_model = {embed}: {error}") from None
     if config["scale_embedding"]:
         multiplier = embed**0.5
     else:
         multiplier = 1.0
     options = {"positions": positions, "multiplier": multiplier}
-    return build_config_decoder(config, layers, partial(LayerNorm, embed), key=key, **options)
+    return hf.build_config_decoder(config, layers, partial(LayerNorm, embed), key=key, **options)
 
 
-def _map_xglm_names(config: Config) -> NameMap:
-    shell = {"embed_tokens": "embedding", "layer_norm": "norm", **prefixed("layers.*", "layers.*", opt.BLOCK_NAMES)}
-    return {**prefixed("model", "", shell), "lm_head": "head"}
+def _map_xglm_names(config: hf.Config) -> hf.NameMap:
+    shell = {"embed_tokens": "embedding", "layer_norm": "norm", **hf.prefixed("layers.*", "layers.*", opt.BLOCK_NAMES)}
+    return {**hf.prefixed("model", "", shell), "lm_head": "head"}
 
 
-XGLM = Family(
+XGLM = hf.Family(
     name="xglm",
     architecture="XGLMForCausalLM",
     build=_build_xglm,

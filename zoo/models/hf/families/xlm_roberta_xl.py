@@ -6,21 +6,17 @@ from functools import partial
 
 from jaxtyping import Array, Key
 
-from zoo.models.decoder import Block
-from zoo.models.encoders.text import Encoder
-from zoo.models.hf.builders import make_layer_norm_factory
-from zoo.models.hf.spec import Config, NameMap
+from zoo.models.hf import grammar as hf
 
-from .. import text_encoders
 from . import roberta
 
 
-def _build_xlm_roberta_xl(config: Config, *, key: Key[Array, ""]) -> Encoder:
-    options = {"block": Block, "embedding_norm": None, "final_norm": make_layer_norm_factory(config)}
+def _build_xlm_roberta_xl(config: hf.Config, *, key: Key[Array, ""]) -> hf.Encoder:
+    options = {"block": hf.Block, "embedding_norm": None, "final_norm": hf.make_layer_norm_factory(config)}
     return roberta.build_roberta("XLMRobertaXL", config, key=key, **options)
 
 
-def _map_xlm_roberta_xl_names(config: Config) -> NameMap:
+def _map_xlm_roberta_xl_names(config: hf.Config) -> hf.NameMap:
     names = dict(roberta.map_roberta_names("XLMRobertaXL", config))
     layer = "roberta.encoder.layer.*"
     del names["roberta.embeddings.LayerNorm"]
@@ -35,7 +31,7 @@ XLM_ROBERTA_XL = dataclasses.replace(
     architecture="XLMRobertaXLForMaskedLM",
     build=_build_xlm_roberta_xl,
     names=_map_xlm_roberta_xl_names,
-    find_ignored_tensors=partial(text_encoders.find_other_heads, _map_xlm_roberta_xl_names, "roberta", roberta.HEADS),
+    find_ignored_tensors=partial(hf.find_other_heads, _map_xlm_roberta_xl_names, "roberta", roberta.HEADS),
     defaults={
         **roberta.XLM_ROBERTA.declared,
         "vocab_size": 250880,

@@ -7,26 +7,18 @@ from functools import partial
 from jaxtyping import Array, Key
 
 from zoo.layers import MLSTM
-from zoo.models.decoder import Decoder
-from zoo.models.hf.builders import (
-    build_config_decoder,
-    compute_out_scale,
-    make_gated_mlp_factory,
-    make_rms_norm_factory,
-)
-from zoo.models.hf.errors import ConfigError
-from zoo.models.hf.kinds import Default
-from zoo.models.hf.spec import Config, Family, NameMap, fused, prefixed
-from zoo.models.hf.values import POSITIVE_NUMBER, ValueKind
+from zoo.models.hf import grammar as hf
 
 
-def _build_xlstm(config: Config, *, key: Key[Array, ""]) -> Decoder:
-    config = Config(config, hidden_act="silu")
+def _build_xlstm(config: hf.Config, *, key: Key[Array, ""]) -> hf.Decoder:
+    config = hf.Config(config, hidden_act="silu")
     heads = config["num_heads"]
     sizes = {part: int(config["hidden_size"] * config[f"{part}_dim_factor"]) for part in ("qk", "v")}
     for part, size in sizes.items():
         if size % heads:
-            raise ConfigError(f"{part}_dim_factor makes {size} features, which do not divide evenly over {heads} heads")
+            raise hf.ConfigError(
+                f"{part}_dim_factor makes {size} features, which do not divide evenly over {heads} heads"
+            )
     mixer = partial(
         MLSTM,
         config["hidden_size"],
@@ -35,22 +27,22 @@ def _build_xlstm(config: Config, *, key: Key[Array, ""]) -> Decoder:
         value_dim=sizes["v"] // heads,
         gate_cap=config["gate_soft_cap"],
         epsilon=config["rms_norm_eps"],
-        out_scale=compute_out_scale(config),
+        out_scale=hf.compute_out_scale(config),
     )
     unit = config["ffn_round_up_to_multiple_of"]
     width = math.ceil(config["hidden_size"] * config["ffn_proj_factor"] / unit) * unit
-    layers = [(mixer, make_gated_mlp_factory(config, width=width))] * config["num_hidden_layers"]
-    norm = make_rms_norm_factory(config)
-    return build_config_decoder(config, layers, norm, soft_cap=config["output_logit_soft_cap"], key=key)
+    layers = [(mixer, hf.make_gated_mlp_factory(config, width=width))] * config["num_hidden_layers"]
+    norm = hf.make_rms_norm_factory(config)
+    return hf.build_config_decoder(config, layers, norm, soft_cap=config["output_logit_soft_cap"], key=key)
 
 
-def _map_xlstm_names(config: Config) -> NameMap:
+def _map_xlstm_names(config: hf.Config) -> hf.NameMap:
     if config["weight_mode"] == "fused":
         mixer = {
-            "qkv_opreact": fused("projections.query", "projections.key", "projections.value", "readout.gate"),
-            "ifgate_preact": fused("input_gate", "forget_gate"),
+            "qkv_opreact": hf.fused("projections.query", "projections.key", "projections.value", "readout.gate"),
+            "ifgate_preact": hf.fused("input_gate", "forget_gate"),
         }
-        ffn = {"proj_up_gate_z": fused("gate", "up"), "proj_down": "down"}
+        ffn = {"proj_up_gate_z": hf.fused("gate", "up"), "proj_down": "down"}
     else:
         mixer = {
             "q": "projections.query",
@@ -65,16 +57,16 @@ def _map_xlstm_names(config: Config) -> NameMap:
     block = {
         "norm_mlstm": "mixer_norm",
         "norm_ffn": "ffn_norm",
-        **prefixed("mlstm_layer", "mlstm", mixer),
-        **prefixed("ffn", "gated_mlp", ffn),
+        **hf.prefixed("mlstm_layer", "mlstm", mixer),
+        **hf.prefixed("ffn", "gated_mlp", ffn),
     }
-    shell = {"embeddings": "embedding", "out_norm": "norm", **prefixed("blocks.*", "layers.*", block)}
-    return {**prefixed("backbone", "", shell), "lm_head": "head"}
+    shell = {"embeddings": "embedding", "out_norm": "norm", **hf.prefixed("blocks.*", "layers.*", block)}
+    return {**hf.prefixed("backbone", "", shell), "lm_head": "head"}
 
 
-_WEIGHT_MODE = ValueKind("single or fused", lambda value: value in ("single", "fused"))
+_WEIGHT_MODE = hf.ValueKind("single or fused", lambda value: value in ("single", "fused"))
 
-XLSTM = Family(
+XLSTM = hf.Family(
     name="xlstm",
     architecture="xLSTMForCausalLM",
     build=_build_xlstm,
@@ -86,13 +78,13 @@ XLSTM = Family(
         "num_heads": 8,
         "rms_norm_eps": 1e-6,
         "tie_word_embeddings": False,
-        "qk_dim_factor": Default(0.5, POSITIVE_NUMBER),
-        "v_dim_factor": Default(1.0, POSITIVE_NUMBER),
-        "ffn_proj_factor": Default(2.667, POSITIVE_NUMBER),
+        "qk_dim_factor": hf.Default(0.5, hf.POSITIVE_NUMBER),
+        "v_dim_factor": hf.Default(1.0, hf.POSITIVE_NUMBER),
+        "ffn_proj_factor": hf.Default(2.667, hf.POSITIVE_NUMBER),
         "ffn_round_up_to_multiple_of": 64,
-        "gate_soft_cap": Default(15.0, POSITIVE_NUMBER),
-        "output_logit_soft_cap": Default(30.0, POSITIVE_NUMBER),
-        "weight_mode": Default("single", _WEIGHT_MODE),
+        "gate_soft_cap": hf.Default(15.0, hf.POSITIVE_NUMBER),
+        "output_logit_soft_cap": hf.Default(30.0, hf.POSITIVE_NUMBER),
+        "weight_mode": hf.Default("single", _WEIGHT_MODE),
     },
     aliases={"embedding_dim": "hidden_size", "num_blocks": "num_hidden_layers", "norm_eps": "rms_norm_eps"},
     required_values={

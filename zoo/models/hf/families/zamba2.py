@@ -8,27 +8,20 @@ from typing import Any
 from jaxtyping import Array, Key
 
 from zoo.layers import Mamba2
-from zoo.models.blocks import MixerBlock
-from zoo.models.decoder import Decoder
-from zoo.models.hf.builders import build_rotary, find_activation_name
-from zoo.models.hf.errors import ConfigError
-from zoo.models.hf.kinds import Default, optional_count
-from zoo.models.hf.spec import Config, Family, NameMap, fused, prefixed
-from zoo.models.hf.values import NON_NEGATIVE_NUMBER
+from zoo.models.hf import grammar as hf
 
-from ..describe import check_type, describe_rope_parameters, eval_shape_blocks, has_bias
 from . import zamba
 from .mamba2 import MIXER_NAMES
 from .zamba_layers import LowRankUpdates, SharedTransformer, SharingBlock
 
 
-def _build_zamba2(config: Config, *, key: Key[Array, ""]) -> Decoder:
+def _build_zamba2(config: hf.Config, *, key: Key[Array, ""]) -> hf.Decoder:
     embed = config["hidden_size"]
     inner = config["mamba_expand"] * embed
     heads = config["n_mamba_heads"]
     groups = config["mamba_ngroups"]
     if inner % heads or heads % groups:
-        raise ConfigError(
+        raise hf.ConfigError(
             f"mamba_expand * hidden_size = {inner} should divide evenly over n_mamba_heads = {heads}, and these over "
             f"mamba_ngroups = {groups}"
         )
@@ -47,42 +40,42 @@ def _build_zamba2(config: Config, *, key: Key[Array, ""]) -> Decoder:
     )
     rotary = None
     if config["use_mem_rope"]:
-        rotary = build_rotary(Config(config, head_dim=2 * embed // config["num_attention_heads"]))
+        rotary = hf.build_rotary(hf.Config(config, head_dim=2 * embed // config["num_attention_heads"]))
     updates = partial(LowRankUpdates, rank=config["adapter_rank"], attention=config["use_shared_attention_adapter"])
     options = {"rotary": rotary, "mlp_bias": config["add_bias_linear"], "blocks": config["num_mem_blocks"]}
     types = _list_layer_types(config)
     return zamba.build_zamba_decoder(config, types, mixer, make_updates=updates, **options, key=key)
 
 
-def _list_layer_types(config: Config) -> list[str]:
+def _list_layer_types(config: hf.Config) -> list[str]:
     callers = {*range(6, 43, 6), 47, 51}
     if config["layers_block_type"] is None and config["num_hidden_layers"] != 54:  # the class would make 54
-        raise ConfigError("layers_block_type has to be given: the family has no usual value for it")
+        raise hf.ConfigError("layers_block_type has to be given: the family has no usual value for it")
     default = ["hybrid" if number in callers else "linear_attention" for number in range(54)]
     return zamba.read_layer_types(config, default)
 
 
-def _map_zamba2_names(config: Config) -> NameMap:
+def _map_zamba2_names(config: hf.Config) -> hf.NameMap:
     updates = {
         "feed_forward.gate_up_proj_adapter_list.*.0": "down",
-        "feed_forward.gate_up_proj_adapter_list.*.1": fused("gate", "up"),
+        "feed_forward.gate_up_proj_adapter_list.*.1": hf.fused("gate", "up"),
     }
     if config["use_shared_attention_adapter"]:
         for ours, letter in (("query", "q"), ("key", "k"), ("value", "v")):
             layers = {"0": f"{ours}.down", "1": f"{ours}.up"}
-            updates |= prefixed(f"self_attn.linear_{letter}_adapter_list.*", "", layers)
+            updates |= hf.prefixed(f"self_attn.linear_{letter}_adapter_list.*", "", layers)
     shared = {
         **zamba.SHARED_NAMES,
-        "feed_forward.gate_up_proj": fused("gated_mlp.gate", "gated_mlp.up"),
+        "feed_forward.gate_up_proj": hf.fused("gated_mlp.gate", "gated_mlp.up"),
         "feed_forward.down_proj": "gated_mlp.down",
-        **prefixed("", "updates.*", updates),
+        **hf.prefixed("", "updates.*", updates),
     }
-    mixer = prefixed("", "mamba2", MIXER_NAMES)
+    mixer = hf.prefixed("", "mamba2", MIXER_NAMES)
     types = _list_layer_types(config)
     return zamba.map_zamba_names(types, mixer, shared, "shared_transformer", config["num_mem_blocks"])
 
 
-def _map_zamba2_callers(config: Config) -> Mapping[str, str]:
+def _map_zamba2_callers(config: hf.Config) -> Mapping[str, str]:
     return zamba.map_callers(_list_layer_types(config), "shared_transformer", config["num_mem_blocks"])
 
 
@@ -91,17 +84,17 @@ def _describe_zamba2(model: Any) -> dict[str, Any]:
 
     **Raises** `ConfigError` for a model without such a layer, and for other classes of layers.
     """
-    model, blocks = eval_shape_blocks(model)
+    model, blocks = hf.eval_shape_blocks(model)
     for block in blocks:
-        check_type("block", block, SharingBlock if isinstance(block, SharingBlock) else MixerBlock)
+        hf.check_type("block", block, SharingBlock if isinstance(block, SharingBlock) else hf.MixerBlock)
     types = ["hybrid" if isinstance(block, SharingBlock) else "linear_attention" for block in blocks]
     if "hybrid" not in types:
-        raise ConfigError("none of its layers calls a shared one")
+        raise hf.ConfigError("none of its layers calls a shared one")
     first = blocks[types.index("hybrid")]
     shared = first.shared
-    check_type("shared layer", shared, SharedTransformer)
-    check_type("updates", first.updates, LowRankUpdates)
-    check_type("mixer", first.layer.mixer, Mamba2)
+    hf.check_type("shared layer", shared, SharedTransformer)
+    hf.check_type("updates", first.updates, LowRankUpdates)
+    hf.check_type("mixer", first.layer.mixer, Mamba2)
     mixer = first.layer.mixer
     attention = shared.mixer
     vocab, embed = model.embedding.table_shape
@@ -110,7 +103,7 @@ def _describe_zamba2(model: Any) -> dict[str, Any]:
         "vocab_size": vocab,
         "hidden_size": embed,
         "intermediate_size": shared.ffn.gate.out_size,
-        "hidden_act": find_activation_name(shared.ffn.activation),
+        "hidden_act": hf.find_activation_name(shared.ffn.activation),
         "num_hidden_layers": len(blocks),
         "layers_block_type": types,
         "num_mem_blocks": len(model.stack.shared),
@@ -125,16 +118,16 @@ def _describe_zamba2(model: Any) -> dict[str, Any]:
         "mamba_d_conv": mixer.x_convolution.width,
         "mamba_expand": heads * mixer.head_dim // embed,
         "time_step_min": mixer.dt_limit[0],
-        "add_bias_linear": has_bias(mixer.out),
+        "add_bias_linear": hf.has_bias(mixer.out),
         "rms_norm_eps": first.layer.mixer_norm.epsilon,
         "tie_word_embeddings": model.head is None,
     }
     if attention.rotary is None:
         return config
-    return {**config, "rope_parameters": describe_rope_parameters(attention.rotary, attention.head_dim)}
+    return {**config, "rope_parameters": hf.describe_rope_parameters(attention.rotary, attention.head_dim)}
 
 
-ZAMBA2 = Family(
+ZAMBA2 = hf.Family(
     name="zamba2",
     architecture="Zamba2ForCausalLM",
     build=_build_zamba2,
@@ -142,10 +135,10 @@ ZAMBA2 = Family(
     defaults={
         **zamba.DEFAULTS,
         "hidden_size": 2560,
-        "intermediate_size": optional_count(),
+        "intermediate_size": hf.optional_count(),
         "num_hidden_layers": 54,
         "num_attention_heads": 32,
-        "num_key_value_heads": optional_count(),
+        "num_key_value_heads": hf.optional_count(),
         "max_position_embeddings": 4096,
         "rope_parameters": {"rope_theta": 10000.0},
         "use_mem_rope": False,
@@ -155,7 +148,7 @@ ZAMBA2 = Family(
         "n_mamba_heads": 8,
         "mamba_d_state": 64,
         "mamba_ngroups": 1,
-        "time_step_min": Default(0.001, NON_NEGATIVE_NUMBER),
+        "time_step_min": hf.Default(0.001, hf.NON_NEGATIVE_NUMBER),
         "add_bias_linear": False,
     },
     required_values={
