@@ -108,8 +108,7 @@ def list_pages() -> dict[str, list[Entry]]:
                 page = "zoo" if package is zoo else _find_package(entry.value, package)
                 pages.setdefault(page, []).append(entry)
     for name in ALSO_SHOWN:
-        module, _, last = name.rpartition(".")
-        value = getattr(importlib.import_module(module), last)
+        value = pkgutil.resolve_name(name)
         pages.setdefault(_find_package(value, zoo), []).append(Entry(name, value))
     order = {package.__name__: i for i, package in enumerate(packages)}
     ordered = sorted(pages, key=lambda page: (_find_position(page, order), page))

@@ -3,16 +3,13 @@
 import re
 import shutil
 import sys
-from types import ModuleType
 from typing import Annotated
 
 import tyro
 
 from zoo._terminal import align_columns, show
-from zoo.models.hf import families as families_package
-from zoo.models.hf.families import FAMILIES
+from zoo.models.hf.families import FAMILIES, import_family_file
 from zoo.models.hf.families import families as find_families
-from zoo.models.hf.spec import Family
 
 
 def families(*, verbose: Annotated[bool, tyro.conf.arg(aliases=("-v",))] = False) -> None:
@@ -26,8 +23,8 @@ def families(*, verbose: Annotated[bool, tyro.conf.arg(aliases=("-v",))] = False
     """
     support = find_families()
     rows = []
-    for name, family in sorted(FAMILIES.items()):
-        summary = summarize_family(family)
+    for name, family in FAMILIES.items():
+        summary = summarize_family(name)
         details = (str(support[name]), summary) if verbose else (_shorten(summary),)
         rows.append((name, family.architecture, *details))
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
@@ -43,9 +40,7 @@ def _shorten(summary: str) -> str:
     return re.split(r"[.;](?: |$)", plain)[0]
 
 
-def summarize_family(family: Family) -> str:
-    """Return the first paragraph of the docstring of the module that defines a family."""
-    modules = [x for x in vars(families_package).values() if isinstance(x, ModuleType)]
-    defining = [module for module in modules if any(x is family for x in vars(module).values())]
-    text = next((module.__doc__ for module in defining), None) or ""
+def summarize_family(name: str) -> str:
+    """Return the first paragraph of the docstring of a family's file."""
+    text = import_family_file(name).__doc__ or ""
     return " ".join(text.partition("\n\n")[0].split())

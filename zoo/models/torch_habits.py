@@ -5,6 +5,8 @@ from typing import Any, NoReturn
 
 import equinox as eqx
 
+from .hf.families import get_family
+
 _DROPOUT = "a model has no modes: it drops out where it is called with key=, and not without"
 _PLACE = "zoo.place(model, zoo.make_mesh()) puts a model on devices, zoo.cast(model, dtype) changes its dtype"
 _CAST = 'zoo.cast(model, "{}") returns the model in another dtype'
@@ -54,14 +56,12 @@ TORCH_HABITS = {
 def explain_missing_name(module: str, name: str) -> NoReturn:
     """Raise the `AttributeError` of a name that a package lacks, with advice for a class of transformers."""
     message = f"module {module!r} has no attribute {name!r}"
-    if found := re.fullmatch(r"([A-Z]\w*?)(LMHead)?(Model)?(For\w+)?", name):
-        from .hf.families import get_family  # here, since all families come with it
-
-        if found[1] == "Auto" or get_family(found[1].lower()) is not None:
-            message += (
-                ": zoo.load(directory) loads a checkpoint of any family, zoo.models.preset(name, key=key) makes a "
-                "published size, and zoo.models.Transformer LLaMA's architecture in sizes of your own"
-            )
+    found = re.fullmatch(r"([A-Z]\w*?)(LMHead)?(Model)?(For\w+)?", name)
+    if found and (found[1] == "Auto" or get_family(found[1].lower()) is not None):
+        message += (
+            ": zoo.load(directory) loads a checkpoint of any family, zoo.models.preset(name, key=key) makes a "
+            "published size, and zoo.models.Transformer LLaMA's architecture in sizes of your own"
+        )
     raise AttributeError(message)
 
 

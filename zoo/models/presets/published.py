@@ -12,8 +12,9 @@ from jaxtyping import Array, Key
 from ..decoder import Decoder
 from ..hf.config import read_config
 from ..hf.errors import ConfigError
+from ..hf.families import FAMILIES
 from ..hf.rope_config import ROPE_CONFIG_KEYS
-from ..hf.spec import Family, Origin
+from ..hf.spec import Origin
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +63,7 @@ def preset(name: str, /, *, key: Key[Array, ""], **changes: Any) -> Decoder:
     changes.
     """
     entry = find_preset(name)
-    family = _find_family(entry)
+    family = FAMILIES[entry.family]
     config = _override_config(entry, changes)
     try:
         model = family.build(read_config(family, config, ignore=None), key=key)
@@ -91,7 +92,7 @@ def find_preset(name: str) -> Preset:
 
 def _override_config(entry: Preset, changes: Mapping[str, Any]) -> dict[str, Any]:
     """Return the preset's config.json with these keys replaced."""
-    family = _find_family(entry)
+    family = FAMILIES[entry.family]
     if "model_type" in changes:
         raise ConfigError(f"model_type cannot be changed: the preset is a {family.name}")
     replaced = {family.aliases.get(key, key) for key in changes}
@@ -99,10 +100,3 @@ def _override_config(entry: Preset, changes: Mapping[str, Any]) -> dict[str, Any
         replaced.update(ROPE_CONFIG_KEYS)
     unchanged = {key: value for key, value in entry.config.items() if family.aliases.get(key, key) not in replaced}
     return {"architectures": [family.architecture], "model_type": family.name, **unchanged, **changes}
-
-
-def _find_family(entry: Preset) -> Family:
-    """Look up the family of a preset. Their modules are imported at first use, not with `zoo`."""
-    from ..hf.families import FAMILIES
-
-    return FAMILIES[entry.family]

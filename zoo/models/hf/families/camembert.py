@@ -7,14 +7,13 @@ from zoo.models.hf import grammar as hf
 
 from . import bert, roberta
 
-_BUILD = partial(roberta.build_roberta, "Camembert")
 _NAMES = partial(roberta.map_roberta_names, "Camembert")
 
 CAMEMBERT = dataclasses.replace(
     roberta.ROBERTA,
     name="camembert",
     architecture="CamembertForMaskedLM",
-    build=_BUILD,
+    build=partial(roberta.build_roberta, "Camembert"),
     names=_NAMES,
     defaults={**bert.DEFAULTS, "pad_token_id": hf.non_negative(1)},
     find_ignored_tensors=partial(hf.find_other_heads, _NAMES, "roberta", roberta.HEADS),

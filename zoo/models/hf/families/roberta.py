@@ -1,5 +1,5 @@
-"""RoBERTa (Liu et al., arXiv:1907.11692) and XLM-RoBERTa (Conneau et al., arXiv:1911.02116): BERT's layers, with
-learned positions that begin after the number of the padding token."""
+"""RoBERTa (Liu et al., arXiv:1907.11692): BERT's layers, with learned positions that begin after the number of the
+padding token."""
 
 import dataclasses
 from functools import partial
@@ -57,24 +57,17 @@ def map_roberta_heads(prefix: str, base: str, config: hf.Config) -> hf.NameMap:
 HEADS = ("lm_head.dense", "lm_head.layer_norm", "lm_head.bias", "pooler.")
 """Tensors of heads that files have besides that of their architecture."""
 
+_NAMES = partial(map_roberta_names, "Roberta")
+
 ROBERTA = dataclasses.replace(
     BERT,
     name="roberta",
     architecture="RobertaForMaskedLM",
     build=partial(build_roberta, "Roberta"),
-    names=partial(map_roberta_names, "Roberta"),
+    names=_NAMES,
     defaults={**DEFAULTS, "vocab_size": 50265, "pad_token_id": hf.non_negative(1)},
     ignored_tensors=(r"embeddings\.position_ids$", r"^lm_head\.decoder\.bias$"),
-    find_ignored_tensors=partial(hf.find_other_heads, partial(map_roberta_names, "Roberta"), "roberta", HEADS),
+    find_ignored_tensors=partial(hf.find_other_heads, _NAMES, "roberta", HEADS),
     head="lm_head.decoder",
     embedding="roberta.embeddings.word_embeddings",
-)
-XLM_ROBERTA = dataclasses.replace(
-    ROBERTA,
-    name="xlm-roberta",
-    architecture="XLMRobertaForMaskedLM",
-    build=partial(build_roberta, "XLMRoberta"),
-    names=partial(map_roberta_names, "XLMRoberta"),
-    find_ignored_tensors=partial(hf.find_other_heads, partial(map_roberta_names, "XLMRoberta"), "roberta", HEADS),
-    defaults={**DEFAULTS, "pad_token_id": hf.non_negative(1)},
 )

@@ -8,7 +8,7 @@ from jaxtyping import Array, Key
 
 from zoo.models.hf import grammar as hf
 
-from . import roberta
+from . import roberta, xlm_roberta
 
 
 def _build_xlm_roberta_xl(config: hf.Config, *, key: Key[Array, ""]) -> hf.Encoder:
@@ -26,14 +26,14 @@ def _map_xlm_roberta_xl_names(config: hf.Config) -> hf.NameMap:
 
 
 XLM_ROBERTA_XL = dataclasses.replace(
-    roberta.XLM_ROBERTA,
+    xlm_roberta.XLM_ROBERTA,
     name="xlm-roberta-xl",
     architecture="XLMRobertaXLForMaskedLM",
     build=_build_xlm_roberta_xl,
     names=_map_xlm_roberta_xl_names,
     find_ignored_tensors=partial(hf.find_other_heads, _map_xlm_roberta_xl_names, "roberta", roberta.HEADS),
     defaults={
-        **roberta.XLM_ROBERTA.declared,
+        **xlm_roberta.XLM_ROBERTA.declared,
         "vocab_size": 250880,
         "hidden_size": 2560,
         "intermediate_size": 10240,
