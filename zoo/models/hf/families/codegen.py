@@ -1,6 +1,8 @@
 """CodeGen (Nijkamp et al., arXiv:2203.13474): GPT-J's layer, its projections stored together: queries, values and keys,
 for each of the four devices that it was trained on."""
 
+import dataclasses
+
 from zoo.models.hf import grammar as hf
 
 from . import gpt2, gptj
@@ -17,15 +19,11 @@ def _map_codegen_names(config: hf.Config) -> hf.NameMap:
     return {**hf.prefixed("transformer", "", shell), "lm_head": "head"}
 
 
-CODEGEN = hf.Family(
+CODEGEN = dataclasses.replace(
+    gptj.GPTJ,
     name="codegen",
     architecture="CodeGenForCausalLM",
-    build=gptj.build_gptj,
     names=_map_codegen_names,
     defaults={**gptj.GPTJ.declared, "rotary_dim": hf.optional_count(64)},
-    aliases=gptj.GPTJ.aliases,
-    required_values=gptj.GPTJ.required_values,
-    ignored_keys=gptj.GPTJ.ignored_keys,
     ignored_tensors=(*gpt2.GPT2.ignored_tensors, r"\.attn\.causal_mask$"),
-    embedding="transformer.wte",
 )

@@ -1,15 +1,16 @@
 """GLM-4.7-Flash (Zeng et al., arXiv:2508.06471): DeepSeek-V3's latent attention and mixture of experts, after a dense
 layer. Multi-token prediction layers (MTP), which files have after the last layer, are not read."""
 
+import dataclasses
+
 from zoo.models.hf import grammar as hf
 
-from . import deepseek_v2, deepseek_v3
+from . import deepseek_v3
 
-GLM4_MOE_LITE = hf.Family(
+GLM4_MOE_LITE = dataclasses.replace(
+    deepseek_v3.DEEPSEEK_V3,
     name="glm4_moe_lite",
     architecture="Glm4MoeLiteForCausalLM",
-    build=deepseek_v3.build_deepseek_v3,
-    names=deepseek_v2.map_deepseek_v2_names,
     defaults={
         **deepseek_v3.DEEPSEEK_V3.declared,
         "vocab_size": 154880,
@@ -32,10 +33,4 @@ GLM4_MOE_LITE = hf.Family(
         "n_group": 1,
         "topk_group": 1,
     },
-    aliases=deepseek_v3.DEEPSEEK_V3.aliases,
-    required_values=deepseek_v3.DEEPSEEK_V3.required_values,
-    ignored_keys=deepseek_v3.DEEPSEEK_V3.ignored_keys,
-    ignored_tensors=deepseek_v3.DEEPSEEK_V3.ignored_tensors,
-    find_ignored_tensors=deepseek_v3.find_mtp_tensors,
-    memory_names=deepseek_v2.map_deepseek_v2_memory_names,
 )

@@ -2,11 +2,13 @@
 the selection of the layer before. Layers of multi-token prediction (MTP), which files have after the last, are not
 read."""
 
+import dataclasses
+
 from jaxtyping import Array, Key
 
 from zoo.models.hf import grammar as hf
 
-from . import deepseek_v2, deepseek_v3, deepseek_v32
+from . import deepseek_v2, deepseek_v32
 from .glm_moe_dsa_layers import SelectionBlock
 
 _PATTERN = hf.ValueKind("a word of the letters F and S", lambda value: hf.WORD.fits(value) and set(value) <= set("FS"))
@@ -51,11 +53,11 @@ def _read_indexer_types(config: hf.Config) -> list[str]:
 
 _V32 = deepseek_v32.DEEPSEEK_V32
 
-GLM_MOE_DSA = hf.Family(
+GLM_MOE_DSA = dataclasses.replace(
+    _V32,
     name="glm_moe_dsa",
     architecture="GlmMoeDsaForCausalLM",
     build=_build_glm_moe_dsa,
-    names=deepseek_v32.map_sparse_names,
     defaults={
         **_V32.declared,
         "vocab_size": 154880,
@@ -77,10 +79,5 @@ GLM_MOE_DSA = hf.Family(
         "index_topk_freq": 1,
         "index_skip_topk_offset": hf.non_negative(2),
     },
-    aliases=_V32.aliases,
     required_values={**_V32.required_values, "indexer_rope_interleave": (True,)},
-    ignored_keys=_V32.ignored_keys,
-    ignored_tensors=_V32.ignored_tensors,
-    find_ignored_tensors=deepseek_v3.find_mtp_tensors,
-    memory_names=deepseek_v32.map_sparse_memory_names,
 )

@@ -1,6 +1,8 @@
 """SantaCoder and StarCoder (Ben Allal et al., arXiv:2301.03988; Li et al., arXiv:2305.06161): GPT-2's layers with one
 key and value head for all query heads."""
 
+import dataclasses
+
 from jaxtyping import Array, Key
 
 from zoo.models.hf import grammar as hf
@@ -35,7 +37,8 @@ def _map_gpt_bigcode_names(config: hf.Config) -> hf.NameMap:
     return {**hf.prefixed("transformer", "", shell), "lm_head": "head"}
 
 
-GPT_BIGCODE = hf.Family(
+GPT_BIGCODE = dataclasses.replace(
+    gpt2.GPT2,
     name="gpt_bigcode",
     architecture="GPTBigCodeForCausalLM",
     build=_build_gpt_bigcode,
@@ -45,14 +48,10 @@ GPT_BIGCODE = hf.Family(
         "hidden_act": "gelu_pytorch_tanh",
         "multi_query": True,
     },
-    aliases=gpt2.GPT2.aliases,
-    required_values=gpt2.GPT2.required_values,
     # scores are float32 here, whatever is said; the others are of its first serving code
     ignored_keys=gpt2.GPT2.ignored_keys
     | {
         *("attention_softmax_in_fp32", "scale_attention_softmax_in_fp32", "num_key_value_heads", "inference_runner"),
         *("max_batch_size", "max_sequence_length", "pad_key_length", "pre_allocate_kv_cache", "validate_runner_input"),
     },
-    ignored_tensors=gpt2.GPT2.ignored_tensors,
-    embedding="transformer.wte",
 )

@@ -1,6 +1,8 @@
 """Sarvam's mixture of experts with latent attention (Sarvam AI, "Sarvam-105B", 2026): DeepSeek-V3's layer, with other
 defaults and older words for them."""
 
+import dataclasses
+
 from jaxtyping import Array, Key
 
 from zoo.models.hf import grammar as hf
@@ -14,11 +16,11 @@ def _build_sarvam_mla(config: hf.Config, *, key: Key[Array, ""]) -> hf.Decoder:
 
 _DEEPSEEK = deepseek_v3.DEEPSEEK_V3
 
-SARVAM_MLA = hf.Family(
+SARVAM_MLA = dataclasses.replace(
+    _DEEPSEEK,
     name="sarvam_mla",
     architecture="DeepseekV3ForCausalLM",
     build=_build_sarvam_mla,
-    names=_DEEPSEEK.names,
     defaults={
         **{key: value for key, value in _DEEPSEEK.declared.items() if key != "head_dim"},
         "vocab_size": 262144,
@@ -38,10 +40,6 @@ SARVAM_MLA = hf.Family(
         "num_experts": "n_routed_experts",
         "num_shared_experts": "n_shared_experts",
     },
-    required_values=_DEEPSEEK.required_values,
     # head_dim follows from other keys, and older files say the width of what is cached
     ignored_keys=_DEEPSEEK.ignored_keys | {"head_dim", "q_head_dim"},
-    ignored_tensors=_DEEPSEEK.ignored_tensors,
-    find_ignored_tensors=_DEEPSEEK.find_ignored_tensors,
-    memory_names=_DEEPSEEK.memory_names,
 )

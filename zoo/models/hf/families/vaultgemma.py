@@ -1,6 +1,8 @@
 """VaultGemma (Google, arXiv:2510.15001): Gemma 2's layer without the norms after the sublayers, trained with
 differential privacy."""
 
+import dataclasses
+
 from jaxtyping import Array, Key
 
 from zoo.models.hf import grammar as hf
@@ -17,14 +19,11 @@ def _map_vaultgemma_names(config: hf.Config) -> hf.NameMap:
     return llama.map_llama_layers(hf.prefixed("mlp", "gated_mlp", llama.GATED_MLP_NAMES), norms=norms)
 
 
-VAULTGEMMA = hf.Family(
+VAULTGEMMA = dataclasses.replace(
+    gemma2.GEMMA2,
     name="vaultgemma",
     architecture="VaultGemmaForCausalLM",
     build=_build_vaultgemma,
     names=_map_vaultgemma_names,
     defaults=gemma2.GEMMA2.declared,
-    aliases=gemma2.GEMMA2.aliases,
-    required_values=gemma2.GEMMA2.required_values,
-    ignored_keys=gemma2.GEMMA2.ignored_keys,
-    ignored_tensors=llama.LLAMA.ignored_tensors,
 )
