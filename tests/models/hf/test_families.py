@@ -12,6 +12,7 @@ import pytest
 
 import zoo
 from zoo.models.hf import families, grammar
+from zoo.models.hf.config import IGNORED_KEYS
 from zoo.models.hf.families import ALIASES, FAMILIES, get_family
 from zoo.models.hf.spec import Family
 
@@ -63,3 +64,8 @@ def test_families_use_every_name_of_the_grammar():
         x.attr for x in nodes if isinstance(x, ast.Attribute) and isinstance(x.value, ast.Name) and x.value.id == "hf"
     }
     assert used == set(grammar.__all__)
+
+
+def test_no_family_repeats_a_key_that_all_ignore():
+    repeated = {name: family.ignored_keys & IGNORED_KEYS for name, family in FAMILIES.items()}
+    assert not any(repeated.values()), repeated

@@ -102,7 +102,6 @@ BERT = hf.Family(
     names=_map_bert_names,
     defaults=DEFAULTS,
     required_values={**hf.ONLY_ENCODERS, "tie_word_embeddings": (True,)},
-    ignored_keys=frozenset({"classifier_dropout"}),
     ignored_tensors=(r"embeddings\.position_ids$", r"^cls\.predictions\.decoder\.bias$"),
     find_ignored_tensors=partial(
         hf.find_other_heads,

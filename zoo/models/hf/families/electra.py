@@ -79,9 +79,7 @@ ELECTRA = hf.Family(
     defaults=_DEFAULTS,
     required_values=bert.BERT.required_values,
     # summary_* are of classes for multiple choice
-    ignored_keys=frozenset(
-        {"classifier_dropout", "summary_type", "summary_use_proj", "summary_activation", "summary_last_dropout"}
-    ),
+    ignored_keys=frozenset({"summary_type", "summary_use_proj", "summary_activation", "summary_last_dropout"}),
     ignored_tensors=(r"embeddings\.position_ids$",),
     find_ignored_tensors=partial(hf.find_other_heads, _map_electra_names, "electra", _HEADS),
     head="generator_lm_head",

@@ -59,6 +59,5 @@ EUROBERT = hf.Family(
         "rms_norm_eps": 1e-5,
         "classifier_pooling": "late",
     },
-    ignored_keys=frozenset({"mask_token_id", "pretraining_tp"}),
     ignored_tensors=llama.LLAMA.ignored_tensors,
 )

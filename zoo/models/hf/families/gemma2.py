@@ -83,6 +83,6 @@ GEMMA2 = hf.Family(
     defaults=DEFAULTS,
     aliases={"hidden_activation": "hidden_act"},
     required_values={"hidden_act": (None, "gelu_pytorch_tanh")},
-    ignored_keys=frozenset({"sliding_window_size", "cache_implementation"}),
+    ignored_keys=frozenset({"sliding_window_size"}),
     ignored_tensors=llama.LLAMA.ignored_tensors,
 )

@@ -36,6 +36,5 @@ HYPERCLOVAX = hf.Family(
         "attention_multiplier": hf.optional_number(),
         "use_post_norm": True,
     },
-    ignored_keys=frozenset({"resid_pdrop"}),
     ignored_tensors=llama.LLAMA.ignored_tensors,
 )

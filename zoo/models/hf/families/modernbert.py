@@ -139,7 +139,7 @@ MODERNBERT = hf.Family(
     required_values={"sparse_prediction": (False,), "position_embedding_type": ("absolute",)},
     ignored_keys=frozenset(
         {
-            *("embedding_dropout", "mlp_dropout", "classifier_dropout"),
+            *("embedding_dropout", "mlp_dropout"),
             *("deterministic_flash_attn", "initializer_cutoff_factor", "sparse_pred_ignore_index"),
         }
     ),

@@ -86,7 +86,6 @@ NOMIC_BERT = hf.Family(
         "rope_parameters": {"rope_theta": 1000.0},
     },
     required_values={"tie_word_embeddings": (True,)},
-    ignored_keys=frozenset({"classifier_dropout"}),
     ignored_tensors=(*bert.BERT.ignored_tensors, r"\.rotary_emb\.inv_freq$"),
     find_ignored_tensors=partial(hf.find_other_heads, _map_nomic_bert_names, "nomic_bert", _HEADS),
     memory_names=_map_nomic_bert_memory_names,
