@@ -95,7 +95,7 @@ from .kinds import (
     optional_words,
 )
 from .rope_config import LAYER_TYPES
-from .spec import Config, Family, NameMap, TensorMapping, either, fused, prefixed
+from .spec import Config, Family, NameMap, TensorMapping, either, fused, omit, prefixed
 from .text_encoders import (
     ONLY_ENCODERS,
     build_config_encoder,
@@ -229,6 +229,7 @@ __all__ = [
     "make_windowed_attention_factories",
     "map_dense_layer",
     "non_negative",
+    "omit",
     "optional",
     "optional_count",
     "optional_layer_numbers",

@@ -150,6 +150,11 @@ def either(*maps: NameMap) -> dict[str, TensorMapping]:
     return joined
 
 
+def omit(table: Mapping[str, Any], *keys: str) -> dict[str, Any]:
+    """Return a table of another family, its defaults or names, without these keys."""
+    return {key: value for key, value in table.items() if key not in keys}
+
+
 class Config(dict):
     """A parsed config.json: canonical keys, with defaults filled in."""
 

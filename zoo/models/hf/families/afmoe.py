@@ -66,7 +66,7 @@ AFMOE = hf.Family(
     build=_build_afmoe,
     names=_map_afmoe_names,
     defaults={
-        **{key: value for key, value in llama.DEFAULTS.items() if key != "mlp_bias"},
+        **hf.omit(llama.DEFAULTS, "mlp_bias"),
         "vocab_size": 200192,
         "hidden_size": 2048,
         "intermediate_size": 6144,

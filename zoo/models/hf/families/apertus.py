@@ -30,7 +30,7 @@ APERTUS = hf.Family(
     build=_build_apertus,
     names=_map_apertus_names,
     defaults={
-        **{key: value for key, value in llama.DEFAULTS.items() if key not in ("mlp_bias", "hidden_act", "head_dim")},
+        **hf.omit(llama.DEFAULTS, "mlp_bias", "hidden_act", "head_dim"),
         "vocab_size": 131072,
         "intermediate_size": 14336,
         "max_position_embeddings": 65536,

@@ -80,7 +80,7 @@ BAILING_HYBRID = hf.Family(
     build=_build_bailing_hybrid,
     names=_map_bailing_names,
     defaults={
-        **{key: value for key, value in kimi_linear.DEFAULTS.items() if key != "linear_attn_config"},
+        **hf.omit(kimi_linear.DEFAULTS, "linear_attn_config"),
         "vocab_size": 157184,
         "hidden_size": 2560,
         "intermediate_size": 6144,

@@ -36,7 +36,7 @@ def map_cohere_names(config: hf.Config) -> hf.NameMap:
     """Return the name map of Cohere's models."""
     norms = {"input_layernorm": "mixer_norm"}
     attention = {
-        **{key: value for key, value in llama.ATTENTION_NAMES.items() if key not in ("q_norm", "k_norm")},
+        **hf.omit(llama.ATTENTION_NAMES, "q_norm", "k_norm"),
         "q_norm.weight": "query_norm.norms.*.weight",
         "k_norm.weight": "key_norm.norms.*.weight",
     }
@@ -45,7 +45,7 @@ def map_cohere_names(config: hf.Config) -> hf.NameMap:
 
 
 DEFAULTS = {
-    **{key: value for key, value in llama.DEFAULTS.items() if key not in ("mlp_bias", "rms_norm_eps")},
+    **hf.omit(llama.DEFAULTS, "mlp_bias", "rms_norm_eps"),
     "vocab_size": 256000,
     "hidden_size": 8192,
     "intermediate_size": 22528,

@@ -29,7 +29,7 @@ CWM = hf.Family(
     build=_build_cwm,
     names=llama.map_llama_names,
     defaults={
-        **{key: value for key, value in llama.DEFAULTS.items() if key != "attention_bias"},
+        **hf.omit(llama.DEFAULTS, "attention_bias"),
         "vocab_size": 128256,
         "hidden_size": 6144,
         "intermediate_size": 21504,

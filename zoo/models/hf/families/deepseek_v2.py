@@ -101,7 +101,7 @@ def map_latent_layers(
 
 
 DEFAULTS = {
-    **{key: value for key, value in dots1.DEFAULTS.items() if key != "norm_topk_prob"},
+    **hf.omit(dots1.DEFAULTS, "norm_topk_prob"),
     "kv_lora_rank": 512,
     "q_lora_rank": hf.optional_count(1536),
     "qk_nope_head_dim": 128,

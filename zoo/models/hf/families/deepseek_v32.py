@@ -63,7 +63,7 @@ DEEPSEEK_V32 = hf.Family(
     build=_build_deepseek_v32,
     names=map_sparse_names,
     defaults={
-        **{key: value for key, value in _V3.declared.items() if key != "rope_interleave"},
+        **hf.omit(_V3.declared, "rope_interleave"),
         "max_position_embeddings": 163840,
         "mlp_layer_types": hf.optional_words(),
         "index_topk": 2048,

@@ -50,7 +50,7 @@ DIFFLLAMA = hf.Family(
     build=_build_diffllama,
     names=_map_diffllama_names,
     defaults={
-        **{key: value for key, value in llama.DEFAULTS.items() if key != "mlp_bias"},
+        **hf.omit(llama.DEFAULTS, "mlp_bias"),
         "hidden_size": 2048,
         "intermediate_size": 8192,
         "num_hidden_layers": 16,

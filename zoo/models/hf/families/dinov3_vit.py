@@ -64,7 +64,7 @@ DINOV3_VIT = hf.Family(
     build=_build_dinov3,
     names=_map_dinov3_names,
     defaults={
-        **{key: value for key, value in hf.VISION_DEFAULTS.items() if key not in (*hf.LABEL_KEYS, "image_size")},
+        **hf.omit(hf.VISION_DEFAULTS, *hf.LABEL_KEYS, "image_size"),
         "hidden_size": 384,
         "intermediate_size": 1536,
         "num_attention_heads": 6,

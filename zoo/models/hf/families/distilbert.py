@@ -64,7 +64,7 @@ DISTILBERT = hf.Family(
     build=_build_distilbert,
     names=_map_distilbert_names,
     defaults={
-        **{key: value for key, value in bert.DEFAULTS.items() if key not in ("type_vocab_size", "layer_norm_eps")},
+        **hf.omit(bert.DEFAULTS, "type_vocab_size", "layer_norm_eps"),
         "num_hidden_layers": 6,
     },
     aliases={

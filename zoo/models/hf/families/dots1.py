@@ -62,7 +62,7 @@ def map_dots1_memory_names(config: hf.Config) -> hf.NameMap:
 
 
 DEFAULTS = {
-    **{key: value for key, value in llama.DEFAULTS.items() if key != "mlp_bias"},
+    **hf.omit(llama.DEFAULTS, "mlp_bias"),
     "intermediate_size": 10944,
     "moe_intermediate_size": 1408,
     "n_group": 1,

@@ -23,7 +23,7 @@ ERNIE4_5 = hf.Family(
     build=_build_ernie4_5,
     names=llama.map_llama_names,
     defaults={
-        **{key: value for key, value in llama.DEFAULTS.items() if key not in ("attention_bias", "mlp_bias")},
+        **hf.omit(llama.DEFAULTS, "attention_bias", "mlp_bias"),
         "vocab_size": 103424,
         "hidden_size": 1024,
         "intermediate_size": 3072,

@@ -69,7 +69,7 @@ ERNIE4_5_MOE = hf.Family(
     build=_build_ernie4_5_moe,
     names=_map_ernie4_5_moe_names,
     defaults={
-        **{key: value for key, value in llama.DEFAULTS.items() if key not in ("attention_bias", "mlp_bias")},
+        **hf.omit(llama.DEFAULTS, "attention_bias", "mlp_bias"),
         "vocab_size": 103424,
         "hidden_size": 2560,
         "intermediate_size": 12288,

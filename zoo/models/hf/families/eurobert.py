@@ -49,7 +49,7 @@ EUROBERT = hf.Family(
     names=_map_eurobert_names,
     defaults={
         **hf.HEAD_DEFAULTS,
-        **{key: value for key, value in llama.DEFAULTS.items() if key != "max_position_embeddings"},
+        **hf.omit(llama.DEFAULTS, "max_position_embeddings"),
         "vocab_size": 128256,
         "hidden_size": 768,
         "intermediate_size": 3072,

@@ -21,7 +21,7 @@ def _build_gemma(config: hf.Config, *, key: Key[Array, ""]) -> hf.Decoder:
 
 
 DEFAULTS = {
-    **{key: value for key, value in llama.DEFAULTS.items() if key != "mlp_bias"},
+    **hf.omit(llama.DEFAULTS, "mlp_bias"),
     "vocab_size": 256000,
     "hidden_size": 3072,
     "intermediate_size": 24576,

@@ -24,7 +24,7 @@ GEMMA3_TEXT = hf.Family(
     build=_build_gemma3_text,
     names=gemma2.map_gemma2_names,
     defaults={
-        **{key: value for key, value in gemma2.DEFAULTS.items() if key != "attn_logit_softcapping"},
+        **hf.omit(gemma2.DEFAULTS, "attn_logit_softcapping"),
         "vocab_size": 262208,
         "max_position_embeddings": 131072,
         "rope_parameters": {

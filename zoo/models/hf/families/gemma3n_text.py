@@ -109,7 +109,7 @@ GEMMA3N_TEXT = hf.Family(
     build=_build_gemma3n_text,
     names=_map_gemma3n_text_names,
     defaults={
-        **{key: value for key, value in gemma.DEFAULTS.items() if key != "intermediate_size"},
+        **hf.omit(gemma.DEFAULTS, "intermediate_size"),
         "vocab_size": 262400,
         "hidden_size": 2048,
         "intermediate_size_by_layer": hf.Default(16384, hf.COUNT_PER_LAYER),

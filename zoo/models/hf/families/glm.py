@@ -29,7 +29,7 @@ def _map_glm_names(config: hf.Config) -> hf.NameMap:
 
 
 DEFAULTS = {
-    **{key: value for key, value in llama.DEFAULTS.items() if key != "mlp_bias"},
+    **hf.omit(llama.DEFAULTS, "mlp_bias"),
     "vocab_size": 151552,
     "intermediate_size": 13696,
     "num_hidden_layers": 40,

@@ -44,7 +44,7 @@ GPT_BIGCODE = dataclasses.replace(
     build=_build_gpt_bigcode,
     names=_map_gpt_bigcode_names,
     defaults={
-        **{key: value for key, value in gpt2.GPT2.declared.items() if key != "scale_attn_by_inverse_layer_idx"},
+        **hf.omit(gpt2.GPT2.declared, "scale_attn_by_inverse_layer_idx"),
         "hidden_act": "gelu_pytorch_tanh",
         "multi_query": True,
     },

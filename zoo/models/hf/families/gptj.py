@@ -48,7 +48,7 @@ GPTJ = hf.Family(
         "tie_word_embeddings": False,
         "rotary_dim": hf.optional_count(64),
     },
-    aliases={key: value for key, value in gpt2.GPT2.aliases.items() if key != "n_positions"},
+    aliases=hf.omit(gpt2.GPT2.aliases, "n_positions"),
     required_values={
         # the head has a bias, and a head that is tied to the embedding has none in `zoo.models.Decoder`
         "tie_word_embeddings": (False,),

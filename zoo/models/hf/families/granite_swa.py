@@ -59,7 +59,7 @@ GRANITE_SWA = hf.Family(
     build=_build_granite_swa,
     names=_map_granite_swa_names,
     defaults={
-        **{key: value for key, value in granite.GRANITE.declared.items() if key != "head_dim"},
+        **hf.omit(granite.GRANITE.declared, "head_dim"),
         **WINDOW_DEFAULTS,
         "vocab_size": 100352,
         "hidden_size": 2560,

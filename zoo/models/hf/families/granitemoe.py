@@ -28,7 +28,7 @@ def map_granitemoe_memory_names(config: hf.Config) -> hf.NameMap:
 
 
 DEFAULTS = {
-    **{key: value for key, value in granite.GRANITE.declared.items() if key != "mlp_bias"},
+    **hf.omit(granite.GRANITE.declared, "mlp_bias"),
     "num_local_experts": 8,
     "num_experts_per_tok": 2,
 }

@@ -24,7 +24,7 @@ GRANITEMOE_SWA = hf.Family(
     build=_build_granitemoe_swa,
     names=_map_granitemoe_swa_names,
     defaults={
-        **{key: value for key, value in granitemoeshared.GRANITEMOESHARED.declared.items() if key != "head_dim"},
+        **hf.omit(granitemoeshared.GRANITEMOESHARED.declared, "head_dim"),
         **granite_swa.WINDOW_DEFAULTS,
     },
     ignored_tensors=llama.LLAMA.ignored_tensors,

@@ -29,7 +29,7 @@ def make_hunyuan_mixer(config: hf.Config) -> hf.MixerFactory:
 def map_hunyuan_layers(feed_forward: hf.NameMap) -> hf.NameMap:
     """Return the name map of Hunyuan's models, given the name map of the feed-forward layers."""
     attention = {
-        **{key: value for key, value in llama.ATTENTION_NAMES.items() if key not in ("q_norm", "k_norm")},
+        **hf.omit(llama.ATTENTION_NAMES, "q_norm", "k_norm"),
         "query_layernorm": "query_norm",
         "key_layernorm": "key_norm",
     }
@@ -37,7 +37,7 @@ def map_hunyuan_layers(feed_forward: hf.NameMap) -> hf.NameMap:
 
 
 DEFAULTS = {
-    **{key: value for key, value in llama.DEFAULTS.items() if key != "mlp_bias"},
+    **hf.omit(llama.DEFAULTS, "mlp_bias"),
     "vocab_size": 290943,
     "rms_norm_eps": 1e-5,
 }

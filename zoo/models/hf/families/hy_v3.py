@@ -45,7 +45,7 @@ HY_V3 = hf.Family(
     build=_build_hy_v3,
     names=_map_hy_v3_names,
     defaults={
-        **{key: value for key, value in llama.DEFAULTS.items() if key != "mlp_bias"},
+        **hf.omit(llama.DEFAULTS, "mlp_bias"),
         "vocab_size": 120832,
         "intermediate_size": 13312,
         "num_hidden_layers": 80,

@@ -21,7 +21,7 @@ JAIS2 = hf.Family(
     build=_build_jais2,
     names=arcee.map_arcee_names,
     defaults={
-        **{key: value for key, value in llama.DEFAULTS.items() if key != "rms_norm_eps"},
+        **hf.omit(llama.DEFAULTS, "rms_norm_eps"),
         "vocab_size": 150272,
         "hidden_size": 3328,
         "intermediate_size": 26624,

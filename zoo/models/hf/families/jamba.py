@@ -74,15 +74,13 @@ def _map_jamba_layers(mixture: hf.NameMap) -> hf.NameMap:
     return bamba.map_bamba_layers(mixers, feed_forward)
 
 
-_WITHOUT = ("rope_parameters", "max_position_embeddings", "attention_bias", "mlp_bias")
-
 JAMBA = hf.Family(
     name="jamba",
     architecture="JambaForCausalLM",
     build=_build_jamba,
     names=_map_jamba_names,
     defaults={
-        **{key: value for key, value in llama.DEFAULTS.items() if key not in _WITHOUT},
+        **hf.omit(llama.DEFAULTS, "rope_parameters", "max_position_embeddings", "attention_bias", "mlp_bias"),
         "vocab_size": 65536,
         "intermediate_size": 14336,
         "num_key_value_heads": hf.optional_count(8),

@@ -47,15 +47,13 @@ def _map_layers(post_norms: hf.NameMap, bias: hf.NameMap, experts: hf.NameMap) -
     return llama.map_llama_layers(feed_forward, norms={**llama.PRE_NORM_NAMES, **post_norms})
 
 
-_OMITTED_DEFAULTS = ("mlp_bias", "attention_bias", "intermediate_size")
-
 KOLIBRI1 = hf.Family(
     name="kolibri1",
     architecture="Kolibri1ForCausalLM",
     build=_build_kolibri1,
     names=_map_kolibri1_names,
     defaults={
-        **{key: value for key, value in llama.DEFAULTS.items() if key not in _OMITTED_DEFAULTS},
+        **hf.omit(llama.DEFAULTS, "mlp_bias", "attention_bias", "intermediate_size"),
         "vocab_size": 128000,
         "hidden_size": 2560,
         "num_hidden_layers": 50,

@@ -100,7 +100,7 @@ LAGUNA = hf.Family(
     build=_build_laguna,
     names=_map_laguna_names,
     defaults={
-        **{key: value for key, value in llama.DEFAULTS.items() if key != "mlp_bias"},
+        **hf.omit(llama.DEFAULTS, "mlp_bias"),
         "vocab_size": 100352,
         "hidden_size": 2048,
         "intermediate_size": 8192,

@@ -55,15 +55,13 @@ def _map_lara_mini_memory_names(config: hf.Config) -> hf.NameMap:
     return _map_lara_mini_layers({**qwen3_5_text.DELTA_INPUT_NAMES, "norm": "readout.norm"})
 
 
-_WITHOUT = ("intermediate_size", "full_attention_interval")
-
 LARA_MINI = hf.Family(
     name="lara_mini",
     architecture="LaraMiniForCausalLM",
     build=_build_lara_mini,
     names=_map_lara_mini_names,
     defaults={
-        **{key: value for key, value in qwen3_5_text.DEFAULTS.items() if key not in _WITHOUT},
+        **hf.omit(qwen3_5_text.DEFAULTS, "intermediate_size", "full_attention_interval"),
         "vocab_size": 151936,
         "hidden_size": 1024,
         "num_hidden_layers": 34,

@@ -95,7 +95,7 @@ def _map_lfm2_names(config: hf.Config) -> hf.NameMap:
 
 
 DEFAULTS = {
-    **{key: value for key, value in llama.DEFAULTS.items() if key not in ("attention_bias", "mlp_bias")},
+    **hf.omit(llama.DEFAULTS, "attention_bias", "mlp_bias"),
     "vocab_size": 65536,
     "num_key_value_heads": hf.optional_count(8),
     "max_position_embeddings": 128000,

@@ -84,7 +84,7 @@ LLAMA4_TEXT = hf.Family(
     build=_build_llama4_text,
     names=_map_llama4_text_names,
     defaults={
-        **{key: value for key, value in llama.DEFAULTS.items() if key != "mlp_bias"},
+        **hf.omit(llama.DEFAULTS, "mlp_bias"),
         "vocab_size": 202048,
         "hidden_size": 5120,
         "intermediate_size": 8192,

@@ -32,7 +32,7 @@ MELLUM = hf.Family(
     build=_build_mellum,
     names=qwen2_moe.map_qwen2_moe_names,
     defaults={
-        **{key: value for key, value in llama.DEFAULTS.items() if key != "mlp_bias"},
+        **hf.omit(llama.DEFAULTS, "mlp_bias"),
         "vocab_size": 98304,
         "hidden_size": 2304,
         "intermediate_size": 7168,

@@ -93,7 +93,7 @@ MIMO_V2_FLASH = hf.Family(
     build=_build_mimo_v2_flash,
     names=_map_mimo_v2_flash_names,
     defaults={
-        **{key: value for key, value in dots1.DEFAULTS.items() if key != "first_k_dense_replace"},
+        **hf.omit(dots1.DEFAULTS, "first_k_dense_replace"),
         "vocab_size": 152576,
         "intermediate_size": 16384,
         "num_hidden_layers": 48,

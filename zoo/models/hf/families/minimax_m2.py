@@ -38,7 +38,7 @@ MINIMAX_M2 = hf.Family(
     build=_build_minimax_m2,
     names=_map_minimax_m2_names,
     defaults={
-        **{key: value for key, value in llama.DEFAULTS.items() if key not in ("attention_bias", "mlp_bias")},
+        **hf.omit(llama.DEFAULTS, "attention_bias", "mlp_bias"),
         "vocab_size": 200064,
         "hidden_size": 3072,
         "intermediate_size": 1536,

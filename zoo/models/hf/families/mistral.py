@@ -15,7 +15,7 @@ def _build_mistral(config: hf.Config, *, key: Key[Array, ""]) -> hf.Decoder:
 
 
 DEFAULTS = {
-    **{key: value for key, value in llama.DEFAULTS.items() if key not in ("attention_bias", "mlp_bias")},
+    **hf.omit(llama.DEFAULTS, "attention_bias", "mlp_bias"),
     "intermediate_size": 14336,
     "num_key_value_heads": hf.optional_count(8),
     "max_position_embeddings": 131072,

@@ -27,11 +27,7 @@ MISTRAL4 = hf.Family(
     build=_build_mistral4,
     names=deepseek_v2.map_deepseek_v2_memory_names,
     defaults={
-        **{
-            key: value
-            for key, value in deepseek_v2.DEFAULTS.items()
-            if key not in ("head_dim", "n_group", "topk_group")
-        },
+        **hf.omit(deepseek_v2.DEFAULTS, "head_dim", "n_group", "topk_group"),
         "vocab_size": 131072,
         "intermediate_size": 12288,
         "num_hidden_layers": 36,

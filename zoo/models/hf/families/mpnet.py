@@ -40,7 +40,7 @@ MPNET = hf.Family(
     build=_build_mpnet,
     names=_map_mpnet_names,
     defaults={
-        **{key: value for key, value in bert.DEFAULTS.items() if key != "type_vocab_size"},
+        **hf.omit(bert.DEFAULTS, "type_vocab_size"),
         "vocab_size": 30527,
     },
     # with another number of buckets, the class in transformers computes 32 all the same

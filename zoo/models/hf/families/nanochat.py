@@ -37,7 +37,7 @@ NANOCHAT = hf.Family(
     build=_build_nanochat,
     names=_map_nanochat_names,
     defaults={
-        **{key: value for key, value in llama.DEFAULTS.items() if key not in ("mlp_bias", "head_dim")},
+        **hf.omit(llama.DEFAULTS, "mlp_bias", "head_dim"),
         "vocab_size": 50304,
         "hidden_size": 768,
         "intermediate_size": 8192,

@@ -22,7 +22,7 @@ NEMOTRON = hf.Family(
     build=_build_nemotron,
     names=arcee.map_arcee_names,
     defaults={
-        **{key: value for key, value in llama.DEFAULTS.items() if key != "rms_norm_eps"},
+        **hf.omit(llama.DEFAULTS, "rms_norm_eps"),
         "vocab_size": 256000,
         "hidden_size": 6144,
         "intermediate_size": 24576,

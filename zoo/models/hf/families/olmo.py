@@ -25,7 +25,7 @@ OLMO = hf.Family(
     build=_build_olmo,
     names=llama.map_llama_names,
     defaults={
-        **{key: value for key, value in llama.DEFAULTS.items() if key not in ("mlp_bias", "rms_norm_eps")},
+        **hf.omit(llama.DEFAULTS, "mlp_bias", "rms_norm_eps"),
         "vocab_size": 50304,
         "clip_qkv": hf.optional_number(),
     },

@@ -25,7 +25,7 @@ def map_olmo2_names(config: hf.Config) -> hf.NameMap:
 
 
 DEFAULTS = {
-    **{key: value for key, value in llama.DEFAULTS.items() if key != "mlp_bias"},
+    **hf.omit(llama.DEFAULTS, "mlp_bias"),
     "vocab_size": 50304,
     "rms_norm_eps": 1e-5,
 }

@@ -108,7 +108,7 @@ OLMO_HYBRID = hf.Family(
     build=_build_olmo_hybrid,
     names=_map_olmo_hybrid_names,
     defaults={
-        **{key: value for key, value in llama.DEFAULTS.items() if key != "mlp_bias"},
+        **hf.omit(llama.DEFAULTS, "mlp_bias"),
         "vocab_size": 100352,
         "hidden_size": 3840,
         "num_attention_heads": 30,

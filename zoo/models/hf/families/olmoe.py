@@ -22,15 +22,13 @@ def _build_olmoe(config: hf.Config, *, key: Key[Array, ""]) -> hf.Decoder:
     return hf.build_moe_decoder(config, [True] * config["num_hidden_layers"], experts, key=key, **options)
 
 
-_OMITTED_DEFAULTS = ("head_dim", "mlp_bias")
-
 OLMOE = hf.Family(
     name="olmoe",
     architecture="OlmoeForCausalLM",
     build=_build_olmoe,
     names=qwen2_moe.map_qwen2_moe_names,
     defaults={
-        **{key: value for key, value in llama.DEFAULTS.items() if key not in _OMITTED_DEFAULTS},
+        **hf.omit(llama.DEFAULTS, "head_dim", "mlp_bias"),
         "vocab_size": 50304,
         "hidden_size": 2048,
         "intermediate_size": 2048,

@@ -30,7 +30,7 @@ PHI3 = hf.Family(
     build=_build_phi3,
     names=_map_phi3_names,
     defaults={
-        **{key: value for key, value in llama.DEFAULTS.items() if key not in ("attention_bias", "mlp_bias")},
+        **hf.omit(llama.DEFAULTS, "attention_bias", "mlp_bias"),
         "vocab_size": 32064,
         "hidden_size": 3072,
         "intermediate_size": 8192,

@@ -56,7 +56,7 @@ PHIMOE = hf.Family(
     build=_build_phimoe,
     names=mixtral.map_mixtral_names,
     defaults={
-        **{key: value for key, value in mixtral.MIXTRAL.declared.items() if key != "num_experts_per_tok"},
+        **hf.omit(mixtral.MIXTRAL.declared, "num_experts_per_tok"),
         "vocab_size": 32064,
         "intermediate_size": 6400,
         "num_experts": 16,

@@ -27,7 +27,7 @@ def build_windowed_decoder(config: hf.Config, *, key: Key[Array, ""], **options:
 
 
 DEFAULTS = {
-    **{key: value for key, value in llama.DEFAULTS.items() if key not in ("attention_bias", "mlp_bias")},
+    **hf.omit(llama.DEFAULTS, "attention_bias", "mlp_bias"),
     "vocab_size": 151936,
     "intermediate_size": 22016,
     "num_key_value_heads": hf.optional_count(32),

@@ -30,7 +30,7 @@ QWEN3_5_MOE_TEXT = hf.Family(
     build=_build_qwen3_5_moe,
     names=_map_qwen3_5_moe_names,
     defaults={
-        **{key: value for key, value in qwen3_5_text.DEFAULTS.items() if key != "intermediate_size"},
+        **hf.omit(qwen3_5_text.DEFAULTS, "intermediate_size"),
         "hidden_size": 2048,
         "num_hidden_layers": 40,
         "num_key_value_heads": hf.optional_count(2),

@@ -87,7 +87,7 @@ def _map_qwen3_5_names(config: hf.Config) -> hf.NameMap:
 
 
 DEFAULTS = {
-    **{key: value for key, value in llama.DEFAULTS.items() if key not in ("attention_bias", "mlp_bias")},
+    **hf.omit(llama.DEFAULTS, "attention_bias", "mlp_bias"),
     "vocab_size": 248320,
     "intermediate_size": 12288,
     "num_attention_heads": 16,

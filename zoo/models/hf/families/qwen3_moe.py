@@ -22,15 +22,13 @@ def _build_qwen3_moe(config: hf.Config, *, key: Key[Array, ""]) -> hf.Decoder:
     return hf.build_moe_decoder(config, sparse, experts, windows=[window] * len(sparse), key=key, **norms)
 
 
-_OMITTED_DEFAULTS = ("max_window_layers", "layer_types", "num_experts")
-
 QWEN3_MOE = hf.Family(
     name="qwen3_moe",
     architecture="Qwen3MoeForCausalLM",
     build=_build_qwen3_moe,
     names=qwen2_moe.map_qwen2_moe_names,
     defaults={
-        **{key: value for key, value in qwen2_moe.DEFAULTS.items() if key not in _OMITTED_DEFAULTS},
+        **hf.omit(qwen2_moe.DEFAULTS, "max_window_layers", "layer_types", "num_experts"),
         "intermediate_size": 6144,
         "num_attention_heads": 32,
         "num_key_value_heads": hf.optional_count(4),

@@ -22,7 +22,7 @@ SARVAM_MLA = dataclasses.replace(
     architecture="DeepseekV3ForCausalLM",
     build=_build_sarvam_mla,
     defaults={
-        **{key: value for key, value in _DEEPSEEK.declared.items() if key != "head_dim"},
+        **hf.omit(_DEEPSEEK.declared, "head_dim"),
         "vocab_size": 262144,
         "hidden_size": 4096,
         "intermediate_size": 16384,

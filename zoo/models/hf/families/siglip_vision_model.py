@@ -61,7 +61,7 @@ SIGLIP_VISION_MODEL = hf.Family(
     build=_build_siglip,
     names=_map_siglip_names,
     defaults={
-        **{key: value for key, value in hf.VISION_DEFAULTS.items() if key not in hf.LABEL_KEYS},
+        **hf.omit(hf.VISION_DEFAULTS, *hf.LABEL_KEYS),
         "intermediate_size": 3072,
         "hidden_act": "gelu_pytorch_tanh",
         "layer_norm_eps": 1e-6,

@@ -17,15 +17,13 @@ def _build_solar_open(config: hf.Config, *, key: Key[Array, ""]) -> hf.Decoder:
     return hf.build_moe_decoder(config, sparse, experts, bias=config["attention_bias"], key=key)
 
 
-_OMITTED_DEFAULTS = ("mlp_bias", "intermediate_size")
-
 SOLAR_OPEN = hf.Family(
     name="solar_open",
     architecture="SolarOpenForCausalLM",
     build=_build_solar_open,
     names=dots1.map_dots1_names,
     defaults={
-        **{key: value for key, value in llama.DEFAULTS.items() if key not in _OMITTED_DEFAULTS},
+        **hf.omit(llama.DEFAULTS, "mlp_bias", "intermediate_size"),
         "vocab_size": 196608,
         "num_hidden_layers": 48,
         "num_attention_heads": 64,

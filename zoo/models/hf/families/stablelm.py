@@ -24,7 +24,7 @@ def _build_stablelm(config: hf.Config, *, key: Key[Array, ""]) -> hf.Decoder:
 
 def _map_stablelm_names(config: hf.Config) -> hf.NameMap:
     attention = {
-        **{key: value for key, value in llama.ATTENTION_NAMES.items() if key not in ("q_norm", "k_norm")},
+        **hf.omit(llama.ATTENTION_NAMES, "q_norm", "k_norm"),
         "q_layernorm.norms.*": "query_norm.norms.*",
         "k_layernorm.norms.*": "key_norm.norms.*",
     }
