@@ -84,7 +84,7 @@ def test_paths_hold_in_a_tree_with_holes(model):
 
 
 def test_paths_have_dims_with_the_stacked_ones_first(model):
-    by_name = {path.name: path for path in list_parameter_paths(model)}
+    by_name = {path.name: path for path in reversed(list_parameter_paths(model))}  # ends are last
     assert by_name["layers.*.attention.query.weight"].dims == (Dim("layers"), Dim("heads", 4), Dim("embed"))
     assert by_name["layers.*.attention.query_norm.weight"].dims == (Dim("layers"), Dim("head_dim"))
     assert by_name["embedding.weight"].dims == (Dim("vocab"), Dim("embed"))
