@@ -36,8 +36,7 @@ def stored(directory):
 def store(directory, tensors, **keys):
     config = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps(config | keys))
-    shapes = {name: (x.shape, x.dtype) for name, x in tensors.items()}
-    write_safetensors(directory / "model.safetensors", shapes, tensors.__getitem__)
+    write_safetensors(directory / "model.safetensors", tensors)
 
 
 def with_predictor(tensors):

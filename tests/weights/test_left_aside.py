@@ -34,8 +34,7 @@ LAYOUTS = {"old": (OLD, OLD), "renamed": (RENAMED, lambda name: name), "head at 
 
 def store(directory, tensors, config):
     directory.mkdir(exist_ok=True)
-    specs = {name: (x.shape, x.dtype) for name, x in tensors.items()}
-    write_safetensors(directory / WHOLE, specs, tensors.__getitem__)
+    write_safetensors(directory / WHOLE, tensors)
     (directory / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 

@@ -178,8 +178,7 @@ def altered(tmp_path, change, config=None):
     shutil.copytree(FIXTURE, tmp_path / "altered", dirs_exist_ok=True)
     tensors = {name: np.array(x.read()) for name, x in open_tensors(FIXTURE).items()}
     tensors = change(tensors) or tensors
-    shapes = {name: (x.shape, x.dtype) for name, x in tensors.items()}
-    write_safetensors(tmp_path / "altered" / WHOLE, shapes, tensors.__getitem__)
+    write_safetensors(tmp_path / "altered" / WHOLE, tensors)
     given = read(FIXTURE / CONFIG) if config is None else config
     (tmp_path / "altered" / CONFIG).write_text(json.dumps(given))
     return tmp_path / "altered"

@@ -499,14 +499,14 @@ def test_save_that_fails_keeps_the_old_checkpoint(two, tmp_path, monkeypatch, be
     for fails_at in (1, 4, 9):
         calls = []
 
-        def fail_in_the_middle(file, shapes, tensor, *, calls=calls, fails_at=fails_at):
-            def failing(name):
-                calls.append(name)
+        def fail_in_the_middle(file, tensors, *, calls=calls, fails_at=fails_at):
+            def failing(read):
+                calls.append(read)
                 if len(calls) == fails_at:
                     raise OSError("no space left on device")
-                return tensor(name)
+                return read()
 
-            return write(file, shapes, failing)
+            return write(file, {k: dataclasses.replace(x, read=partial(failing, x.read)) for k, x in tensors.items()})
 
         monkeypatch.setattr(saving, "write_tensors", fail_in_the_middle)
         with pytest.raises(OSError, match="no space left"):

@@ -21,6 +21,10 @@ FIXTURES = Path(__file__).parents[1] / "fixtures"
 MIXTRAL = {**LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2, "tie_word_embeddings": True}
 
 
+def list_specs(state):
+    return {name: (x.shape, x.dtype) for name, x in state.tensors.items()}
+
+
 @pytest.mark.parametrize("family, config", [("llama", LLAMA), ("gpt2", GPT2), ("mixtral", MIXTRAL)])
 def test_names_of_files_are_those_that_save_writes(make, family, config, tmp_path):
     model = make(family, config)
@@ -28,9 +32,9 @@ def test_names_of_files_are_those_that_save_writes(make, family, config, tmp_pat
     state = list_state(model, None, "files")
     stored = open_tensors(tmp_path)
     assert not state.copies
-    assert state.specs == {name: (x.shape, x.dtype) for name, x in stored.items()}
+    assert list_specs(state) == {name: (x.shape, x.dtype) for name, x in stored.items()}
     for name, x in stored.items():
-        np.testing.assert_array_equal(state.assemble(name), x.read())
+        np.testing.assert_array_equal(state.tensors[name].read(), x.read())
 
 
 def test_names_of_modules_are_those_of_transformers(make):
@@ -38,15 +42,15 @@ def test_names_of_modules_are_those_of_transformers(make):
     files, state = list_state(model, None, "files"), list_state(model, None, "module")
     assert state.copies == {"lm_head.weight": "model.embed_tokens.weight"}
     experts = "model.layers.0.mlp.experts"
-    assert {name: shape for name, (shape, _) in state.specs.items() if experts in name} == {
+    assert {name: x.shape for name, x in state.tensors.items() if experts in name} == {
         f"{experts}.gate_up_proj": (4, 24, 8),
         f"{experts}.down_proj": (4, 8, 12),
     }
     in_file = "model.layers.0.block_sparse_moe.experts.2.{}.weight"
-    gate_up = np.concatenate([files.assemble(in_file.format(name)) for name in ("w1", "w3")])
-    np.testing.assert_array_equal(state.assemble(f"{experts}.gate_up_proj")[2], gate_up)
+    gate_up = np.concatenate([files.tensors[in_file.format(name)].read() for name in ("w1", "w3")])
+    np.testing.assert_array_equal(state.tensors[f"{experts}.gate_up_proj"].read()[2], gate_up)
     assert not list_state(make("llama", LLAMA), None, "module").copies  # its head is a matrix of its own
-    assert list_state(make("gpt2", GPT2), None, "module").specs["transformer.h.1.attn.c_attn.weight"][0] == (8, 24)
+    assert list_state(make("gpt2", GPT2), None, "module").tensors["transformer.h.1.attn.c_attn.weight"].shape == (8, 24)
 
 
 def test_what_is_one_array_is_shared_on_one_cpu(make):
@@ -55,15 +59,15 @@ def test_what_is_one_array_is_shared_on_one_cpu(make):
     assert state.whole.keys() == {"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"}
     assert state.whole["lm_head.weight"] is model.head.weight
     placed = list_state(zoo.place(model, zoo.make_mesh(tensor=2, data=4)), None, "module")
-    assert not placed.whole and placed.specs == state.specs
-    for name in state.specs:
-        np.testing.assert_array_equal(placed.assemble(name), state.assemble(name))
+    assert not placed.whole and list_specs(placed) == list_specs(state)
+    for name, x in state.tensors.items():
+        np.testing.assert_array_equal(placed.tensors[name].read(), x.read())
 
 
 def test_from_torch_takes_arrays_of_numpy_and_of_jax(make):
     model = jax.tree.map(jnp.asarray, make("llama", {**LLAMA, "vocab_size": 32, "hidden_size": 16}))
     state = list_state(model, None, "module")
-    arrays = {name: state.assemble(name) for name in state.specs}
+    arrays = {name: x.read() for name, x in state.tensors.items()}
     shared = {**arrays, **state.whole}  # three JAX arrays, in memory that JAX has aligned
     config = json.loads(model.origin.config)
     for read in (zoo.from_torch(arrays, config), zoo.from_torch(shared, config)):
@@ -76,7 +80,7 @@ def test_from_torch_takes_arrays_of_numpy_and_of_jax(make):
 def test_from_torch_reads_names_of_modules(name):
     model = zoo.load(FIXTURES / "models" / name)
     state = list_state(model, None, "module")
-    read = zoo.from_torch({each: state.assemble(each) for each in state.specs}, FIXTURES / "models" / name)
+    read = zoo.from_torch({each: x.read() for each, x in state.tensors.items()}, FIXTURES / "models" / name)
     assert read.origin.older_names == () and eqx.tree_equal(jax.tree.leaves(read), jax.tree.leaves(model))
 
 

@@ -17,8 +17,9 @@ from zoo.models.parameter_paths import format_path, iterate_indices
 from zoo.models.targets import ALL_LINEAR, LinearSite, Targets, find_linears, matches, suggest_words
 from zoo.parallel.trainable_copy import is_trainable_copy
 from zoo.weights import CheckpointError
-from zoo.weights.plan import invert_name_map
-from zoo.weights.save import read_callers, read_name_map, resolve_origin
+from zoo.weights.plan import invert_name_map, name_in_memory
+from zoo.weights.save import resolve_origin
+from zoo.weights.stages import read_callers, read_name_map
 
 from .base import get_base_layer, is_adapter
 from .dequantize import dequantize
@@ -100,9 +101,8 @@ def get_name_table(model: Any, *, in_memory: bool = False) -> NameMap:
     that transformers 5 builds, where all experts of a layer are one parameter. Of a language model in a multimodal
     checkpoint, names always begin as the modules of transformers 5 do."""
     origin = _resolve_module_origin(model)
-    if in_memory and origin.family.memory_names is not None:
-        family = dataclasses.replace(origin.family, names=origin.family.memory_names)
-        origin = dataclasses.replace(origin, family=family)
+    if in_memory:
+        origin = dataclasses.replace(origin, family=name_in_memory(origin.family))
     return read_name_map(origin)
 
 
@@ -127,7 +127,7 @@ def get_embedding_and_head_names(model: Any) -> tuple[str, str]:
 
 def _resolve_module_origin(model: Any) -> Origin:
     """Return a model's origin; in a multimodal checkpoint with the names of the modules of transformers 5."""
-    origin, _ = resolve_origin(_get_base_shapes(model), None, {})
+    origin = resolve_origin(_get_base_shapes(model), None, {})
     if origin.wrapping is None:
         return origin
     return dataclasses.replace(origin, wrapping=name_as_modules(origin.wrapping))

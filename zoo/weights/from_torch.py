@@ -22,8 +22,9 @@ from zoo.parallel import Mesh
 
 from .directory import CONFIG_NAME
 from .load import read_parameters
+from .plan import name_in_memory, rename_module
 from .resolve import LoadedModel, find_family, resolve_checkpoint
-from .safetensors import DTYPES, CheckpointError, LazyTensor, read_json
+from .safetensors import DTYPES, CheckpointError, LazyTensor, hold_array, read_json
 
 
 def from_torch(
@@ -61,7 +62,7 @@ def from_torch(
         config_json["architectures"] = [type(weights).__name__]
     if family is None:
         family = find_family(config_json, Path(CONFIG_NAME))
-    tensors = {_to_file_name(name, family): _view_tensor(name, x) for name, x in state_dict.items()}
+    tensors = {rename_module(name, family.memory_modules): _view_tensor(name, x) for name, x in state_dict.items()}
     return read_state(config_json, tensors, family, mesh, dtype, ignore)
 
 
@@ -79,11 +80,10 @@ def read_state(
     except ConfigError as error:
         raise CheckpointError(f"the config: {error}") from None
     checkpoint = resolve_checkpoint(
-        config_json, tensors, _with_memory_names(family, tensors), ignore, "the config: ", "the state dict"
+        config_json, tensors, _choose_names(family, tensors), ignore, "the config: ", "the state dict"
     )
-    origin = checkpoint.model.origin
-    assert origin is not None  # `resolve_checkpoint` sets it
-    model = dataclasses.replace(checkpoint.model, origin=dataclasses.replace(origin, family=family))
+    origin = dataclasses.replace(checkpoint.model.origin, family=family)
+    model = dataclasses.replace(checkpoint.model, origin=origin)
     return read_parameters(dataclasses.replace(checkpoint, model=model), mesh, dtype)
 
 
@@ -108,17 +108,15 @@ def _refuse_wrapped(kind: str, names: Iterable[str]) -> None:
                 raise CheckpointError(f"a {kind} was passed, with a tensor {name}: {advice}")
 
 
-def _with_memory_names(family: Family, names: Collection[str]) -> Family:
-    """Return the family with the name map of modules in memory.
+def _choose_names(family: Family, names: Collection[str]) -> Family:
+    """Return the family with the name map of a module in memory that has these names.
 
     Since version 5 of transformers a module in memory has all experts in one tensor, and layers of ViT and of
     Nemotron-H have other names. Before, they were as in files.
     """
     marks = (".experts.0.", ".attention.attention.", "backbone.")
     is_as_in_files = any(mark in name for name in names for mark in marks)
-    if family.memory_names is None or is_as_in_files:
-        return family
-    return dataclasses.replace(family, names=family.memory_names, older_endings={})  # those are of files
+    return family if is_as_in_files else name_in_memory(family)
 
 
 def read_config_json(source: Any) -> dict[str, Any]:
@@ -137,19 +135,10 @@ def read_config_json(source: Any) -> dict[str, Any]:
     return json.loads(json.dumps(dict(config), default=str))
 
 
-def _to_file_name(name: str, family: Family) -> str:
-    """Return the name in files of a module's tensor."""
-    for memory_name, file_name in family.memory_modules.items():
-        if name.startswith(f"{memory_name}."):
-            return file_name + name.removeprefix(memory_name)
-    return name
-
-
 def _view_tensor(name: str, x: Any) -> LazyTensor:
     """View a NumPy array, a JAX array, or a torch.Tensor through DLPack, without a copy if it is on the CPU."""
     if isinstance(x, np.ndarray | jax.Array):
-        array = np.asarray(x)
-        return LazyTensor(array.dtype, array.shape, lambda: array, zero_copy=True)
+        return hold_array(np.asarray(x), zero_copy=True)
     torch = sys.modules.get("torch")  # whoever passes a tensor has imported it
     if torch is None or not isinstance(x, torch.Tensor):
         raise CheckpointError(
@@ -161,10 +150,8 @@ def _view_tensor(name: str, x: Any) -> LazyTensor:
         )
     x = x.detach().cpu()
     if x.dtype is torch.bfloat16:  # NumPy's DLPack does not support it
-        array = np.from_dlpack(x.view(torch.int16)).view(DTYPES["BF16"])
-    else:
-        array = np.from_dlpack(x)
-    return LazyTensor(array.dtype, array.shape, lambda: array, zero_copy=True)
+        return hold_array(np.from_dlpack(x.view(torch.int16)).view(DTYPES["BF16"]), zero_copy=True)
+    return hold_array(np.from_dlpack(x), zero_copy=True)
 
 
 def _to_file_layout(model: Any, tensors: dict[str, Any]) -> dict[str, Any]:
@@ -217,7 +204,7 @@ def compute_expectations(
             )
             for name, gradient in gradients.items():
                 if family:
-                    name = _to_file_name(name, family)
+                    name = rename_module(name, family.memory_modules)
                 results[f"grad.{name}"] = gradient
             results["input_ids"] = tokens
             results["loss"] = out.loss

@@ -37,7 +37,8 @@ from .jax_files import read_orbax
 from .nested import fill_like, flatten
 from .resolve import LoadedModel, find_family
 from .safetensors import CheckpointError, LazyTensor
-from .save import export_tensors, read_name_map, resolve_model
+from .save import export_tensors, resolve_model
+from .stages import read_name_map
 
 _SANDWICH_NORMS = {
     "pre_attention_norm": "input_layernorm",
@@ -113,9 +114,9 @@ def to_gemma(model: PyTree, like: Mapping[str, Any], *, gating: str | None = Non
     **Raises** `CheckpointError` for another family, and for a tree with other names or shapes; as `save` does for
     adapters and edits.
     """
-    model, origin, _ = resolve_model(model)
+    model, origin = resolve_model(model)
     _check_family(origin.family.name)
-    specs, assemble = export_tensors(model, read_name_map(origin))
+    tensors = export_tensors(model, read_name_map(origin))
     base = "" if origin.lacks_base_prefix else "model."
     shapes = {name: np.shape(x) for name, x in flatten(like, as_arrays=False)}
     sizes = _read_sizes({_strip_name(name): shape for name, shape in shapes.items()})
@@ -130,13 +131,13 @@ def to_gemma(model: PyTree, like: Mapping[str, Any], *, gating: str | None = Non
         parts = []
         for tensor in target.tensors:
             tensor = base + tensor.removeprefix("model.")
-            found = specs[tensor][0] if tensor in specs else "not in the model"
+            found = tensors[tensor].shape if tensor in tensors else "not in the model"
             if found != wanted:
                 raise CheckpointError(f"{name} asks for {tensor} {wanted}, which is {found}")
-            parts.append(_from_matrix(assemble(tensor), target.kind, part_shape))
+            parts.append(_from_matrix(tensors[tensor].read(), target.kind, part_shape))
             used.add(tensor)
         written[name] = np.stack(parts) if target.is_stacked else parts[0]
-    if missing := sorted(specs.keys() - used):
+    if missing := sorted(tensors.keys() - used):
         raise CheckpointError(f"the tree has no place for {', '.join(missing[:4])}: {len(missing)} in all")
     return fill_like(like, written)
 

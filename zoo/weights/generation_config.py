@@ -22,9 +22,7 @@ def read_stop_tokens(directory: Path) -> list[int]:
             tokens = config.get("eos_token_id", read_text_config(config).get("eos_token_id"))
             if tokens is None:
                 tokens = []
-            elif isinstance(tokens, list):
-                tokens = tokens
-            else:
+            elif not isinstance(tokens, list):
                 tokens = [tokens]
             if error := list_of(integer()).find_error(tokens):
                 raise CheckpointError(f"{directory / name}: eos_token_id = {tokens!r} {error}")

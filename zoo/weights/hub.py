@@ -10,7 +10,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 from types import ModuleType
@@ -59,7 +59,9 @@ def download(name: str, revision: str | None = None, *, weights: bool = True) ->
     if revision is not None and found["revision"] not in (None, revision):
         raise ValueError(f"{name} and revision={revision!r} are two revisions: pass one of them")
     revision = found["revision"] or revision
-    hub = _import_hub()
+    for module in ("huggingface_hub.constants", "huggingface_hub.errors"):
+        import_optional(module, _INSTALL)
+    hub = import_optional("huggingface_hub", _INSTALL)
     failures = hub.errors.HTTPError, hub.errors.HFValidationError, OSError
     try:
         info = hub.HfApi().model_info(repository, revision=revision, files_metadata=True, timeout=_SECONDS)
@@ -69,7 +71,8 @@ def download(name: str, revision: str | None = None, *, weights: bool = True) ->
     sizes = {file.rfilename: file.size or 0 for file in info.siblings}
     options = {"repo_id": repository, "revision": revision}
     try:
-        files = _list_small_files(sizes)
+        plain = [file for file in sizes if not file.endswith((*PICKLE_SUFFIXES, ".py"))]
+        files = [file for file in plain if any(fnmatchcase(file, pattern) for pattern in _SMALL_FILES)]
         if weights:
             files += _list_weights(hub, sizes, options)
         _check_room(hub, sizes, files, options | {"revision": info.sha})
@@ -98,11 +101,6 @@ def _raise_if_refused(hub: ModuleType, error: Exception, repository: str, revisi
     else:
         return
     raise CheckpointError(reason) from None
-
-
-def _list_small_files(names: Iterable[str]) -> list[str]:
-    plain = [name for name in names if not name.endswith((*PICKLE_SUFFIXES, ".py"))]
-    return [name for name in plain if any(fnmatchcase(name, pattern) for pattern in _SMALL_FILES)]
 
 
 def _list_weights(hub: ModuleType, sizes: Mapping[str, int], options: Mapping[str, Any]) -> list[str]:
@@ -181,10 +179,3 @@ def _summarize(error: Exception) -> str:
 
 def _get_cache(hub: ModuleType) -> Path:
     return Path(os.path.expanduser(hub.constants.HF_HUB_CACHE))
-
-
-def _import_hub() -> ModuleType:
-    """**Raises** `ImportError` if `huggingface_hub` is not installed."""
-    for module in ("huggingface_hub.constants", "huggingface_hub.errors"):
-        import_optional(module, _INSTALL)
-    return import_optional("huggingface_hub", _INSTALL)

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from zoo._files import open_regular
@@ -126,7 +127,8 @@ def read_orbax(folder: str | Path) -> Any:
     try:
         metadata = handler.metadata(epath.Path(path))
         tree = getattr(metadata, "tree", metadata)
-        wanted = _map_leaves(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree)
+        restore = ocp.RestoreArgs(restore_type=np.ndarray)
+        wanted = jax.tree.map(lambda _: restore, tree, is_leaf=lambda x: x is None)
         return handler.restore(epath.Path(path), args=ocp.args.PyTreeRestore(restore_args=wanted))
     except MemoryError:
         raise
@@ -134,11 +136,3 @@ def read_orbax(folder: str | Path) -> Any:
         raise CheckpointError(f"{path} cannot be read by Orbax: {type(error).__name__}: {error}") from error
     finally:
         handler.close()
-
-
-def _map_leaves(function: Any, tree: Any) -> Any:
-    if isinstance(tree, Mapping):
-        return {key: _map_leaves(function, value) for key, value in tree.items()}
-    if isinstance(tree, list | tuple):
-        return [_map_leaves(function, value) for value in tree]
-    return function(tree)

@@ -99,14 +99,11 @@ def read_parameters(checkpoint: Checkpoint, mesh: Mesh | None, dtype: Any) -> Lo
     tensor_plans = checkpoint.tensor_plans
     tensors = checkpoint.tensors
     location = checkpoint.location
-    if checkpoint.tied is not None:
+    if checkpoint.tied:
         head, embedding = checkpoint.tied
         if not _is_equal_tensor(tensors[head], tensors[embedding]):
             always_ties = checkpoint.family.required_values.get(TIE) == (True,)
-            if always_ties:
-                advice = ""
-            else:
-                advice = f": set {TIE} to false in config.json to read both"
+            advice = "" if always_ties else f": set {TIE} to false in config.json to read both"
             raise CheckpointError(
                 f"{location}: {head} is not {embedding}, and the config says that they are tied{advice}"
             )
@@ -248,14 +245,9 @@ def _make_shard_reader(
         slices = tuple(slice(*s.indices(size)) for s, size in zip(index or (), leaf.shape, strict=True))
         if str(slices) not in buffers:
             ranges = tuple(range(size)[s] for size, s in zip(leaf.shape, slices, strict=True))
-            if tuple(map(len, ranges)) == leaf.shape:
-                uncopied = view_whole_tensor()
-            else:
-                uncopied = None
-            if uncopied is None:
-                buffer = _empty_aligned(map(len, ranges), leaf.dtype)
-            else:
-                buffer = uncopied
+            is_whole = tuple(map(len, ranges)) == leaf.shape
+            uncopied = view_whole_tensor() if is_whole else None
+            buffer = _empty_aligned(map(len, ranges), leaf.dtype) if uncopied is None else uncopied
             for buffer_index, source_index in iterate_indices(ranges[:num_stacked_dims]):
                 name, part = view_part(source_index)
                 read = functools.partial(operator.getitem, part, slices[num_stacked_dims:])

@@ -9,9 +9,6 @@ from zoo._files import write_text
 
 from .hub import is_hub_name
 
-CARD_FILE = "README.md"
-
-
 _TRAINING = "\n## Training\n"  # the last section, which a longer run writes anew
 
 
@@ -26,7 +23,7 @@ class Training:
 
 def write_model_card(directory: Path, text: str) -> None:
     """Write a model card, unless the directory has one that differs in more than the training."""
-    path = directory / CARD_FILE
+    path = directory / "README.md"
     if not path.exists() or path.read_text(encoding="utf-8").partition(_TRAINING)[0] == text.partition(_TRAINING)[0]:
         write_text(path, text)
 

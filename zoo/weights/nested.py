@@ -26,11 +26,11 @@ from jaxtyping import PyTree
 from zoo.models.hf.spec import NameMap, Shape, TensorMapping, prefixed
 
 from .plan import TensorPlan, plan_tensors
-from .safetensors import CheckpointError
+from .safetensors import CheckpointError, raise_problems
 from .save import export_tensors
 
 _Model = TypeVar("_Model")
-_MAX_LISTED = 20
+_DISAGREE = "tree, table and model do not agree:"
 _Stacked = list[tuple[re.Pattern[str], int]]
 """Patterns of their names that have fewer stars than ours, and the number of dims they stack for these."""
 
@@ -78,15 +78,14 @@ def write_tree(model: PyTree, table: NameMap, like: Mapping[str, Any] | None = N
     **Raises** `CheckpointError` for an array without a row, and where `like` has other names or shapes.
     """
     name_map, stacked = _expand(table)
-    specs, assemble = export_tensors(model, name_map)
     tensors: dict[str, np.ndarray] = {}
     layers: dict[str, dict[Shape, np.ndarray]] = {}
-    for name in specs:
+    for name, tensor in export_tensors(model, name_map).items():
         base, index = _split_stacked(name, stacked)
         if index:
-            layers.setdefault(base, {})[index] = assemble(name)
+            layers.setdefault(base, {})[index] = tensor.read()
         else:
-            tensors[name] = assemble(name)
+            tensors[name] = tensor.read()
     for name, parts in layers.items():
         sizes = [size + 1 for size in max(parts)]
         tensors[name] = np.stack([parts[index] for index in sorted(parts)]).reshape(*sizes, *parts[max(parts)].shape)
@@ -98,7 +97,7 @@ def write_tree(model: PyTree, table: NameMap, like: Mapping[str, Any] | None = N
     for name in tensors.keys() & shapes.keys():
         if not _merges_into(shapes[name], tensors[name].shape):
             problems.append(f"{name} is {list(shapes[name])} in the tree, and {list(tensors[name].shape)} here")
-    _raise_for(problems)
+    raise_problems(_DISAGREE, problems)
     return fill_like(like, {name: tensor.reshape(shapes[name]) for name, tensor in tensors.items()})
 
 
@@ -112,13 +111,10 @@ def _expand(table: NameMap) -> tuple[dict[str, TensorMapping], _Stacked]:
         if len(counts) > 1 or missing < 0:
             raise ValueError(f"{name} has {name.count('*')} stars, and {', '.join(mapping.parts)} has other numbers")
         if missing:
-            stacked.append((_compile(name), missing))
+            pattern = re.compile(re.escape(name).replace(r"\*", r"\d+"))
+            stacked.append((pattern, missing))
         name_map[name + "/*" * missing] = mapping
     return name_map, stacked
-
-
-def _compile(name: str) -> re.Pattern[str]:
-    return re.compile(re.escape(name).replace(r"\*", r"\d+"))
 
 
 def _unstack(theirs: Mapping[str, np.ndarray], stacked: _Stacked) -> dict[str, np.ndarray]:
@@ -183,15 +179,7 @@ def _check(plans: Mapping[str, TensorPlan], theirs: Mapping[str, np.ndarray], dt
         expected = {_get_kind(dtypes[piece.leaf]) for piece in plans[name].slices}
         if expected != {_get_kind(theirs[name].dtype)}:
             problems.append(f"{name} is {theirs[name].dtype}, where {' or '.join(sorted(expected))} was expected")
-    _raise_for(problems)
-
-
-def _raise_for(problems: list[str]) -> None:
-    if problems:
-        listed = sorted(problems)[:_MAX_LISTED]
-        if len(problems) > _MAX_LISTED:
-            listed.append(f"and {len(problems) - _MAX_LISTED} more")
-        raise CheckpointError("\n  ".join(["tree, table and model do not agree:", *listed]))
+    raise_problems(_DISAGREE, problems)
 
 
 def _merges_into(fine: Shape, coarse: Shape) -> bool:

@@ -1,7 +1,6 @@
 """Dequantize MXFP4 checkpoints lazily: each slice is decoded when it is read."""
 
 import dataclasses
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -11,6 +10,7 @@ import numpy as np
 from zoo.models.hf.spec import Shape, TensorMapping
 from zoo.ops.quantized.mxfp4 import BLOCK_SIZE, dequantize_mxfp4_numpy
 
+from .formats.lazy import find_usual_dtype
 from .safetensors import CheckpointError, LazyTensor
 
 BLOCKS_SUFFIX, SCALES_SUFFIX = "_blocks", "_scales"
@@ -31,22 +31,14 @@ def unpack_mxfp4(tensors: Mapping[str, LazyTensor], location: str) -> dict[str, 
     if errors := [*_find_packing_errors(tensors, names)]:
         raise CheckpointError(f"{location} has tensors that are not MXFP4: " + "; ".join(sorted(errors)[:8]))
     plain = {name: x for name, x in tensors.items() if not name.endswith((BLOCKS_SUFFIX, SCALES_SUFFIX))}
-    floating = [x for x in plain.values() if jnp.issubdtype(x.dtype, jnp.floating)]
-    if floating:
-        default = max(floating, key=lambda x: math.prod(x.shape)).dtype
-    else:
-        default = np.dtype(jnp.bfloat16)
+    default = find_usual_dtype(plain)
 
-    def choose_dtype(name: str) -> np.dtype:
-        bias = tensors.get(f"{name}_bias")
-        if bias in floating:
-            return bias.dtype
-        return default
+    def decode(name: str) -> LazyTensor:
+        bias = plain.get(f"{name}_bias")
+        dtype = bias.dtype if bias and jnp.issubdtype(bias.dtype, jnp.floating) else default
+        return _decode_lazily(tensors[name + BLOCKS_SUFFIX], tensors[name + SCALES_SUFFIX], dtype)
 
-    return plain | {
-        name: _decode_lazily(tensors[name + BLOCKS_SUFFIX], tensors[name + SCALES_SUFFIX], choose_dtype(name))
-        for name in names
-    }
+    return plain | {name: decode(name) for name in names}
 
 
 def _find_packing_errors(tensors: Mapping[str, LazyTensor], names: Sequence[str]) -> Iterator[str]:

@@ -2,14 +2,17 @@
 
 import dataclasses
 from collections.abc import Collection, Iterable, Mapping
+from typing import TypeVar
 
 import jax
 from jaxtyping import PyTree
 
-from zoo.models.hf.spec import Config, Family, NameMap, Shape, TensorMapping, prefixed
+from zoo.models.hf.spec import Config, Family, NameMap, Origin, Shape, TensorMapping, prefixed
 from zoo.models.parameter_paths import ParameterPath, format_path, iterate_indices, list_parameter_paths
 
 from .safetensors import CheckpointError
+
+_T = TypeVar("_T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,9 +75,9 @@ def plan_tensors(tree: PyTree, name_map: NameMap) -> dict[str, TensorPlan]:
     }
 
 
-def drop_tensors(plans: Mapping[str, TensorPlan], names: Collection[str]) -> dict[str, TensorPlan]:
-    """Return the plans of all but some tensors."""
-    return {name: plan for name, plan in plans.items() if name not in names}
+def drop_tensors(tensors: Mapping[str, _T], names: Collection[str]) -> dict[str, _T]:
+    """Return all but some tensors, or the plans of them, by their names."""
+    return {name: x for name, x in tensors.items() if name not in names}
 
 
 def invert_name_map(name_map: NameMap) -> Mapping[str, tuple[str, TensorMapping, int]]:
@@ -103,36 +106,37 @@ def find_mapping(
     raise CheckpointError(f"the table of names has no row for {path.name}")
 
 
-def strip_base_prefix_if_absent(name_map: NameMap, names: set[str]) -> NameMap | None:
-    """Return the name map without the base model's prefix (`model.`) if no tensor has the prefix, as in files of a
-    model without its head; None if some tensors do."""
-    prefix = next(iter(name_map)).partition(".")[0] + "."
-    if not names or any(name.startswith(prefix) for name in names):
-        return None
-    return strip_base_prefix(name_map)
-
-
-def list_callers(family: Family, config: Config, *, lacks_base_prefix: bool = False) -> Mapping[str, str]:
-    """Return the names of modules that layers share, in each later layer that calls one -> in the first."""
-    if family.callers is None:
+def list_callers(config: Config, notes: Origin) -> Mapping[str, str]:
+    """Return the names of modules that layers of a checkpoint share, in each later layer that calls one -> in the
+    first: see `Family`."""
+    if notes.family.callers is None:
         return {}
-    callers = family.callers(config)
-    if not lacks_base_prefix:
+    callers = notes.family.callers(config)
+    if not notes.lacks_base_prefix:
         return callers
     return {other.partition(".")[2]: first.partition(".")[2] for other, first in callers.items()}
 
 
-def list_copies(names: Iterable[str], callers: Mapping[str, str]) -> list[str]:
-    """Return the names under which later callers of shared modules repeat these tensors."""
-    return [
-        other + name.removeprefix(first)
+def list_copies(names: Iterable[str], callers: Mapping[str, str]) -> dict[str, str]:
+    """Return the names under which later callers of shared modules repeat these tensors -> their names."""
+    return {
+        other + name.removeprefix(first): name
         for other, first in callers.items()
         for name in names
         if name.startswith(f"{first}.")
-    ]
+    }
 
 
-def strip_base_prefix(name_map: NameMap) -> NameMap:
-    """Return the name map without the first word of the names that have the base model's prefix."""
-    prefix = next(iter(name_map)).partition(".")[0] + "."
-    return {name.removeprefix(prefix): mapping for name, mapping in name_map.items()}
+def name_in_memory(family: Family) -> Family:
+    """Return the family with the names of modules in memory, where these differ from the names in files."""
+    if family.memory_names is None:
+        return family
+    return dataclasses.replace(family, names=family.memory_names, older_endings={})  # those are of files
+
+
+def rename_module(name: str, modules: Mapping[str, str]) -> str:
+    """Return a tensor's name with the name of its module replaced, by `modules`: old name -> new name."""
+    for old, new in modules.items():
+        if name.startswith(f"{old}."):
+            return new + name.removeprefix(old)
+    return name

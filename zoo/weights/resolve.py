@@ -9,38 +9,32 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from zoo.models.hf.config import read_config
 from zoo.models.hf.errors import ConfigError, shorten_repr, suggest_nearest
 from zoo.models.hf.families import ALIASES, FAMILIES, get_family
 from zoo.models.hf.not_read import find_nearest, find_reason
 from zoo.models.hf.score_head import choose_head
 from zoo.models.hf.shapes import build_shapes
-from zoo.models.hf.spec import Config, Family, NameMap, Origin, replace_ending
-from zoo.models.hf.wrappers import TEXT_CONFIG, TIE, WRAPPERS, read_text_config, rename, rename_all, unwrap_config
+from zoo.models.hf.spec import Config, Family, NameMap, Origin
+from zoo.models.hf.wrappers import TEXT_CONFIG, TIE, WRAPPERS, read_text_config, rename
 from zoo.models.parameter_paths import list_parameter_paths
 
-from .directory import CONFIG_NAME, resolve_directory
-from .formats import QUANTIZATION_KEY, split_quantization
-from .formats.lazy import dequantize_lazily
-from .formats.pack import list_packed, pack_model
-from .left_aside import describe_left_aside, split_left_aside
-from .packed import unpack_mxfp4
-from .plan import (
-    TensorPlan,
-    drop_tensors,
-    find_mapping,
-    invert_name_map,
-    list_callers,
-    list_copies,
-    plan_tensors,
-    strip_base_prefix_if_absent,
+from .directory import CONFIG_NAME
+from .left_aside import set_aside
+from .plan import TensorPlan, drop_tensors, find_mapping, invert_name_map, list_callers, list_copies, plan_tensors
+from .safetensors import (
+    MAX_LISTED,
+    CheckpointError,
+    LazyTensor,
+    find_stray_index,
+    open_tensors,
+    raise_problems,
+    read_json,
 )
-from .safetensors import CheckpointError, LazyTensor, find_stray_index, open_tensors, read_json
 from .sentence_files import read_sentence_files
+from .stages import Stored, map_names, note_base_prefix, note_lacking, pack, read_quantization, rename_older, unwrap
 from .tokenizer_files import has_tokenizer
 
 _logger = logging.getLogger("zoo")
-_MAX_LISTED = 20
 _MAX_MISSING = 10_000
 _MOST_SHARED_LAYERS = 128
 """Most layers of a checkpoint with fewer tensors than layers, which share them."""
@@ -65,19 +59,18 @@ class Checkpoint:
     """The tensors that hold the model's parameters."""
     tensors: Mapping[str, LazyTensor]
     """The tensors in the files, except tensors that are left aside."""
-    tied: tuple[str, str] | None
-    """Tied weights that are stored twice: the names of the head and of the embedding it must equal. Else None."""
+    tied: tuple[str, ...]
+    """Tied weights that are stored twice: the names of the head and of the embedding it must equal. Else ()."""
 
 
 def open_checkpoint(
-    directory: str | Path, family: Family | None = None, ignore: Collection[str] = (), packed: bool = False
+    path: Path, family: Family | None = None, ignore: Collection[str] = (), packed: bool = False
 ) -> Checkpoint:
     """Resolve a checkpoint directory from its config and safetensors headers. Packed matrices stay packed if `packed`,
     and are decoded otherwise.
 
     **Raises** `CheckpointError` as `load` does, except for what only the tensors' data can show.
     """
-    path = resolve_directory(directory)
     config = read_json(path / CONFIG_NAME)
     if family is None:
         family = find_family(config, path / CONFIG_NAME)
@@ -112,13 +105,8 @@ def find_family(config: Mapping[str, Any], path: Path) -> Family:
     name = text.get("model_type")
     if isinstance(name, str) and (family := get_family(name)) is not None:
         return family
-    if name is not None:
-        problem = f"has the model_type {shorten_repr(name)}"
-    else:
-        problem = "has no model_type"
-    hint = ""
-    if isinstance(name, str):
-        hint = suggest_nearest(name, [*FAMILIES, *ALIASES, *WRAPPERS])
+    problem = "has no model_type" if name is None else f"has the model_type {shorten_repr(name)}"
+    hint = suggest_nearest(name, [*FAMILIES, *ALIASES, *WRAPPERS]) if isinstance(name, str) else ""
     wraps = name != config.get("model_type")
     if wraps:
         problem = f"wraps a language model that {problem}"
@@ -146,80 +134,55 @@ def resolve_checkpoint(
 
     **Raises** `CheckpointError` where config and tensors disagree.
     """
-    config_json = {key: value for key, value in config_json.items() if key not in ignore}
-    decode = False
-    if isinstance(text := config_json.get(TEXT_CONFIG), Mapping):
-        config_json[TEXT_CONFIG] = {key: value for key, value in text.items() if key not in ignore}
     try:
-        family = choose_head(family, config_json)
-        config_json, wrapping = unwrap_config(config_json, family, tensors)
-        plain_json, quantized = split_quantization(config_json)
-        if not packed:
-            config_json = plain_json
-        config = read_config(family, plain_json)
-        if config.get(QUANTIZATION_KEY) is None and packed and quantized is None:
-            raise ConfigError(
-                f"packed=True, and without a {QUANTIZATION_KEY} nothing in the checkpoint is packed: leave it out"
-            )
-        if config.get(QUANTIZATION_KEY) is not None and not packed:
-            config_json = {key: value for key, value in config_json.items() if key != QUANTIZATION_KEY}
-            config = read_config(family, config_json)
-            decode = True
-        layers = config.get("num_hidden_layers", 0)  # a family of one's own may have another key
-        # refused here: building 10^9 layers, if only in shapes, would never end
-        if layers > max(len(tensors), _MOST_SHARED_LAYERS):
-            raise ConfigError(f"num_hidden_layers = {layers}, and the checkpoint has {len(tensors)} tensors in all")
-        model = build_shapes(family, config)
-        name_map = rename_all(family.names(config), wrapping)
+        kept = _drop_keys(config_json, ignore)
+        unwrapped = unwrap(Stored(kept, tensors, Origin(choose_head(family, kept), "")))
+        described, config, decode = read_quantization(unwrapped, packed)
+        _check_layer_count(config, len(tensors))
+        plain = build_shapes(described.family, config)
+        whole_map = map_names(config, described.notes)
     except ValueError as error:  # an invalid key, or sizes that do not fit together
         raise CheckpointError(f"{config_location}{error}") from None
-    tensors, aside = split_left_aside(tensors, family, config, wrapping)
-    older_names = tuple(name for name in tensors if replace_ending(name, family.older_endings) != name)
-    for name in older_names:
-        if (newer := replace_ending(name, family.older_endings)) in tensors:
-            raise CheckpointError(f"{location}: {name} and {newer} are one tensor, by two names: leave one of them out")
-    tensors = {replace_ending(name, family.older_endings): tensor for name, tensor in tensors.items()}
-    if decode:
-        tensors = unpack_mxfp4(tensors, location)
-    if not (quantized is None or packed):
-        tensors = dequantize_lazily(tensors, quantized, location)
-    if wrapping is not None:
-        stripped = None
-    else:
-        stripped = strip_base_prefix_if_absent(name_map, set(tensors))
-    if stripped is not None:
-        name_map = stripped
-    side_tensors = ""
-    if quantized is not None and packed:
-        model, tensors, side_tensors = pack_model(model, name_map, tensors, quantized, location)
-    _check_tensor_count(model, name_map, len(tensors), location)
-    tensor_plans = plan_tensors(model, name_map)
-    optional = {name for name in tensor_plans if any(re.search(regex, name) for regex in family.optional_tensors)}
-    lacking = () if optional & tensors.keys() else tuple(sorted(optional))
-    tensor_plans = drop_tensors(tensor_plans, lacking)
-    origin = Origin(
-        family,
-        json.dumps(config_json),
-        lacks_base_prefix=stripped is not None,
-        packed=list_packed(model),
-        side_tensors=side_tensors,
-        older_names=older_names,
-        wrapping=wrapping,
-        lacking=lacking,
-        left_aside=describe_left_aside(aside),
-    )
-    model = dataclasses.replace(model, origin=origin)
-    head, embedding = (rename(f"{module}.weight", wrapping) for module in (family.head, family.embedding))
-    always_ties = family.required_values.get(TIE) == (True,)
-    is_tied_head_stored = config.get(TIE, always_ties) and {head, embedding} <= tensors.keys()
-    callers = list_callers(family, config, lacks_base_prefix=stripped is not None)
-    allowed = list_copies(tensor_plans, callers)
-    tied = None
-    if is_tied_head_stored:
-        tied = head, embedding
-        allowed.append(head)
-    _check_tensors(tensor_plans, tensors, family, location, allowed)
-    return Checkpoint(location, family, config, model, name_map, tensor_plans, tensors, tied)
+    own = set_aside(described, config)
+    renamed = rename_older(own, location)
+    decoded = renamed if decode is None else renamed.replace(tensors=decode(renamed.tensors, location))
+    prefixed = note_base_prefix(decoded, whole_map)
+    name_map = map_names(config, prefixed.notes)
+    held, shapes = pack(prefixed, plain, name_map, location)
+    _check_tensor_count(shapes, name_map, len(held.tensors), location)
+    planned = plan_tensors(shapes, name_map)
+    stored = note_lacking(held, planned)
+    tensor_plans = drop_tensors(planned, stored.notes.lacking)
+    tied = _find_tied_head(stored, config)
+    copies = list_copies(tensor_plans, list_callers(config, stored.notes))
+    _check_tensors(tensor_plans, stored, location, [*copies, *tied[:1]])
+    origin = dataclasses.replace(stored.notes, config=json.dumps(stored.config))
+    model = dataclasses.replace(shapes, origin=origin)
+    return Checkpoint(location, stored.family, config, model, name_map, tensor_plans, stored.tensors, tied)
+
+
+def _drop_keys(config: Mapping[str, Any], ignore: Collection[str]) -> dict[str, Any]:
+    """Return a config without some keys, also in the language model's."""
+    kept = {key: value for key, value in config.items() if key not in ignore}
+    if isinstance(text := kept.get(TEXT_CONFIG), Mapping):
+        kept[TEXT_CONFIG] = {key: value for key, value in text.items() if key not in ignore}
+    return kept
+
+
+def _check_layer_count(config: Config, available: int) -> None:
+    """**Raises** `ConfigError` for far more layers than tensors: building 10^9 layers, if only in shapes, would never
+    end."""
+    layers = config.get("num_hidden_layers", 0)  # a family of one's own may have another key
+    if layers > max(available, _MOST_SHARED_LAYERS):
+        raise ConfigError(f"num_hidden_layers = {layers}, and the checkpoint has {available} tensors in all")
+
+
+def _find_tied_head(stored: Stored, config: Config) -> tuple[str, ...]:
+    """Return the names of a tied head that is stored all the same, and of the embedding that it must equal; else ()."""
+    family = stored.family
+    names = tuple(rename(f"{module}.weight", stored.notes.wrapping) for module in (family.head, family.embedding))
+    is_tied = config.get(TIE, family.required_values.get(TIE) == (True,))
+    return names if is_tied and stored.tensors.keys() >= {*names} else ()
 
 
 def _check_tensor_count(model: LoadedModel, name_map: NameMap, available: int, location: str) -> None:
@@ -236,32 +199,21 @@ def _check_tensor_count(model: LoadedModel, name_map: NameMap, available: int, l
 
 
 def _check_tensors(
-    tensor_plans: Mapping[str, TensorPlan],
-    tensors: Mapping[str, LazyTensor],
-    family: Family,
-    location: str,
-    allowed: Collection[str],
+    tensor_plans: Mapping[str, TensorPlan], stored: Stored, location: str, allowed: Collection[str]
 ) -> None:
     """**Raises** `CheckpointError` that lists every tensor that is missing, unexpected, or of another shape."""
+    tensors = stored.tensors
     problems = []
     unexpected = tensors.keys() - tensor_plans.keys() - set(allowed)
     for number, name in enumerate(sorted(tensor_plans.keys() - tensors.keys())):
-        hint = suggest_nearest(name, unexpected) if number < _MAX_LISTED else ""
+        hint = suggest_nearest(name, unexpected) if number < MAX_LISTED else ""
         problems.append(f"{name} {list(tensor_plans[name].shape)} is missing{hint}")
     for name in unexpected:
-        if not any(re.search(pattern, name) for pattern in family.ignored_tensors):
+        if not any(re.search(pattern, name) for pattern in stored.family.ignored_tensors):
             problems.append(f"{name} {list(tensors[name].shape)} has no place in the model")
     for name in tensor_plans.keys() & tensors.keys():
         if tensors[name].shape != tensor_plans[name].shape:
-            stored = list(tensors[name].shape)
+            found = list(tensors[name].shape)
             expected = list(tensor_plans[name].shape)
-            problems.append(f"{name} is {stored} in the file, and the config asks for {expected}")
-    if problems:
-        listed = "\n  ".join(sorted(problems)[:_MAX_LISTED])
-        if len(problems) > _MAX_LISTED:
-            more = f"\n  and {len(problems) - _MAX_LISTED} more"
-        else:
-            more = ""
-        raise CheckpointError(
-            f"{location} does not hold the {family.name} that its config describes:\n  {listed}{more}"
-        )
+            problems.append(f"{name} is {found} in the file, and the config asks for {expected}")
+    raise_problems(f"{location} does not hold the {stored.family.name} that its config describes:", problems)

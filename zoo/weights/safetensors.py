@@ -10,7 +10,7 @@ import json
 import math
 import mmap
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -34,12 +34,13 @@ DTYPES: dict[str, np.dtype] = {
     "F8_E4M3": np.dtype(jnp.float8_e4m3fn),
     "F8_E5M2": np.dtype(jnp.float8_e5m2),
 }
-_DTYPE_CODES = {dtype: code for code, dtype in DTYPES.items()}
+DTYPE_CODES = {dtype: code for code, dtype in DTYPES.items()}
 _DTYPE_ORDER: Sequence[str] = "U64 I64 F64 F32 U32 I32 BF16 F16 U16 I16 F8_E4M3 F8_E5M2 I8 U8 BOOL".split()
 """The order in which `safetensors` writes tensors: by dtype, then by name."""
 _MAX_INDEX_BYTES = 100_000_000
 _MAX_CONFIG_BYTES = 10_000_000
 _MAX_ERROR_LENGTH = 1600
+MAX_LISTED = 20
 
 
 class CheckpointError(ValueError):
@@ -55,9 +56,19 @@ class CheckpointError(ValueError):
         super().__init__(escape_controls(message, keep="\n"))
 
 
+def raise_problems(headline: str, problems: Collection[str]) -> None:
+    """**Raises** `CheckpointError` that lists the first problems in order, if there are any."""
+    if not problems:
+        return
+    listed = sorted(problems)[:MAX_LISTED]
+    if len(problems) > MAX_LISTED:
+        listed.append(f"and {len(problems) - MAX_LISTED} more")
+    raise CheckpointError("\n  ".join([headline, *listed]))
+
+
 @dataclasses.dataclass(frozen=True)
 class LazyTensor:
-    """One tensor of a checkpoint, read on demand."""
+    """One tensor of a checkpoint, read on demand: from a file, or from the arrays of a model."""
 
     dtype: np.dtype
     shape: tuple[int, ...]
@@ -72,6 +83,10 @@ class LazyTensor:
     keeps_dtype: bool = False
     """True if a model holds the data in this dtype, whatever dtype its parameters have."""
 
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
     def read_part(self, mapping: TensorMapping, shapes: Sequence[Shape], num_stacked_dims: int, number: int) -> Any:
         """Return part `number` of the tensor's `mapping`, in the parameter's shape, to be indexed with slices."""
         if self.views is None:
@@ -79,6 +94,11 @@ class LazyTensor:
         else:
             views = self.views(mapping, shapes, num_stacked_dims)
         return views[number].reshape(shapes[number])
+
+
+def hold_array(array: Any, *, zero_copy: bool = False) -> LazyTensor:
+    """Return an array in memory as a tensor that may be read on demand."""
+    return LazyTensor(np.dtype(array.dtype), array.shape, lambda: np.asarray(array), zero_copy=zero_copy)
 
 
 def open_tensors(directory: Path) -> dict[str, LazyTensor]:
@@ -117,10 +137,7 @@ def find_stray_index(directory: Path) -> str:
         weight_map = read_json(index, limit=_MAX_INDEX_BYTES).get("weight_map")
     except CheckpointError:  # nobody reads it
         return ""
-    if isinstance(weight_map, dict):
-        shards = {str(file) for file in weight_map.values()}
-    else:
-        shards = set()
+    shards = {str(file) for file in weight_map.values()} if isinstance(weight_map, dict) else set()
     if not shards or shards == {SAFE_WEIGHTS_NAME}:
         return ""
     return (
@@ -148,10 +165,7 @@ def _open_shards(directory: Path) -> dict[str, LazyTensor]:
         shard_tensors = open_safetensors(directory / shard)
         listed = {name for name, file in weight_map.items() if file == shard}
         if wrong := sorted(listed ^ shard_tensors.keys()):
-            if wrong[0] in listed:
-                where = "in the index but not in the file"
-            else:
-                where = "in the file but not in the index"
+            where = "in the index but not in the file" if wrong[0] in listed else "in the file but not in the index"
             raise CheckpointError(f"{directory / shard} and {index} disagree: {wrong[0]} is {where}")
         tensors |= shard_tensors
     return tensors
@@ -233,31 +247,31 @@ def _make_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return table
 
 
-def write_safetensors(path: Path, specs: Mapping[str, tuple[tuple[int, ...], np.dtype]], tensor: Callable) -> None:
-    """Write a file of tensors with these (shape, dtype), atomically. See `write_tensors`."""
+def write_safetensors(path: Path, arrays: Mapping[str, Any]) -> None:
+    """Write a file of arrays, atomically. See `write_tensors`."""
     with create_files(path.parent) as create:
-        write_tensors(create(path.name), specs, tensor)
+        write_tensors(create(path.name), {name: hold_array(array) for name, array in arrays.items()})
 
 
-def order_tensors(specs: Mapping[str, tuple[tuple[int, ...], np.dtype]]) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
-    """Return the (shape, dtype) of tensors in the order of a file: by dtype, then by name."""
-    return dict(sorted(specs.items(), key=lambda item: (_DTYPE_ORDER.index(_DTYPE_CODES[item[1][1]]), item[0])))
-
-
-def write_tensors(file: BinaryIO, specs: Mapping[str, tuple[tuple[int, ...], np.dtype]], tensor: Callable) -> None:
-    """Write tensors with these (shape, dtype) to an open file, byte for byte as `safetensors` does.
-
-    `tensor(name)` returns the data; it is called once per tensor, in the file's order, so one is in memory at a time.
-    """
-    specs = order_tensors(specs)
+def write_tensors(file: BinaryIO, tensors: Mapping[str, LazyTensor]) -> None:
+    """Write tensors to an open file, byte for byte as `safetensors` does. Each is read when it is written, and released
+    then, so one is in memory at a time."""
+    ordered = order_tensors(tensors)
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
-    for name, (shape, dtype) in specs.items():
+    for name, tensor in ordered.items():
         start = end
-        end = end + math.prod(shape) * dtype.itemsize
-        header[name] = {"dtype": _DTYPE_CODES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+        end = end + tensor.nbytes
+        code = DTYPE_CODES[tensor.dtype]
+        header[name] = {"dtype": code, "shape": list(tensor.shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     file.write(len(text).to_bytes(8, "little") + text)
-    for name in specs:
-        file.write(np.ascontiguousarray(tensor(name)).reshape(-1).view(np.uint8).data)
+    for tensor in ordered.values():
+        file.write(np.ascontiguousarray(tensor.read()).reshape(-1).view(np.uint8).data)
+        tensor.release()
+
+
+def order_tensors(tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
+    """Return tensors in the order of a file: by dtype, then by name."""
+    return dict(sorted(tensors.items(), key=lambda item: (_DTYPE_ORDER.index(DTYPE_CODES[item[1].dtype]), item[0])))

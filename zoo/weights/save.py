@@ -3,11 +3,11 @@
 import dataclasses
 import json
 import logging
-import math
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,19 +27,26 @@ from zoo.models.hf.errors import ConfigError, suggest_nearest
 from zoo.models.hf.families import FAMILIES, get_family
 from zoo.models.hf.score_head import has_score, is_of_transformers, score_family, score_origin
 from zoo.models.hf.shapes import build_shapes
-from zoo.models.hf.spec import Family, NameMap, Origin, replace_ending
-from zoo.models.hf.wrappers import rename_all, wrap_config
+from zoo.models.hf.spec import Family, NameMap, Origin
 from zoo.models.parameter_paths import find_differences, list_parameter_paths
 from zoo.models.sequence_score import SequenceScore
 
 from .directory import CONFIG_NAME, resolve_directory
 from .formats import QUANTIZATION_KEY, split_quantization
-from .formats.pack import drop_quantization_if_plain, pack_like, unpack_exported
-from .left_aside import LeftAside, check_source, open_left_aside
+from .formats.pack import drop_quantization_if_plain, pack_like
+from .left_aside import describe_stale, open_source, write_back
 from .model_card import Training, describe_model, name_base, write_model_card
-from .plan import list_callers, plan_tensors, strip_base_prefix
-from .safetensors import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, CheckpointError, order_tensors, write_tensors
+from .plan import TensorPlan, plan_tensors
+from .safetensors import (
+    SAFE_WEIGHTS_INDEX_NAME,
+    SAFE_WEIGHTS_NAME,
+    CheckpointError,
+    LazyTensor,
+    order_tensors,
+    write_tensors,
+)
 from .sentence_files import list_saved_files
+from .stages import Stored, drop_lacking, read_name_map, restore_older, unpack, wrap
 from .tokenizer_files import copy_tokenizer, has_tokenizer
 
 _logger = logging.getLogger("zoo")
@@ -101,13 +108,8 @@ def save(
         raise TypeError(f"zoo.save(model, directory): a path was expected, not {describe_argument(directory)}")
     source = None if source is None else resolve_directory(source)
     write_model(model, Path(directory), family, source=source, config=config, shard_bytes=shard_bytes)
-    if jax.process_index() != 0:
-        return
-    if (
-        source is None
-        and getattr(getattr(model, "origin", None), "has_tokenizer", False)
-        and not has_tokenizer(Path(directory))
-    ):
+    had_one = getattr(getattr(model, "origin", None), "has_tokenizer", False)
+    if jax.process_index() == 0 and source is None and had_one and not has_tokenizer(Path(directory)):
         _logger.warning("%s has no tokenizer: zoo.save(..., source=) copies the checkpoint's", directory)
 
 
@@ -124,15 +126,17 @@ def write_model(
     """Save a model as `save` does, without a word on a tokenizer that the caller writes; `training` is for the card."""
     _require_directory(directory)
     check_not_donated(model)
-    model, origin, name_map = resolve_model(model, family, dict(config or {}))
-    aside = LeftAside({}, origin.wrapping)
-    if source is not None:
-        aside = open_left_aside(source, origin)
-        origin = dataclasses.replace(origin, wrapping=aside.wrapping)
-        name_map = read_name_map(origin)
-    _write_checkpoint(model, directory, origin, name_map, shard_bytes, aside, source, training)
+    model, origin = resolve_model(model, family, dict(config or {}))
+    opened = None if source is None else open_source(source, origin)
+    notes = origin if opened is None else dataclasses.replace(origin, wrapping=opened.wrapping)
+    stored = Stored(json.loads(notes.config), export_tensors(model, read_name_map(notes)), notes)
+    restored = restore_older(unpack(drop_lacking(stored)))
+    whole = restored if opened is None else write_back(restored, opened)
+    _write_checkpoint(model, directory, wrap(whole), shard_bytes, source, training)
     if jax.process_index() != 0:
         return
+    if opened is not None and (stale := describe_stale(opened)):
+        _logger.warning("%s: %s", directory, stale)
     lacking = getattr(getattr(model, "origin", None), "left_aside", "")
     if source is None and lacking:
         _logger.warning(
@@ -142,8 +146,8 @@ def write_model(
 
 def resolve_model(
     model: PyTree, family: str | Family | None = None, overrides: dict[str, Any] | None = None
-) -> tuple[PyTree, Origin, NameMap]:
-    """Return a model as its family's checkpoint has it, with the family and config to save it with, and its name map.
+) -> tuple[PyTree, Origin]:
+    """Return a model as its family's checkpoint has it, and the family and config to save it with.
 
     **Raises** `CheckpointError` for adapters, `ValueError` for edits, and as `resolve_origin` does.
     """
@@ -153,7 +157,7 @@ def resolve_model(
             f"a checkpoint has no place for edits, and the model has one of {edits[0].name}: save zoo.unpatch(model)"
         )
     model = _take_master_weights(model)
-    return model, *resolve_origin(model, family, name_label_ids(overrides or {}))
+    return model, resolve_origin(model, family, name_label_ids(overrides or {}))
 
 
 def _require_directory(directory: Path) -> None:
@@ -188,8 +192,8 @@ def _refuse_adapters(model: PyTree) -> None:
         )
 
 
-def resolve_origin(model: Any, requested: str | Family | None, overrides: dict[str, Any]) -> tuple[Origin, NameMap]:
-    """Return the family and config to save a model with, and its name map.
+def resolve_origin(model: Any, requested: str | Family | None, overrides: dict[str, Any]) -> Origin:
+    """Return the family and config to save a model with.
 
     **Raises** `NoFamilyError` with the reason for each family that does not fit; `CheckpointError` for an unknown one.
     """
@@ -210,9 +214,7 @@ def resolve_origin(model: Any, requested: str | Family | None, overrides: dict[s
         config = drop_quantization_if_plain(model, {**given, **overrides}, origin.packed)
         reason = _find_config_mismatch(model, origin.family, config)
         if reason is None:
-            text = _format_config(config, model)
-            written = dataclasses.replace(origin, config=text, wrapping=wrapping)
-            return written, read_name_map(written)
+            return dataclasses.replace(origin, config=_format_config(config, model), wrapping=wrapping)
         family = origin.family  # changed since it was loaded: the new model may still be one of the family
         reasons.append(f"it was read as {family.name}, and {reason}")
     read_alone = []
@@ -235,8 +237,7 @@ def resolve_origin(model: Any, requested: str | Family | None, overrides: dict[s
         except ConfigError as error:
             reason = str(error)
         if reason is None:
-            written = Origin(candidate, _format_config(config, model), sentence_files=sentence_files)
-            return written, read_name_map(written)
+            return Origin(candidate, _format_config(config, model), sentence_files=sentence_files)
         reasons.append(f"{candidate.name}: {reason}")
     if read_alone:
         names = ", ".join(read_alone)
@@ -282,21 +283,6 @@ def _find_config_mismatch(model: Any, family: Family, config: Mapping[str, Any])
     return next(find_differences(model, built), None)
 
 
-def read_callers(origin: Origin) -> Mapping[str, str]:
-    """Return the names of modules that layers of a checkpoint share: see `Family`."""
-    config = read_config(origin.family, split_quantization(json.loads(origin.config))[0])
-    return list_callers(origin.family, config, lacks_base_prefix=origin.lacks_base_prefix)
-
-
-def read_name_map(origin: Origin) -> NameMap:
-    """Return the name map of a checkpoint's files, which may lack the base model's prefix, or be multimodal."""
-    config = read_config(origin.family, split_quantization(json.loads(origin.config))[0])
-    name_map = rename_all(origin.family.names(config), origin.wrapping)
-    if origin.lacks_base_prefix:
-        return strip_base_prefix(name_map)
-    return name_map
-
-
 def _format_config(config: Mapping[str, Any], model: Any) -> str:
     """Return config.json as text, with the dtype of most parameters, under `torch_dtype` if the config used that key.
     Norms and biases may be in float32 where the rest is not; a quantized model keeps the dtype that it has there."""
@@ -308,67 +294,47 @@ def _format_config(config: Mapping[str, Any], model: Any) -> str:
     if len(sizes) == 1 or (sizes and QUANTIZATION_KEY not in config):
         key = "torch_dtype" if "torch_dtype" in config else "dtype"
         config[key] = sizes.most_common(1)[0][0]
-    return json.dumps(config, indent=2, sort_keys=True) + "\n"
+    return _format_json(config)
 
 
-def _format_whole_config(origin: Origin) -> str:
-    """Return config.json as text; of a multimodal checkpoint, the wrapper's."""
-    if origin.wrapping is None:
-        return origin.config
-    return json.dumps(wrap_config(json.loads(origin.config), origin.wrapping), indent=2, sort_keys=True) + "\n"
+def _format_json(value: Any) -> str:
+    return json.dumps(value, indent=2, sort_keys=True) + "\n"
 
 
 def _write_checkpoint(
-    model: Any,
-    directory: Path,
-    origin: Origin,
-    name_map: NameMap,
-    shard_bytes: int,
-    aside: LeftAside,
-    source: str | Path | None,
-    training: Training | None,
+    model: Any, directory: Path, stored: Stored, shard_bytes: int, source: Path | None, training: Training | None
 ) -> None:
     """Write config, shards and index under temporary names, then rename them all."""
-    _, quantized = split_quantization(json.loads(origin.config))
-    specs, tensor = unpack_exported(*export_tensors(model, name_map), quantized, origin.side_tensors)
-    specs = {name: spec for name, spec in specs.items() if name not in origin.lacking}
-    if origin.older_names:
-        specs, tensor = restore_older_names(specs, tensor, origin)
-    if source is not None:
-        check_source(source, specs, aside)
-        specs = dict(sorted((specs | aside.specs).items()))
-        changed: list[str] = []
-        tensor = aside.or_else(tensor, changed if aside.mtp else None)
-    shards = _assign_shards(specs, shard_bytes)
+    origin = stored.notes
+    shards = _assign_shards(stored.tensors, shard_bytes)
     numbered = [f"model-{number + 1:05}-of-{len(shards):05}.safetensors" for number in range(len(shards))]
     files = [SAFE_WEIGHTS_NAME] if len(shards) == 1 else numbered
-    texts = {CONFIG_NAME: _format_whole_config(origin), **list_saved_files(origin)}
+    texts = {CONFIG_NAME: _format_json(stored.config), **list_saved_files(origin)}
     if len(shards) > 1:
-        weight_map = {name: file for file, names in zip(files, shards, strict=True) for name in names}
-        index = {"metadata": {"total_size": sum(map(_count_bytes, specs.values()))}, "weight_map": weight_map}
-        texts[SAFE_WEIGHTS_INDEX_NAME] = json.dumps(index, indent=2, sort_keys=True) + "\n"
+        weight_map = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
+        size = sum(tensor.nbytes for tensor in stored.tensors.values())
+        texts[SAFE_WEIGHTS_INDEX_NAME] = _format_json({"metadata": {"total_size": size}, "weight_map": weight_map})
     if jax.process_index() == 0:
         for file in (*files, *texts):
             (directory / file).parent.mkdir(parents=True, exist_ok=True)
         with create_files(directory) as create:
-            for file, names in zip(files, shards, strict=True):
-                write_tensors(create(file), {name: specs[name] for name in names}, tensor)
+            for file, shard in zip(files, shards, strict=True):
+                write_tensors(create(file), shard)
             for file, text in texts.items():
                 create(file).write(text.encode())
         for old in directory.iterdir():  # stale weights, which `load` might read instead
             if _WEIGHT_FILE_PATTERN.fullmatch(old.name) and old.name not in (*files, *texts):
                 old.unlink()
         if source is not None:
-            copy_tokenizer(Path(source), directory)
-            if changed:
-                _logger.warning("%s: %s", directory, aside.describe_stale(source, changed[0]))
+            copy_tokenizer(source, directory)
         if is_of_transformers(origin.family):  # transformers does not read a family of one's own
-            training = training or Training(None if source is None else name_base(Path(source)))
+            training = training or Training(None if source is None else name_base(source))
             write_model_card(directory, describe_model(origin.family.name, training, _name_reader(model, origin)))
     else:
-        for names in shards:  # take part in the all-gather of each tensor, in the order in which the first one writes
-            for name in order_tensors({name: specs[name] for name in names}):
-                tensor(name)
+        for shard in shards:  # take part in the all-gather of each tensor, in the order in which the first one writes
+            for tensor in order_tensors(shard).values():
+                tensor.read()
+                tensor.release()
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices("zoo.save")  # no process loads before all files are written
 
@@ -384,63 +350,41 @@ def _name_reader(model: Any, origin: Origin) -> str:
     return "AutoModel" + next((head for head in heads if architectures[0].endswith(head)), "")
 
 
-TensorSpecs = dict[str, tuple[tuple[int, ...], np.dtype]]
-"""Tensor name -> (shape, dtype)."""
-
-
-def restore_older_names(
-    specs: TensorSpecs, tensor: Callable[[str], np.ndarray], origin: Origin
-) -> tuple[TensorSpecs, Callable[[str], np.ndarray]]:
-    """Name tensors as the checkpoint that was loaded does."""
-    older = {replace_ending(name, origin.family.older_endings): name for name in origin.older_names}
-    names = {older.get(name, name): name for name in specs}
-    return {name: specs[names[name]] for name in sorted(names)}, lambda name: tensor(names[name])
-
-
-def export_tensors(model: PyTree, name_map: NameMap) -> tuple[TensorSpecs, Callable[[str], np.ndarray]]:
-    """Return shape and dtype of each checkpoint tensor, sorted by name, and a function that assembles a tensor."""
+def export_tensors(model: PyTree, name_map: NameMap) -> dict[str, LazyTensor]:
+    """Return the checkpoint's tensors, sorted by name. Each is assembled from the model's arrays when it is read."""
     leaves = jax.tree.leaves(model)
-    plans = plan_tensors(model, name_map)
-    specs: TensorSpecs = {}
-    for name, tensor_plan in sorted(plans.items()):
+    tensors = {}
+    for name, tensor_plan in sorted(plan_tensors(model, name_map).items()):
         dtypes = {np.dtype(leaves[piece.leaf].dtype) for piece in tensor_plan.slices}
         if len(dtypes) > 1:
             listed = " and ".join(sorted(map(str, dtypes)))
             parts = ", ".join(tensor_plan.mapping.parts)
             raise CheckpointError(f"{name} is made of {parts}, which are {listed}: cast them to one dtype")
-        specs[name] = tensor_plan.shape, dtypes.pop()
-
-    def assemble_tensor(name: str) -> np.ndarray:
-        tensor_plan = plans[name]
-        mapping = tensor_plan.mapping
-        part_shapes = tensor_plan.part_shapes
-        parts = [gather_to_host(leaves[piece.leaf], piece.index) for piece in tensor_plan.slices]
-        if mapping.keeps_rows and not mapping.transposed:
-            return parts[0].reshape(tensor_plan.shape)
-        tensor = np.empty(tensor_plan.shape, parts[0].dtype)
-        for view, part in zip(mapping.views(tensor, part_shapes, tensor_plan.num_stacked_dims), parts, strict=True):
-            view[...] = part.reshape(view.shape)
-        return tensor
-
-    return specs, assemble_tensor
+        tensors[name] = LazyTensor(dtypes.pop(), tensor_plan.shape, partial(_assemble_tensor, tensor_plan, leaves))
+    return tensors
 
 
-def _count_bytes(spec: tuple[tuple[int, ...], np.dtype]) -> int:
-    shape, dtype = spec
-    return math.prod(shape) * dtype.itemsize
+def _assemble_tensor(plan: TensorPlan, leaves: Sequence[Any]) -> np.ndarray:
+    parts = [gather_to_host(leaves[piece.leaf], piece.index) for piece in plan.slices]
+    if plan.mapping.keeps_rows and not plan.mapping.transposed:
+        return parts[0].reshape(plan.shape)
+    tensor = np.empty(plan.shape, parts[0].dtype)
+    views = plan.mapping.views(tensor, plan.part_shapes, plan.num_stacked_dims)
+    for view, part in zip(views, parts, strict=True):
+        view[...] = part.reshape(view.shape)
+    return tensor
 
 
-def _assign_shards(specs: TensorSpecs, max_bytes: int) -> list[list[str]]:
-    """Fill shards with names in order, up to `max_bytes` each. A larger tensor gets a shard of its own."""
-    shards: list[list[str]] = [[]]
+def _assign_shards(tensors: Mapping[str, LazyTensor], max_bytes: int) -> list[dict[str, LazyTensor]]:
+    """Fill shards with tensors in order, up to `max_bytes` each. A larger tensor gets a shard of its own."""
+    shards: list[dict[str, LazyTensor]] = [{}]
     shard_bytes = 0
-    for name, spec in specs.items():
-        size = _count_bytes(spec)
-        if shards[-1] and shard_bytes + size > max_bytes:
-            shards.append([])
+    for name, tensor in tensors.items():
+        if shards[-1] and shard_bytes + tensor.nbytes > max_bytes:
+            shards.append({})
             shard_bytes = 0
-        shards[-1].append(name)
-        shard_bytes += size
+        shards[-1][name] = tensor
+        shard_bytes += tensor.nbytes
     return shards
 
 

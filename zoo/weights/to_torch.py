@@ -1,8 +1,7 @@
 """Convert a model into a PyTorch state dict. Only `to_torch` imports PyTorch, when it is called."""
 
 import dataclasses
-import json
-from collections.abc import Callable, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import jax
@@ -13,24 +12,15 @@ from zoo._optional import import_optional
 from zoo.layers.quantized.packed import AbstractPackedLinear
 from zoo.models.decoder import Decoder
 from zoo.models.encoders.heads import MaskedLMHead
-from zoo.models.hf.config import read_config
 from zoo.models.hf.spec import Family, Origin, prefixed
 from zoo.models.hf.wrappers import TIE, name_as_modules, rename
 from zoo.models.parameter_paths import walk_parameters
 from zoo.models.sequence_score import SequenceScore
 
-from .formats import split_quantization
-from .plan import invert_name_map, plan_tensors
-from .safetensors import CheckpointError
-from .save import (
-    TensorSpecs,
-    export_tensors,
-    is_in_host_memory,
-    read_callers,
-    read_name_map,
-    resolve_model,
-    restore_older_names,
-)
+from .plan import invert_name_map, list_copies, name_in_memory, plan_tensors, rename_module
+from .safetensors import CheckpointError, LazyTensor
+from .save import export_tensors, is_in_host_memory, resolve_model
+from .stages import Stored, drop_lacking, read_callers, read_name_map, read_written_config, restore_older
 
 _NAMES = ("module", "files")
 
@@ -60,11 +50,11 @@ def to_torch(model: PyTree, family: str | Family | None = None, *, names: str = 
     torch = import_optional("torch", "pip install torch")
     state = list_state(model, family, names)
     tensors = {}
-    for name, (shape, _) in state.specs.items():
+    for name, tensor in state.tensors.items():
         if name in state.whole:
-            tensors[name] = torch.from_dlpack(state.whole[name]).reshape(shape)
+            tensors[name] = torch.from_dlpack(state.whole[name]).reshape(tensor.shape)
         else:
-            tensors[name] = _to_tensor(torch, state.assemble(name))
+            tensors[name] = _to_tensor(torch, tensor.read())
     return tensors | {copy: tensors[name] for copy, name in state.copies.items()}
 
 
@@ -72,31 +62,29 @@ def to_torch(model: PyTree, family: str | Family | None = None, *, names: str = 
 class StateDict:
     """The tensors of a state dict, in NumPy and JAX."""
 
-    specs: TensorSpecs
-    assemble: Callable[[str], np.ndarray]
-    """Return a tensor, copied out of the model."""
+    tensors: Mapping[str, LazyTensor]
+    """Copied out of the model when they are read."""
     whole: Mapping[str, jax.Array]
     """Tensors that are one of the model's arrays, in the memory of the CPU."""
     copies: Mapping[str, str]
-    """Further names of tensors -> their names in `specs`."""
+    """Further names of tensors -> their names in `tensors`."""
 
 
 def list_state(model: PyTree, family: str | Family | None, names: str) -> StateDict:
     """List the tensors of a model's state dict. **Raises** as `to_torch` does."""
     _refuse_packed(model)
-    model, origin, _ = resolve_model(model, family)
+    model, files = resolve_model(model, family)
     leaves = jax.tree.leaves(model)
     if not all(getattr(leaf, "is_fully_addressable", True) for leaf in leaves):
         raise CheckpointError(
             "the model is sharded over several processes, and each of them would hold all of its state dict: zoo.save "
             "writes it as files, one tensor at a time"
         )
-    files = origin
+    origin = files
     if names == "module":
         origin = _with_module_names(files, has_head=isinstance(model, Decoder | SequenceScore))
     name_map = read_name_map(origin)
-    specs, assemble = export_tensors(model, name_map)
-    specs = {name: spec for name, spec in specs.items() if name not in origin.lacking}
+    stored = drop_lacking(Stored({}, export_tensors(model, name_map), origin))
     whole = {}
     for name, plan in plan_tensors(model, name_map).items():
         leaf = leaves[plan.slices[0].leaf]
@@ -104,10 +92,10 @@ def list_state(model: PyTree, family: str | Family | None, names: str) -> StateD
         if is_one_array and is_in_host_memory(leaf):
             whole[name] = leaf
     if names == "files":
-        specs, assemble = restore_older_names(specs, assemble, origin)
-        return StateDict(specs, assemble, whole, {})
-    copies = _list_calls(origin, specs) | _list_tied_head(model, files, origin, specs)
-    return _rename(StateDict(specs, assemble, whole, copies), origin.family.memory_modules)
+        return StateDict(restore_older(stored).tensors, whole, {})
+    calls = list_copies(stored.tensors, read_callers(origin))
+    copies = calls | _list_tied_head(model, files, origin, stored.tensors)
+    return _rename(StateDict(stored.tensors, whole, copies), origin.family.memory_modules)
 
 
 def _refuse_packed(model: PyTree) -> None:
@@ -126,62 +114,40 @@ def _refuse_packed(model: PyTree) -> None:
 def _with_module_names(origin: Origin, *, has_head: bool) -> Origin:
     """Return an origin with the names of modules in memory, whatever the names in its files are. Beside the head of a
     decoder, or a score, the other modules have the base model's prefix."""
-    family = origin.family
-    if family.memory_names is not None:
-        family = dataclasses.replace(family, names=family.memory_names)
-    wrapping = origin.wrapping
-    if wrapping is not None:
-        wrapping = name_as_modules(wrapping)
+    family = name_in_memory(origin.family)
+    wrapping = None if origin.wrapping is None else name_as_modules(origin.wrapping)
     lacks_base_prefix = origin.lacks_base_prefix and not has_head
     return dataclasses.replace(origin, family=family, wrapping=wrapping, lacks_base_prefix=lacks_base_prefix)
 
 
-def _list_calls(origin: Origin, specs: TensorSpecs) -> dict[str, str]:
-    """Return the names of the tensors of shared modules in each later layer that calls one -> in the first."""
-    copies = {}
-    for other, first in read_callers(origin).items():
-        for name in specs:
-            if name.startswith(f"{first}."):
-                copies[other + name.removeprefix(first)] = name
-    return copies
-
-
-def _list_tied_head(model: PyTree, files: Origin, origin: Origin, specs: TensorSpecs) -> dict[str, str]:
+def _list_tied_head(model: PyTree, files: Origin, origin: Origin, tensors: Collection[str]) -> dict[str, str]:
     """Return the names of a tied head's matrix and bias -> of the tensors that they are; {} without a tied head."""
     family = origin.family
-    config = read_config(family, split_quantization(json.loads(origin.config))[0])
+    config = read_written_config(origin)
     head = rename(family.head, origin.wrapping)
     outer = head.rpartition(".")[0]
     has_head = isinstance(model, Decoder) or isinstance(getattr(model, "head", None), MaskedLMHead)
     is_tied = config.get(TIE, family.required_values.get(TIE) == (True,))
-    if not (is_tied and has_head) or f"{head}.weight" in specs:
+    if not (is_tied and has_head) or f"{head}.weight" in tensors:
         return {}
-    if outer and not any(name.startswith(f"{outer}.") for name in specs):  # the tied head of DeBERTa v3 has no matrix
+    if outer and not any(name.startswith(f"{outer}.") for name in tensors):  # the tied head of DeBERTa v3 has no matrix
         return {}
     # by our name: in memory, the embedding may have another name than in files
     part = prefixed("", "", files.family.names(config))[family.embedding].parts[0]
     embedding = invert_name_map(read_name_map(origin))[part][0]
     copies = {f"{head}.weight": f"{embedding}.weight"}
-    if f"{outer}.bias" in specs:  # BERT's module has the bias twice: in the head, and in the linear layer inside
+    if f"{outer}.bias" in tensors:  # BERT's module has the bias twice: in the head, and in the linear layer inside
         copies[f"{head}.bias"] = f"{outer}.bias"
     return copies
 
 
 def _rename(state: StateDict, memory_modules: Mapping[str, str]) -> StateDict:
     """Name tensors as modules in memory do, where files have other names for whole modules."""
-
-    def to_memory_name(name: str) -> str:
-        for memory_name, file_name in memory_modules.items():
-            if name.startswith(f"{file_name}."):
-                return memory_name + name.removeprefix(file_name)
-        return name
-
-    file_names = {to_memory_name(name): name for name in state.specs}
+    in_memory = {file_name: memory_name for memory_name, file_name in memory_modules.items()}
     return StateDict(
-        {name: state.specs[file_name] for name, file_name in file_names.items()},
-        lambda name: state.assemble(file_names[name]),
-        {to_memory_name(name): array for name, array in state.whole.items()},
-        {to_memory_name(copy): to_memory_name(name) for copy, name in state.copies.items()},
+        {rename_module(name, in_memory): tensor for name, tensor in state.tensors.items()},
+        {rename_module(name, in_memory): array for name, array in state.whole.items()},
+        {rename_module(copy, in_memory): rename_module(name, in_memory) for copy, name in state.copies.items()},
     )
 
 

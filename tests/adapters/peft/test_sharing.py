@@ -11,7 +11,7 @@ import pytest
 import zoo
 from tests.adapters.perturb import perturb
 from zoo import adapters
-from zoo.weights.safetensors import open_safetensors, write_tensors
+from zoo.weights.safetensors import open_safetensors, write_safetensors
 
 FIXTURE = Path(__file__).parents[2] / "fixtures" / "models" / "zamba2"
 """Layers 1 and 4 call the first shared layer, and layer 2 calls the second."""
@@ -36,8 +36,7 @@ def rewrite(directory, change):
     path = directory / "adapter_model.safetensors"
     tensors = {name: np.array(tensor.read()) for name, tensor in open_safetensors(path).items()}
     change(tensors)
-    with open(path, "wb") as file:
-        write_tensors(file, {name: (x.shape, x.dtype) for name, x in tensors.items()}, tensors.__getitem__)
+    write_safetensors(path, tensors)
 
 
 def test_it_is_written_under_each_caller_and_read_once(base, saved):

@@ -13,7 +13,7 @@ import pytest
 import zoo
 from tests.adapters.perturb import perturb
 from zoo import adapters
-from zoo.weights.safetensors import open_safetensors, write_tensors
+from zoo.weights.safetensors import open_safetensors, write_safetensors
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 LORA, SAVED = (FIXTURES / "adapters" / f"lora_tied_{name}" for name in ("embedding", "saved_embedding"))
@@ -40,8 +40,7 @@ def read(directory):
 def write(directory, config, tensors):
     directory.mkdir(exist_ok=True)
     (directory / "adapter_config.json").write_text(json.dumps(config))
-    with open(directory / "adapter_model.safetensors", "wb") as file:
-        write_tensors(file, {name: (x.shape, x.dtype) for name, x in tensors.items()}, tensors.__getitem__)
+    write_safetensors(directory / "adapter_model.safetensors", tensors)
     return directory
 
 

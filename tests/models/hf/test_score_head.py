@@ -81,7 +81,7 @@ def test_scores_gradients_and_files_are_those_of_transformers(folder: Path, tmp_
     assert all(saved[name].tobytes() == x.tobytes() for name, x in stored.items())
     assert read(tmp_path / "again" / "config.json") == read(folder / "config.json")
     state = list_state(model, None, "module")
-    assert not state.copies and "score.weight" in state.specs  # no tied head
+    assert not state.copies and "score.weight" in state.tensors  # no tied head
     converted = zoo.from_torch(stored, read(folder / "config.json"))
     assert have_equal_arrays(converted, model)
 

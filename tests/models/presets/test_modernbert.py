@@ -27,7 +27,7 @@ def test_modernbert_has_its_familys_parameters():
 )
 def test_modernbert_is_saved_as_modernbert(changes, kinds, local):
     """Origins are verified: the config's model is built, and compared."""
-    origin, _ = resolve_origin(eqx.filter_eval_shape(lambda: make(**changes)), None, {})
+    origin = resolve_origin(eqx.filter_eval_shape(lambda: make(**changes)), None, {})
     config = json.loads(origin.config)
     assert origin.family.name == config["model_type"] == "modernbert"
     assert config["layer_types"] == [f"{kind}_attention" for kind in kinds] and config["local_attention"] == local

@@ -197,6 +197,5 @@ def write_quantized(directory, make, name, *, family="llama", dtype=jnp.bfloat16
     if change is not None:
         change(tensors, config)
     (directory / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-    specs = {key: (x.shape, x.dtype) for key, x in tensors.items()}
-    write_safetensors(directory / "model.safetensors", specs, tensors.__getitem__)
+    write_safetensors(directory / "model.safetensors", tensors)
     return dense

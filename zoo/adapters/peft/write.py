@@ -17,7 +17,7 @@ from zoo.models.targets import find_linears
 from zoo.parallel.rounds import merge_rounds
 from zoo.weights import CheckpointError
 from zoo.weights.model_card import describe_adapter, write_model_card
-from zoo.weights.safetensors import write_tensors
+from zoo.weights.safetensors import hold_array, write_tensors
 
 from ..compose import adapter_names, check_adapter_name, is_adapter
 from ..merged_layers import restore_adapters
@@ -64,9 +64,8 @@ def save(model: Any, directory: str | Path, *, adapter_name: str | None = None, 
     config = copy_targets(build_tying_config(config, find_tied_modules(model)), callers)
     path = Path(directory)
     path.mkdir(parents=True, exist_ok=True)
-    shapes = {name: (array.shape, array.dtype) for name, array in tensors.items()}
     with create_files(path) as create:
-        write_tensors(create(WEIGHTS_FILE), shapes, tensors.__getitem__)
+        write_tensors(create(WEIGHTS_FILE), {name: hold_array(array) for name, array in tensors.items()})
         create(CONFIG_FILE).write((json.dumps(config, indent=2, sort_keys=True) + "\n").encode())
     write_model_card(path, describe_adapter(config["peft_type"], config["base_model_name_or_path"]))
 

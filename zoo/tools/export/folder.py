@@ -6,10 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from zoo._files import create_files, read_json
-from zoo.weights.safetensors import write_tensors
+from zoo.weights.safetensors import hold_array, write_tensors
 
 MANIFEST = "export.json"
 WEIGHTS = "weights.safetensors"
@@ -43,8 +41,7 @@ def write_folder(folder: Path, programs: Mapping[str, Any], weights: Mapping[str
         with create_files(folder) as create:
             for name, content in files.items():
                 create(name).write(content)
-            specs = {name: (x.shape, np.dtype(x.dtype)) for name, x in weights.items()}
-            write_tensors(create(WEIGHTS), specs, lambda name: weights[name])
+            write_tensors(create(WEIGHTS), {name: hold_array(x) for name, x in weights.items()})
             create(MANIFEST).write(_format_json(about).encode())
             # A description stands for files that belong together, so none is there while they are replaced.
             (folder / MANIFEST).unlink(missing_ok=True)

@@ -27,7 +27,8 @@ from zoo.weights.packed import BLOCKS_SUFFIX
 from zoo.weights.plan import plan_tensors
 from zoo.weights.resolve import LoadedModel
 from zoo.weights.safetensors import CheckpointError, open_safetensors
-from zoo.weights.save import export_tensors, read_name_map
+from zoo.weights.save import export_tensors
+from zoo.weights.stages import read_name_map
 
 from .activations import TextInputs, join_streams
 from .comparison import GRADIENT_FLOOR, TOLERANCE, Comparison, ParityReport, norm_error, relative_error
@@ -214,15 +215,15 @@ def _compute_loss_and_gradients(
     origin = model.origin
     assert origin is not None  # it was loaded
     name_map = read_name_map(dataclasses.replace(origin, lacks_base_prefix=False))
-    specs, assemble_tensor = export_tensors(jax.tree.map(np.asarray, grads), name_map)
+    tensors = export_tensors(jax.tree.map(np.asarray, grads), name_map)
 
     def find_gradient(name: str) -> np.ndarray | None:
         base = next(iter(name_map)).partition(".")[0]  # absent from names of a model without its head
         plain = replace_ending(name.removesuffix(BLOCKS_SUFFIX), origin.family.older_endings)
         names = (name, plain, f"{base}.{name}")
-        return next((assemble_tensor(name) for name in names if name in specs), None)
+        return next((tensors[name].read() for name in names if name in tensors), None)
 
-    frozen = plan_tensors(model, name_map).keys() - specs.keys()
+    frozen = plan_tensors(model, name_map).keys() - tensors.keys()
     return loss, find_gradient, frozen | {f"{name.removesuffix('.codes')}.weight" for name in frozen}
 
 

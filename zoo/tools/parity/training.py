@@ -24,7 +24,8 @@ from zoo.parallel import cast, make_mesh, place, trainable, value_and_grad
 from zoo.weights.from_torch import from_torch
 from zoo.weights.load import load
 from zoo.weights.safetensors import CheckpointError, open_tensors
-from zoo.weights.save import export_tensors, read_name_map
+from zoo.weights.save import export_tensors
+from zoo.weights.stages import read_name_map
 
 from .adamw import get_moments, make_adamw, replace_moments
 from .comparison import GRADIENT_FLOOR, TOLERANCE, Comparison, norm_error
@@ -177,8 +178,8 @@ def _make_loss(dtype: str) -> Callable:
 
 def _name_tensors(tree: PyTree, name_map: NameMap) -> dict[str, np.ndarray]:
     """Return the arrays of a tree of parameters, by their names in the checkpoint."""
-    specs, assemble_tensor = export_tensors(jax.tree.map(np.asarray, tree), name_map)
-    return {name: assemble_tensor(name) for name in specs}
+    tensors = export_tensors(jax.tree.map(np.asarray, tree), name_map)
+    return {name: tensor.read() for name, tensor in tensors.items()}
 
 
 def _check_parameters(run: StoredRun, ours: Mapping[str, np.ndarray]) -> None:

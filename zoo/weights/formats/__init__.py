@@ -1,7 +1,7 @@
 """Quantized checkpoint files: a `quantization_config`, and the tensors that stand for each matrix.
 
 A format is a small class with its tensors' names, dtypes and shapes, and the formula of the numbers.
-`dequantize_lazily` decodes matrices slice by slice; `pack_model` keeps them packed, and `unpack_exported` writes them.
+`dequantize_lazily` decodes matrices slice by slice; `pack_model` keeps them packed, and `unpack_tensors` writes them.
 MXFP4, whose tensors hold all experts, is `zoo.weights.packed`.
 """
 

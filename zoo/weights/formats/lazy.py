@@ -75,7 +75,7 @@ def _describe_missing(name: str, parts: Parts, missing: Sequence[str], tensors: 
 
 
 def dequantize_lazily(
-    tensors: Mapping[str, LazyTensor], quantized: AbstractQuantizedFormat, location: str
+    quantized: AbstractQuantizedFormat, tensors: Mapping[str, LazyTensor], location: str
 ) -> dict[str, LazyTensor]:
     """Replace the parts of each quantized matrix by a tensor `NAME.weight` (out, in) that is decoded when it is read,
     with the dtype of the largest tensor that is not quantized.
@@ -84,11 +84,7 @@ def dequantize_lazily(
     """
     found = find_quantized(tensors, quantized, location)
     plain = drop_parts(tensors, found, quantized)
-    floating = [x for x in plain.values() if jnp.issubdtype(x.dtype, jnp.floating)]
-    if floating:
-        dtype = max(floating, key=lambda x: math.prod(x.shape)).dtype
-    else:
-        dtype = np.dtype(jnp.bfloat16)
+    dtype = find_usual_dtype(plain)
 
     def make(name: str, parts: Parts) -> LazyTensor:
         decode = lambda rows, columns: quantized.decode(name, parts, rows, columns)
@@ -96,6 +92,14 @@ def dequantize_lazily(
         return make_lazy_matrix(f"{name}.weight", dtype, quantized.find_shape(parts), read_part, parts)
 
     return plain | {f"{name}.weight": make(name, parts) for name, parts in found.items()}
+
+
+def find_usual_dtype(tensors: Mapping[str, LazyTensor]) -> np.dtype:
+    """Return the dtype of the largest floating-point tensor; bfloat16 without any."""
+    floating = [x for x in tensors.values() if jnp.issubdtype(x.dtype, jnp.floating)]
+    if not floating:
+        return np.dtype(jnp.bfloat16)
+    return max(floating, key=lambda x: math.prod(x.shape)).dtype
 
 
 def drop_parts(

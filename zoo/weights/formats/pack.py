@@ -7,6 +7,7 @@ matrix, such as `NAME.group_index`. They are read lazily from the tensors of the
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import equinox as eqx
@@ -24,7 +25,7 @@ from zoo.ops.quantized.groups import CODES_PER_BYTE
 from zoo.parallel.module import Leaf
 
 from ..plan import find_mapping, invert_name_map
-from ..safetensors import CheckpointError, LazyTensor
+from ..safetensors import CheckpointError, LazyTensor, hold_array
 from .base import AbstractQuantizedFormat, Parts, count_groups, read_in_chunks
 from .lazy import drop_parts, find_quantized, make_lazy_matrix
 from .side import decode_side_tensors, encode_side_tensors
@@ -32,7 +33,6 @@ from .side import decode_side_tensors, encode_side_tensors
 _FIELDS = ("codes", "scales", "constants", "zeros", "group_index", "steps", "first", "table", "offset")
 """Fields of packed layers besides `bias`."""
 _Model = TypeVar("_Model")
-_TensorSpecs = dict[str, tuple[tuple[int, ...], np.dtype]]
 
 
 def pack_model(
@@ -220,54 +220,40 @@ def pack_like(built: _Model, model: Any, quantized: AbstractQuantizedFormat) -> 
     return map_modules(pack, built, is_linear_site)
 
 
-def unpack_exported(
-    specs: _TensorSpecs,
-    tensor: Callable[[str], np.ndarray],
-    quantized: AbstractQuantizedFormat | None,
-    side_tensors: str,
-) -> tuple[_TensorSpecs, Callable[[str], np.ndarray]]:
-    """Return the tensors of the file in place of the tensors of packed layers: their shapes and dtypes, and a function
-    that assembles one. `side_tensors` of layers that are packed are among them."""
-    if quantized is None:
-        return specs, tensor
-    written = {name: spec for name, spec in specs.items() if not _is_packed(name, specs)}
-    sources = {}
-    stems = [name.removesuffix(".codes") for name in specs if name.endswith(".codes")]
+def unpack_tensors(
+    tensors: Mapping[str, LazyTensor], quantized: AbstractQuantizedFormat, side_tensors: str
+) -> dict[str, LazyTensor]:
+    """Return the tensors of the file in place of the tensors of packed layers: the inverse of `pack_model`. The
+    `side_tensors` of layers that are packed are among them."""
+    written = {name: tensor for name, tensor in tensors.items() if not _is_packed(name, tensors)}
     held = decode_side_tensors(side_tensors)
-    names = (f"{stem}.{suffix}" for stem in stems for suffix in quantized.side_suffixes)
-    side = {name: held[name] for name in names if name in held}
-    for name, x in side.items():
-        written[name] = x.shape, x.dtype
     halves = CODES_PER_BYTE[quantized.kind]
-    for stem in stems:
-        (out, columns), _ = specs[f"{stem}.codes"]
-        _, scales = specs[f"{stem}.{quantized.scale_field}"]
-        for suffix, (shape, dtype) in quantized.list_file_parts(out, columns * halves, scales).items():
-            written[f"{stem}.{suffix}"] = shape, np.dtype(dtype)
-            sources[f"{stem}.{suffix}"] = stem, suffix
 
-    def assemble(name: str) -> np.ndarray:
-        if name in side:
-            return side[name]
-        if name not in sources:
-            return tensor(name)
-        stem, suffix = sources[name]
-        part = quantized.encode_part(suffix, lambda field: _read_field(stem, field))
+    def read_field(stem: str, field: str) -> np.ndarray:
+        if field == "codes" and halves == 2:
+            packed = tensors[f"{stem}.codes"].read()
+            return np.stack([packed & 15, packed >> 4], axis=-1).reshape(len(packed), -1)
+        if field == "group_index" and not quantized.is_reordered:
+            size = tensors[f"{stem}.codes"].shape[1] * halves
+            return (np.arange(size) // (quantized.input_group or size)).astype(np.int32)
+        return tensors[f"{stem}.{field}"].read()
+
+    def encode(stem: str, suffix: str, shape: tuple[int, ...]) -> np.ndarray:
+        part = quantized.encode_part(suffix, partial(read_field, stem))
         if part.ndim == 1:  # of a vector, each layer has a copy
-            shape, _ = written[name]
             return part[: shape[0]]
         return part
 
-    def _read_field(stem: str, field: str) -> np.ndarray:
-        if field == "codes" and halves == 2:
-            packed = tensor(f"{stem}.codes")
-            return np.stack([packed & 15, packed >> 4], axis=-1).reshape(len(packed), -1)
-        if field == "group_index" and not quantized.is_reordered:
-            size = specs[f"{stem}.codes"][0][1] * halves
-            return (np.arange(size) // (quantized.input_group or size)).astype(np.int32)
-        return tensor(f"{stem}.{field}")
-
-    return dict(sorted(written.items())), assemble
+    for stem in [name.removesuffix(".codes") for name in tensors if name.endswith(".codes")]:
+        out, columns = tensors[f"{stem}.codes"].shape
+        scales = tensors[f"{stem}.{quantized.scale_field}"].dtype
+        for suffix, (shape, dtype) in quantized.list_file_parts(out, columns * halves, scales).items():
+            read = partial(encode, stem, suffix, shape)
+            written[f"{stem}.{suffix}"] = LazyTensor(np.dtype(dtype), shape, read)
+        for name in (f"{stem}.{suffix}" for suffix in quantized.side_suffixes):
+            if name in held:
+                written[name] = hold_array(held[name])
+    return dict(sorted(written.items()))
 
 
 def _is_packed(name: str, specs: Mapping[str, Any]) -> bool:

@@ -9,10 +9,9 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from ..safetensors import DTYPES, CheckpointError, LazyTensor
+from ..safetensors import DTYPE_CODES, DTYPES, CheckpointError, LazyTensor
 
 _MAX_BYTES = 1 << 16
-_CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 
 def encode_side_tensors(tensors: Mapping[str, LazyTensor]) -> str:
@@ -22,7 +21,7 @@ def encode_side_tensors(tensors: Mapping[str, LazyTensor]) -> str:
     for name, tensor in sorted(tensors.items()):
         if (data := np.ascontiguousarray(tensor.read())).nbytes > _MAX_BYTES:
             raise CheckpointError(f"{name} has {data.nbytes:,} bytes, and at most {_MAX_BYTES:,} were expected")
-        entry = _CODES[tensor.dtype], tensor.shape, base64.b64encode(data.tobytes()).decode()
+        entry = DTYPE_CODES[tensor.dtype], tensor.shape, base64.b64encode(data.tobytes()).decode()
         names[name] = numbers.setdefault(entry, len(numbers))
     if not names:
         return ""

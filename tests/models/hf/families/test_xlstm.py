@@ -28,8 +28,7 @@ def fuse(directory: Path) -> Path:
                 if names[0] in tensors:
                     joined = np.concatenate([tensors.pop(name) for name in names])
                     tensors[f"backbone.blocks.{layer}.{whole}.{kind}"] = joined
-    specs = {name: (x.shape, x.dtype) for name, x in tensors.items()}
-    write_safetensors(directory / "model.safetensors", specs, tensors.__getitem__)
+    write_safetensors(directory / "model.safetensors", tensors)
     config = json.loads((FIXTURE / "config.json").read_text()) | {"weight_mode": "fused"}
     (directory / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     return directory
