@@ -28,7 +28,7 @@ from zoo.layers.embedding import SinusoidalPositionEmbedding
 from zoo.layers.encoders.bidirectional_attention import BidirectionalAttention
 from zoo.models import Decoder, Encoder, ImageEncoder, ParallelBlock
 from zoo.models.hf.config import read_config
-from zoo.models.hf.families import FAMILIES, families
+from zoo.models.hf.families import FAMILIES
 from zoo.models.hf.families.falcon_h1_layers import SideBySide
 from zoo.models.hf.families.gpt_oss_layers import ClampedGatedMLP
 from zoo.models.hf.families.jetmoe_layers import MixtureOfAttention, OutputBias
@@ -37,7 +37,7 @@ from zoo.models.hf.families.mpnet_layers import RelativeBiasAttention
 from zoo.models.hf.families.zamba_layers import MultiHeadMamba, SharingBlock
 from zoo.models.hf.not_read import REFUSED_VARIANTS, list_reasons
 from zoo.models.hf.spec import Config, Family
-from zoo.models.hf.support import FamilySupport
+from zoo.models.hf.support import FamilySupport, families
 from zoo.models.presets.published import PRESETS, Preset
 from zoo.models.stack import Stack
 

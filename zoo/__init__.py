@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from . import train as train
     from . import weights as weights
     from .inspect import summary as summary
-    from .models.hf.families import families as families
+    from .models.hf.support import families as families
     from .tools.export import export as export
     from .tools.plan import plan as plan
     from .weights import CheckpointError as CheckpointError
@@ -94,7 +94,7 @@ _LAZY = ("adapters", "inspect", "parity", "testing", "text", "tools", "train", "
 _LAZY_NAMES = {
     **dict.fromkeys(("CheckpointError", "from_torch", "load", "save", "to_torch"), "weights"),
     "export": "tools.export",
-    "families": "models.hf.families",
+    "families": "models.hf.support",
     "plan": "tools.plan",
     "summary": "inspect",
 }

@@ -85,7 +85,7 @@ def check_keywords(function: Callable[_Arguments, _Result]) -> Callable[_Argumen
                 raise TypeError(f"{called} has no argument {name!r}: {advice}")
         return function(*arguments, **options)
 
-    if any(get_origin(kind) is Unpack for kind in function.__annotations__.values()):
+    if inspect.unwrap(function).__code__.co_flags & inspect.CO_VARKEYWORDS:
         vars(checked)["__signature__"] = find_signature()
     return checked
 

@@ -5,7 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from zoo.ops.normalization import layer_norm, rms_norm
+from tests.quick import mark_slow
+from zoo.ops.normalization import layer_norm, max_last_dim, rms_norm
+from zoo.ops.platform import target_platform
 
 EPSILON = 1e-3  # large, so that its place in the formula shows
 
@@ -56,3 +58,16 @@ def test_norms_of_a_large_constant_are_finite(norm):
     y, gradient = jax.value_and_grad(lambda x: norm(x, epsilon=1e-6).astype(jnp.float32).sum())(x)
     assert np.isfinite(y) and np.isfinite(np.asarray(gradient, np.float32)).all()
     assert y == (16 if norm is rms_norm else 0)
+
+
+@pytest.mark.parametrize("size", mark_slow([1, 32, 33, 77, 256, 1001], but=[1, 77, 256]))
+def test_max_last_dim_equals_max(size):
+    x = jax.random.normal(jax.random.key(size), (3, 5, size)).at[0, 0].set(-jnp.inf).at[1, 1, size // 2].set(jnp.nan)
+    np.testing.assert_array_equal(max_last_dim(x), np.max(np.asarray(x), axis=-1, keepdims=True))
+
+
+def test_max_last_dim_compares_halves_on_cpus_alone():
+    count = lambda: str(jax.make_jaxpr(lambda x: max_last_dim(x))(jnp.zeros((2, 4096)))).count(" max ")
+    with target_platform("tpu"):
+        assert count() == 0
+    assert count() == 3

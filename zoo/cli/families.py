@@ -9,7 +9,7 @@ import tyro
 
 from zoo._terminal import align_columns, show
 from zoo.models.hf.families import FAMILIES, import_family_file
-from zoo.models.hf.families import families as find_families
+from zoo.models.hf.support import families as find_families
 
 
 def families(*, verbose: Annotated[bool, tyro.conf.arg(aliases=("-v",))] = False) -> None:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from zoo._terminal import align_columns, format_bytes, show
-from zoo.models.hf.families import families
+from zoo.models.hf.support import families
 from zoo.models.presets.published import find_preset
 from zoo.ops.platform import Platform
 from zoo.parallel import ZERO1, ZERO2, ZERO3

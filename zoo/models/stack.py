@@ -31,9 +31,9 @@ from .decoder import (
     run_block,
 )
 from .loop import MIN_PLAIN_SIZE, Loop, check_loop, find_drawback, select_loop
+from .runners import LayerNumber, RunLayer, Runner
 from .runners.ahead import explain_refusal, run_ahead
 from .runners.plain import run_plain
-from .runners.runner import LayerNumber, RunLayer, Runner
 from .runners.scan import run_scan
 from .runners.stages import check_stages, run_stages
 from .segment import Segment, check_order, index_tree, make_segments, vary_arrays

@@ -9,7 +9,7 @@ import copy
 import dataclasses
 import types
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, TypeVar, dataclass_transform
+from typing import Any, TypeVar, dataclass_transform
 
 import equinox as eqx
 import jax
@@ -71,9 +71,9 @@ class Module(eqx.Module):
     unknown implementation.
     """
 
-    hides_value: ClassVar[bool] = False
-    """True if `zoo.capture` has no value of this module."""
-    holds_layers: ClassVar[bool] = False
+    hides_value = False
+    """True if `zoo.capture` has no value of this module. No annotation: Equinox would read it again in each class."""
+    holds_layers = False
     """True if names of values and parameters have `layers.*` for this module and its layers."""
 
     def __init_subclass__(cls, **options: Any):

@@ -5,6 +5,8 @@ import functools
 import json
 from pathlib import Path
 
+from .families import FAMILIES
+
 TABLE = Path(__file__).with_name("support.json")
 
 
@@ -38,3 +40,9 @@ def read_support() -> dict[str, FamilySupport]:
         lists = {key: tuple(value) for key, value in row.items() if isinstance(value, list)}
         support[name] = FamilySupport(**{**row, **lists})
     return support
+
+
+def families() -> dict[str, FamilySupport]:
+    """Return the tested features of every family that `zoo.load` reads and `zoo.save` writes, by its `model_type`."""
+    support = read_support()
+    return {name: support.get(name, FamilySupport()) for name in FAMILIES}

@@ -14,7 +14,7 @@ from zoo.parallel.scan_ahead import scan_ahead
 
 from ..decoder import AbstractBlock, Hidden, LayerStates, RoutingDetail, run_block
 from ..segment import Segment, index_tree, vary_arrays
-from .runner import LayerNumber
+from . import LayerNumber
 from .scan import fill_carry, make_carry
 
 

@@ -8,7 +8,7 @@ from zoo.parallel.taps import in_layer
 
 from ..decoder import Hidden, LayerStates
 from ..segment import Segment, unstack_tree, vary_arrays
-from .runner import BindLayers, LayerNumber
+from . import BindLayers, LayerNumber
 
 
 def run_plain(

@@ -15,7 +15,7 @@ from zoo.parallel.collectives import vary_as_returned
 
 from ..decoder import Hidden, LayerStates
 from ..segment import Segment, index_tree, stack_trees, vary_arrays
-from .runner import BindLayers, LayerNumber
+from . import BindLayers, LayerNumber
 
 
 def run_scan(

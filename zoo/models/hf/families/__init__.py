@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping
 from types import ModuleType
 
 from zoo.models.hf.spec import Family
-from zoo.models.hf.support import FamilySupport, read_support
 
 _HYPHENATED = ("deberta-v2", "xlm-roberta", "xlm-roberta-xl")
 """Model types with hyphens, which their files spell with underscores."""
@@ -58,10 +57,4 @@ def get_family(model_type: str) -> Family | None:
     return FAMILIES.get(ALIASES.get(model_type, model_type))
 
 
-def families() -> dict[str, FamilySupport]:
-    """Return the tested features of every family that `zoo.load` reads and `zoo.save` writes, by its `model_type`."""
-    support = read_support()
-    return {name: support.get(name, FamilySupport()) for name in FAMILIES}
-
-
-__all__ = ["ALIASES", "FAMILIES", "families", "get_family"]
+__all__ = ["ALIASES", "FAMILIES", "get_family"]
