@@ -65,13 +65,13 @@ def gaussian_top_k(
     `zoo.ops.normalization.rms_norm`. Source: statistical top-k of the Spark Transformer (You et al., arXiv 2506.06644,
     section 3), as Gemma 3n has it.
     """
+    from statistics import NormalDist  # here, since one family needs it, and it would be 3% of `import zoo`
+
     x_fp32 = x.astype(jnp.float32)
     centered = x_fp32 - mean(x_fp32)
     variance = mean(centered * centered)
     is_constant = variance == 0  # where a square root has no gradient
     deviation = jnp.where(is_constant, 0, jnp.sqrt(jnp.where(is_constant, 1, variance)))
-    from statistics import NormalDist  # here, since one family needs it, and it would be 3% of `import zoo`
-
     return jax.nn.relu(centered - NormalDist().inv_cdf(sparsity) * deviation).astype(x.dtype)
 
 
