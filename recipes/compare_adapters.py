@@ -31,6 +31,7 @@ from jax.experimental import multihost_utils
 
 import zoo
 from zoo import adapters, tools, train
+from zoo.models.targets import find_linears
 
 START = Path("runs/transformer/export")  # where transformer.py exports its model by default
 PROMPTS = ['The "with" statement\n', "An object is ", "When a function is called, "]
@@ -221,7 +222,7 @@ def measure_movements(before, after):
         return module.dense_weight
 
     moved = {}
-    for site, trained in zip(adapters.find_linears(before), adapters.find_linears(after), strict=True):
+    for site, trained in zip(find_linears(before), find_linears(after), strict=True):
         get = get_weight
         for _ in site.ranges:  # layers, and experts
             get = eqx.filter_vmap(get)

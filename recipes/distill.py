@@ -26,6 +26,8 @@ import optax
 
 import zoo
 from zoo import tools, train
+from zoo.text.tasks.docstrings import read_standard_library
+from zoo.text.tokenizers import have_equal_tokens
 from zoo.train import objectives
 
 START = Path("runs/transformer/export")  # where transformer.py exports its model by default
@@ -76,7 +78,7 @@ def main(config: Config) -> None:
     tokenizer = train.read_tokenizer(directory)
     template = config.records.read_template(directory, tokenizer) if config.data else None
     reading = {"tokenizer": tokenizer, "template": template, "seq_len": config.seq_len, "pack": not config.on_policy}
-    source = config.data or train.read_standard_library()
+    source = config.data or read_standard_library()
     data = config.records.load(source, kinds=("text", "chat", "completion"), **reading)
 
     teacher = config.mesh.apply(zoo.load(directory, mesh=mesh, dtype=config.mesh.dtype))
@@ -189,7 +191,7 @@ def make_student(config: Config, teacher, tokenizer, key, mesh):
     if config.student is not None:
         directory = zoo.weights.resolve_directory(config.student)
         own = train.read_tokenizer(directory)
-        if not zoo.text.have_equal_tokens(tokenizer, own):
+        if not have_equal_tokens(tokenizer, own):
             raise ValueError(f"{directory} has another tokenizer than {config.teacher}: their tokens do not compare")
         model = zoo.load(directory, mesh=mesh, dtype="float32")
         return config.mesh.apply(model), min(tokenizer.vocab, own.vocab)

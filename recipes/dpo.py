@@ -30,6 +30,7 @@ import optax
 
 import zoo
 from zoo import tools, train
+from zoo.text.tasks.docstrings import read_docstrings
 from zoo.train import objectives
 
 START = Path("runs/sft/export")  # where sft.py exports its model by default
@@ -97,7 +98,7 @@ def main(config: Config) -> None:
 
     tokenizer = train.read_tokenizer(checkpoint)
     template = config.records.read_template(checkpoint, tokenizer)
-    source = config.data or make_pairs(train.read_docstrings())
+    source = config.data or make_pairs(read_docstrings())
     reading = {"tokenizer": tokenizer, "template": template, "seq_len": config.seq_len}
     data = config.records.load(source, kinds=("preference",), **reading)
     steps = config.steps

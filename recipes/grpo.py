@@ -26,6 +26,7 @@ import optax
 
 import zoo
 from zoo import tools, train
+from zoo.text.tasks.digit_sorting import count_sorted_digits, list_sorting_examples, list_sorting_prompts
 from zoo.text.tokenizers import ByteTokenizer
 from zoo.train import objectives
 
@@ -70,7 +71,7 @@ class Config:
 def train_start(config: Config, mesh) -> train.Run:
     """Train a small model on answers of which 30% are sorted, in a run of its own."""
     seed = config.run.seed
-    examples = train.list_sorting_examples(20_000, seed=seed)
+    examples = list_sorting_examples(20_000, seed=seed)
     data = train.load_records(examples, tokenizer=ByteTokenizer(), seq_len=44, validation=0)  # four texts in a row
     batches = data.train.batches(32, seed=seed, process=zoo.parallel.reader(mesh))
     make = partial(zoo.models.Transformer, vocab=data.vocab, embed=64, layers=2, heads=4, mlp=128)
@@ -134,7 +135,7 @@ def main(config: Config) -> None:
         checkpoint = zoo.weights.resolve_directory(config.checkpoint)
 
     tokenizer = train.read_tokenizer(checkpoint)
-    source = config.data or train.list_sorting_prompts()
+    source = config.data or list_sorting_prompts()
     template = config.records.read_template(checkpoint, tokenizer) if config.data else None
     reading = {"tokenizer": tokenizer, "template": template, "seq_len": config.prompt_len}
     data = config.records.load(source, kinds=("prompts",), **reading)
@@ -142,7 +143,7 @@ def main(config: Config) -> None:
     if config.reward:
         rewards = train.Rewards.read(config.reward)
     elif not config.data:
-        rewards = train.Rewards({"digits": train.count_sorted_digits, "exact": train.match_answer})
+        rewards = train.Rewards({"digits": count_sorted_digits, "exact": train.match_answer})
     batches = data.train.batches(config.batch_size, seed=config.run.seed, process=(0, 1))  # each process samples all
     sampler = train.GroupSampler(
         data,

@@ -10,7 +10,7 @@ A recurrence begins with the projections of each attention layer, and learns to 
 teacher's inputs: all layers at once (MOHAWK, arXiv:2408.10189). Each layer is then replaced alone, to rank
 them. At last the first 1, 2, ... of the ranking are replaced together, and the hybrid learns the teacher's logits.
 
-Rows are text, and associative recall (`train.AssociativeRecall`), which bits per byte do not show. By default a teacher
+Rows are text, and associative recall (`AssociativeRecall`), which bits per byte do not show. By default a teacher
 of 2.54 bits per byte that recalls everything loses 0.01 without any attention, and recalls 0.998: docs/linearize.md.
 """
 
@@ -27,11 +27,14 @@ import optax
 
 import zoo
 from zoo import tools, train
-from zoo.layers import Attention, GatedConvolution, GatedMLP, RMSNorm, copy_to_gated_delta_net, copy_to_mamba2
+from zoo.layers import Attention, GatedConvolution, GatedMLP, RMSNorm
+from zoo.layers.recurrent.from_attention import copy_to_gated_delta_net, copy_to_mamba2
 from zoo.ops.rotary import Rotary
 from zoo.parallel import Dim
 from zoo.text.batches import OrderedBatches
+from zoo.text.tasks.synthetic import AssociativeRecall
 from zoo.train import objectives
+from zoo.train.objectives.distillation import top_k_log_probs
 
 COPIES = {"gated-delta-net": copy_to_gated_delta_net, "mamba2": copy_to_mamba2}
 PROMPTS = ("def main(", "class Node:\n    ", "import os\n")
@@ -87,7 +90,7 @@ def main(config: Config) -> None:
     if config.recall_vocab > corpus.vocab:
         raise ValueError(f"recall_vocab={config.recall_vocab} is more than the {corpus.vocab} tokens of the text")
     text = train.TokenWindows(corpus.train.tokens, config.seq_len, separator=corpus.train.separator)
-    recall = partial(train.AssociativeRecall, config.recall_vocab, config.seq_len, config.num_pairs)
+    recall = partial(AssociativeRecall, config.recall_vocab, config.seq_len, config.num_pairs)
     shares = {"text": 1 - config.recall_share, "recall": config.recall_share}
     rows = train.Mixture({"text": text, "recall": recall(seed=2 * seed)}, shares)
     unseen = recall(seed=2 * seed + 1, rows=config.eval_batches * config.batch_size)
@@ -121,7 +124,7 @@ def main(config: Config) -> None:
     def compare_models(model, batch, teacher):
         model, teacher = zoo.cast((model, teacher), config.mesh.dtype)
         terms = objectives.distillation_terms(model, teacher, batch)
-        likeliest = objectives.top_k_log_probs(model, batch, 1).ids[..., 0]
+        likeliest = top_k_log_probs(model, batch, 1).ids[..., 0]
         correct = likeliest == batch["targets"]
         found = {"nats": -terms.log_probs, "divergence": terms.divergence, "correct": correct}
         sums = {name: (x * batch["weights"]).sum() for name, x in found.items()}

@@ -23,6 +23,7 @@ from jax.experimental import multihost_utils
 import zoo
 from zoo import layers, tools, train
 from zoo.parallel import Dim
+from zoo.text.tasks.synthetic import NeedleRetrieval
 
 MIXERS = {
     "attention": layers.Attention,
@@ -74,7 +75,7 @@ def main(config: Config) -> None:
     mesh = config.mesh.make_mesh()
     seed = config.run.seed
 
-    needles = partial(train.NeedleRetrieval, config.vocab, num_pairs=config.num_pairs, num_queries=config.num_queries)
+    needles = partial(NeedleRetrieval, config.vocab, num_pairs=config.num_pairs, num_queries=config.num_queries)
     tests = {}
     for length in config.eval_seq_lens:
         tests[length] = train.stack_rows(needles(length, seed=2 * seed + 1), config.eval_rows)
@@ -129,7 +130,7 @@ def main(config: Config) -> None:
         guesses = predict(model, zoo.place_batch(own, mesh)).argmax(-1)
         guesses = multihost_utils.process_allgather(guesses, tiled=True)
         correct = (guesses == np.asarray(test["targets"]))[:, 1 - 2 * config.num_queries :: 2]
-        depths = train.NeedleRetrieval.measure_depths(tokens, config.num_queries)
+        depths = NeedleRetrieval.measure_depths(tokens, config.num_queries)
         by_depth = [float(correct[(depths >= low) & (depths < high)].mean()) for low, high in pairwise(DEPTHS)]
         return {"accuracy": float(correct.mean()), "by_depth": by_depth}
 

@@ -21,13 +21,14 @@ import optax
 
 import zoo
 from zoo import precision, tools, train
+from zoo.ops.quantized.recipe import AbstractRecipe
 
 
 class Method(NamedTuple):
     """A precision of training."""
 
     dtype: str  # of compute
-    recipe: precision.AbstractRecipe | None = None  # of the products of linear layers
+    recipe: AbstractRecipe | None = None  # of the products of linear layers
     weights: str = "float32"
     rounding: str = "nearest"  # of weights and moments that are not float32
 

@@ -24,6 +24,7 @@ import optax
 import zoo
 from zoo import layers, tools, train
 from zoo.parallel import Dim
+from zoo.text.tasks.synthetic import AssociativeRecall
 
 
 def mixer_factories(width):
@@ -108,7 +109,7 @@ def main(config: Config) -> None:
     learning_rates, keys = train.sweep_grid(config.rates, seeds=range(seed, seed + config.num_seeds))
 
     dataset = partial(
-        train.AssociativeRecall, config.vocab, config.seq_len, config.num_pairs, gap_exponent=config.gap_exponent
+        AssociativeRecall, config.vocab, config.seq_len, config.num_pairs, gap_exponent=config.gap_exponent
     )
     task = dataset(seed=2 * seed)
     test = train.stack_rows(dataset(seed=2 * seed + 1), config.eval_rows)

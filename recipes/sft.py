@@ -24,6 +24,7 @@ import optax
 
 import zoo
 from zoo import tools, train
+from zoo.text.tasks.docstrings import read_docstrings
 
 START = Path("runs/transformer/export")  # where transformer.py exports its model by default
 PROMPTS = (
@@ -73,7 +74,7 @@ def main(config: Config) -> None:
 
     tokenizer = train.read_tokenizer(checkpoint)
     template = config.records.read_template(checkpoint, tokenizer)
-    source = config.data or train.read_docstrings()
+    source = config.data or read_docstrings()
     reading = {"tokenizer": tokenizer, "template": template, "seq_len": config.seq_len}
     data = config.records.load(source, kinds=("text", "chat", "completion"), **reading)
     batches = data.train.batches(config.batch_size, seed=config.run.seed, process=zoo.parallel.reader(mesh))

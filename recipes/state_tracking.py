@@ -23,7 +23,7 @@ import zoo
 from zoo import layers, tools, train
 from zoo.ops.rotary import Rotary
 from zoo.parallel import Dim
-from zoo.text.synthetic import GROUPS
+from zoo.text.tasks.synthetic import GROUPS, GroupWords
 
 
 def mixer_factories(embed, heads):
@@ -140,8 +140,8 @@ def main(config: Config) -> None:
     curves = {group: [] for group in config.groups}
     for group, mixer in [(group, mixer) for group in config.groups for mixer in config.mixers]:
         name = f"{group}-{mixer}"
-        test = train.stack_rows(train.GroupWords(group, config.eval_seq_len, seed=2 * seed + 1), config.eval_rows)
-        task = train.GroupWords(group, config.seq_len, seed=2 * seed)
+        test = train.stack_rows(GroupWords(group, config.eval_seq_len, seed=2 * seed + 1), config.eval_rows)
+        task = GroupWords(group, config.seq_len, seed=2 * seed)
         batches = train.ShuffledBatches(task, config.batch_size, seed=seed)
         models = train.sweep_models(partial(make_model, group, mixer), keys)
         opt_states = initialize(models)

@@ -21,6 +21,7 @@ from jax.experimental import multihost_utils
 
 import zoo
 from zoo import tools, train
+from zoo.train.digits import load_digits
 
 TITLE = "A vision Transformer from scratch"
 
@@ -50,7 +51,7 @@ def main(config: Config) -> None:
     mesh = config.mesh.make_mesh()
     model_key, dropout_key = jax.random.split(jax.random.key(config.run.seed))
 
-    images, test = train.load_digits(held_out=config.held_out, seed=config.run.seed)
+    images, test = load_digits(held_out=config.held_out, seed=config.run.seed)
     reader = zoo.parallel.reader(mesh)
     seed = config.run.seed
     batches = train.ShuffledBatches(images, config.batch_size, seed=seed, process=reader, digest=images.digest)

@@ -18,20 +18,27 @@ import zoo
 from zoo.models.hf import families
 
 PACKAGES = (
-    *("models", "weights", "layers", "parallel", "ops", "adapters", "precision", "train", "train.objectives"),
+    *("models", "weights", "layers", "parallel", "ops", "adapters", "precision", "text", "train", "train.objectives"),
     *("inspect", "tools.plan", "tools.report", "tools.draw", "tools.parity", "tools.testing", "tools.evaluate"),
-    "tools.export",
 )
 """Public packages and modules of `zoo`, in the order of the pages."""
-UNLISTED = ("cli", "generate", "shapes", "text", "tools", "tools.commands", "testing", "parity")
-"""Modules without public names of their own: `zoo.train` exports those of `text`, `zoo` that of `generate`."""
+UNLISTED = ("cli", "generate", "shapes", "tools", "tools.commands", "tools.export", "testing", "parity")
+"""Modules without public names of their own: `zoo` exports those of `generate` and of `tools.export`."""
 ALSO_SHOWN = (
+    "zoo.adapters.methods.rank_allocation",
+    "zoo.layers.recurrent.context.RecurrenceContext",
+    "zoo.layers.recurrent.from_attention",
+    "zoo.models.blocks",
+    "zoo.models.encoders.heads",
     "zoo.models.hf.builders",
     "zoo.models.hf.config.read_config",
     *(f"{families.__name__}.{x.name}" for x in pkgutil.iter_modules(families.__path__) if x.name.endswith("_layers")),
     "zoo.models.parameter_paths.find_differences",
     "zoo.parallel.sequence",
     "zoo.parallel.tokens",
+    "zoo.text.tasks.digit_sorting",
+    "zoo.text.tasks.docstrings",
+    "zoo.text.tasks.synthetic",
     "zoo.weights.plan.plan_tensors",
 )
 """Names that no package exports, but that porting a model or writing a mixer needs."""

@@ -17,9 +17,10 @@ from pathlib import Path
 import tyro
 
 import zoo
-from zoo.inspect import CompiledProgram, compiled
+from zoo import configure
+from zoo.inspect import compiled
 from zoo.inspect.format import format_decimal_prefix
-from zoo.models import configure
+from zoo.inspect.program import CompiledProgram
 from zoo.models.loop import Loop
 from zoo.tools.plan.options import TrainingOptions
 from zoo.tools.plan.training import make_training_step

@@ -26,7 +26,8 @@ from zoo.layers import (
 )
 from zoo.layers.embedding import SinusoidalPositionEmbedding
 from zoo.layers.encoders.bidirectional_attention import BidirectionalAttention
-from zoo.models import Decoder, Encoder, ImageEncoder, ParallelBlock
+from zoo.models import Decoder, Encoder, ImageEncoder
+from zoo.models.blocks import ParallelBlock
 from zoo.models.hf.config import read_config
 from zoo.models.hf.families import FAMILIES
 from zoo.models.hf.families.falcon_h1_layers import SideBySide

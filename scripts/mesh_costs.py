@@ -15,6 +15,8 @@ import jax.numpy as jnp
 import tyro
 
 import zoo
+from zoo.inspect.collectives import Collective
+from zoo.parallel.remat import Remat
 
 
 def main(
@@ -26,7 +28,7 @@ def main(
     mlp: int = 512,
     seq: int = 64,
     rows_per_device: int = 1,
-    remat: zoo.parallel.Remat = "none",
+    remat: Remat = "none",
 ) -> None:
     """Compile the gradient of a Transformer's loss on each mesh, and print one line per mesh.
 
@@ -65,7 +67,7 @@ def main(
         )
 
 
-def format_collective(collective: zoo.inspect.Collective) -> str:
+def format_collective(collective: Collective) -> str:
     """Format as `12 all-reduce over tensor 0.52 MB`."""
     axes = collective.groups if collective.axes is None else " and ".join(collective.axes)
     return f"{collective.count} {collective.kind} over {axes} {collective.bytes / 1e6:.2f} MB"

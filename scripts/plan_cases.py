@@ -7,9 +7,10 @@ from functools import partial
 from typing import Any
 
 import zoo
+from zoo import Layout
 from zoo.layers import Attention, GatedDeltaNet
 from zoo.ops.rotary import Rotary
-from zoo.parallel import SEQUENCE, ZERO1, ZERO2, Layout
+from zoo.parallel import SEQUENCE, ZERO1, ZERO2
 from zoo.tools.plan.options import TrainingOptions
 from zoo.tools.plan.training import make_training_step
 

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Mapping
 
-from zoo.parallel import Remat
+from zoo.parallel.remat import Remat
 
 
 @dataclasses.dataclass(frozen=True)

@@ -34,12 +34,15 @@ from scripts.plan_table_cases import (
     Case,
     Measured,
 )
-from zoo.parallel import SEQUENCE, ZERO1, ZERO2, ZERO3, Layout
+from zoo import Layout
+from zoo.parallel import SEQUENCE, ZERO1, ZERO2, ZERO3
 from zoo.parallel.chips import TERA
 from zoo.parallel.devices import use_cpu
 from zoo.parallel.topology import CARDS, parse_topology
 from zoo.tools import plan as planning
 from zoo.tools.plan import CHIPS, Chip, Plan, TrainingOptions
+from zoo.tools.plan.format import format_plan
+from zoo.tools.plan.step import BudgetError
 
 DOCS = Path(__file__).parents[1] / "docs"
 COMMAND = "python scripts/plan_tables.py"
@@ -119,7 +122,7 @@ def format_table(header: Sequence[str], rows: Iterable[Sequence[str]], right: Se
 
 
 def build_screen() -> str:
-    return f"```text\n{planning.format_plan(plan_case(SCREEN), tokens=SCREEN_TOKENS)}\n```"
+    return f"```text\n{format_plan(plan_case(SCREEN), tokens=SCREEN_TOKENS)}\n```"
 
 
 def build_qlora() -> str:
@@ -137,7 +140,7 @@ def build_decode() -> str:
 def build_refused() -> str:
     try:
         plan_case(REFUSED).require_fit()
-    except planning.BudgetError as error:
+    except BudgetError as error:
         lines = [line for row in f"zoo plan: {error}".splitlines() for line in textwrap.wrap(row, 96)]
         return "\n".join(["```text", *lines, "```"])
     raise AssertionError(f"{REFUSED} fits: choose a larger model")

@@ -17,6 +17,7 @@ from jax.sharding import SingleDeviceSharding
 
 import zoo
 from zoo._optional import MissingExtraError
+from zoo.inspect.program import CompiledProgram
 from zoo.parallel.mesh import is_array_or_shape
 
 
@@ -28,7 +29,7 @@ def imagine(topology: str) -> list[Any]:
         pytest.skip(str(error))
 
 
-def compile_for(topology: str, fn: Callable, *args: Any) -> zoo.inspect.CompiledProgram:
+def compile_for(topology: str, fn: Callable, *args: Any) -> CompiledProgram:
     """Compile `fn(*args)` for a topology. Arrays and shapes without a sharding over a mesh are for its first device;
     make those over a mesh by `zoo.place(shapes, mesh)`, with `zoo.make_mesh(devices=imagine(topology))`."""
     device = SingleDeviceSharding(imagine(topology)[0])

@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 
 import zoo
+from zoo.layers.token_info import count_positions, token_info
+from zoo.models.stack import swap_stack
 
 VOCAB, SEQ, LENGTHS = 40, 8, (8, 5, 3)
 SIZES: dict[str, Any] = {"vocab": VOCAB, "embed": 16, "layers": 2}
@@ -32,7 +34,7 @@ KEY = jax.random.key(1)
 def make_model(name: str) -> Any:
     """Make a model without scans: calls outside of programs compile operations, which they share."""
     model = eqx.filter_jit(MODELS[name])(key=jax.random.key(0))
-    return zoo.models.swap_stack(model, zoo.models.Stack.unstack)
+    return swap_stack(model, zoo.models.Stack.unstack)
 
 
 @cache
@@ -222,16 +224,16 @@ def test_states_take_positions_only(no_type_checks, model):
     model = make_model(model)
     states = model.init_state(3, 16)
     expected = model(TOKENS, mask=MASK)[MASK]
-    for positions in (POSITIONS, jnp.asarray(POSITIONS), POSITIONS.astype(np.int8), zoo.models.count_positions(MASK)):
-        info = zoo.models.token_info(TOKENS, positions=positions)
+    for positions in (POSITIONS, jnp.asarray(POSITIONS), POSITIONS.astype(np.int8), count_positions(MASK)):
+        info = token_info(TOKENS, positions=positions)
         hidden, after = model.hidden(jnp.asarray(TOKENS), info, states)
         np.testing.assert_allclose(model.logits(hidden.x)[MASK], expected, atol=1e-5)
     for given in (GIVEN["mask"], GIVEN["segment_ids"], GIVEN["segment_ids"] | GIVEN["positions"]):
         with pytest.raises(ValueError, match="a call with states continues one document in each row"):
-            model.hidden(jnp.asarray(TOKENS), zoo.models.token_info(TOKENS, **given), states)
+            model.hidden(jnp.asarray(TOKENS), token_info(TOKENS, **given), states)
     following = TOKENS[:, ::-1]
-    positions = zoo.models.count_positions(np.ones_like(MASK), start=MASK.sum(1))
-    hidden, _ = model.hidden(jnp.asarray(following), zoo.models.token_info(following, positions=positions), after)
+    positions = count_positions(np.ones_like(MASK), start=MASK.sum(1))
+    hidden, _ = model.hidden(jnp.asarray(following), token_info(following, positions=positions), after)
     whole = np.concatenate([TOKENS, following], axis=1)
     expected = model(whole, mask=np.concatenate([MASK, np.ones_like(MASK)], axis=1))[:, SEQ:]
     np.testing.assert_allclose(model.logits(hidden.x), expected, atol=1e-5)
@@ -245,7 +247,7 @@ KEYED = {
     "value_and_grad": lambda model, key: zoo.value_and_grad(zoo.cross_entropy, MESH)(
         model, {"tokens": TOKENS, "targets": TOKENS}, key=key
     )[0],
-    "token_info": lambda model, key: jax.random.key_data(zoo.models.token_info(TOKENS, key=key).keys),
+    "token_info": lambda model, key: jax.random.key_data(token_info(TOKENS, key=key).keys),
     "constructor": lambda model, key: zoo.models.Mamba(**(SIZES | {"key": key})).embedding.weight,
     "init": lambda model, key: (
         zoo.init(lambda key: zoo.models.Mamba(**(SIZES | {"key": key})), key, MESH).embedding.weight

@@ -5,7 +5,9 @@ from typing import TYPE_CHECKING, Any
 
 from . import layers, models, ops, parallel, precision
 from ._workarounds import disable_cpu_reduce_fusion
-from .generate import generate, generate_stream, prefill
+from .generate.prefill import prefill
+from .generate.run import generate
+from .generate.stream import generate_stream
 from .models.capture import capture, capture_gradients, capture_names, patch, unpatch
 from .models.configure import configure, set_implementations
 from .models.log_probs import log_probs
@@ -14,7 +16,14 @@ from .models.scoring import hidden_states, score
 from .models.second_derivatives import twice_differentiable
 from .models.text_embeddings import embed
 from .models.torch_habits import explain_missing_name
-from .parallel import Layout, cast, count, init, make_mesh, place, place_batch, spmd, trainable, value, value_and_grad
+from .parallel.batch import place_batch
+from .parallel.gather import cast
+from .parallel.gradient import value, value_and_grad
+from .parallel.layout import Layout
+from .parallel.mesh import make_mesh
+from .parallel.module import count, trainable
+from .parallel.place import init, place
+from .parallel.spmd import spmd
 
 if TYPE_CHECKING:
     from . import adapters as adapters
@@ -25,15 +34,15 @@ if TYPE_CHECKING:
     from . import tools as tools
     from . import train as train
     from . import weights as weights
-    from .inspect import summary as summary
+    from .inspect.parameters import summary as summary
     from .models.hf.support import families as families
-    from .tools.export import export as export
-    from .tools.plan import plan as plan
-    from .weights import CheckpointError as CheckpointError
-    from .weights import from_torch as from_torch
-    from .weights import load as load
-    from .weights import save as save
-    from .weights import to_torch as to_torch
+    from .tools.export.export import export as export
+    from .tools.plan.step import plan as plan
+    from .weights.from_torch import from_torch as from_torch
+    from .weights.load import load as load
+    from .weights.safetensors import CheckpointError as CheckpointError
+    from .weights.save import save as save
+    from .weights.to_torch import to_torch as to_torch
 
 __version__ = "0.1.0"
 
@@ -92,13 +101,17 @@ __all__ = [
 _LAZY = ("adapters", "inspect", "parity", "testing", "text", "tools", "train", "weights")
 """Packages imported at first use: not every program needs them, and `zoo.train` needs an extra, which it names."""
 _LAZY_NAMES = {
-    **dict.fromkeys(("CheckpointError", "from_torch", "load", "save", "to_torch"), "weights"),
-    "export": "tools.export",
+    "CheckpointError": "weights.safetensors",
+    "export": "tools.export.export",
     "families": "models.hf.support",
-    "plan": "tools.plan",
-    "summary": "inspect",
+    "from_torch": "weights.from_torch",
+    "load": "weights.load",
+    "plan": "tools.plan.step",
+    "save": "weights.save",
+    "summary": "inspect.parameters",
+    "to_torch": "weights.to_torch",
 }
-"""Names of packages imported at first use."""
+"""Names of files imported at first use."""
 
 
 def __getattr__(name: str) -> Any:

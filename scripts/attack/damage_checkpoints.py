@@ -20,6 +20,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from zoo.text.batches import BatchIterator
+
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
@@ -73,7 +75,7 @@ def make_state(step: int) -> dict[str, Any]:
     return {"weight": jax.random.normal(key, (40, 30)), "half": jnp.full(7, step, jnp.bfloat16), "key": key}
 
 
-def make_batches() -> train.BatchIterator:
+def make_batches() -> BatchIterator:
     return train.ShuffledBatches(train.TokenWindows(np.arange(500) % 7, 4), 2)
 
 

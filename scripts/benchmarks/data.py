@@ -14,9 +14,10 @@ from jaxtyping import Int
 
 from zoo import train
 from zoo._optional import import_optional
+from zoo.text import ChatTemplate
 from zoo.text.batches import ShuffledBatches, TokenWindows
-from zoo.text.chat import ChatTemplate
 from zoo.text.packing import PackedRows
+from zoo.text.tasks.docstrings import read_docstrings
 from zoo.text.tokenizers import FileTokenizer, train_bpe
 
 from .measure import Timing, contest
@@ -61,7 +62,7 @@ def _measure(runs: dict[str, Callable[[], object]], facts: dict[str, dict[str, A
 
 def _make_writers(folder: Path) -> tuple[dict[str, Callable[[], object]], dict[str, dict[str, Any]]]:
     """Return `load_records` into an empty cache, and its rival on as many cores: the tokenizer and nothing else."""
-    chats = train.read_docstrings()
+    chats = read_docstrings()
     tokenizer = _train_tokenizer(chats, folder / "tokenizer.json")
     template = ChatTemplate(CHATML, {"eos_token": TURN_ENDS[1]})
     files = {"chats": folder / "chats.jsonl", "texts": folder / "texts.jsonl"}

@@ -12,9 +12,11 @@ import jax.numpy as jnp
 import optax
 
 import zoo
+from zoo.inspect.program import CompiledProgram
+from zoo.models.stack import swap_stack
 from zoo.ops.matmul import einsum_fp32_accum
-from zoo.parallel import Remat, SaveNames
-from zoo.parallel.remat import RematPolicy
+from zoo.parallel import SaveNames
+from zoo.parallel.remat import Remat, RematPolicy
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +108,7 @@ class Training:
         self.model, self.state, loss = self.step(self.batch, self.model, self.state)
         jax.block_until_ready((self.model, loss))
 
-    def program(self) -> zoo.inspect.CompiledProgram:
+    def program(self) -> CompiledProgram:
         """Compile the step and return its FLOPs, bytes and memory."""
         return zoo.inspect.compiled(self.step, self.batch, self.model, self.state)
 
@@ -142,7 +144,7 @@ class Decoding:
         self.batch, self.new, self.prompt = batch, new, prompt
         make = lambda key: zoo.cast(sizes.make(key), dtype)
         model = jax.block_until_ready(eqx.filter_jit(make)(jax.random.key(0)))
-        self.model = zoo.models.swap_stack(model, zoo.models.Stack.unstack)  # once, as for many calls
+        self.model = swap_stack(model, zoo.models.Stack.unstack)  # once, as for many calls
         self.tokens = jax.random.randint(jax.random.key(1), (batch, prompt), 0, sizes.vocab)
         self.generate = functools.partial(zoo.generate, max_new_tokens=new)
 

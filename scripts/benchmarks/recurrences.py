@@ -14,6 +14,7 @@ from jaxtyping import Array
 
 import zoo
 from zoo.layers import GatedDeltaNet, Mamba, Mamba2, TokenInfo
+from zoo.models.stack import swap_stack
 from zoo.ops.recurrence.decoupled_delta import comba, gdn2
 from zoo.ops.recurrence.delta_rule import delta_rule, gated_delta_product, gated_delta_rule, kda
 from zoo.ops.recurrence.hgrn import hgrn
@@ -200,7 +201,7 @@ class Continuing:
 
     def __init__(self, sizes: Sizes, position: int):
         model = jax.block_until_ready(eqx.filter_jit(sizes.make)(jax.random.key(0)))
-        model = zoo.models.swap_stack(model, zoo.models.Stack.unstack)
+        model = swap_stack(model, zoo.models.Stack.unstack)
 
         @eqx.filter_jit
         def prefill(model, tokens):

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import zoo
+from zoo.models.stack import swap_stack
 
 from .entrants import Entrants, Row, name_rivals
 from .ours import Sizes
@@ -42,7 +43,7 @@ def rollouts(vs: str) -> Entrants:
     """Return the entrants, and the tokens of each."""
     sizes = Sizes()
     stacked = [dataclasses.replace(sizes, layers=layers).make(jax.random.key(0)) for layers in (sizes.layers, 1)]
-    model, draft = (zoo.models.swap_stack(each, zoo.models.Stack.unstack) for each in stacked)  # once, for many calls
+    model, draft = (swap_stack(each, zoo.models.Stack.unstack) for each in stacked)  # once, for many calls
     shared = jax.random.randint(jax.random.key(1), (1, PROMPT), 0, sizes.vocab)
     questions = jax.random.randint(jax.random.key(2), (ROWS, 8), 0, sizes.vocab)
     texts = jnp.concatenate([jnp.repeat(shared, ROWS, 0), questions], axis=1)

@@ -9,7 +9,8 @@ import pytest
 import zoo
 from tests.adapters.perturb import perturb
 from zoo import adapters
-from zoo.layers import MXFP4Linear
+from zoo.adapters.methods.rank_allocation import keep_top_ranks, rank_importance
+from zoo.layers.quantized.linear import MXFP4Linear
 
 KEY = jax.random.key(0)
 TOKENS = jax.random.randint(KEY, (8, 8), 0, 32)
@@ -85,8 +86,8 @@ def test_merged_model_refuses_changes_of_its_adapters(adapted, tmp_path):
         "dequantize": lambda: adapters.dequantize(kept),
         "lora_plus": lambda: adapters.lora_plus(kept),
         "orthogonality": lambda: adapters.orthogonality(kept),
-        "rank_importance": lambda: adapters.rank_importance(kept, kept),
-        "keep_top_ranks": lambda: adapters.keep_top_ranks(kept, (), 2),
+        "rank_importance": lambda: rank_importance(kept, kept),
+        "keep_top_ranks": lambda: keep_top_ranks(kept, (), 2),
         "trainable": lambda: zoo.trainable(kept),
         **{name: lambda method=method: method(kept) for name, method in METHODS.items()},
     }

@@ -11,6 +11,7 @@ import zoo
 from zoo import adapters
 from zoo.adapters import names
 from zoo.adapters.names import translate_patterns, translate_targets
+from zoo.models.targets import find_linears, match_targets
 
 MODELS = Path(__file__).parents[1] / "fixtures/models"
 load = cache(lambda name: zoo.load(MODELS / name, dtype="float32"))
@@ -28,10 +29,10 @@ load = cache(lambda name: zoo.load(MODELS / name, dtype="float32"))
 )
 def test_names_of_checkpoints_are_targets(base, targets, ours):
     model = eqx.filter_eval_shape(lambda: load(base))
-    sites = adapters.find_linears(model, include_embeddings=True)
+    sites = find_linears(model, include_embeddings=True)
     paths = [name for site in sites for name in site.list_names().values()]
-    found = adapters.match_targets(translate_targets(model, targets, sites), sites)
-    expected = adapters.match_targets(ours, sites)
+    found = match_targets(translate_targets(model, targets, sites), sites)
+    expected = match_targets(ours, sites)
     assert [name for name in paths if found(name)] == [name for name in paths if expected(name)]
     assert set(translate_patterns(model, {"q_proj": 3, "value": 4} if base == "llama" else {}, sites).values()) <= {
         3,

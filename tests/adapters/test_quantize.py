@@ -12,10 +12,12 @@ import zoo
 from tests.adapters.perturb import perturb
 from tests.jaxprs import arrays
 from tests.quick import mark_slow
-from zoo import adapters
-from zoo.layers import Int8Linear, Linear, MXFP4Linear, NF4Linear
+from zoo import Layout, adapters
+from zoo.layers import Linear
+from zoo.layers.quantized.linear import Int8Linear, MXFP4Linear, NF4Linear
 from zoo.models.parameter_paths import list_parameter_paths
-from zoo.parallel import SEQUENCE, Layout
+from zoo.models.targets import find_linears
+from zoo.parallel import SEQUENCE
 
 KEY = jax.random.key(0)
 SIZES = {"vocab": 16, "embed": 128, "layers": 2, "heads": 2, "mlp": 128, "key": KEY}
@@ -56,7 +58,7 @@ def find_classes(model, classes=(Linear, NF4Linear, Int8Linear, MXFP4Linear)):
     is_linear = lambda node: isinstance(node, classes)
     return {
         site.name: {type(x) for x in jax.tree.leaves(site.module, is_leaf=is_linear) if is_linear(x)}
-        for site in adapters.find_linears(model)
+        for site in find_linears(model)
     }
 
 
@@ -136,17 +138,13 @@ def test_merge_into_quantized_base_decodes_or_rounds(format):
     with pytest.raises(ValueError, match=r"into layers\.\*\.attention\.query, .*\.down, .*'decode'.*'round'"):
         adapters.merge(adapted)
 
-    loras = {
-        site.name: site.module for site in adapters.find_linears(adapted) if isinstance(site.module, adapters.LoRA)
-    }
+    loras = {site.name: site.module for site in find_linears(adapted) if isinstance(site.module, adapters.LoRA)}
     exact = {name: jax.vmap(lambda lora: lora.dense_weight)(lora) for name, lora in loras.items()}
     for option, expected_class in (("decode", Linear), ("round", CLASSES[format])):
         merged = adapters.merge(adapted, quantized=option)
         kept = adapters.merge(adapted, keep=True, quantized=option)
         assert eqx.tree_equal(adapters.unmerge(kept), adapted)
-        for (name, _, module), (_, _, kept_module) in zip(
-            adapters.find_linears(merged), adapters.find_linears(kept), strict=True
-        ):
+        for (name, _, module), (_, _, kept_module) in zip(find_linears(merged), find_linears(kept), strict=True):
             if name not in exact:
                 assert type(module) is CLASSES[format], "it has no adapter"
                 continue

@@ -18,7 +18,7 @@ import zoo
 from tests.command_line import EOS
 from zoo.cli.chat import _Session
 from zoo.generate import conversation
-from zoo.text.chat import ChatTemplate
+from zoo.text import ChatTemplate
 from zoo.text.tokenizers import FileTokenizer
 
 TEMPLATE = (

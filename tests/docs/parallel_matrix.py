@@ -14,6 +14,7 @@ from functools import cache, partial
 from pathlib import Path
 
 from tests import conftest  # noqa: F401, it sets XLA's flags before JAX reads them
+from zoo.layers.token_info import pack_positions
 
 # isort: split
 
@@ -32,9 +33,7 @@ from zoo.layers import (
     RWKV7,
     AlibiAttention,
     Attention,
-    BidirectionalAttention,
     Comba,
-    CrossLayerAttention,
     DeltaNet,
     DifferentialAttention,
     DoubleGatedConvolution,
@@ -60,6 +59,8 @@ from zoo.layers import (
     Retention,
     SparseLatentAttention,
 )
+from zoo.layers.attention.cross_layer import CrossLayerAttention
+from zoo.layers.encoders.bidirectional_attention import BidirectionalAttention
 from zoo.models.hf.families.deberta_v2_layers import DisentangledAttention
 from zoo.models.hf.families.falcon_h1_layers import SideBySide
 from zoo.models.hf.families.jetmoe_layers import MixtureOfAttention
@@ -175,7 +176,7 @@ def make_batch():
         "targets": jnp.asarray(text[:, 1:]),
         "weights": (segment_ids > 0).astype(jnp.float32),
         "segment_ids": segment_ids,
-        "positions": zoo.models.pack_positions(segment_ids),
+        "positions": pack_positions(segment_ids),
     }
 
 

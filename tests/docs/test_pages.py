@@ -7,6 +7,8 @@ import pytest
 
 import zoo
 from scripts import check_site, make_pages, write_pages
+from zoo.layers.attention.cross_layer import CrossLayerAttention
+from zoo.layers.encoders.bidirectional_attention import BidirectionalAttention
 from zoo.models.hf.families import FAMILIES
 from zoo.models.presets.published import PRESETS
 from zoo.parallel.layout import AXES
@@ -70,7 +72,7 @@ def list_mixers():
     the keys of another layer."""
     exported = [getattr(zoo.layers, name) for name in zoo.layers.__all__]
     mixers = {cls for cls in exported if inspect.isclass(cls) and issubclass(cls, zoo.layers.AbstractMixer)}
-    others = {zoo.layers.BidirectionalAttention, zoo.layers.CrossLayerAttention}
+    others = {BidirectionalAttention, CrossLayerAttention}
     return {cls for cls in mixers if not cls.__name__.startswith("Abstract")} - others
 
 

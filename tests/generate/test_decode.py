@@ -12,10 +12,11 @@ import pytest
 
 import zoo
 from tests.quick import mark_slow
-from zoo.layers import Attention, GatedDeltaNet, KeyValueCache, LatentAttention, TokenInfo
-from zoo.layers.kv_cache import LatentCache
+from zoo.layers import Attention, GatedDeltaNet, LatentAttention, TokenInfo
+from zoo.layers.kv_cache import KeyValueCache, LatentCache
 from zoo.ops.rotary import Rotary
-from zoo.parallel import all_gather, scan, shard, varying
+from zoo.parallel import all_gather, scan, shard
+from zoo.parallel.collectives import varying
 
 KEY = jax.random.key(0)
 ROWS, PIECE, PIECES, VOCAB, WINDOW = 4, 8, 3, 32, 5

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 import zoo
+from zoo import make_mesh, place
 from zoo.generate.buckets import pad_prompt
 from zoo.generate.decode import DecodeState, begin, decode_until, unstack_layers
 from zoo.generate.request import DecodeOptions, Sampling
-from zoo.parallel import Mesh, make_mesh, place
+from zoo.parallel import Mesh
 from zoo.parallel.spmd import _JITTED, OutputDims, SpmdProgram, run_jitted
 
 MODEL_KEY, TEXT_KEY, DRAW_KEY = jax.random.split(jax.random.key(0), 3)

@@ -17,7 +17,8 @@ import zoo
 from zoo.generate.buckets import pad_prompt
 from zoo.layers import PositionEmbedding, TokenInfo
 from zoo.layers.kv_cache import set_rope_length
-from zoo.models import Stack, swap_stack
+from zoo.models import Stack
+from zoo.models.stack import swap_stack
 from zoo.ops.rotary import DynamicScaling, LongRopeScaling, Rotary
 from zoo.ops.sampling import filter_logits
 

@@ -10,6 +10,7 @@ import pytest
 import zoo
 from zoo.inspect import drift
 from zoo.models.decoder import AbstractBlock, UnrolledStack
+from zoo.models.stack import swap_stack
 from zoo.parallel import SEQUENCE, named_by_class
 
 KEY = jax.random.key(0)
@@ -72,7 +73,7 @@ def test_planted_bad_layer_is_the_worst_one(sizes):
     model, mesh = make(), zoo.make_mesh(**sizes, devices=jax.devices()[: 8 if sizes else 1])
     blocks = list(zoo.cast(model, "bfloat16").stack.iter_blocks())
     blocks[1] = CoarseBlock(blocks[1])
-    bad = zoo.models.swap_stack(zoo.cast(model, "bfloat16"), lambda stack: UnrolledStack(tuple(blocks)))
+    bad = swap_stack(zoo.cast(model, "bfloat16"), lambda stack: UnrolledStack(tuple(blocks)))
     report = drift(model, make_batch(), bad, mesh=mesh)
     assert report.worst_layer == "layers.1"
     errors = {layer.name: layer for layer in report.layers}

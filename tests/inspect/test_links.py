@@ -2,10 +2,10 @@
 
 import pytest
 
-from zoo.inspect import Collective
-from zoo.inspect.links import time_groups
+from zoo.inspect.collectives import Collective
+from zoo.inspect.links import time_groups, time_transfer
 from zoo.parallel.topology import parse_topology
-from zoo.tools.plan import CHIPS, time_transfer
+from zoo.tools.plan import CHIPS
 
 SHAPE = {"pipe": 1, "data": 4, "fsdp": 1, "expert": 16, "context": 1, "tensor": 1}
 CHIP, TOPOLOGY = CHIPS["h100"], parse_topology("h100:8x8")

@@ -7,7 +7,8 @@ import pytest
 from jax import lax
 
 import zoo
-from zoo.inspect import Flops, count_flops
+from zoo.inspect import count_flops
+from zoo.inspect.operations import Flops
 
 A, B = jnp.ones((8, 16)), jnp.ones((16, 32))
 SQUARE, STACK = jnp.ones((16, 16)), jnp.ones((5, 16, 16))

@@ -12,7 +12,8 @@ import pytest
 
 import zoo
 from zoo import train
-from zoo.inspect import DonationError, compiled
+from zoo.inspect import compiled
+from zoo.inspect.program import DonationError
 
 LAYERS = 2, 3
 

@@ -5,7 +5,8 @@ import jax
 import jax.numpy as jnp
 
 from zoo.inspect import measure_size
-from zoo.layers import Linear, MXFP4Linear, NF4Linear
+from zoo.layers import Linear
+from zoo.layers.quantized.linear import MXFP4Linear, NF4Linear
 from zoo.parallel import Dim
 
 KEY = jax.random.key(0)

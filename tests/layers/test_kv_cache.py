@@ -11,10 +11,11 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import zoo
-from zoo.layers import Attention, KeyValueCache, LatentAttention, TokenInfo
-from zoo.layers.kv_cache import LatentCache, set_rope_length
-from zoo.models import Stack, swap_stack
+from zoo.layers import Attention, LatentAttention, TokenInfo
+from zoo.layers.kv_cache import KeyValueCache, LatentCache, set_rope_length
+from zoo.models import Stack
 from zoo.models.hf.families.llama4_text_layers import ChunkedAttention
+from zoo.models.stack import swap_stack
 from zoo.ops.rotary import Rotary
 
 KEY = jax.random.key(3)

@@ -11,7 +11,8 @@ import pytest
 import zoo
 from tests.quick import mark_slow
 from zoo.layers import Embedding, Linear
-from zoo.parallel import Dim, num_shards, reduce, shard_offset
+from zoo.parallel import Dim, num_shards, reduce
+from zoo.parallel.collectives import shard_offset
 
 KEY = jax.random.key(0)
 

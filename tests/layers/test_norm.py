@@ -6,9 +6,10 @@ import jax.numpy as jnp
 import pytest
 
 import zoo
+from zoo import Layout
 from zoo.layers import LayerNorm, Linear, RMSNorm
 from zoo.layers.norm import PerHeadLayerNorm
-from zoo.parallel import Dim, Layout
+from zoo.parallel import Dim
 
 KEY = jax.random.key(0)
 

@@ -9,8 +9,15 @@ import pytest
 
 from zoo.layers import AbstractFeedForward, AbstractMixer, Dropout, TokenInfo
 from zoo.layers.norm import IdentityNorm
-from zoo.models import AddNormBlock, Block, FeedForwardBlock, Hidden, LayerScaleBlock, ParallelBlock
-from zoo.models.blocks import PostNormBlock, SandwichBlock
+from zoo.models import Block, Hidden
+from zoo.models.blocks import (
+    AddNormBlock,
+    FeedForwardBlock,
+    LayerScaleBlock,
+    ParallelBlock,
+    PostNormBlock,
+    SandwichBlock,
+)
 from zoo.models.hf.families.jetmoe_layers import RoutedMixerBlock
 from zoo.models.hf.families.minimax_layers import NormedResidualBlock
 from zoo.models.hf.families.rwkv_layers import TwoMixerBlock

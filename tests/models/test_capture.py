@@ -15,7 +15,8 @@ import zoo
 from zoo.layers import TokenInfo
 from zoo.models import Hidden
 from zoo.models.targets import find_linears
-from zoo.parallel import SEQUENCE, Activation
+from zoo.parallel import SEQUENCE
+from zoo.parallel.activation import Activation
 
 KEY = jax.random.key(0)
 TOKENS = jax.random.randint(jax.random.key(1), (8, 8), 0, 32)

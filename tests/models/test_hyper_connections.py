@@ -14,8 +14,13 @@ from tests.jaxprs import equations
 from tests.layers.random_layers import activations, randomize, relative_error
 from tests.parallel.any_mesh import assert_same_step, differentiate, make_any_mesh
 from zoo.layers import Attention, Dropout, GatedMLP, RMSNorm, TokenInfo
-from zoo.models import Block, Hidden, HyperConnectionBlock
-from zoo.models.hyper_connections import HyperConnection, HyperConnectionInputs, HyperConnectionNorm
+from zoo.models import Block, Hidden
+from zoo.models.hyper_connections import (
+    HyperConnection,
+    HyperConnectionBlock,
+    HyperConnectionInputs,
+    HyperConnectionNorm,
+)
 from zoo.parallel import SEQUENCE
 from zoo.tools.plan.inlining import Scan
 from zoo.tools.report.parameters import describe_model

@@ -10,13 +10,17 @@ import optax
 import pytest
 
 import zoo
+from zoo import Layout
 from zoo.layers import GatedMLP, LatentAttention, LightningIndexer, RMSNorm, SparseLatentAttention
-from zoo.models import attend_densely, build_decoder, indexer_loss
+from zoo.layers.token_info import pack_positions, token_info
+from zoo.models import build_decoder, indexer_loss
 from zoo.models.hf.families.glm_moe_dsa_layers import SelectionBlock
-from zoo.ops.attention import AttentionMask, attention_probabilities
+from zoo.models.indexer_loss import attend_densely
+from zoo.ops.attention import AttentionMask
 from zoo.ops.attention.indexer import indexer_divergence
+from zoo.ops.attention.reference import attention_probabilities
 from zoo.ops.rotary import Rotary
-from zoo.parallel import SEQUENCE, Layout
+from zoo.parallel import SEQUENCE
 
 VOCAB, EMBED, ROWS, SEQ, TOP = 13, 16, 4, 12, 3
 
@@ -37,7 +41,7 @@ def make_batch():
         "tokens": tokens,
         "targets": jnp.where(segments == 0, -1, targets),
         "segment_ids": segments,
-        "positions": zoo.models.pack_positions(segments),
+        "positions": pack_positions(segments),
     }
 
 
@@ -82,7 +86,7 @@ def test_loss_is_the_divergence_from_the_attention():
     @eqx.filter_jit
     def measure(model):
         block = next(model.stack.iter_blocks())
-        info = zoo.models.token_info(batch["tokens"], segment_ids=segments, positions=batch["positions"])
+        info = token_info(batch["tokens"], segment_ids=segments, positions=batch["positions"])
         x = block.mixer_norm(model.embed(batch["tokens"], info).x)
         mixer, attention = block.mixer, block.mixer.attention
         cos_sin = attention.rotary(info.positions)
@@ -104,7 +108,7 @@ def test_loss_is_the_divergence_from_the_attention():
         assert count == (segments > 0).sum()
         losses.append((total, entropy[0]))
     assert (np.abs(np.subtract(*losses)) > 0.1).all(), "both losses depend on the keys that are attended to"
-    assert zoo.models.attend_densely(attend_densely(model), dense=False) == model
+    assert attend_densely(attend_densely(model), dense=False) == model
 
 
 def test_steps_on_the_loss_lower_it():

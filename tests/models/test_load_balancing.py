@@ -10,16 +10,10 @@ import numpy as np
 import pytest
 
 import zoo
-from zoo.layers import AbstractMixer, BiasedRouter, MixtureOfExperts, Routing
-from zoo.layers.moe.routing import sum_routing
-from zoo.models import (
-    balance_loss,
-    cross_entropy_and_routing,
-    pack_positions,
-    router_z_loss,
-    tokens_per_expert,
-    update_expert_bias,
-)
+from zoo.layers import AbstractMixer, BiasedRouter, MixtureOfExperts
+from zoo.layers.moe.routing import Routing, sum_routing
+from zoo.layers.token_info import pack_positions
+from zoo.models import balance_loss, cross_entropy_and_routing, router_z_loss, tokens_per_expert, update_expert_bias
 from zoo.models.load_balancing import BalanceOver
 from zoo.parallel import SEQUENCE
 from zoo.parallel.rounds import merge_rounds, split_rounds

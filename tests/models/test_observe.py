@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 
 import zoo
+from zoo.layers.token_info import token_info
 from zoo.models import find_first_nonfinite, observe, tabulate_observations, unobserve
+from zoo.models.stack import swap_stack
 from zoo.parallel import SEQUENCE
 
 KEY = jax.random.key(0)
@@ -36,7 +38,7 @@ def expected():
     model, batch = make(KEY), make_batch()
     states, logits = zoo.hidden_states(model, batch["tokens"]), model(batch["tokens"])
     blocks = list(model.stack.iter_blocks())
-    info = zoo.models.token_info(batch["tokens"])
+    info = token_info(batch["tokens"])
 
     def loss(perturbations):
         hidden = model.embed(batch["tokens"], info)
@@ -111,4 +113,4 @@ def test_observing_changes_neither_paths_nor_results():
     with pytest.raises(ValueError, match="observed already"):
         observe(watched)
     with pytest.raises(ValueError, match="UnrolledStack: swap in a Stack"):
-        observe(zoo.models.swap_stack(model, zoo.models.Stack.unstack))
+        observe(swap_stack(model, zoo.models.Stack.unstack))

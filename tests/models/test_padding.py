@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 import zoo
 from zoo.layers.rotary import Rotary
+from zoo.layers.token_info import count_positions, token_info
 
 VOCAB, ROWS, SEQ = 40, 3, 12
 SIZES: dict[str, Any] = {"vocab": VOCAB, "embed": 16, "layers": 2}
@@ -95,7 +96,7 @@ def test_packed_rows_equal_documents_alone(kind, data):
 
 @eqx.filter_jit
 def run_turn(model: Any, tokens: Any, positions: Any, states: Any) -> Any:
-    hidden, states = model.hidden(tokens, zoo.models.token_info(tokens, positions=positions), states)
+    hidden, states = model.hidden(tokens, token_info(tokens, positions=positions), states)
     return model.logits(hidden.x), states
 
 
@@ -117,7 +118,7 @@ def test_padded_turns_equal_texts_alone(kind, data):
             count = counts[row][turn]
             padded[row, 6 - count :] = tokens[row, seen[row] : seen[row] + count]
             mask[row, 6 - count :] = True
-        result, states = run_turn(model, padded, zoo.models.count_positions(mask, jnp.asarray(seen)), states)
+        result, states = run_turn(model, padded, count_positions(mask, jnp.asarray(seen)), states)
         seen = seen + mask.sum(1)
         for row in range(ROWS):
             logits[row].append(np.asarray(result)[row, mask[row]])

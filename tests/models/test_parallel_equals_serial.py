@@ -13,6 +13,7 @@ import optax
 import pytest
 
 import zoo
+from zoo.layers.token_info import pack_positions
 from zoo.ops.rotary import DynamicScaling, Rotary
 from zoo.parallel import ZERO1
 from zoo.train.optimizer.masks import decay_mask
@@ -52,7 +53,7 @@ def make_batch():
         "targets": text[:, 1:],
         "weights": (index < lengths).astype(jnp.float32) * jnp.linspace(0.1, 1, ROWS)[:, None],
         "segment_ids": segment_ids,
-        "positions": zoo.models.pack_positions(segment_ids),
+        "positions": pack_positions(segment_ids),
     }
 
 

@@ -18,6 +18,7 @@ from zoo.models.parameter_paths import (
     iterate_indices,
     list_parameter_paths,
 )
+from zoo.models.stack import swap_stack
 from zoo.ops.attention import reference_attention
 from zoo.ops.rotary import LinearScaling, Rotary
 from zoo.parallel import Dim
@@ -122,7 +123,7 @@ def test_paths_of_plain_trees_and_unrolled_models(model):
     assert [path.name for path in list_parameter_paths({"a": (jnp.ones(2), [jnp.ones(3)])})] == ["", ""]
     assert list_parameter_paths({"a": jnp.ones(2)})[0].dims == ()
     with pytest.raises(TypeError, match="are unrolled, for decoding"):
-        list_parameter_paths(zoo.models.swap_stack(model, lambda stack: stack.unstack()))
+        list_parameter_paths(swap_stack(model, lambda stack: stack.unstack()))
 
 
 def test_format_path_replaces_stars_by_numbers():

@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 
 import zoo
-from zoo.layers import Attention, GatedDeltaNet, GatedMLP, RMSNorm, copy_to_gated_delta_net
-from zoo.models import build_decoder, keep_layers, list_parameter_paths, replace_mixers, swap_stack
+from zoo.layers import Attention, GatedDeltaNet, GatedMLP, RMSNorm
+from zoo.layers.recurrent.from_attention import copy_to_gated_delta_net
+from zoo.models import build_decoder, keep_layers, list_parameter_paths, replace_mixers
 from zoo.models.decoder import UnrolledStack
+from zoo.models.stack import swap_stack
 
 KEY = jax.random.key(0)
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "models"

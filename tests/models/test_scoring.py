@@ -10,8 +10,10 @@ from hypothesis import strategies as st
 
 import zoo
 from zoo.layers import TokenInfo
-from zoo.models import Hidden, swap_stack
+from zoo.layers.token_info import pack_positions
+from zoo.models import Hidden
 from zoo.models.decoder import AbstractStack
+from zoo.models.stack import swap_stack
 
 KEY = jax.random.key(0)
 SIZES = {"vocab": 32, "embed": 16, "layers": 3, "heads": 4, "kv_heads": 2, "mlp": 24}
@@ -201,7 +203,7 @@ def test_score_and_hidden_states_are_the_same_on_a_mesh(sizes):
     model = zoo.models.Transformer(**SIZES | {"heads": 8}, tied=False, key=KEY)
     tokens, mesh = random_tokens((4, 10)), zoo.make_mesh(**sizes)
     segments = jnp.asarray([[1] * 4 + [2] * 6] * 4)
-    packed = segments, zoo.models.pack_positions(segments)
+    packed = segments, pack_positions(segments)
     options = dict(zip(("segment_ids", "positions"), packed, strict=True))
     placed = zoo.place(model, mesh)
 

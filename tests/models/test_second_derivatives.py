@@ -13,6 +13,8 @@ import pytest
 import zoo
 from zoo import layers
 from zoo.layers import TokenInfo
+from zoo.layers.quantized.fp8 import FP8Linear
+from zoo.layers.quantized.linear import Int8Linear
 from zoo.models.loss import cross_entropy
 from zoo.ops.attention import AttentionMask, attention
 from zoo.ops.moe.grouped_matmul import grouped_matmul, grouped_matmul_implementation
@@ -97,7 +99,7 @@ def apply_frozen(make):
 
 
 def make_packed(linear):
-    return layers.Int8Linear(linear.dense_weight, None, in_=linear.in_, out=linear.out)
+    return Int8Linear(linear.dense_weight, None, in_=linear.in_, out=linear.out)
 
 
 def apply_packed_experts():
@@ -189,7 +191,7 @@ ROWS = {
     "experts of 4 and 8 bits": Row("no yes no", {"packed experts": apply_packed_experts}, "packed matrices has no"),
     "products in FP8 and FP4": Row(
         "no no no",
-        {"FP8": partial(apply_frozen, lambda linear: layers.FP8Linear(linear, zoo.precision.CurrentScaling()))},
+        {"FP8": partial(apply_frozen, lambda linear: FP8Linear(linear, zoo.precision.CurrentScaling()))},
         "a product in the formats of CurrentScaling has no",
     ),
 }

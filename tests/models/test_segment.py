@@ -10,10 +10,12 @@ import optax
 import pytest
 
 import zoo
+from zoo import Layout
 from zoo.models import split_ends
 from zoo.models.parameter_paths import find_differences, format_path, iterate_indices, list_parameter_paths
 from zoo.models.restack import join_end_shapes
-from zoo.parallel import Layout, leaves, replace_option
+from zoo.parallel import leaves
+from zoo.parallel.module import replace_option
 from zoo.parallel.rounds import merge_rounds, split_rounds
 
 KEY = jax.random.key(0)

@@ -15,13 +15,14 @@ import zoo
 from tests.jaxprs import equations
 from tests.parallel.any_mesh import make_any_mesh
 from zoo.layers import Attention, Dropout, GatedMLP, RMSNorm, TokenInfo
-from zoo.models import Stack, list_parameter_paths, stack, swap_stack
+from zoo.models import Stack, list_parameter_paths, stack
 from zoo.models.build import build_decoder
 from zoo.models.decoder import Block, SharedBlock, SharedModule, UnrolledStack, insert_shared
 from zoo.models.hf.config import read_config
 from zoo.models.hf.families import FAMILIES
 from zoo.models.hf.families.zamba_layers import SharingBlock
 from zoo.models.layer_inputs import EmbeddedHidden
+from zoo.models.stack import swap_stack
 from zoo.parallel import SEQUENCE, leaves
 from zoo.tools.plan.inlining import Scan
 from zoo.tools.plan.work import count_work

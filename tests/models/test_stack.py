@@ -16,13 +16,16 @@ from jaxtyping import Array, Float
 import zoo
 from tests.jaxprs import arrays, equations
 from tests.parallel.any_mesh import make_any_mesh
+from zoo import Layout
 from zoo.layers import TokenInfo
-from zoo.models import Hidden, Stack, describe_loop, swap_stack
+from zoo.layers.token_info import pack_positions
+from zoo.models import Hidden, Stack
 from zoo.models.decoder import AbstractBlock, AbstractStack, SharedBlock
 from zoo.models.parameter_paths import find_differences
 from zoo.models.segment import find_patterns
+from zoo.models.stack import describe_loop, swap_stack
 from zoo.ops.platform import target_platform
-from zoo.parallel import Layout, leaves
+from zoo.parallel import leaves
 
 KEY = jax.random.key(0)
 SIZES = {"vocab": 32, "embed": 16, "layers": 3, "heads": 4, "kv_heads": 2, "mlp": 24}
@@ -358,7 +361,7 @@ def check_loops(make, layout=None, loss_options=None, dtype="float32", adapt=Non
         "tokens": tokens,
         "targets": jnp.where(segment_ids > 0, jnp.roll(tokens, -1, axis=1), -1),
         "segment_ids": segment_ids,
-        "positions": zoo.models.pack_positions(segment_ids),
+        "positions": pack_positions(segment_ids),
     }
 
     def loss_fn(model, batch, key):

@@ -16,7 +16,8 @@ from jax.sharding import AxisType, PartitionSpec
 
 import zoo
 from tests.aot import compile_for, imagine
-from zoo.ops.attention import ATTENTION, AttentionMask, AttentionRequest, attention
+from zoo.ops.attention import ATTENTION, AttentionMask, attention
+from zoo.ops.attention.request import AttentionRequest
 from zoo.ops.implementations import ObstacleError
 from zoo.ops.moe.grouped_matmul import grouped_matmul, grouped_matmul_implementation
 from zoo.ops.platform import target_device, target_platform

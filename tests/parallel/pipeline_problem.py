@@ -10,6 +10,7 @@ import numpy as np
 
 import zoo
 from zoo.layers import Attention, GatedDeltaNet, GatedMLP, MixtureOfExperts, SoftmaxRouter
+from zoo.layers.token_info import pack_positions
 from zoo.models.loss import cross_entropy_and_routing
 from zoo.ops.rotary import Rotary
 
@@ -53,7 +54,7 @@ def make_batch(make):
         segment_ids = segment_ids * (index < lengths)
         weights = (index < lengths) * jnp.linspace(0.1, 1, ROWS)[:, None]
     batch = {"tokens": text[:, :-1], "targets": text[:, 1:], "weights": weights}
-    return batch | {"segment_ids": segment_ids, "positions": zoo.models.pack_positions(segment_ids)}
+    return batch | {"segment_ids": segment_ids, "positions": pack_positions(segment_ids)}
 
 
 def loss_fn(model, batch, key=None):

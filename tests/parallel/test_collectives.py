@@ -6,7 +6,8 @@ import pytest
 
 import zoo
 from zoo.layers import Linear
-from zoo.parallel import Dim, all_gather, scan, shard, varying
+from zoo.parallel import Dim, all_gather, scan, shard
+from zoo.parallel.collectives import varying
 
 KEY = jax.random.key(0)
 

@@ -10,9 +10,9 @@ import optax
 import pytest
 
 import zoo
-from zoo import adapters, train
-from zoo.parallel import Layout, leaves
-from zoo.parallel.fingerprint import fingerprint_arrays, hash_array
+from zoo import Layout, adapters, train
+from zoo.parallel import leaves
+from zoo.parallel.fingerprint import fingerprint, fingerprint_arrays, hash_array
 from zoo.parallel.rounds import has_rounds
 
 SIZES = {"vocab": 64, "embed": 32, "layers": 2, "heads": 4, "mlp": 64}
@@ -36,8 +36,8 @@ def query(model):
 def test_fingerprint_is_the_same_on_any_mesh(base, tuned):
     mesh = zoo.make_mesh(data=2, fsdp=2, tensor=2)
     for model in (base, tuned):
-        assert train.fingerprint(zoo.place(model, mesh)) == train.fingerprint(model)
-    assert len(train.fingerprint(tuned)) == 64
+        assert fingerprint(zoo.place(model, mesh)) == fingerprint(model)
+    assert len(fingerprint(tuned)) == 64
 
 
 @pytest.mark.slow
@@ -60,7 +60,7 @@ def test_fingerprint_gathers_no_array(base, rounds):
 
 def test_fingerprint_excludes_adapter_parameters(base, tuned):
     again = adapters.lora(base, rank=2, key=jax.random.key(2))
-    assert train.fingerprint(again) == train.fingerprint(tuned)
+    assert fingerprint(again) == fingerprint(tuned)
     assert not [name for name in fingerprint_arrays(tuned) if name.endswith(("query.down.weight", "query.up.weight"))]
     assert [name for name in fingerprint_arrays(tuned) if name.endswith(("query.scale", "query.rank"))]
     assert len(fingerprint_arrays(base)) == len(jax.tree.leaves(base)) > 0
@@ -93,11 +93,11 @@ def test_fingerprint_detects_changed_values(tuned, change):
 
 def test_fingerprint_detects_alpha_dtype_and_position(base, tuned):
     found = {
-        *map(train.fingerprint, (base, tuned, zoo.cast(base, "bfloat16"))),
-        train.fingerprint(adapters.lora(base, rank=2, alpha=8, key=jax.random.key(1))),
-        train.fingerprint(adapters.lora(base, rank=2, rank_pattern={"layers.0.*": 1}, key=jax.random.key(1))),
-        train.fingerprint({"a": jnp.arange(3), "b": jnp.arange(4)}),
-        train.fingerprint({"a": jnp.arange(4), "b": jnp.arange(3)}),
+        *map(fingerprint, (base, tuned, zoo.cast(base, "bfloat16"))),
+        fingerprint(adapters.lora(base, rank=2, alpha=8, key=jax.random.key(1))),
+        fingerprint(adapters.lora(base, rank=2, rank_pattern={"layers.0.*": 1}, key=jax.random.key(1))),
+        fingerprint({"a": jnp.arange(3), "b": jnp.arange(4)}),
+        fingerprint({"a": jnp.arange(4), "b": jnp.arange(3)}),
     }
     assert len(found) == 7
 
@@ -191,4 +191,4 @@ def test_statistics_are_no_part_of_a_frozen_model():
     model = zoo.models.Transformer(vocab=8, embed=8, layers=1, heads=1, mlp=8, key=jax.random.key(0))
     low = zoo.precision.fp8(model, zoo.precision.DelayedScaling(history=4))
     moved = jax.tree.map(lambda leaf: leaf + 1 if leaf.shape[-1:] == (4,) else leaf, low)
-    assert train.fingerprint(low) == train.fingerprint(moved) == train.fingerprint(model)
+    assert fingerprint(low) == fingerprint(moved) == fingerprint(model)

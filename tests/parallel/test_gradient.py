@@ -9,8 +9,10 @@ from jaxtyping import Array, Float
 import zoo
 from tests.parallel.any_mesh import make_any_mesh
 from tests.parallel.scale_problem import KEY, Scale, loss_fn, make_problem
+from zoo import Layout
 from zoo.layers import Linear
-from zoo.parallel import ZERO1, ZERO2, ZERO3, Dim, Layout, Module, all_gather, gather, reduce, shard_offset
+from zoo.parallel import ZERO1, ZERO2, ZERO3, Dim, Module, all_gather, gather, reduce
+from zoo.parallel.collectives import shard_offset
 
 
 @pytest.mark.parametrize(

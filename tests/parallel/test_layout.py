@@ -4,7 +4,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import zoo
-from zoo.parallel import ZERO1, ZERO2, ZERO3, Dim, Layout
+from zoo import Layout
+from zoo.parallel import ZERO1, ZERO2, ZERO3, Dim
 
 
 def test_layout_takes_new_dims_and_raises_on_bad_tables():

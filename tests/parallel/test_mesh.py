@@ -10,8 +10,9 @@ from jax.sharding import PartitionSpec as P
 
 import zoo
 from tests.parallel.any_mesh import make_any_mesh
+from zoo import Layout
 from zoo.layers import RMSNorm
-from zoo.parallel import ZERO1, ZERO2, Dim, Layout
+from zoo.parallel import ZERO1, ZERO2, Dim
 from zoo.parallel.mesh import replicated_dims
 
 KEY = jax.random.key(0)

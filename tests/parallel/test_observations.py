@@ -9,8 +9,10 @@ import pytest
 from jaxtyping import Array, Float
 
 import zoo
-from zoo.parallel import Module, gather, leaves, make_mesh, observed
+from zoo import make_mesh
+from zoo.parallel import Module, gather, leaves
 from zoo.parallel.collectives import vary, varying
+from zoo.parallel.fields import observed
 
 KEY = jax.random.key(0)
 

@@ -12,7 +12,8 @@ from tests.aot import imagine
 from tests.jaxprs import arrays as list_arrays
 from tests.parallel.any_mesh import make_any_mesh
 from tests.parallel.pipeline_problem import SEQ, assert_equal_to_one_device, loss_fn, make_hybrid, make_transformer
-from zoo.parallel import SEQUENCE, ZERO2, Layout
+from zoo import Layout
+from zoo.parallel import SEQUENCE, ZERO2
 from zoo.parallel.schedule import Schedule
 
 ONE_FORWARD_ONE_BACKWARD = Schedule("1f1b")

@@ -15,7 +15,7 @@ from tests.parallel.pipeline_problem import (
     make_model,
     make_transformer,
 )
-from zoo.parallel import Layout
+from zoo import Layout
 from zoo.parallel.pipeline import find_microbatch, forward_step
 from zoo.parallel.schedule import Schedule
 

@@ -10,7 +10,8 @@ import pytest
 
 import zoo
 from tests.quick import mark_slow
-from zoo.parallel import Layout, leaves, rounds
+from zoo import Layout
+from zoo.parallel import leaves, rounds
 from zoo.parallel.rounds import count_rounds, in_one_round, merge_rounds, reshape_layers, split_rounds
 from zoo.parallel.trainable_copy import TrainableCopy
 

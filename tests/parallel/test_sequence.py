@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import zoo
-from zoo.parallel import sharded_axes
+from zoo.parallel.collectives import sharded_axes
 from zoo.parallel.sequence import exclusive_prefix, halo, shift_right
 
 PRIME = 97

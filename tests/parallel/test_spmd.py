@@ -8,7 +8,8 @@ from jaxtyping import Array, Float
 import zoo
 from tests.parallel.scale_problem import make_problem
 from zoo.layers import Linear
-from zoo.parallel import Dim, Module, reduce, shard_offset
+from zoo.parallel import Dim, Module, reduce
+from zoo.parallel.collectives import shard_offset
 
 KEY = jax.random.key(0)
 

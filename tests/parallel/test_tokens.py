@@ -24,6 +24,7 @@ from zoo.layers import (
     MixtureOfExperts,
     SoftmaxRouter,
 )
+from zoo.layers.token_info import pack_positions
 from zoo.models.blocks import ParallelBlock
 from zoo.models.build import build_decoder
 from zoo.models.hf.families.rwkv_layers import RWKV4ChannelMixing, TwoMixerBlock
@@ -87,7 +88,7 @@ def make_batch():
     text = jax.random.randint(KEY, (ROWS, SEQ + 1), 0, 96)
     index, lengths = jnp.arange(SEQ), jnp.linspace(4, SEQ, ROWS).astype(int)[:, None]
     segment_ids = jnp.where(index < lengths // 2, 1, 2) * (index < lengths)
-    positions = zoo.models.pack_positions(segment_ids)
+    positions = pack_positions(segment_ids)
     weights = (index < lengths).astype(float)
     batch = {"tokens": text[:, :-1], "targets": text[:, 1:], "weights": weights}
     return batch | {"segment_ids": segment_ids, "positions": positions}

@@ -13,8 +13,11 @@ import pytest
 import zoo
 from tests.precision.fp8_problem import BATCH, KEY, MESH, largest_difference, loss_fn, make_model, run, run_float32
 from zoo import adapters, precision
-from zoo.layers import FP8Linear, Linear
+from zoo.adapters import dequantize, quantize
+from zoo.layers import Linear
+from zoo.layers.quantized.fp8 import FP8Linear
 from zoo.models.parameter_paths import list_parameter_paths
+from zoo.models.targets import find_linears
 from zoo.parallel import SEQUENCE, ZERO2, Schedule
 
 RECIPES = {
@@ -26,7 +29,7 @@ RECIPES = {
 
 
 def find_classes(model):
-    return {site.name: type(site.module) for site in adapters.find_linears(model)}
+    return {site.name: type(site.module) for site in find_linears(model)}
 
 
 @pytest.mark.slow
@@ -142,7 +145,7 @@ def test_lora_around_a_frozen_fp8_base():
 
 
 def test_precision_is_one_door_for_quantized_weights():
-    assert precision.quantize is adapters.quantize and precision.dequantize is adapters.dequantize
+    assert quantize is adapters.quantize and dequantize is adapters.dequantize
     assert {"fp8", "quantize", "dequantize"} <= set(dir(precision))
     with pytest.raises(AttributeError, match=r"'zoo.precision' has no attribute 'int8'"):
         precision.int8  # noqa: B018

@@ -13,6 +13,7 @@ from recipes import distill
 from tests.recipes.flags import MESH_FLAGS, RUN_FLAGS, call, flag_names, unexplained_flags
 from tests.recipes.optimization import check_optimization
 from zoo import train
+from zoo.text.tasks.docstrings import read_standard_library
 
 pytestmark = pytest.mark.ci
 
@@ -118,7 +119,7 @@ def test_students_of_the_teachers_layers_and_of_a_checkpoint(flags, start, tmp_p
 @pytest.mark.usefixtures("without_samples")
 def test_distillation_on_the_default_text(start, tmp_path, monkeypatch):
     """The standard library's sources, of which a few are taken here, sampled from, and the baseline."""
-    few = train.read_standard_library()[:30]
+    few = read_standard_library()[:30]
     monkeypatch.setattr(train, "read_standard_library", lambda: few)
     options = {name: TINY[name] for name in TINY if name != "prompts"}
     call(distill.main, teacher=start, out=tmp_path / "run", on_policy=1.0, max_new_tokens=16, **options)

@@ -12,6 +12,7 @@ from recipes import dpo
 from tests.recipes.flags import MESH_FLAGS, RUN_FLAGS, call, flag_names, loaded_dtype, unexplained_flags
 from tests.recipes.optimization import check_optimization
 from zoo import train
+from zoo.text.tasks.docstrings import read_docstrings
 
 pytestmark = pytest.mark.ci
 
@@ -156,7 +157,7 @@ def test_a_pair_counts_the_same_in_any_row(pairs, start, tmp_path):
 
 @pytest.mark.usefixtures("without_samples")
 def test_dpo_on_the_default_pairs(start, tmp_path, monkeypatch):
-    few = train.read_docstrings()[:60]
+    few = read_docstrings()[:60]
     monkeypatch.setattr(train, "read_docstrings", lambda: few)
     call(dpo.main, checkpoint=start, out=tmp_path / "run", **{**TINY, "seq_len": 512, "epochs": 0.25})
     rows = json.loads((tmp_path / "run" / "config.json").read_text())["records"]["rows"]

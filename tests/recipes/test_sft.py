@@ -13,7 +13,8 @@ from recipes import sft
 from tests.recipes.flags import MESH_FLAGS, RUN_FLAGS, call, flag_names, loaded_dtype, unexplained_flags
 from tests.recipes.optimization import check_optimization
 from zoo import train
-from zoo.text.chat import PLAIN_TEMPLATE
+from zoo.text import PLAIN_TEMPLATE, read_chat_template
+from zoo.text.tasks.docstrings import read_docstrings
 
 pytestmark = pytest.mark.ci
 
@@ -63,7 +64,7 @@ def test_what_sft_leaves_stops_where_an_answer_ends(unbroken):
     for folder in ("export", "adapter"):
         assert (unbroken / folder / "chat_template.jinja").read_text() == PLAIN_TEMPLATE
         assert json.loads((unbroken / folder / "generation_config.json").read_text()) == {"eos_token_id": 0}
-        assert train.read_chat_template(unbroken / folder).special_tokens["eos_token"] == "\0"
+        assert read_chat_template(unbroken / folder).special_tokens["eos_token"] == "\0"
 
 
 def test_sft_resumes_bitwise(chats, start, unbroken, tmp_path):
@@ -84,7 +85,7 @@ def test_sft_resumes_bitwise(chats, start, unbroken, tmp_path):
 @pytest.mark.usefixtures("without_samples")
 def test_sft_of_all_parameters_on_the_default_chats(start, tmp_path, monkeypatch):
     """The standard library's docstrings, of which a few are taken here, and a checkpoint's own template."""
-    few = train.read_docstrings()[:60]
+    few = read_docstrings()[:60]
     monkeypatch.setattr(train, "read_docstrings", lambda: few)
     checkpoint = shutil.copytree(start, tmp_path / "start")
     turns = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}{{ eos_token }}{% endfor %}"

@@ -11,6 +11,7 @@ from recipes import vit
 from tests.recipes.flags import MESH_FLAGS, RUN_FLAGS, call, flag_names, unexplained_flags
 from tests.recipes.optimization import check_optimization
 from zoo import train
+from zoo.train.digits import load_digits
 
 pytestmark = pytest.mark.ci
 
@@ -33,7 +34,7 @@ def test_vit_learns_exports_and_reports(tmp_path, capsys):
 
     config = json.loads((tmp_path / "export" / "config.json").read_text())
     assert (config["model_type"], config["image_size"], len(config["id2label"])) == ("vit", 8, 10)
-    _, test = train.load_digits(held_out=16)
+    _, test = load_digits(held_out=16)
     logits = zoo.load(tmp_path / "export")(jnp.asarray(test.images))
     assert np.mean(logits.argmax(-1) == test.labels) == pytest.approx(accuracy)
 

@@ -65,7 +65,7 @@ def test_names_of_modules_are_shown_under_their_own_path():
 
 
 def test_locate_finds_a_name_by_any_path_and_in_a_file():
-    assert api_pages.locate("zoo.parallel.init", zoo.init) == "api/zoo.md#zoo.init"
+    assert api_pages.locate("zoo.parallel.place.init", zoo.init) == "api/zoo.md#zoo.init"
     assert api_pages.locate("zoo.layers.Mamba", zoo.layers.Mamba) == "api/zoo.layers.recurrent.md#zoo.layers.Mamba"
     vary = "api/zoo.ops.md#zoo.ops.varying.vary"
     assert {api_pages.locate(f"zoo.{x}.vary", zoo.parallel.vary) for x in ("parallel", "ops.varying")} == {vary}

@@ -12,7 +12,7 @@ from scripts.benchmarks import adapted, data, entrants, large, long_context, mea
 from scripts.benchmarks.measure import Timing
 from zoo import train
 from zoo.layers import LinearAttention
-from zoo.text.docstrings import read_docstrings
+from zoo.text.tasks.docstrings import read_docstrings
 
 TINY = ours.Sizes(vocab=32, embed=16, layers=2, heads=2, mlp=16, batch=2, seq=8)
 

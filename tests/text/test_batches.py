@@ -10,8 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import zoo
-from zoo.text.batches import CorpusSplit, Dataset, OrderedBatches, compute_segments, pad_left, spread_rows
-from zoo.train import BatchIterator, Mixture, ShuffledBatches, TokenWindows, bits_per_byte
+from zoo.text.batches import (
+    BatchIterator,
+    CorpusSplit,
+    Dataset,
+    OrderedBatches,
+    compute_segments,
+    pad_left,
+    spread_rows,
+)
+from zoo.train import Mixture, ShuffledBatches, TokenWindows, bits_per_byte
 
 LENGTHS = (np.arange(256) != 0).astype(np.int64)
 

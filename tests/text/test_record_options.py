@@ -5,7 +5,7 @@ import json
 import pytest
 
 from zoo import train
-from zoo.text.chat import PLAIN_TEMPLATE
+from zoo.text import PLAIN_TEMPLATE
 from zoo.text.tokenizers import ByteTokenizer
 
 

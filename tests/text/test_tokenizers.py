@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import zoo.text.tokenizers
-from zoo.text.chat import read_special_tokens
+from zoo.text.chat.template import read_special_tokens
 from zoo.text.tokenizers import (
     ByteTokenizer,
     FileTokenizer,

@@ -23,7 +23,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import zoo
-from zoo.parallel import Layout
+from zoo import Layout
 from zoo.train import Checkpoints, checkpoint
 from zoo.train.array_names import describe_arrays, flatten_with_names
 from zoo.train.checkpoint import diff_configs

@@ -5,17 +5,16 @@ import sys
 import numpy as np
 import pytest
 
-from zoo import train
-from zoo.train.digits import LabeledImages
+from zoo.train.digits import LabeledImages, load_digits
 
 
 def test_digits_are_split_by_the_seed():
-    training, test = train.load_digits(held_out=400)
+    training, test = load_digits(held_out=400)
     assert (len(training), len(test), training.classes) == (1397, 400, 10)
     example = training[3]
     assert example["images"].shape == (1, 8, 8) and example["images"].dtype == np.float32
     assert -1 == training.images.min() and training.images.max() == 1
-    again, other = train.load_digits(held_out=400)[0], train.load_digits(held_out=400, seed=1)[0]
+    again, other = load_digits(held_out=400)[0], load_digits(held_out=400, seed=1)[0]
     assert training.digest == again.digest != other.digest
 
 
@@ -32,7 +31,7 @@ def test_digits_refuse_natural_mistakes(monkeypatch):
     with pytest.raises(ValueError, match="6 images have as many labels, not 5"):
         LabeledImages(np.zeros((6, 1, 1, 1)), np.zeros(5, int))
     with pytest.raises(ValueError, match="1 to 1796 can be held out, not 1797"):
-        train.load_digits(held_out=1797)
+        load_digits(held_out=1797)
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
     with pytest.raises(ImportError, match=r"pip install 'equizoo\[images\]'"):
-        train.load_digits()
+        load_digits()

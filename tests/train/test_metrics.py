@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from zoo.train import Metrics, Tracker, read_metrics
+from zoo.train import Metrics, read_metrics
 from zoo.train.metrics import truncate_after
+from zoo.train.trackers import Tracker
 
 
 def lines_of(path) -> list[dict]:

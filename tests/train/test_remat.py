@@ -7,7 +7,9 @@ import pytest
 
 import zoo
 from zoo import train
+from zoo.models.stack import swap_stack
 from zoo.parallel import SaveNames
+from zoo.train.remat import count_residual_bytes
 
 POLICIES = ("none", "elementwise", "dots", SaveNames(("attention", "mlp_hidden")), SaveNames(("attention",)), "full")
 
@@ -33,7 +35,7 @@ def test_policies_agree_in_gradients_and_keep_what_is_counted(sizes):
     counted, gradients, temporaries = [], [], []
     for remat in POLICIES:
         candidate = zoo.configure(model, remat=remat)
-        counted.append(train.count_residual_bytes(candidate, loss_fn, batch, mesh))
+        counted.append(count_residual_bytes(candidate, loss_fn, batch, mesh))
         step = eqx.filter_jit(lambda model, batch: zoo.value_and_grad(loss_fn, mesh)(model, batch)[1])
         temporaries.append(zoo.inspect.compiled(step, candidate, batch).memory.temporaries)
         gradients.append([np.asarray(x) for x in jax.tree.leaves(step(candidate, batch))])
@@ -51,7 +53,7 @@ def test_policies_agree_in_gradients_and_keep_what_is_counted(sizes):
 @pytest.mark.slow
 def test_budget_takes_the_least_recomputation_that_fits(caplog):
     mesh, shapes = zoo.make_mesh(devices=jax.devices()[:1]), eqx.filter_eval_shape(make, jax.random.key(0))
-    count = lambda remat: train.count_residual_bytes(zoo.configure(shapes, remat=remat), loss_fn, BATCH, mesh)
+    count = lambda remat: count_residual_bytes(zoo.configure(shapes, remat=remat), loss_fn, BATCH, mesh)
     fit = lambda budget: train.fit_remat(shapes, loss_fn, BATCH, mesh, budget=budget).stack.remat
     assert fit(1e12) == "none"
     assert fit(count("elementwise")) == "elementwise"
@@ -61,5 +63,5 @@ def test_budget_takes_the_least_recomputation_that_fits(caplog):
     named = train.fit_remat(shapes, loss_fn, BATCH, mesh, budget=1e12, policies=(SaveNames(("query",)),))
     assert named.stack.remat == SaveNames(("query",))
     with pytest.raises(ValueError, match="UnrolledStack does not rematerialize"):
-        unrolled = zoo.models.swap_stack(make(jax.random.key(0)), zoo.models.Stack.unstack)
+        unrolled = swap_stack(make(jax.random.key(0)), zoo.models.Stack.unstack)
         zoo.configure(unrolled, remat="full")

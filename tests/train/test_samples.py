@@ -9,7 +9,7 @@ import pytest
 
 import zoo
 from zoo import train
-from zoo.text.chat import PLAIN_TEMPLATE, ChatTemplate
+from zoo.text import PLAIN_TEMPLATE, ChatTemplate
 from zoo.text.tokenizers import ByteTokenizer
 
 PROMPTS = ["a", "abc"]

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from zoo.train import MLflow, TensorBoard, Tracker, Trackio, WeightsAndBiases
-from zoo.train.trackers import PACKAGES, flatten_values
+from zoo.train import MLflow, TensorBoard, Trackio, WeightsAndBiases
+from zoo.train.trackers import PACKAGES, Tracker, flatten_values
 
 ROOT = Path(__file__).parents[2]
 READERS = {"tensorboard": "tensorboard.backend", "wandb": "wandb", "trackio": "trackio", "mlflow": "mlflow"}

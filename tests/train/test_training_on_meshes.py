@@ -14,9 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import zoo
+from zoo import Layout
 from zoo.layers import Attention, GatedDeltaNet, GatedMLP, MixtureOfExperts, SoftmaxRouter
+from zoo.layers.token_info import pack_positions
 from zoo.ops.rotary import Rotary
-from zoo.parallel import SEQUENCE, ZERO2, Layout, Schedule
+from zoo.parallel import SEQUENCE, ZERO2, Schedule
 from zoo.parallel.rounds import merge_rounds
 from zoo.train import Run, RunOptions, decay_mask
 
@@ -96,7 +98,7 @@ def make_batch(seed, often=0.15):
         "targets": text[:, 1:],
         "weights": np.float32(segment_ids > 0),
         "segment_ids": segment_ids,
-        "positions": np.asarray(zoo.models.pack_positions(jnp.asarray(segment_ids))),
+        "positions": np.asarray(pack_positions(jnp.asarray(segment_ids))),
     }
 
 

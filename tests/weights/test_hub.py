@@ -65,7 +65,7 @@ def connect(monkeypatch, endpoint, cache):
 
 
 def refusal(name, **options):
-    with pytest.raises(zoo.weights.CheckpointError) as info:
+    with pytest.raises(zoo.CheckpointError) as info:
         zoo.load(name, **options)
     return str(info.value)
 

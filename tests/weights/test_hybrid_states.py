@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import pytest
 
 import zoo
-from zoo.layers import KeyValueCache, TokenInfo
+from zoo.layers import TokenInfo
+from zoo.layers.kv_cache import KeyValueCache
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "models"
 CASES = ("bamba", "granitemoehybrid", "granitemoehybrid_dense", "jamba", "nemotron_h", "nemotron_h_moe")

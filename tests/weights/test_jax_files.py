@@ -7,7 +7,8 @@ import msgpack
 import numpy as np
 import pytest
 
-from zoo.weights import CheckpointError, read_msgpack, read_orbax
+from zoo import CheckpointError
+from zoo.weights import read_msgpack, read_orbax
 
 from .damage import catch_error, time_limit
 

@@ -15,7 +15,8 @@ import pytest
 
 import zoo
 from tests.quick import mark_slow
-from zoo.parallel import SEQUENCE, ZERO2, Layout
+from zoo import Layout
+from zoo.parallel import SEQUENCE, ZERO2
 
 ROOT = Path(__file__).parents[2]
 LLAMA = {"vocab_size": 24, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3, "head_dim": 4}

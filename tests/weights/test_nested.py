@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import zoo
-from zoo.models import fused
+from zoo.models.hf.grammar import fused, prefixed
 from zoo.weights import read_tree, write_tree
 
 SIZES = {"vocab": 16, "embed": 8, "layers": 4, "heads": 2, "mlp": 12}
@@ -26,7 +26,7 @@ SHELL = {"embed/embedding": "embedding.weight", "norm/scale": "norm.weight"}
 
 def make_table(layers):
     """The table of a model, with the layers under a name that may have a star."""
-    block = zoo.models.prefixed("", "layers.*", BLOCK)
+    block = prefixed("", "layers.*", BLOCK)
     return {**SHELL, **{f"{layers}/{name}": mapping for name, mapping in block.items()}}
 
 

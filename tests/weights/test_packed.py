@@ -14,7 +14,8 @@ import pytest
 
 import zoo
 from tests.quick import mark_slow
-from zoo.layers import Linear, MXFP4Linear
+from zoo.layers import Linear
+from zoo.layers.quantized.linear import MXFP4Linear
 from zoo.models.parameter_paths import find_differences, list_parameter_paths
 from zoo.ops.quantized.mxfp4 import dequantize_mxfp4, dequantize_mxfp4_numpy
 from zoo.tools.parity.checkpoint import compare_checkpoint, read_expectations

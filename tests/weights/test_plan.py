@@ -10,7 +10,7 @@ import pytest
 
 import zoo
 from zoo.layers import MLP, Attention, RMSNorm
-from zoo.models import Family
+from zoo.models.hf.grammar import Family
 from zoo.models.hf.spec import either
 from zoo.parallel.rounds import split_rounds
 from zoo.weights.plan import plan_tensors

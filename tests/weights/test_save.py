@@ -31,6 +31,7 @@ from zoo.models.hf.families import FAMILIES
 from zoo.models.parameter_paths import find_differences
 from zoo.ops.rotary import DynamicScaling, LinearScaling, Llama3Scaling, LongRopeScaling, Rotary, YarnScaling
 from zoo.weights.safetensors import open_safetensors
+from zoo.weights.save import NoFamilyError
 
 CONFIG, WHOLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 KEY = jax.random.key(0)
@@ -338,13 +339,13 @@ def test_save_names_a_part_that_no_family_has(tmp_path):
     blocks = lambda model: model.stack.segments[0].blocks[0].mixer
     other = jax.tree.map(lambda x: x, blocks(model))
     object.__setattr__(other, "__class__", ForgetAttention)
-    with pytest.raises(zoo.weights.NoFamilyError, match="mixer is ForgetAttention, not Attention") as caught:
+    with pytest.raises(NoFamilyError, match="mixer is ForgetAttention, not Attention") as caught:
         zoo.save(eqx.tree_at(blocks, model, other), tmp_path / "t")
     assert caught.value.part == "ForgetAttention"
     assert "\n  without a family, eqx.tree_serialise_leaves(path, model) writes" in str(caught.value)
     with pytest.raises(zoo.CheckpointError, match="there is no family 'lama'") as caught:
         zoo.save(model, tmp_path / "t", "lama")
-    assert not isinstance(caught.value, zoo.weights.NoFamilyError)
+    assert not isinstance(caught.value, NoFamilyError)
 
 
 def test_save_gradients_omits_buffers(tmp_path):

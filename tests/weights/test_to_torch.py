@@ -13,6 +13,7 @@ import pytest
 
 import zoo
 from zoo.weights.safetensors import open_tensors, read_json
+from zoo.weights.save import NoFamilyError
 from zoo.weights.to_torch import list_state
 
 from .damage import GPT2, LLAMA
@@ -92,7 +93,7 @@ def test_what_has_no_place_in_a_state_dict_is_refused_by_name(make):
         list_state(zoo.patch(model, {"layers.1": lambda x: 2 * x}), None, "module")
     with pytest.raises(zoo.CheckpointError, match="experts.*.gate is packed.* pass zoo.adapters.dequantize"):
         list_state(zoo.load(FIXTURES / "models" / "gpt_oss_mxfp4", packed=True), None, "module")
-    with pytest.raises(zoo.weights.NoFamilyError):
+    with pytest.raises(NoFamilyError):
         list_state(dataclasses.replace(model, soft_cap=3.0), None, "module")
     with pytest.raises(ValueError, match="names is 'memory', where 'module' or 'files' was expected"):
         zoo.to_torch(model, names="memory")

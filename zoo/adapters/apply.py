@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Array, Key
 
 from zoo._checks import wrap_key
-from zoo.layers import AbstractEmbedding
+from zoo.layers.embedding import AbstractEmbedding
 from zoo.models.parameter_paths import IndexRanges, map_modules
 from zoo.models.targets import LinearSite, Targets, find_linears, is_linear_site, match_targets, vmap_stacked
 from zoo.parallel.trainable_copy import TrainableCopy

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from zoo.layers import AbstractEmbedding, AbstractLinear
+from zoo.layers import AbstractLinear
+from zoo.layers.embedding import AbstractEmbedding
 from zoo.models.parameter_paths import IndexRanges, map_modules
 from zoo.models.targets import vmap_stacked
 from zoo.parallel.rounds import in_one_round

@@ -2,8 +2,9 @@
 
 from typing import Any, TypeVar
 
-from zoo.layers import AbstractLinear, Int8Linear, NF4Linear
+from zoo.layers import AbstractLinear
 from zoo.layers.quantized.groups import AbstractGroupLinear
+from zoo.layers.quantized.linear import Int8Linear, NF4Linear
 from zoo.layers.quantized.packed import AbstractPackedLinear
 from zoo.models.parameter_paths import IndexRanges, map_modules
 from zoo.models.targets import is_linear_site, vmap_stacked

@@ -6,7 +6,7 @@ import jax
 from jaxtyping import PyTree
 
 from zoo.models.parameter_paths import list_parameter_paths
-from zoo.parallel import trainable
+from zoo.parallel.module import trainable
 
 from .compose import adapter_names
 

@@ -2,7 +2,8 @@
 
 from typing import Any, Literal, TypeVar, get_args
 
-from zoo.layers import AbstractEmbedding, AbstractLinear
+from zoo.layers import AbstractLinear
+from zoo.layers.embedding import AbstractEmbedding
 from zoo.layers.quantized.packed import AbstractPackedLinear
 from zoo.models.parameter_paths import IndexRanges, map_modules
 from zoo.models.targets import find_linears, vmap_stacked

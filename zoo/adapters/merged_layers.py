@@ -10,8 +10,10 @@ import equinox as eqx
 import jax
 from jaxtyping import Array, Float, Int
 
-from zoo.layers import AbstractEmbedding, AbstractLinear
-from zoo.parallel import Dim, buffer, wrapped
+from zoo.layers import AbstractLinear
+from zoo.layers.embedding import AbstractEmbedding
+from zoo.parallel import Dim, buffer
+from zoo.parallel.fields import wrapped
 from zoo.shapes import ResidualStream, Tokens
 
 from .base import AbstractAdapter, AbstractLinearAdapter, BiasVector, Matrix

@@ -16,8 +16,8 @@ from zoo.models.hf.wrappers import name_as_modules, rename
 from zoo.models.parameter_paths import format_path, iterate_indices
 from zoo.models.targets import ALL_LINEAR, LinearSite, Targets, find_linears, matches, suggest_words
 from zoo.parallel.trainable_copy import is_trainable_copy
-from zoo.weights import CheckpointError
 from zoo.weights.plan import invert_name_map, name_in_memory
+from zoo.weights.safetensors import CheckpointError
 from zoo.weights.save import resolve_origin
 from zoo.weights.stages import read_callers, read_name_map
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from zoo.models.parameter_paths import format_path
 from zoo.models.targets import ALL_LINEAR, LinearSite, Targets, match_targets, matches
-from zoo.weights import CheckpointError
+from zoo.weights.safetensors import CheckpointError
 
 from .names import PeftModule, get_family_name, get_name_table, list_peft_modules, translate_targets
 

@@ -3,7 +3,8 @@
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, TypeVar
 
-from zoo.layers import AbstractLinear, Int8Linear, Linear, NF4Linear
+from zoo.layers import AbstractLinear, Linear
+from zoo.layers.quantized.linear import Int8Linear, NF4Linear
 from zoo.models.parameter_paths import IndexRanges, list_parameter_paths, map_modules
 from zoo.models.targets import (
     ALL_LINEAR,

@@ -17,7 +17,12 @@ import tyro
 import zoo
 from zoo._backend import describe_backend_error
 from zoo._terminal import discard_output, is_output_closed, show, show_error
-from zoo.tools.commands import draw, evaluate, export, parity, plan, report
+from zoo.tools.commands.draw import draw
+from zoo.tools.commands.evaluate import evaluate
+from zoo.tools.commands.export import export
+from zoo.tools.commands.parity import parity
+from zoo.tools.commands.plan import plan
+from zoo.tools.commands.report import report
 
 from .chat import chat
 from .convert import convert

@@ -20,7 +20,9 @@ from zoo.adapters.peft.config import CONFIG_FILE
 from zoo.generate import Conversation
 from zoo.generate.request import TRUNCATIONS, check_decoder
 from zoo.parallel.devices import make_device_mesh
-from zoo.text.chat import ChatError, ChatTemplate, NoChatTemplateError, encode_rendered, protect
+from zoo.text.chat.errors import ChatError, NoChatTemplateError
+from zoo.text.chat.special_tokens import encode_rendered, protect
+from zoo.text.chat.template import ChatTemplate
 from zoo.text.stream_decoder import StoppingDecoder, decode_until_stop
 from zoo.text.tokenizers import Tokenizer, find_tokenizer
 from zoo.weights.directory import resolve_directory

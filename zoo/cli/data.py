@@ -13,7 +13,7 @@ from jaxtyping import Bool, Int
 from zoo._files import user_cache_folder
 from zoo._terminal import escape_controls, show
 from zoo.text.record_options import RecordOptions
-from zoo.text.records import Records
+from zoo.text.records.records import Records
 from zoo.text.token_cache import verify_cache
 from zoo.text.tokenizers import Tokenizer, read_tokenizer
 from zoo.weights.directory import resolve_directory

@@ -11,8 +11,9 @@ import equinox as eqx
 import jax
 import numpy as np
 
-from zoo.inspect import ModelImplementations, ModelSummary, implementations
-from zoo.inspect.parameters import count_by_dtype, summarize_model
+from zoo.inspect import implementations
+from zoo.inspect.implementations import ModelImplementations
+from zoo.inspect.parameters import ModelSummary, count_by_dtype, summarize_model
 from zoo.models import Decoder, preset
 from zoo.models.hf.config import read_config
 from zoo.models.hf.spec import Config, Family, NameMap

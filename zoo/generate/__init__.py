@@ -7,19 +7,6 @@ goes on in turns.
 """
 
 from .conversation import Conversation
-from .prefill import Prefix, prefill
-from .request import DecodedText
-from .run import Generated, generate
-from .stream import Request, StreamedTokens, generate_stream
+from .stream import Request
 
-__all__ = [
-    "Conversation",
-    "DecodedText",
-    "Generated",
-    "Prefix",
-    "Request",
-    "StreamedTokens",
-    "generate",
-    "generate_stream",
-    "prefill",
-]
+__all__ = ["Conversation", "Request"]

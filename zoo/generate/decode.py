@@ -11,9 +11,10 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from zoo.layers import TokenInfo
 from zoo.layers.kv_cache import set_rope_length
-from zoo.models import Decoder, Stack, swap_stack
+from zoo.models import Decoder, Stack
 from zoo.models.capture import Capture, make_zeros
 from zoo.models.decoder import AbstractStack, Hidden, LayerStates
+from zoo.models.stack import swap_stack
 from zoo.ops.sampling import (
     apply_temperature,
     filter_logits,
@@ -22,8 +23,10 @@ from zoo.ops.sampling import (
     penalize_repetition,
     sample_tokens,
 )
-from zoo.parallel import Activation, Mesh, Module, all_gather, current_mesh, place, reduce
-from zoo.parallel.collectives import while_loop
+from zoo.parallel import Mesh, Module, all_gather, reduce
+from zoo.parallel.activation import Activation
+from zoo.parallel.collectives import current_mesh, while_loop
+from zoo.parallel.place import place
 
 from .buckets import Prompt, choose_piece
 from .prefill import Prefix, find_rope_switches, follow_prefix, read_prompt, repeat_prompt, repeat_rows, write_text

@@ -15,9 +15,9 @@ from zoo.layers import AbstractMixer, TokenInfo
 from zoo.layers.kv_cache import set_rope_length
 from zoo.models import Decoder
 from zoo.models.decoder import LayerStates
-from zoo.parallel import Mesh, Module, current_mesh, leaves, reduce, shard
+from zoo.parallel import Mesh, Module, leaves, reduce, shard
 from zoo.parallel.batch import find_batch_axis
-from zoo.parallel.collectives import while_loop
+from zoo.parallel.collectives import current_mesh, while_loop
 from zoo.parallel.spmd import OutputDims, SpmdProgram, run_jitted
 
 from . import request

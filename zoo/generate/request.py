@@ -14,8 +14,9 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from zoo._checks import check_mask, check_not_donated, check_tokens, is_host_readable
 from zoo.models import Decoder
-from zoo.parallel import Mesh, Module, leaves, place
+from zoo.parallel import Mesh, Module, leaves
 from zoo.parallel.mesh import check_placed, require_mesh
+from zoo.parallel.place import place
 
 _Number = float | int
 

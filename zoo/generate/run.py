@@ -14,7 +14,8 @@ from jaxtyping import Array, Bool, Float, Int, Key, Shaped
 from zoo._checks import is_host_readable, wrap_key
 from zoo._keywords import check_keywords
 from zoo.models import Decoder
-from zoo.parallel import Activation, Mesh
+from zoo.parallel import Mesh
+from zoo.parallel.activation import Activation
 from zoo.parallel.spmd import run_jitted
 
 from . import request
@@ -111,7 +112,7 @@ def generate(
     - `presence_penalty`, `frequency_penalty`: subtracted from the logits of new tokens, once, and once for each time
       that the token is among them. Tokens of the prompt do not count, nor those of earlier calls.
     - `logits`: a function `(logits, text) -> logits` of float32 logits "batch vocab", after the penalties and before
-      the temperature, and of the text so far, a `zoo.generate.DecodedText`. It is traced into the program, once for
+      the temperature, and of the text so far, a `DecodedText`. It is traced into the program, once for
       each function: define it once, not in every call. On a mesh it gets the rows of one device, with the full
       vocabulary.
     - `stop_tokens`: a row ends with the first of these, which is included. The rest of the row is -1.
@@ -126,7 +127,7 @@ def generate(
     - `draft`: a smaller model of the same vocabulary that proposes `draft_tokens` tokens at a time, which this one then
       reads in one call, or "prompt" to look them up in the text (`zoo.generate.speculative`). Greedy tokens are those
       without a draft, and sampled ones have the same distribution, though they are others.
-    - `details`: return a `zoo.generate.Generated`, with log-probabilities and the prefix for a next call.
+    - `details`: return a `Generated`, with log-probabilities and the prefix for a next call.
     - `capture`: names of values to return in its `values`, as `zoo.capture` knows them; with `details`.
     - `mesh`: the mesh of the model. Rows are sharded over its batch axes, heads and vocabulary over `tensor`. With
       `context` each device holds a share of the slots of every KV cache, reads a share of each piece of the prompt,

@@ -13,8 +13,9 @@ from zoo._checks import wrap_key
 from zoo._keywords import check_keywords
 from zoo.layers.rotary import find_length_dependent_scaling
 from zoo.models import Decoder
-from zoo.parallel import Mesh, leaves, shard_offset
+from zoo.parallel import Mesh, leaves
 from zoo.parallel.batch import find_batch_axis
+from zoo.parallel.collectives import shard_offset
 from zoo.parallel.spmd import run_jitted
 
 from . import request

@@ -3,29 +3,12 @@
 Functions of a step and its arguments, and summaries of a model; models do not depend on them.
 """
 
-from .collectives import Collective
 from .drift import drift
 from .dtypes import audit_dtypes
-from .implementations import ModelImplementations, implementations
-from .operations import Flops, count_flops
-from .parameters import ModelSummary, summary
-from .program import CompiledProgram, DonationError, compiled
+from .implementations import implementations
+from .operations import count_flops
+from .program import compiled
 from .size import measure_size
 from .state import state_bytes
 
-__all__ = [
-    "Collective",
-    "CompiledProgram",
-    "DonationError",
-    "Flops",
-    "ModelImplementations",
-    "ModelSummary",
-    "audit_dtypes",
-    "compiled",
-    "count_flops",
-    "drift",
-    "implementations",
-    "measure_size",
-    "state_bytes",
-    "summary",
-]
+__all__ = ["audit_dtypes", "compiled", "count_flops", "drift", "implementations", "measure_size", "state_bytes"]

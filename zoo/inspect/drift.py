@@ -26,7 +26,13 @@ from zoo.models.capture import refuse_edits
 from zoo.models.decoder import set_dropout_keys
 from zoo.models.loss import chunked_cross_entropy
 from zoo.models.scoring import unstack_blocks
-from zoo.parallel import Mesh, cast, gather, make_mesh, place, place_batch, spmd, varying
+from zoo.parallel import Mesh, gather
+from zoo.parallel.batch import place_batch
+from zoo.parallel.collectives import varying
+from zoo.parallel.gather import cast
+from zoo.parallel.mesh import make_mesh
+from zoo.parallel.place import place
+from zoo.parallel.spmd import spmd
 from zoo.parallel.tokens import replicate_tokens
 
 _KINDS = ("output", "local_output", "gradient", "local_gradient")

@@ -11,17 +11,18 @@ import jax
 import jax.numpy as jnp
 
 from zoo.layers import TokenInfo
-from zoo.models import Decoder, Hidden, Stack, swap_stack
+from zoo.models import Decoder, Hidden, Stack
 from zoo.models.capture import refuse_edits
 from zoo.models.decoder import AbstractBlock, AbstractStack, LayerStates, UnrolledStack
 from zoo.models.loss import cross_entropy
-from zoo.models.stack import describe_loop
+from zoo.models.stack import describe_loop, swap_stack
 from zoo.ops.implementations import Choice, Decision, observe_decisions
 from zoo.ops.platform import Platform, normalize_platform, target_device, target_platform
-from zoo.parallel import Mesh, all_gather, spmd
+from zoo.parallel import Mesh, all_gather
 from zoo.parallel.imagined import is_imagined
 from zoo.parallel.module import find_operations
 from zoo.parallel.scope import calling_modules
+from zoo.parallel.spmd import spmd
 
 
 @dataclasses.dataclass(frozen=True)

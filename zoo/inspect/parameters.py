@@ -13,13 +13,13 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from zoo._terminal import align_columns, format_bytes
-from zoo.models import Decoder, Stack, count_active_parameters, list_parameter_paths, swap_stack
+from zoo.models import Decoder, Stack, count_active_parameters, list_parameter_paths
 from zoo.models.hf.config import read_config
 from zoo.models.parameter_paths import ParameterPath
-from zoo.models.stack import is_stack
-from zoo.parallel import Mesh, replace_option
+from zoo.models.stack import is_stack, swap_stack
+from zoo.parallel import Mesh
 from zoo.parallel.mesh import is_array_or_shape
-from zoo.parallel.module import is_parameter, is_trainable
+from zoo.parallel.module import is_parameter, is_trainable, replace_option
 from zoo.parallel.rounds import merge_rounds
 
 from .implementations import format_ranges

@@ -3,8 +3,6 @@
 from .abstract import AbstractFeedForward, AbstractLinear, AbstractMixer, AbstractNorm
 from .attention.alibi import AlibiAttention
 from .attention.attention import Attention
-from .attention.base import AbstractGroupedAttention
-from .attention.cross_layer import CrossLayerAttention
 from .attention.differential import DifferentialAttention
 from .attention.forgetting import ForgettingAttention
 from .attention.gated import GatedAttention
@@ -15,31 +13,16 @@ from .attention.post_rotary import PostRotaryAttention
 from .attention.sparse_latent import LightningIndexer, SparseLatentAttention
 from .convolution import ShortConvolution
 from .dropout import Dropout
-from .embedding import AbstractEmbedding, Embedding, PositionEmbedding
-from .encoders.bidirectional_attention import BidirectionalAttention
-from .encoders.patches import ImageEmbedding, PatchEmbedding
-from .encoders.pooling import AbstractPooler, AttentionPooler, ClassTokenPooler, DensePooler
-from .kv_cache import KeyValueCache
+from .embedding import Embedding, PositionEmbedding
 from .linear import Linear
 from .mlp import MLP, GatedMLP
-from .moe.mixture import AbstractMixture, MixtureOfExperts
-from .moe.router import (
-    AbstractRouter,
-    BiasedRouter,
-    SigmoidRouter,
-    SoftmaxRouter,
-    TopSoftmaxRouter,
-)
-from .moe.routing import Routing
+from .moe.mixture import MixtureOfExperts
+from .moe.router import BiasedRouter, SigmoidRouter, SoftmaxRouter, TopSoftmaxRouter
 from .norm import IdentityNorm, LayerNorm, RMSNorm
-from .quantized.fp8 import FP8Linear
-from .quantized.linear import Int8Linear, MXFP4Linear, NF4Linear
 from .recurrent.base import AbstractRecurrence
-from .recurrent.context import RecurrenceContext
 from .recurrent.decoupled_delta import Comba, GatedDeltaNet2
 from .recurrent.delta_net import DeltaNet, GatedDeltaNet, GatedDeltaProduct, KimiDeltaAttention
 from .recurrent.double_gated_convolution import DoubleGatedConvolution
-from .recurrent.from_attention import copy_to_gated_delta_net, copy_to_mamba2
 from .recurrent.gated_convolution import GatedConvolution
 from .recurrent.grouped_delta_net import GroupedGatedDeltaNet
 from .recurrent.hgrn2 import HGRN2
@@ -53,7 +36,7 @@ from .recurrent.rg_lru import RGLRU
 from .recurrent.rwkv4 import RWKV4
 from .recurrent.rwkv6 import RWKV6
 from .recurrent.rwkv7 import RWKV7
-from .token_info import TokenInfo, token_positions
+from .token_info import TokenInfo
 
 __all__ = [
     "HGRN2",
@@ -63,31 +46,20 @@ __all__ = [
     "RWKV4",
     "RWKV6",
     "RWKV7",
-    "AbstractEmbedding",
     "AbstractFeedForward",
-    "AbstractGroupedAttention",
     "AbstractLinear",
     "AbstractMixer",
-    "AbstractMixture",
     "AbstractNorm",
-    "AbstractPooler",
     "AbstractRecurrence",
-    "AbstractRouter",
     "AlibiAttention",
     "Attention",
-    "AttentionPooler",
     "BiasedRouter",
-    "BidirectionalAttention",
-    "ClassTokenPooler",
     "Comba",
-    "CrossLayerAttention",
     "DeltaNet",
-    "DensePooler",
     "DifferentialAttention",
     "DoubleGatedConvolution",
     "Dropout",
     "Embedding",
-    "FP8Linear",
     "ForgettingAttention",
     "GatedAttention",
     "GatedConvolution",
@@ -98,9 +70,6 @@ __all__ = [
     "GatedMLP",
     "GroupedGatedDeltaNet",
     "IdentityNorm",
-    "ImageEmbedding",
-    "Int8Linear",
-    "KeyValueCache",
     "KimiDeltaAttention",
     "LatentAttention",
     "LayerNorm",
@@ -108,29 +77,21 @@ __all__ = [
     "LightningIndexer",
     "Linear",
     "LinearAttention",
-    "MXFP4Linear",
     "Mamba",
     "Mamba2",
     "Mamba3",
     "MesaNet",
     "MixtureOfBlockAttention",
     "MixtureOfExperts",
-    "NF4Linear",
     "NativeSparseAttention",
-    "PatchEmbedding",
     "PositionEmbedding",
     "PostRotaryAttention",
     "RMSNorm",
-    "RecurrenceContext",
     "Retention",
-    "Routing",
     "ShortConvolution",
     "SigmoidRouter",
     "SoftmaxRouter",
     "SparseLatentAttention",
     "TokenInfo",
     "TopSoftmaxRouter",
-    "copy_to_gated_delta_net",
-    "copy_to_mamba2",
-    "token_positions",
 ]

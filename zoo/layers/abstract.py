@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, PyTree
 
-from zoo.parallel import Module, all_gather, num_shards, shard, sharded_axes
+from zoo.parallel import Module, all_gather, num_shards, shard
+from zoo.parallel.collectives import sharded_axes
 from zoo.parallel.tokens import gather_tokens, match_tokens
 from zoo.shapes import HiddenStates, ResidualStream
 

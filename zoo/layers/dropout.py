@@ -3,7 +3,8 @@
 from typing import ClassVar
 
 from zoo.ops.dropout import dropout
-from zoo.parallel import Module, implementation_option, shard_offset
+from zoo.parallel import Module, implementation_option
+from zoo.parallel.collectives import shard_offset
 from zoo.shapes import ResidualStream
 
 from .token_info import TokenInfo

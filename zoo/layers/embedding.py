@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Key
 
-from zoo.parallel import Module, num_shards, reduce, shard_offset
+from zoo.parallel import Module, num_shards, reduce
+from zoo.parallel.collectives import shard_offset
 from zoo.parallel.tokens import shard_tokens
 from zoo.shapes import ResidualStream, Tokens
 

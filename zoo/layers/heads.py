@@ -3,7 +3,7 @@
 from jax import lax
 from jaxtyping import Array, Float
 
-from zoo.parallel import shard_offset
+from zoo.parallel.collectives import shard_offset
 
 from .abstract import AbstractNorm
 

@@ -22,7 +22,8 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from zoo._checks import is_host_readable
 from zoo.ops.implementations import always_holds
-from zoo.parallel import Module, all_gather, current_mesh, num_shards, shard_offset, vary
+from zoo.parallel import Module, all_gather, num_shards, vary
+from zoo.parallel.collectives import current_mesh, shard_offset
 from zoo.shapes import KVHeads, Positions
 
 from .token_info import TokenInfo, refuse_segments

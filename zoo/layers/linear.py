@@ -7,7 +7,8 @@ from jaxtyping import Array, Float, Int, Key
 
 from zoo.ops.matmul import add_matmul, einsum_fp32_accum
 from zoo.ops.moe.grouped_matmul import expand_group_values, grouped_matmul
-from zoo.parallel import Dim, reduce, shard_offset
+from zoo.parallel import Dim, reduce
+from zoo.parallel.collectives import shard_offset
 
 from .abstract import AbstractLinear
 

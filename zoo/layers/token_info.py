@@ -12,7 +12,8 @@ from jaxtyping import Array, Float, Int, Key
 
 from zoo._checks import check_batch_keys, check_token_arrays, is_host_readable, wrap_key
 from zoo.ops.recurrence.chunks import find_segment_starts
-from zoo.parallel import Module, current_mesh, num_shards, shard_offset
+from zoo.parallel import Module, num_shards
+from zoo.parallel.collectives import current_mesh, shard_offset
 from zoo.shapes import HiddenStates, PaddingMask, Positions, SegmentIds, Tokens
 
 

@@ -19,7 +19,8 @@ from zoo.layers import (
     PositionEmbedding,
 )
 from zoo.layers.embedding import AbstractPositionEmbedding
-from zoo.parallel import Dim, Remat
+from zoo.parallel import Dim
+from zoo.parallel.remat import Remat
 
 from .blocks import FeedForwardBlock, MixerBlock
 from .decoder import AbstractBlock, AbstractLayerInputs, Block, Decoder

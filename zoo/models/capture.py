@@ -20,9 +20,11 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, PyTree, Shaped
 
-from zoo.parallel import Mesh, current_mesh, spmd, vary, varying
+from zoo.parallel import Mesh, vary
 from zoo.parallel.activation import Activation, Edit
+from zoo.parallel.collectives import current_mesh, varying
 from zoo.parallel.scope import calling_modules
+from zoo.parallel.spmd import spmd
 from zoo.parallel.taps import Taps, active_taps, current_taps, number_layers
 
 from .decoder import Decoder
@@ -72,7 +74,7 @@ def capture(function: Callable, *names: str) -> Capture:
       `layers.2.attention` is of one layer. In place of a field, `fnmatch` patterns: `layers.*.*_norm`.
 
     Layers run in a plain loop, which compiles each of them. On a mesh the values are sharded as their dims say, and are
-    `zoo.parallel.Activation`s: arrays with the names of their dims. A loss is not changed by what is captured in it.
+    `Activation`s: arrays with the names of their dims. A loss is not changed by what is captured in it.
 
     The function **raises** `ValueError` for a name without a value, with the nearest names; for one whose module runs
     several times; and for a value inside a transformation that the function applies (a `jax.vmap`, `jax.jit`, loop,
@@ -125,7 +127,7 @@ def patch(model: _Model, edits: Mapping[str, Any]) -> _Model:
 
     The result is a model: `generate`, `value_and_grad`, `spmd`, `place` and `score` take it as it is. Its edits are not
     trained, and `zoo.save` refuses it, since a checkpoint has no place for them; `unpatch` removes them. On a mesh,
-    arrays with rows or tokens are `zoo.parallel.Activation`s, as `capture` returns; any other is replicated. A new
+    arrays with rows or tokens are `Activation`s, as `capture` returns; any other is replicated. A new
     function is a new program: edits that change often pass arrays.
 
     **Raises** `TypeError` for a model that takes no edits. The model **raises** `ValueError` for an edit of a value
@@ -181,7 +183,7 @@ def capture_gradients(loss_fn: Callable, *names: str, mesh: Mesh | None = None) 
         loss, seen, gradients = zoo.capture_gradients(loss_fn, "layers.*")(model, batch)
 
     - `loss_fn`: returns `total, count`, as for `zoo.value_and_grad`, or without a mesh a loss.
-    - `mesh`: the mesh of the model and the batch. Values and gradients are then `zoo.parallel.Activation`s.
+    - `mesh`: the mesh of the model and the batch. Values and gradients are then `Activation`s.
 
     `gradients[name]` has the shape of `seen[name]`: d loss / d value, with everything after it recomputed as the model
     does. **Raises** as `capture` does.

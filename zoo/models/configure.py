@@ -5,9 +5,9 @@ from typing import Any, TypeVar, get_args
 
 import jax
 
-from zoo.parallel import Module, Remat, replace_option
-from zoo.parallel.module import find_operations
-from zoo.parallel.remat import check_remat
+from zoo.parallel import Module
+from zoo.parallel.module import find_operations, replace_option
+from zoo.parallel.remat import Remat, check_remat
 
 from .decoder import AbstractStack, RoutingDetail, UnrolledStack
 from .loop import Loop, check_loop

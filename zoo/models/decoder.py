@@ -17,33 +17,16 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Key
 
 from zoo._checks import check_not_donated, check_tokens, describe_argument
-from zoo.layers import (
-    AbstractEmbedding,
-    AbstractFeedForward,
-    AbstractLinear,
-    AbstractMixer,
-    AbstractNorm,
-    Dropout,
-    ImageEmbedding,
-    Routing,
-    TokenInfo,
-    token_positions,
-)
+from zoo.layers import AbstractFeedForward, AbstractLinear, AbstractMixer, AbstractNorm, Dropout, TokenInfo
 from zoo.layers.abstract import check_sequence_sharding, run_feed_forward, run_mixer
-from zoo.layers.embedding import AbstractPositionEmbedding
-from zoo.layers.moe.routing import RoutingSums, sum_routing
-from zoo.layers.token_info import token_info
-from zoo.parallel import (
-    Module,
-    buffer,
-    current_mesh,
-    gather,
-    implementation_option,
-    named_by_class,
-    num_shards,
-    observed,
-)
+from zoo.layers.embedding import AbstractEmbedding, AbstractPositionEmbedding
+from zoo.layers.encoders.patches import ImageEmbedding
+from zoo.layers.moe.routing import Routing, RoutingSums, sum_routing
+from zoo.layers.token_info import token_info, token_positions
+from zoo.parallel import Module, buffer, gather, implementation_option, named_by_class, num_shards
 from zoo.parallel.activation import Edit
+from zoo.parallel.collectives import current_mesh
+from zoo.parallel.fields import observed
 from zoo.parallel.scope import has_value
 from zoo.parallel.taps import in_layer
 from zoo.parallel.tokens import merge_copies, replicate_tokens, shard_tokens

@@ -11,7 +11,8 @@ from zoo._checks import check_batch
 from zoo.layers import SparseLatentAttention, TokenInfo
 from zoo.layers.attention.sparse_latent import DIVERGENCE
 from zoo.layers.token_info import batch_token_info
-from zoo.parallel import reduce, replace_option
+from zoo.parallel import reduce
+from zoo.parallel.module import replace_option
 from zoo.parallel.scope import calling_modules
 from zoo.parallel.taps import Taps, active_taps, current_taps
 from zoo.parallel.tokens import merge_copies
@@ -35,7 +36,7 @@ def indexer_loss(
     over the keys that a token attends to: those that are selected, or all in a layer that `attend_densely` has set. Its
     gradient is one of the indexers only: attention and hidden states are constants in it.
 
-        loss, grads = zoo.value_and_grad(zoo.models.indexer_loss, mesh)(zoo.models.attend_densely(model), batch)
+        loss, grads = zoo.value_and_grad(zoo.models.indexer_loss, mesh)(attend_densely(model), batch)
         loss = zoo.cross_entropy(model, batch, indexer=1.0)         # afterwards, with the loss of the model
 
     `batch`: `tokens`, and the other keys of `zoo.cross_entropy`, of which targets and weights are not read.

@@ -11,20 +11,10 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, Key
 
-from zoo.layers import (
-    AbstractEmbedding,
-    AbstractFeedForward,
-    AbstractLinear,
-    AbstractNorm,
-    CrossLayerAttention,
-    Dropout,
-    Embedding,
-    Linear,
-    RMSNorm,
-    TokenInfo,
-)
+from zoo.layers import AbstractFeedForward, AbstractLinear, AbstractNorm, Dropout, Embedding, Linear, RMSNorm, TokenInfo
 from zoo.layers.abstract import run_feed_forward
-from zoo.layers.attention.cross_layer import SharedKeyValues
+from zoo.layers.attention.cross_layer import CrossLayerAttention, SharedKeyValues
+from zoo.layers.embedding import AbstractEmbedding
 from zoo.parallel import Dim, Module, buffer, named_by_class
 from zoo.parallel.tokens import match_tokens, run_on_all_tokens
 from zoo.shapes import ResidualStream, Tokens

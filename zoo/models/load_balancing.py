@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
-from zoo.layers import AbstractMixture
+from zoo.layers.moe.mixture import AbstractMixture
 from zoo.layers.moe.routing import RoutingSums
-from zoo.parallel import reduce, trainable
+from zoo.parallel import reduce
+from zoo.parallel.module import trainable
 
 from .parameter_paths import list_parameter_paths
 

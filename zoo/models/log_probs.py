@@ -14,7 +14,8 @@ from zoo._checks import check_batch, check_chunk, check_temperature
 from zoo.layers import TokenInfo
 from zoo.layers.token_info import batch_token_info
 from zoo.ops.normalization import max_last_dim
-from zoo.parallel import reduce, scan, vary, varying
+from zoo.parallel import reduce, scan, vary
+from zoo.parallel.collectives import varying
 from zoo.shapes import Tokens
 
 from .decoder import Decoder, find_checkable_vocab
@@ -62,7 +63,7 @@ def log_probs(
         ratio = zoo.log_probs(model, batch) - lax.stop_gradient(zoo.log_probs(reference, batch))
 
     The result is sharded as the batch is, over rows and over the sequence: sum it over the tokens of a text with
-    `zoo.train.sum_segments` or `zoo.train.sum_pairs`. Losses of post-training are functions of it
+    `zoo.models.segment_sums.sum_segments` or `zoo.train.sum_pairs`. Losses of post-training are functions of it
     (`zoo.train.objectives`).
 
     - `batch`: as for `zoo.cross_entropy`. Its `weights` are not applied.

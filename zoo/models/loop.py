@@ -11,8 +11,7 @@ from typing import Any, Literal, get_args
 
 from zoo.ops.implementations import always_holds
 from zoo.ops.platform import current_platform
-from zoo.parallel import Remat
-from zoo.parallel.remat import rematerializes
+from zoo.parallel.remat import Remat, rematerializes
 
 Loop = Literal["auto", "scan", "ahead", "plain"] | int
 """Loop over layers: "scan" over the repeats of a pattern, with a number for that many repeats per iteration

@@ -19,7 +19,8 @@ from zoo.ops.custom_vjps import refuse_forward_mode
 from zoo.ops.implementations import Implementation, Operation
 from zoo.ops.normalization import max_last_dim
 from zoo.ops.tokamax import UNMEASURED
-from zoo.parallel import num_shards, reduce, scan, shard_offset, vary, varying
+from zoo.parallel import num_shards, reduce, scan, vary
+from zoo.parallel.collectives import shard_offset, varying
 
 from .decoder import Decoder, find_checkable_vocab
 from .encoders.text import Encoder

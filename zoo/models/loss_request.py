@@ -7,7 +7,7 @@ import equinox as eqx
 import jax
 from jaxtyping import Array
 
-from zoo.layers import AbstractEmbedding
+from zoo.layers.embedding import AbstractEmbedding
 from zoo.parallel import num_shards
 
 from .encoders.heads import MaskedUnembedding

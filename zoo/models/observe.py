@@ -20,7 +20,9 @@ from jax import lax
 from jaxtyping import Array, Float, PyTree
 
 from zoo.layers import TokenInfo
-from zoo.parallel import current_mesh, observed, vary, varying, wrapped
+from zoo.parallel import vary
+from zoo.parallel.collectives import current_mesh, varying
+from zoo.parallel.fields import observed, wrapped
 from zoo.parallel.module import replace_option
 from zoo.parallel.rounds import merge_rounds
 

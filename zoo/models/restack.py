@@ -9,7 +9,7 @@ import equinox as eqx
 import jax
 
 from zoo.layers import AbstractMixer
-from zoo.parallel import replace_option
+from zoo.parallel.module import replace_option
 
 from .capture import refuse_edits
 from .decoder import AbstractBlock, Decoder
@@ -66,7 +66,7 @@ def replace_mixers(
 ) -> Decoder:
     """Return a model with other mixers in these layers: a Transformer becomes a hybrid.
 
-        copy = partial(zoo.layers.copy_to_gated_delta_net, key=key)
+        copy = partial(copy_to_gated_delta_net, key=key)
         hybrid = zoo.models.replace_mixers(model, {1: copy, 2: copy})
 
     - `mixers`: by layer, the mixer, or a function of the present mixer that returns it.

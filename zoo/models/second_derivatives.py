@@ -6,8 +6,8 @@ import jax
 
 from zoo.layers.quantized.fp8 import FP8Linear
 from zoo.layers.quantized.packed import AbstractPackedLinear
-from zoo.parallel import Module, replace_option
-from zoo.parallel.module import find_operations
+from zoo.parallel import Module
+from zoo.parallel.module import find_operations, replace_option
 
 _Model = TypeVar("_Model")
 

@@ -11,8 +11,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Int
 
-from zoo.parallel import Dim, current_mesh, shard_offset, stacked, vary
-from zoo.parallel.collectives import is_pipelined
+from zoo.parallel import Dim, stacked, vary
+from zoo.parallel.collectives import current_mesh, is_pipelined, shard_offset
 from zoo.parallel.rounds import AbstractLayers, reshape_layers
 from zoo.parallel.tokens import find_token_axes
 

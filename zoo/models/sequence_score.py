@@ -13,7 +13,9 @@ from jaxtyping import Array, Float, Int, Key
 from zoo._checks import check_tokens, is_host_readable
 from zoo.layers import AbstractLinear, Linear, TokenInfo
 from zoo.layers.token_info import batch_token_info, token_info
-from zoo.parallel import Dim, Module, gather, implementation_option, num_shards, reduce, shard_offset, wrapped
+from zoo.parallel import Dim, Module, gather, implementation_option, num_shards, reduce
+from zoo.parallel.collectives import shard_offset
+from zoo.parallel.fields import wrapped
 from zoo.parallel.trainable_copy import materialize
 from zoo.shapes import PaddingMask, Positions, SegmentIds, Tokens
 

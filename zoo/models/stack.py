@@ -13,8 +13,8 @@ from jaxtyping import Array, Key
 from zoo._checks import wrap_key
 from zoo.layers import TokenInfo
 from zoo.layers.kv_cache import check_room
-from zoo.parallel import Module, Remat, gather, implementation_option
-from zoo.parallel.remat import check_remat, rematerialize
+from zoo.parallel import Module, gather, implementation_option
+from zoo.parallel.remat import Remat, check_remat, rematerialize
 from zoo.parallel.scope import has_value
 from zoo.parallel.taps import taps_layers
 

@@ -10,7 +10,8 @@ import equinox as eqx
 import jax
 import numpy as np
 
-from zoo.layers import AbstractEmbedding, AbstractLinear
+from zoo.layers import AbstractLinear
+from zoo.layers.embedding import AbstractEmbedding
 from zoo.parallel.rounds import merge_rounds
 from zoo.parallel.trainable_copy import materialize
 

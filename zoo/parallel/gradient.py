@@ -70,7 +70,7 @@ def value_and_grad(
 
     - `has_aux`: `loss_fn` returns `(total, count), aux`; every array of `aux` is summed likewise but not divided, and
       the result is `(loss, aux), gradients`.
-    - `observe`: the result is `loss, gradients, observations`, for a model with `zoo.parallel.observed()` fields. The
+    - `observe`: the result is `loss, gradients, observations`, for a model with `observed()` fields. The
       observations are the values that the backward pass returned for these fields, maxima over devices and
       micro-batches, in a model with None in place of every other array.
     - `microbatches`: gradient accumulation: each device's rows are processed in this many micro-batches, sequentially.

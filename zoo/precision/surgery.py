@@ -5,7 +5,8 @@ from typing import Any, TypeVar
 
 import jax
 
-from zoo.layers import AbstractMixer, FP8Linear, Linear
+from zoo.layers import AbstractMixer, Linear
+from zoo.layers.quantized.fp8 import FP8Linear
 from zoo.models.parameter_paths import IndexRanges, list_parameter_paths, map_modules, walk_parameters
 from zoo.models.targets import (
     ALL_LINEAR,
@@ -34,7 +35,7 @@ def fp8(model: _Model, recipe: AbstractRecipe = _DEFAULT_RECIPE, *, targets: Tar
 
     Parameters, their names and dtypes stay: they are the master weights. Adapters wrap the layers as any others.
 
-    - `targets`: names, patterns, or a predicate of module paths: see `zoo.adapters.match_targets`. `"all-linear"`
+    - `targets`: names, patterns, or a predicate of module paths: see `zoo.models.targets.match_targets`. `"all-linear"`
       excludes the head, layers that are declared in full precision, such as routers, and layers that are multiplied
       head by head. Name the first two to include them.
 

@@ -8,14 +8,9 @@ from typing import Any, Literal
 import jax
 
 from zoo._terminal import show
-from zoo.text.chat import (
-    PLAIN_TEMPLATE,
-    ChatTemplate,
-    NoChatTemplateError,
-    read_chat_template,
-    read_special_tokens,
-)
-from zoo.text.records import Records, load_records
+from zoo.text.chat.errors import NoChatTemplateError
+from zoo.text.chat.template import PLAIN_TEMPLATE, ChatTemplate, read_chat_template, read_special_tokens
+from zoo.text.records.records import Records, load_records
 from zoo.text.tokenizers import Tokenizer
 
 

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from . import plan as plan
     from . import report as report
     from . import testing as testing
-    from .report import report_run as report_run
-    from .report import report_runs as report_runs
+    from .report.runs import report_run as report_run
+    from .report.runs import report_runs as report_runs
 
 __all__ = ["draw", "evaluate", "export", "parity", "plan", "report", "report_run", "report_runs", "testing"]
 
@@ -26,7 +26,7 @@ __all__ = ["draw", "evaluate", "export", "parity", "plan", "report", "report_run
 def __getattr__(name: str) -> Any:
     """Import a tool at first use: a program seldom needs several."""
     if name in ("report_run", "report_runs"):
-        return getattr(importlib.import_module(f"{__name__}.report"), name)
+        return getattr(importlib.import_module(f"{__name__}.report.runs"), name)
     if name in __all__:
         return importlib.import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -4,24 +4,19 @@ from zoo._optional import require_installed
 
 require_installed("optax", "grain", "orbax.checkpoint", extra="train")  # before anything that needs them is imported
 
-from zoo.models.segment_sums import sum_segments
 from zoo.parallel.fingerprint import fingerprint
-from zoo.text.batches import BatchIterator, ShuffledBatches, TokenWindows, bits_per_byte, stack_rows
-from zoo.text.chat import ChatTemplate, read_chat_template, read_special_tokens, tool_schema
+from zoo.text.batches import ShuffledBatches, TokenWindows, bits_per_byte, stack_rows
 from zoo.text.corpus import load_text
-from zoo.text.digit_sorting import count_sorted_digits, list_sorting_examples, list_sorting_prompts
-from zoo.text.docstrings import read_docstrings, read_standard_library
 from zoo.text.mixture import Mixture
-from zoo.text.packing import PackedRows, plan_rows
+from zoo.text.packing import PackedRows
 from zoo.text.record_options import RecordOptions
-from zoo.text.records import Records, RecordStream, load_records, mix, stream_records
-from zoo.text.synthetic import AssociativeRecall, GroupWords, NeedleRetrieval
+from zoo.text.records.records import load_records, mix
+from zoo.text.records.stream import stream_records
 from zoo.text.tokenizers import read_tokenizer
 
 from . import objectives
 from .checkpoint import Checkpoints
 from .command import check_names, run_cli
-from .digits import load_digits
 from .ema import update_ema
 from .evaluation import Evaluation
 from .export import export
@@ -29,7 +24,7 @@ from .health import measure_updates
 from .interrupt import Interrupt
 from .loss_scale import dynamic_loss_scale, loss_scale
 from .metrics import Metrics, read_metrics
-from .objectives.pairs import Pairs, average_pairs, sum_pairs
+from .objectives.pairs import average_pairs, sum_pairs
 from .on_policy import sample_batch
 from .optimizer.adam import adamw
 from .optimizer.apply_updates import apply_updates
@@ -45,10 +40,10 @@ from .options import MeshOptions, RunOptions
 from .profile import Profile
 from .reference import precompute_reference
 from .reinforcement.group_sampler import GroupSampler
-from .reinforcement.grouped_samples import Groups, fill_groups, make_sampler, sample_groups
+from .reinforcement.grouped_samples import make_sampler, sample_groups
 from .reinforcement.rewards import Rewards, match_answer
-from .reinforcement.rollouts import Rollouts, pack_rollouts
-from .remat import count_residual_bytes, fit_remat
+from .reinforcement.rollouts import pack_rollouts
+from .remat import fit_remat
 from .run import Run
 from .samples import continue_prompts, find_prompts
 from .skip import count_skips, skip_nonfinite, skip_spikes
@@ -56,43 +51,32 @@ from .spikes import SpikeDetector
 from .stored_teacher import split_top_k, store_top_k
 from .summary import summary
 from .sweep import sweep_grid, sweep_map, sweep_models, sweep_step
-from .trackers import MLflow, TensorBoard, Tracker, Trackio, WeightsAndBiases
+from .trackers import MLflow, TensorBoard, Trackio, WeightsAndBiases
 
 __all__ = [
-    "AssociativeRecall",
     "BFloat16Moment",
-    "BatchIterator",
     "BlockwiseMoment",
-    "ChatTemplate",
     "Checkpoints",
     "Evaluation",
     "FactoredMoment",
     "Float32Moment",
     "GroupSampler",
-    "GroupWords",
-    "Groups",
     "Interrupt",
     "MLflow",
     "MeshOptions",
     "Metrics",
     "Mixture",
-    "NeedleRetrieval",
     "OptimizerName",
     "PackedRows",
-    "Pairs",
     "Profile",
     "RecordOptions",
-    "RecordStream",
-    "Records",
     "Rewards",
-    "Rollouts",
     "Run",
     "RunOptions",
     "ShuffledBatches",
     "SpikeDetector",
     "TensorBoard",
     "TokenWindows",
-    "Tracker",
     "Trackio",
     "WeightsAndBiases",
     "adamw",
@@ -102,22 +86,16 @@ __all__ = [
     "by_dim",
     "check_names",
     "continue_prompts",
-    "count_residual_bytes",
     "count_skips",
-    "count_sorted_digits",
     "decay_mask",
     "dynamic_loss_scale",
     "eval_params",
     "export",
-    "fill_groups",
     "find_prompts",
     "fingerprint",
     "fit_remat",
     "format_groups",
     "linear_mask",
-    "list_sorting_examples",
-    "list_sorting_prompts",
-    "load_digits",
     "load_records",
     "load_text",
     "loss_scale",
@@ -130,13 +108,8 @@ __all__ = [
     "muon",
     "objectives",
     "pack_rollouts",
-    "plan_rows",
     "precompute_reference",
-    "read_chat_template",
-    "read_docstrings",
     "read_metrics",
-    "read_special_tokens",
-    "read_standard_library",
     "read_tokenizer",
     "run_cli",
     "sample_batch",
@@ -149,13 +122,11 @@ __all__ = [
     "store_top_k",
     "stream_records",
     "sum_pairs",
-    "sum_segments",
     "summary",
     "sweep_grid",
     "sweep_map",
     "sweep_models",
     "sweep_step",
-    "tool_schema",
     "transfer_width",
     "update_ema",
     "warmup_stable_decay",

@@ -8,8 +8,10 @@ import jax
 import numpy as np
 from jaxtyping import PyTree
 
-from zoo.parallel import Mesh, place_batch, reader, value
+from zoo.parallel import Mesh, reader
+from zoo.parallel.batch import place_batch
 from zoo.parallel.closures import refuse_closed_over_arrays
+from zoo.parallel.gradient import value
 from zoo.text.batches import OrderedBatches, bits_per_byte
 from zoo.text.run_data import LossUnit
 

@@ -11,10 +11,9 @@ import jax
 from zoo._terminal import show
 from zoo.models import Decoder
 from zoo.text.run_data import RunData
-from zoo.weights import NoFamilyError
 from zoo.weights.hub import is_hub_name
 from zoo.weights.model_card import Training, name_base
-from zoo.weights.save import write_model
+from zoo.weights.save import NoFamilyError, write_model
 
 
 def export(model: Decoder, data: RunData, directory: Path, *, seq_len: int, training: Training | None = None) -> Path:

@@ -7,10 +7,10 @@ import numpy as np
 from jaxtyping import Array, Int, Key, Shaped
 
 from zoo._checks import check_temperature
-from zoo.generate import generate
+from zoo.generate.run import generate
 from zoo.models import Decoder
-from zoo.parallel import Mesh, place_batch, reader
-from zoo.parallel.batch import fetch_arrays
+from zoo.parallel import Mesh, reader
+from zoo.parallel.batch import fetch_arrays, place_batch
 
 from .reinforcement.rollouts import make_rows
 

@@ -9,8 +9,9 @@ from typing import Any, Literal, TypeVar
 
 import jax
 
-from zoo.models import configure
-from zoo.parallel import SEQUENCE, ZERO1, ZERO2, ZERO3, Mesh, Schedule, make_mesh
+from zoo.models.configure import configure
+from zoo.parallel import SEQUENCE, ZERO1, ZERO2, ZERO3, Mesh, Schedule
+from zoo.parallel.mesh import make_mesh
 from zoo.parallel.remat import RematPolicy
 from zoo.text.record_options import RecordOptions
 

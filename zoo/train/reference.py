@@ -13,9 +13,12 @@ import equinox as eqx
 from jaxtyping import Array, Float
 
 from zoo._files import user_cache_folder
-from zoo.models import Decoder, log_probs
-from zoo.parallel import Mesh, cast, leaves, spmd
-from zoo.text.records import Records
+from zoo.models import Decoder
+from zoo.models.log_probs import log_probs
+from zoo.parallel import Mesh, leaves
+from zoo.parallel.gather import cast
+from zoo.parallel.spmd import spmd
+from zoo.text.records.records import Records
 
 from .stored_arrays import store_arrays
 

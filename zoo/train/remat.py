@@ -8,9 +8,11 @@ import equinox as eqx
 import jax
 from jaxtyping import PyTree
 
-from zoo.models import configure
-from zoo.parallel import Mesh, Remat, map_leaves, spmd
-from zoo.parallel.module import is_trainable
+from zoo.models.configure import configure
+from zoo.parallel import Mesh
+from zoo.parallel.module import is_trainable, map_leaves
+from zoo.parallel.remat import Remat
+from zoo.parallel.spmd import spmd
 
 _log = logging.getLogger("zoo")
 _Model = TypeVar("_Model")

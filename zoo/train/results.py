@@ -6,7 +6,8 @@ from typing import Any
 
 from zoo._files import write_json
 from zoo._terminal import show
-from zoo.parallel import Mesh, count
+from zoo.parallel import Mesh
+from zoo.parallel.module import count
 
 from .summary import summary
 

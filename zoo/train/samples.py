@@ -8,11 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int, Key
 
-from zoo.generate import generate
+from zoo.generate.run import generate
 from zoo.models import Decoder
-from zoo.parallel import ZERO3, Mesh, make_mesh, place
+from zoo.parallel import ZERO3, Mesh
+from zoo.parallel.mesh import make_mesh
+from zoo.parallel.place import place
 from zoo.text.batches import pad_left, spread_rows
-from zoo.text.records import Records
+from zoo.text.records.records import Records
 from zoo.text.run_data import RunData
 from zoo.text.stream_decoder import decode_until_stop, end_at_stop
 

@@ -27,12 +27,12 @@ from jaxtyping import Array, PyTree, Shaped
 from zoo._checks import BATCH_KEYS
 from zoo._terminal import show
 from zoo.models.hf.spec import Origin
-from zoo.parallel import Mesh, place_batch, reader
-from zoo.parallel.batch import fetch_arrays
+from zoo.parallel import Mesh, reader
+from zoo.parallel.batch import fetch_arrays, place_batch
 from zoo.parallel.fingerprint import fingerprint_all_arrays
 from zoo.text.batches import Dataset, OrderedBatches
 from zoo.text.mixture import Mixture
-from zoo.text.records import Records, RecordSplit
+from zoo.text.records.records import Records, RecordSplit
 from zoo.text.records.source import digest_values
 from zoo.text.token_cache import open_cache, verify_cache
 

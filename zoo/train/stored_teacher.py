@@ -15,8 +15,10 @@ from jaxtyping import Array, Shaped
 
 from zoo._files import user_cache_folder
 from zoo.models import Decoder
-from zoo.parallel import Mesh, cast, spmd
-from zoo.text.records import Records
+from zoo.parallel import Mesh
+from zoo.parallel.gather import cast
+from zoo.parallel.spmd import spmd
+from zoo.text.records.records import Records
 
 from .objectives.distillation import TopK, top_k_log_probs
 from .stored_arrays import store_arrays
@@ -52,7 +54,7 @@ def store_top_k(
 
     A pass that ends early leaves nothing to train on. Several processes share the folder.
 
-    **Raises** `ValueError` as `zoo.train.objectives.top_k_log_probs` does.
+    **Raises** `ValueError` as `zoo.train.objectives.distillation.top_k_log_probs` does.
     """
     options = {"temperature": temperature, "vocab": vocab}
     find = spmd(partial(_find_top_k, k=k, dtype=dtype, **options), mesh, out=dict.fromkeys(_NAMES, "batch seq top"))

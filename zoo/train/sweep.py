@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, Key, PyTree, Shaped
 
-from zoo.parallel import trainable
+from zoo.parallel.module import trainable
 
 _Batch = Mapping[str, Shaped[Array, "batch ..."]]
 _Step = Callable[[_Batch, PyTree, PyTree, Float[Array, "runs"]], tuple[PyTree, PyTree, dict[str, Float[Array, "runs"]]]]

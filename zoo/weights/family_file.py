@@ -22,5 +22,5 @@ def load_family(path: str | Path) -> Family:
     defined = {name: x for name, x in names.items() if isinstance(x, Family)}
     if len(defined) != 1:
         listed = f"{len(defined)}: {', '.join(sorted(defined))}" if defined else "none"
-        raise CheckpointError(f"{path} should define one zoo.models.Family, and has {listed}")
+        raise CheckpointError(f"{path} should define one zoo.models.hf.grammar.Family, and has {listed}")
     return next(iter(defined.values()))

@@ -19,7 +19,7 @@ from jaxtyping import PyTree
 
 from zoo._checks import check_not_donated, describe_argument
 from zoo._files import create_files
-from zoo.layers import FP8Linear
+from zoo.layers.quantized.fp8 import FP8Linear
 from zoo.models.decoder import Decoder
 from zoo.models.hf.config import IGNORED_KEYS, read_config
 from zoo.models.hf.encoder_heads import name_label_ids

@@ -8,8 +8,8 @@ import pytest
 
 import zoo
 from tests.adapters.perturb import perturb
-from zoo import adapters
-from zoo.parallel import Layout
+from zoo import Layout, adapters
+from zoo.adapters.methods.rank_allocation import keep_top_ranks, rank_importance
 from zoo.parallel.rounds import merge_rounds, select_round
 
 KEY = jax.random.key(0)
@@ -61,9 +61,9 @@ def test_orthogonality_and_ranks_of_layers_in_rounds():
     with pytest.raises(NotImplementedError, match=r"all 2 rounds at once.* rounds=1, or Schedule\(\"gpipe\"\)"):
         zoo.spmd(lambda model: adapters.orthogonality(select_round(model, 0)), mesh, out="")(placed)
 
-    scores = adapters.rank_importance(model, model)
-    kept = adapters.keep_top_ranks(placed, adapters.rank_importance(placed, placed), 5)
-    assert eqx.tree_equal(jax.device_get(merge_rounds(kept)), jax.device_get(adapters.keep_top_ranks(model, scores, 5)))
+    scores = rank_importance(model, model)
+    kept = keep_top_ranks(placed, rank_importance(placed, placed), 5)
+    assert eqx.tree_equal(jax.device_get(merge_rounds(kept)), jax.device_get(keep_top_ranks(model, scores, 5)))
 
 
 @pytest.mark.slow

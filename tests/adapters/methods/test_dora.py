@@ -10,6 +10,7 @@ import zoo
 from tests.adapters.perturb import perturb
 from tests.jaxprs import arrays
 from zoo import adapters
+from zoo.adapters.methods.dora import DoRA
 from zoo.layers import Linear
 from zoo.parallel import Dim
 
@@ -56,7 +57,7 @@ def test_dora_around_an_adapter_computes_what_it_merges(method, model):
 def make_linear_with_both(dropout=0.0):
     linear = Linear(12, 8, bias=True, in_=Dim("embed"), out=Dim("mlp"), key=KEY)
     lora = adapters.LoRA(linear, max_rank=3, rank=2, scale=2.0, dropout=dropout, key=KEY)
-    return perturb(adapters.DoRA(lora, max_rank=3, rank=3, scale=1.5, key=jax.random.key(1)))
+    return perturb(DoRA(lora, max_rank=3, rank=3, scale=1.5, key=jax.random.key(1)))
 
 
 def test_norm_of_dora_around_a_lora_is_constant():

@@ -13,6 +13,7 @@ import zoo
 from tests.adapters.perturb import perturb
 from zoo import adapters
 from zoo.layers import RGLRU, LatentAttention, TokenInfo
+from zoo.models.targets import find_linears
 from zoo.ops.rotary import Rotary
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
@@ -31,7 +32,7 @@ def test_rank_pattern_scales_by_the_rank_of_the_module(rank_stabilized, scales):
     model = zoo.models.Transformer(vocab=8, embed=8, layers=2, heads=2, mlp=8, key=jax.random.key(0))
     options = {"rank": 3, "alpha": 6, "rank_pattern": {r"layers\.1\..*": 2}, "rank_stabilized": rank_stabilized}
     wrapped = adapters.lora(model, targets="query", **options, key=jax.random.key(1))
-    (lora,) = [site.module for site in adapters.find_linears(wrapped) if isinstance(site.module, adapters.LoRA)]
+    (lora,) = [site.module for site in find_linears(wrapped) if isinstance(site.module, adapters.LoRA)]
     np.testing.assert_array_equal(lora.rank, [3, 2])
     np.testing.assert_allclose(lora.scale, scales, rtol=1e-6)
 

@@ -8,8 +8,7 @@ import pytest
 
 import zoo
 from tests.quick import mark_slow
-from zoo import adapters
-from zoo.adapters.methods.oft import cayley_transform, skew_symmetric
+from zoo.adapters.methods.oft import OFT, cayley_transform, skew_symmetric
 from zoo.layers import Linear
 from zoo.parallel import Dim
 
@@ -21,7 +20,7 @@ def make_oft(in_size=24, out_size=6, in_=Dim("in"), experts=None, **options):
 
     def make(key):
         keys = jax.random.split(key)
-        oft = adapters.OFT(Linear(in_size, out_size, in_=in_, bias=experts is None, key=keys[0]), **options)
+        oft = OFT(Linear(in_size, out_size, in_=in_, bias=experts is None, key=keys[0]), **options)
         return eqx.combine(jax.tree.map(lambda x: 0.3 * jax.random.normal(keys[1], x.shape), zoo.trainable(oft)), oft)
 
     make = make if experts is None else eqx.filter_vmap(make)

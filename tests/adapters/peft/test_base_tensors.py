@@ -10,7 +10,8 @@ import pytest
 import zoo
 from tests.adapters.perturb import perturb
 from zoo import adapters
-from zoo.layers import Int8Linear, Linear
+from zoo.layers import Linear
+from zoo.layers.quantized.linear import Int8Linear
 from zoo.models import SequenceScore, Transformer
 
 TOKENS = np.arange(10).reshape(2, 5)

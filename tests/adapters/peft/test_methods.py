@@ -9,6 +9,9 @@ import pytest
 
 import zoo
 from zoo import adapters
+from zoo.adapters.methods.ia3 import IA3
+from zoo.adapters.methods.lycoris import LoKr
+from zoo.adapters.methods.oft import OFT
 from zoo.adapters.peft import config
 from zoo.adapters.peft.methods import METHODS, find_factor_shapes, list_peft_tensors
 from zoo.layers import Linear
@@ -34,9 +37,9 @@ def test_tensors_of_an_adapter_are_those_of_its_form():
     base = eqx.filter_eval_shape(Linear, 16, 12, key=jax.random.key(0))
     make = lambda method, **options: eqx.filter_eval_shape(lambda base: method(base, **options), base)
     fields = lambda adapter: [tensor.field for tensor in list_peft_tensors(adapter)]
-    assert fields(make(adapters.IA3, inputs=True)) == ["of_in"]
-    assert fields(make(adapters.OFT, block_size=4, shared=True)) == ["shared"]
-    lokr = make(adapters.LoKr, rank=1, scale=1.0, factor=4, key=jax.random.key(0))
+    assert fields(make(IA3, inputs=True)) == ["of_in"]
+    assert fields(make(OFT, block_size=4, shared=True)) == ["shared"]
+    lokr = make(LoKr, rank=1, scale=1.0, factor=4, key=jax.random.key(0))
     assert fields(lokr) == ["left", "right_up", "right_down"]
     with pytest.raises(NotImplementedError, match="Linear has no form in PEFT's files"):
         list_peft_tensors(base)

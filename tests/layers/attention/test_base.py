@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import pytest
 
 from tests.layers.random_layers import activations, randomize, relative_error
-from zoo.layers import AbstractGroupedAttention, AbstractLinear, TokenInfo
-from zoo.layers.attention.base import make_projections, rotate
+from zoo.layers import AbstractLinear, TokenInfo
+from zoo.layers.attention.base import AbstractGroupedAttention, make_projections, rotate
 from zoo.layers.heads import split_heads
 from zoo.ops.attention import ATTENTION, AttentionMask, reference_attention
 from zoo.ops.rotary import Rotary

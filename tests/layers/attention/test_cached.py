@@ -9,11 +9,12 @@ import pytest
 
 import zoo
 from tests.layers.random_layers import activations, randomize
+from zoo import Layout
 from zoo.layers import Attention, GatedDeltaNet, TokenInfo
 from zoo.layers.abstract import run_mixer
 from zoo.ops.attention import reference_attention
 from zoo.ops.rotary import Rotary
-from zoo.parallel import Layout, all_gather, shard
+from zoo.parallel import all_gather, shard
 
 ROWS, EMBED, HEADS, SIZE, SEQ, SHARDS, LENGTH = 2, 16, 4, 4, 20, 4, 4096
 OPTIONS = {"kv_heads": 2, "head_dim": SIZE, "rotary": Rotary(4), "window": 6, "soft_cap": 1.5, "sinks": True}

@@ -15,12 +15,13 @@ from hypothesis import strategies as st
 import zoo
 from tests.aot import imagine
 from tests.layers.random_layers import activations, randomize
+from zoo import Layout
 from zoo.layers import Attention, ForgettingAttention, LatentAttention, TokenInfo
 from zoo.layers.abstract import AbstractMixer
 from zoo.layers.attention.context import CONTEXT_ATTENTION
-from zoo.models import pack_positions
+from zoo.layers.token_info import pack_positions
 from zoo.ops.rotary import Rotary
-from zoo.parallel import Layout, Module, gather
+from zoo.parallel import Module, gather
 from zoo.parallel.layout import CONTEXT_FORMS
 
 ROWS, SEQ, EMBED, HEADS = 4, 32, 16, 8

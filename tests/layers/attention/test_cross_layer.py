@@ -6,7 +6,8 @@ import jax.numpy as jnp
 import pytest
 
 from tests.layers.random_layers import activations, randomize, relative_error
-from zoo.layers import CrossLayerAttention, RMSNorm, TokenInfo
+from zoo.layers import RMSNorm, TokenInfo
+from zoo.layers.attention.cross_layer import CrossLayerAttention
 from zoo.ops.rotary import ProportionalScaling, Rotary, apply_rotary
 
 SCALING = ProportionalScaling(1, 2.0)

@@ -14,10 +14,12 @@ from hypothesis import strategies as st
 import zoo
 from tests.layers.random_layers import activations, randomize, relative_error
 from tests.quick import mark_slow
+from zoo import Layout
 from zoo.layers import Attention, LatentAttention, TokenInfo
+from zoo.layers.token_info import pack_positions
 from zoo.ops.attention import AttentionMask, reference_attention
 from zoo.ops.rotary import DynamicScaling, LongRopeScaling, Rotary, YarnScaling
-from zoo.parallel import Layout, gather
+from zoo.parallel import gather
 
 KEY = jax.random.key(0)
 EMBED, SEQ = 24, 7
@@ -133,7 +135,7 @@ def test_latent_attention_with_a_cache_equals_without(name):
 def test_latent_attention_packed_equals_separate():
     layer, x = make_layer("compressed"), activations(2, 8, EMBED)
     segments = jnp.array([[1, 1, 1, 1, 1, 2, 2, 2]] * 2)
-    packed = forward(layer, x, TokenInfo(zoo.models.pack_positions(segments), segments))
+    packed = forward(layer, x, TokenInfo(pack_positions(segments), segments))
     for document in (slice(0, 5), slice(5, 8)):
         assert relative_error(packed[:, document], forward(layer, x[:, document])) < 1e-5
 

@@ -15,10 +15,10 @@ import zoo
 from tests.layers.random_layers import activations, randomize, relative_error
 from tests.parity_ops import distance
 from tests.quick import mark_slow
+from zoo import Layout
 from zoo.layers import Attention, MixtureOfBlockAttention, TokenInfo
 from zoo.ops.attention.block_selection import average_blocks, place_in_blocks, select_blocks, split_into_blocks
 from zoo.ops.rotary import Rotary
-from zoo.parallel import Layout
 from zoo.tools.testing import check_mixer
 
 MORE = os.environ.get("ZOO_PARITY")

@@ -15,12 +15,12 @@ import zoo
 from tests.layers.random_layers import activations, randomize, relative_error
 from tests.parity_ops import distance
 from tests.quick import mark_slow
+from zoo import Layout
 from zoo.layers import Attention, NativeSparseAttention, TokenInfo
 from zoo.layers.attention.native_sparse import BlockCompression
 from zoo.ops.attention import AttentionMask, attention
 from zoo.ops.attention.block_selection import place_in_blocks, select_keys
 from zoo.ops.rotary import Rotary
-from zoo.parallel import Layout
 from zoo.tools.testing import check_mixer
 
 MORE = os.environ.get("ZOO_PARITY")

@@ -10,15 +10,17 @@ import pytest
 
 import zoo
 from tests.layers.random_layers import activations, randomize, relative_error
+from zoo import Layout
 from zoo.layers import LatentAttention, LightningIndexer, SparseLatentAttention, TokenInfo
+from zoo.layers.token_info import pack_positions
 from zoo.ops.rotary import Rotary
-from zoo.parallel import Layout, all_gather, gather, shard
+from zoo.parallel import all_gather, gather, shard
 
 EMBED, SEQ, TOP = 24, 8, 3
 ATTENTION = {"heads": 4, "latent": 16, "head_dim": 6, "value_dim": 5, "query_latent": 10}
 INDEXER = {"heads": 4, "query_latent": 10, "head_dim": 8, "top": TOP}
 SEGMENTS = jnp.array([[1, 1, 1, 1, 1, 2, 2, 2]] * 4)
-INFO = TokenInfo(zoo.models.pack_positions(SEGMENTS), SEGMENTS)
+INFO = TokenInfo(pack_positions(SEGMENTS), SEGMENTS)
 
 SLOW = partial(pytest.param, marks=pytest.mark.slow)
 

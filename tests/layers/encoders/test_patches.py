@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from zoo.layers import ImageEmbedding, PatchEmbedding
+from zoo.layers.encoders.patches import ImageEmbedding, PatchEmbedding
 
 KEY, OTHER_KEY = jax.random.split(jax.random.key(0))
 IMAGES = jax.random.normal(OTHER_KEY, (2, 3, 9, 7))

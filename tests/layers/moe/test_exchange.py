@@ -14,9 +14,9 @@ from jaxtyping import Array, Float
 import zoo
 from tests.aot import imagine
 from tests.quick import mark_slow
+from zoo import Layout
 from zoo.layers import BiasedRouter, GatedMLP, MixtureOfExperts
 from zoo.layers.moe.exchange import EXPERT_EXCHANGE, SLACK
-from zoo.parallel import Layout
 from zoo.parallel.layout import EXPERT_FORMS
 
 EMBED, MLP_DIM, EXPERTS, TOP, ROWS, SEQ = 8, 4, 8, 3, 8, 6

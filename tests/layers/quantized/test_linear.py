@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 import zoo
-from zoo.layers import Linear, MixtureOfExperts, MXFP4Linear, SoftmaxRouter
+from zoo.layers import Linear, MixtureOfExperts, SoftmaxRouter
+from zoo.layers.quantized.linear import MXFP4Linear
 from zoo.models.hf.families.gpt_oss_layers import ClampedGatedMLP
 from zoo.ops.quantized.mxfp4 import dequantize_mxfp4
 from zoo.parallel import Dim

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 import zoo
-from zoo.layers import Int8Linear, Linear, NF4Linear
+from zoo.layers import Linear
+from zoo.layers.quantized.linear import Int8Linear, NF4Linear
 from zoo.parallel import Dim
 
 KEY = jax.random.key(0)

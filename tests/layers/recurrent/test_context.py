@@ -12,7 +12,8 @@ import zoo
 from tests.aot import imagine
 from tests.layers.random_layers import activations, randomize
 from tests.quick import mark_slow
-from zoo.layers import MLSTM, RGLRU, RWKV4, GatedDeltaNet, Mamba, RecurrenceContext, TokenInfo
+from zoo.layers import MLSTM, RGLRU, RWKV4, GatedDeltaNet, Mamba, TokenInfo
+from zoo.layers.recurrent.context import RecurrenceContext
 from zoo.parallel import gather
 
 BATCH, EMBED, HEADS, SHARDS = 2, 16, 2, 4

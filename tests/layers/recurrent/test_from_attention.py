@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 import zoo
-from zoo.layers import Attention, GatedAttention, LayerNorm, RMSNorm, TokenInfo, copy_to_gated_delta_net, copy_to_mamba2
+from zoo.layers import Attention, GatedAttention, LayerNorm, RMSNorm, TokenInfo
 from zoo.layers.recurrent.common import l2_normalize
+from zoo.layers.recurrent.from_attention import copy_to_gated_delta_net, copy_to_mamba2
 from zoo.ops.rotary import Rotary
 from zoo.parallel import Dim
 

@@ -9,9 +9,13 @@ import numpy as np
 import pytest
 
 import zoo
-from zoo.layers import MLP, AttentionPooler, ImageEmbedding, LayerNorm
+from zoo.layers import MLP, LayerNorm
 from zoo.layers.encoders.bidirectional_attention import BidirectionalAttention
-from zoo.models import ClassificationHead, FeatureHead, LayerScaleBlock, build_image_encoder, classification_loss
+from zoo.layers.encoders.patches import ImageEmbedding
+from zoo.layers.encoders.pooling import AttentionPooler
+from zoo.models import build_image_encoder, classification_loss
+from zoo.models.blocks import LayerScaleBlock
+from zoo.models.encoders.heads import ClassificationHead, FeatureHead
 from zoo.models.parameter_paths import list_parameter_paths
 from zoo.ops.axial_rotary import AxialRotary
 

@@ -12,8 +12,9 @@ import pytest
 import zoo
 from tests.jaxprs import equations
 from tests.parallel.any_mesh import assert_same_step, differentiate, make_any_mesh
-from zoo.models import Looped, Transformer, stack, swap_stack
+from zoo.models import Looped, Transformer, stack
 from zoo.models.decoder import UnrolledStack, insert_shared
+from zoo.models.stack import swap_stack
 from zoo.parallel import SEQUENCE
 from zoo.tools.plan.work import count_work
 from zoo.tools.report.parameters import describe_model

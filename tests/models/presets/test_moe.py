@@ -9,15 +9,11 @@ import numpy as np
 import pytest
 
 import zoo
+from zoo import Layout
 from zoo.layers import BiasedRouter, MixtureOfExperts, SoftmaxRouter, TokenInfo
-from zoo.models import (
-    Stack,
-    count_active_parameters,
-    cross_entropy_and_routing,
-    swap_stack,
-    tokens_per_expert,
-)
-from zoo.parallel import ZERO2, ZERO3, Layout
+from zoo.models import Stack, count_active_parameters, cross_entropy_and_routing, tokens_per_expert
+from zoo.models.stack import swap_stack
+from zoo.parallel import ZERO2, ZERO3
 
 KEY = jax.random.key(0)
 SIZES = {"vocab": 32, "embed": 16, "layers": 3, "heads": 4, "kv_heads": 2, "mlp": 8, "experts": 4, "top": 2}

@@ -29,6 +29,7 @@ from zoo.layers import (
     Mamba3,
     Retention,
 )
+from zoo.layers.token_info import pack_positions
 from zoo.models.presets import recurrent
 
 KEY = jax.random.key(0)
@@ -84,7 +85,7 @@ def make_batch():
         "targets": text[:, 1:],
         "weights": (index < lengths).astype(jnp.float32),
         "segment_ids": segment_ids,
-        "positions": zoo.models.pack_positions(segment_ids),
+        "positions": pack_positions(segment_ids),
     }
 
 

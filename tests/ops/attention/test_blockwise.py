@@ -12,17 +12,12 @@ from hypothesis import strategies as st
 import zoo
 from tests.quick import mark_slow
 from zoo.layers import MLP, Attention, Dropout, Embedding, RMSNorm
-from zoo.models import Block, Decoder, Stack, pack_positions
-from zoo.ops.attention import (
-    ATTENTION,
-    AttentionMask,
-    AttentionRequest,
-    blockwise_attention,
-    blockwise_attention_with_lse,
-    grouped_query_attention_with_lse,
-    reference_attention,
-)
-from zoo.ops.attention.blockwise import choose_block
+from zoo.layers.token_info import pack_positions
+from zoo.models import Block, Decoder, Stack
+from zoo.ops.attention import ATTENTION, AttentionMask, blockwise_attention, reference_attention
+from zoo.ops.attention.blockwise import blockwise_attention_with_lse, choose_block
+from zoo.ops.attention.grouped import grouped_query_attention_with_lse
+from zoo.ops.attention.request import AttentionRequest
 from zoo.ops.platform import target_platform
 
 BATCH, HEADS, DIM, BLOCK = 2, 4, 8, 16

@@ -5,8 +5,9 @@ import dataclasses
 import jax.numpy as jnp
 import pytest
 
-from zoo.ops.attention import ATTENTION, AttentionRequest
+from zoo.ops.attention import ATTENTION
 from zoo.ops.attention.fused import cudnn, find_cudnn_obstacle
+from zoo.ops.attention.request import AttentionRequest
 from zoo.ops.platform import target_platform
 
 REQUEST = AttentionRequest(

@@ -11,8 +11,9 @@ from safetensors.numpy import load_file
 
 from tests.parity_ops import distance
 from tests.quick import mark_slow
-from zoo.ops.attention import AttentionMask, attention_probabilities
+from zoo.ops.attention import AttentionMask
 from zoo.ops.attention.indexer import indexer_divergence, score_keys
+from zoo.ops.attention.reference import attention_probabilities
 
 MORE = os.environ.get("ZOO_PARITY")
 

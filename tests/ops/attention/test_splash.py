@@ -9,7 +9,8 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 from tests.aot import compile_for
-from zoo.ops.attention import AttentionMask, AttentionRequest, attention, reference_attention, splash_attention
+from zoo.ops.attention import AttentionMask, attention, reference_attention, splash_attention
+from zoo.ops.attention.request import AttentionRequest
 from zoo.ops.attention.splash import find_splash_drawback, find_splash_obstacle
 from zoo.ops.platform import target_platform
 

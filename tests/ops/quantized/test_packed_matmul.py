@@ -12,6 +12,7 @@ from zoo.ops.moe.grouped_matmul import grouped_matmul_implementation, grouped_ma
 from zoo.ops.quantized import int8, mxfp4, nf4
 from zoo.ops.quantized.mxfp4 import dequantize_mxfp4, quantize_mxfp4
 from zoo.ops.quantized.packed_matmul import grouped_packed_matmul, packed_matmul
+from zoo.parallel.collectives import shard_offset
 
 FORMATS = {
     "mxfp4": (mxfp4.quantize_mxfp4, mxfp4.dequantize_mxfp4),
@@ -171,7 +172,7 @@ def test_packed_matmul_on_a_mesh():
     x = jax.random.normal(jax.random.key(0), (8, 16))
 
     def loss(model, x):
-        own = zoo.parallel.shard_offset(model.gain, "mlp", len(model.gain)) + jnp.arange(len(model.gain))
+        own = shard_offset(model.gain, "mlp", len(model.gain)) + jnp.arange(len(model.gain))
         y = packed_matmul(
             x[:, own] * model.gain, (model.codes, model.scales), int8.dequantize_int8, "oi", tile_elements=40
         )

@@ -2,7 +2,8 @@
 
 import pytest
 
-from zoo.text.chat import ChatError, ChatTemplate
+from zoo.text import ChatTemplate
+from zoo.text.chat.errors import ChatError
 from zoo.text.chat.spans import find_end, mark_all_turns, mark_last_turn
 
 SPECIAL = ("<e>", "<h>")

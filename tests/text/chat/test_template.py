@@ -7,14 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from zoo.text.chat import (
-    PLAIN_TEMPLATE,
-    ChatError,
-    ChatTemplate,
-    NoChatTemplateError,
-    read_chat_template,
-    read_special_tokens,
-)
+from zoo.text import PLAIN_TEMPLATE, ChatTemplate, read_chat_template
+from zoo.text.chat.errors import ChatError, NoChatTemplateError
+from zoo.text.chat.template import read_special_tokens
 
 CASES = Path(__file__).parents[2] / "fixtures/chat"
 CHATML = (

@@ -6,7 +6,7 @@ from typing import Any, Literal, Optional
 
 import pytest
 
-from zoo.text.chat import tool_schema
+from zoo.text.chat.tool_schema import tool_schema
 
 
 def add(x: int, y: float = 1.0) -> float:

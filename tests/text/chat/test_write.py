@@ -6,7 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from zoo.text.chat import PLAIN_TEMPLATE, ChatError, ChatTemplate, encode_rendered, read_chat_template, write_chat_files
+from zoo.text import PLAIN_TEMPLATE, ChatTemplate, read_chat_template
+from zoo.text.chat.errors import ChatError
+from zoo.text.chat.special_tokens import encode_rendered
+from zoo.text.chat.write import write_chat_files
 from zoo.text.tokenizers import FileTokenizer
 
 FIXTURES = Path(__file__).parents[2] / "fixtures/chat"

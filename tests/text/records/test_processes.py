@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from tests.text.global_batches import are_same, read_all
 from zoo import train
-from zoo.text.chat import PLAIN_TEMPLATE, ChatTemplate
+from zoo.text import PLAIN_TEMPLATE, ChatTemplate
+from zoo.text.records.records import Records
 from zoo.text.tokenizers import ByteTokenizer
 
 TEMPLATE = ChatTemplate(PLAIN_TEMPLATE, {"eos_token": "\0"})
@@ -25,7 +26,7 @@ PHASES = ((0, (3.0, 1.0)), (4, (0.0, 1.0)), (7, (1.0, 2.0)))
 class Loaded:
     """The mixture, as each of three processes has loaded it, and the rows that one process reads."""
 
-    copies: list[train.Records]
+    copies: list[Records]
     rows: list[dict]
 
     def read(self, *, processes, start, steps):

@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 
-from zoo.text.chat import PLAIN_TEMPLATE, ChatTemplate
+from zoo.text import PLAIN_TEMPLATE, ChatTemplate
 from zoo.text.records.record_file import RecordError
 from zoo.text.records.record_kinds import KINDS, Encoding, find_kind
 from zoo.text.tokenizers import ByteTokenizer

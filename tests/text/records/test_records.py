@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from zoo import train
-from zoo.text.chat import PLAIN_TEMPLATE, ChatTemplate
+from zoo.text import PLAIN_TEMPLATE, ChatTemplate
 from zoo.text.tokenizers import ByteTokenizer
 
 TEMPLATE = ChatTemplate(PLAIN_TEMPLATE, {"eos_token": "\0"})

@@ -14,12 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.experimental import multihost_utils
 
-from zoo import train
-from zoo.text.chat import PLAIN_TEMPLATE, ChatTemplate
-from zoo.text.records import find_files, load_records, stream_records
+from zoo.text import PLAIN_TEMPLATE, ChatTemplate
+from zoo.text.batches import BatchIterator
+from zoo.text.records import find_files
 from zoo.text.records.json_lines import JsonLines
 from zoo.text.records.token_store import RecordsError
 from zoo.text.tokenizers import ByteTokenizer, FileTokenizer, train_bpe
+from zoo.train import load_records, stream_records
 
 TEMPLATE = ChatTemplate(PLAIN_TEMPLATE, {"eos_token": "\0"})
 OPTIONS = {"tokenizer": ByteTokenizer(), "template": TEMPLATE, "seq_len": 48}
@@ -98,7 +99,7 @@ def test_a_pass_has_the_texts_of_loaded_records(tmp_path, records, too_long):
     assert {name: (x.shape, x.dtype) for name, x in rows[0].items()} == {
         name: (x.shape, x.dtype) for name, x in loaded[0].items()
     }
-    assert isinstance(with_window, train.BatchIterator) and with_window.kind == data.kind
+    assert isinstance(with_window, BatchIterator) and with_window.kind == data.kind
     passes = with_window.counts["records"] / len(records)
     assert with_window.counts["dropped"] == passes * data.counts["dropped"]
     assert with_window.counts["cut"] == passes * data.counts["cut"]

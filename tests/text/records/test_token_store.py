@@ -14,12 +14,13 @@ import numpy as np
 import pytest
 
 from tests.processes import make_environment
-from zoo.text.chat import PLAIN_TEMPLATE, ChatTemplate
-from zoo.text.records import find_files, load_records
+from zoo.text import PLAIN_TEMPLATE, ChatTemplate
+from zoo.text.records import find_files
 from zoo.text.records.json_lines import JsonLines
 from zoo.text.records.record_kinds import KINDS, Encoding
 from zoo.text.records.token_store import MAX_LISTED, RecordsError, TokenStore, write_store
 from zoo.text.tokenizers import ByteTokenizer
+from zoo.train import load_records
 
 TEMPLATE = ChatTemplate(PLAIN_TEMPLATE, {"eos_token": "\0"})
 ENCODING = Encoding(ByteTokenizer(), TEMPLATE, "text", "all", {})

@@ -14,8 +14,8 @@ import pytest
 import zoo
 from zoo.cli import main
 from zoo.text.tokenizers import ByteTokenizer, FileTokenizer
-from zoo.tools.evaluate import Metric, TaskResult
 from zoo.tools.evaluate.bits_per_byte import read_texts, split_into_windows
+from zoo.tools.evaluate.results import Metric, TaskResult
 
 evaluate_command = importlib.import_module("zoo.tools.commands.evaluate")  # the package has the function by this name
 TEXT = "Un été à Paris: 東京 is far. " * 3

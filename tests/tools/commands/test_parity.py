@@ -61,7 +61,7 @@ def test_parity_errors_name_the_problem(qwen3, tmp_path, capsys):
         (["--expected", "nowhere.safetensors"], "there is no file nowhere.safetensors"),
         (["--expected", str(tmp_path / "none.safetensors")], "expectations need input_ids"),
         (["--family", "nowhere.py"], "there is no Python file nowhere.py"),
-        (["--family", str(family)], "should define one zoo.models.Family, and has 2: a, b"),
+        (["--family", str(family)], "should define one zoo.models.hf.grammar.Family, and has 2: a, b"),
     ):
         with pytest.raises(SystemExit) as stopped:
             main(["parity", str(qwen3), *words])

@@ -13,6 +13,7 @@ from zoo.parallel.topology import parse_topology
 from zoo.tools import plan as planning
 from zoo.tools.commands.plan import _parse_count
 from zoo.tools.plan.peak import LiveArray, Peak
+from zoo.tools.plan.step import Overlap
 
 SMALL = ("plan", "--preset", "qwen3-0.6b", "--seq-len", 128)
 
@@ -93,7 +94,7 @@ def test_compiled_plan_compares_the_loops(run, monkeypatch):
     """With `--loop ahead` as well where that may pay, unless a loop is given."""
     options = planning.TrainingOptions(2, 16)
     plan = planning.plan_training(make_small, {"fsdp": 2}, parse_topology("h100:2"), options, model_flops=1)
-    plan = dataclasses.replace(plan, overlap=planning.Overlap(0.1, 0.2))
+    plan = dataclasses.replace(plan, overlap=Overlap(0.1, 0.2))
     report = zoo.inspect.compiled(lambda x: x @ x, jnp.ones((4, 4)))
     loops = []
 

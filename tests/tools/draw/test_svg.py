@@ -8,8 +8,9 @@ import pytest
 
 import zoo
 from tests.tools.draw.conftest import SIZES, make_shapes
-from zoo.tools.draw import draw_layout, render_drawing
+from zoo.tools.draw import draw_layout
 from zoo.tools.draw.elements import estimate_width
+from zoo.tools.draw.svg import render_drawing
 
 KEY = jax.random.key(0)
 SVG = "{http://www.w3.org/2000/svg}"

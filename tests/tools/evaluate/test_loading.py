@@ -9,7 +9,7 @@ import pytest
 
 import zoo
 from zoo.parallel.fingerprint import fingerprint
-from zoo.text.chat import NoChatTemplateError
+from zoo.text.chat.errors import NoChatTemplateError
 from zoo.tools.evaluate import load_language_model
 
 from .parity import FOLDER

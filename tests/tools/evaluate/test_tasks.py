@@ -5,8 +5,8 @@ import json
 import numpy as np
 import pytest
 
-from zoo.tools.evaluate import LogLikelihood, TaskOptions, evaluate_task, load_language_model, read_tasks, run_tasks
-from zoo.tools.evaluate.language_model import LanguageModel
+from zoo.tools.evaluate import TaskOptions, evaluate_task, load_language_model, read_tasks, run_tasks
+from zoo.tools.evaluate.language_model import LanguageModel, LogLikelihood
 from zoo.tools.evaluate.results import TaskResult, average, format_table
 from zoo.tools.evaluate.run_tasks import _record_choice
 from zoo.tools.evaluate.tasks import MultipleChoice

@@ -21,7 +21,8 @@ import numpy as np
 import pytest
 
 import zoo
-from zoo.models import balance_loss, token_info
+from zoo.layers.token_info import token_info
+from zoo.models import balance_loss
 from zoo.models.decoder import UnrolledStack
 from zoo.models.hf.families import FAMILIES
 from zoo.models.hf.wrappers import read_text_config

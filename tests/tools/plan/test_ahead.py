@@ -12,9 +12,10 @@ from zoo.inspect.format import Rows
 from zoo.parallel import ZERO1
 from zoo.parallel.topology import parse_topology
 from zoo.tools import plan as planning
-from zoo.tools.plan import Overlap
 from zoo.tools.plan.ahead import compare_loops, find_overlap
+from zoo.tools.plan.format import format_plan
 from zoo.tools.plan.search import make_stand_in_mesh
+from zoo.tools.plan.step import Overlap
 from zoo.tools.plan.training import make_training_step
 
 TOPOLOGY = parse_topology("h100:2")
@@ -30,7 +31,7 @@ def step():
     """A plan, its model and its mesh."""
     mesh = make_stand_in_mesh({"fsdp": 2}, TOPOLOGY)
     function, args = make_training_step(make_small, mesh, OPTIONS)
-    return planning.plan(function, *args, on=TOPOLOGY), args[1], mesh
+    return zoo.plan(function, *args, on=TOPOLOGY), args[1], mesh
 
 
 def test_overlap_sums_what_moves_parameters(step):
@@ -42,7 +43,7 @@ def test_overlap_sums_what_moves_parameters(step):
     assert overlap.transfers == moved["all-gather"].seconds + moved["reduce-scatter"].seconds < overlap.products
 
     plan = dataclasses.replace(plan, overlap=Overlap(0.121, 0.251))
-    (line,) = [line for line in planning.format_plan(plan).splitlines() if line.startswith("loop")]
+    (line,) = [line for line in format_plan(plan).splitlines() if line.startswith("loop")]
     assert line.startswith("loop        gathers and scatters 0.121 s, products 0.251 s: ")
     assert plan.as_dict()["overlap"] == {"transfers": 0.121, "products": 0.251}
 
@@ -80,7 +81,7 @@ def test_overlap_is_for_gpus_and_gathered_parameters(step):
 def test_planned_step_gathers_ahead():
     options = dataclasses.replace(OPTIONS, loop="ahead")
     plan = planning.plan_training(make_small, {"fsdp": 2}, TOPOLOGY, options, model_flops=1)
-    assert plan.overlap is None and "remat full, loop ahead, bfloat16" in planning.format_plan(plan).splitlines()[0]
+    assert plan.overlap is None and "remat full, loop ahead, bfloat16" in format_plan(plan).splitlines()[0]
 
 
 def make_report(exposed):

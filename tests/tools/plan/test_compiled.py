@@ -20,6 +20,7 @@ from typing import Any
 import jax
 import pytest
 
+import zoo
 from scripts.compile_plans import compile_case
 from scripts.plan_cases import CASES, make_case
 from tests.aot import imagine
@@ -110,7 +111,7 @@ def make_stand_in_case(name):
 @cache
 def plan_case(name) -> planning.Plan:
     step, args = make_stand_in_case(name)
-    return planning.plan(step, *args, on=CASES[name].topology)
+    return zoo.plan(step, *args, on=CASES[name].topology)
 
 
 def count_own_flops(step, args) -> int:

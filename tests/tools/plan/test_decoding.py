@@ -9,6 +9,7 @@ import zoo
 from zoo import adapters
 from zoo.parallel.topology import parse_topology
 from zoo.tools import plan as planning
+from zoo.tools.plan.decoding import suggest_decoding_mesh
 
 SIZES = {"vocab": 256, "embed": 128, "layers": 2, "heads": 2, "mlp": 128}
 MAKE = partial(zoo.models.Transformer, **SIZES)
@@ -49,10 +50,10 @@ def test_decoding_on_a_mesh_shards_heads_and_rows():
 def test_suggested_mesh_decodes_on_as_few_devices_per_row_as_fit(monkeypatch):
     """Rows that four devices do not divide leave tensor 4, or tensor 2 with data 2."""
     topology = parse_topology("h100:4")
-    found = planning.suggest_decoding_mesh(MAKE, topology, planning.DecodingOptions(rows=2, length=64))
+    found = suggest_decoding_mesh(MAKE, topology, planning.DecodingOptions(rows=2, length=64))
     assert found.sizes == {"data": 2, "tensor": 2} and found.plan.fits_with_margin
     with pytest.raises(ValueError, match="h100:3 decodes 2 rows"):
-        planning.suggest_decoding_mesh(MAKE, parse_topology("h100:3"), planning.DecodingOptions(rows=2, length=64))
+        suggest_decoding_mesh(MAKE, parse_topology("h100:3"), planning.DecodingOptions(rows=2, length=64))
 
 
 @pytest.mark.parametrize("quantization", [None, "nf4"])

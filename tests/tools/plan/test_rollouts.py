@@ -11,6 +11,9 @@ import pytest
 import zoo
 from zoo.parallel.topology import parse_topology
 from zoo.tools import plan as planning
+from zoo.tools.plan.options import RolloutOptions
+from zoo.tools.plan.rollouts import count_sampling_memory
+from zoo.tools.plan.step import BudgetError
 
 SIZES = {"vocab": 64, "embed": 32, "layers": 3}
 MODELS = {
@@ -28,12 +31,12 @@ def test_one_device_holds_the_states_of_all_rows(name):
     """A length of 130 is a bucket of 192 slots."""
     mesh = zoo.make_mesh(devices=jax.devices()[:1])
     model = zoo.place(eqx.filter_eval_shape(lambda key: MODELS[name](key=key), jax.random.key(0)), mesh)
-    found = planning.count_sampling_memory(model, mesh, planning.RolloutOptions(12, 130), "bfloat16")
+    found = count_sampling_memory(model, mesh, RolloutOptions(12, 130), "bfloat16")
     copy = eqx.filter_eval_shape(lambda model: zoo.cast(model, "bfloat16"), model)
     states = eqx.filter_eval_shape(lambda model: model.init_state(12, 192), copy)
     assert found == {"sampler": count_bytes(copy), "cache": count_bytes(states)}
     if name == "transformer":
-        full = planning.count_sampling_memory(model, mesh, planning.RolloutOptions(12, 192), "bfloat16")
+        full = count_sampling_memory(model, mesh, RolloutOptions(12, 192), "bfloat16")
         assert full == found and found["cache"] > 12 * (2 * 192 + 40) * 2 * 2 * 8 * 2
 
 
@@ -45,7 +48,7 @@ def test_a_mesh_shards_rows_heads_and_parameters(name):
         mesh = zoo.make_mesh(**sizes, devices=jax.devices()[:devices])
         model = zoo.place(eqx.filter_eval_shape(lambda key: MODELS[name](key=key), jax.random.key(0)), mesh)
         rows = 12 if devices == 1 else 11
-        counts[str(mesh)] = planning.count_sampling_memory(model, mesh, planning.RolloutOptions(rows, 130))
+        counts[str(mesh)] = count_sampling_memory(model, mesh, RolloutOptions(rows, 130))
     one, both, sharded = counts.values()
     assert one["cache"] / 8 <= both["cache"] <= one["cache"] / 4 and both["cache"] == sharded["cache"]
     if name == "mamba2":  # states and convolutions only
@@ -63,14 +66,14 @@ def test_generate_holds_what_is_counted():
     options = {"max_new_tokens": 30, "samples": 3, "mesh": mesh, "details": True}
     states = zoo.generate(model, tokens, **options).prefix.states
     held = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(states))
-    found = planning.count_sampling_memory(model, mesh, planning.RolloutOptions(12, 130))
+    found = count_sampling_memory(model, mesh, RolloutOptions(12, 130))
     assert found["cache"] == held
 
 
 def test_a_plan_counts_sampling_between_steps():
     """Never together with activations, and it may be what does not fit."""
     topology = parse_topology("h100:2")
-    options = planning.TrainingOptions(2, 16, rollouts=planning.RolloutOptions(64, 1024))
+    options = planning.TrainingOptions(2, 16, rollouts=RolloutOptions(64, 1024))
     plan = planning.plan_training(MODELS["transformer"], {"fsdp": 2}, topology, options, model_flops=1)
     memory = plan.sampling_memory
     assert list(memory) == ["parameters", "optimizer state", "sampler", "cache"]
@@ -84,7 +87,7 @@ def test_a_plan_counts_sampling_between_steps():
     assert (
         not small.fits and "memory      about" in str(small) and "DOES NOT FIT" in str(small).partition("sampling")[2]
     )
-    with pytest.raises(planning.BudgetError, match="while sampling, and h100 has .* cache .* Sample fewer rows"):
+    with pytest.raises(BudgetError, match="while sampling, and h100 has .* cache .* Sample fewer rows"):
         small.require_fit()
     plain = planning.plan_training(
         MODELS["transformer"], {"fsdp": 2}, topology, planning.TrainingOptions(2, 16), model_flops=1
@@ -95,6 +98,6 @@ def test_a_plan_counts_sampling_between_steps():
 def test_what_cannot_be_sampled_is_refused(no_type_checks):
     mesh = zoo.make_mesh(data=1, pipe=2, devices=jax.devices()[:2])
     with pytest.raises(NotImplementedError, match="the stages of a pipeline do not sample"):
-        planning.count_sampling_memory(None, mesh, planning.RolloutOptions(8, 16))
+        count_sampling_memory(None, mesh, RolloutOptions(8, 16))
     with pytest.raises(ValueError, match="0 rows of 16 tokens: 1 row of 2 tokens is the least"):
-        planning.RolloutOptions(0, 16)
+        RolloutOptions(0, 16)

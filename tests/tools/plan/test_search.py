@@ -12,7 +12,7 @@ import zoo
 from zoo.parallel.mesh import format_sizes
 from zoo.parallel.topology import parse_topology
 from zoo.tools import plan as planning
-from zoo.tools.plan.search import _count_experts, iterate_sizes
+from zoo.tools.plan.search import Candidate, _count_experts, iterate_sizes, suggest_mesh
 
 SIZES = {"vocab": 64, "embed": 16, "layers": 2, "heads": 2, "mlp": 16}
 MIXTURE = partial(zoo.models.MixtureOfExperts, **SIZES, experts=4, top=2)
@@ -40,7 +40,7 @@ def test_search_returns_the_best_mesh_first():
 
 def test_meshes_that_barely_fit_come_after_those_with_room():
     def make(name, fits, room, seconds):
-        return planning.Candidate({name: 1}, SimpleNamespace(fits=fits, fits_with_margin=room, sequential=seconds))
+        return Candidate({name: 1}, SimpleNamespace(fits=fits, fits_with_margin=room, sequential=seconds))
 
     found = [make("no", False, False, 1), make("barely", True, False, 2), make("slow", True, True, 4)]
     found.append(make("fast", True, True, 3))
@@ -55,14 +55,14 @@ def test_suggestion_fits_with_a_margin_if_one_does(memory, mesh, monkeypatch):
     """The peaks are about 140 kB along data and 106 kB along fsdp: of 180 kB the first leaves less than 30%, and of 145
     kB both do."""
     monkeypatch.setitem(planning.CHIPS, "h100", dataclasses.replace(planning.CHIPS["h100"], memory=memory))
-    found = planning.suggest_mesh(partial(zoo.models.Transformer, **SIZES), TOPOLOGY, OPTIONS)
+    found = suggest_mesh(partial(zoo.models.Transformer, **SIZES), TOPOLOGY, OPTIONS)
     assert (format_sizes(found.sizes), found.plan.fits) == (mesh, True)
 
 
 def test_suggestion_falls_back_to_the_search(monkeypatch):
     monkeypatch.setitem(planning.CHIPS, "h100", dataclasses.replace(planning.CHIPS["h100"], memory=100_000))
     make = partial(zoo.models.Transformer, **SIZES)
-    found = planning.suggest_mesh(make, TOPOLOGY, OPTIONS)
+    found = suggest_mesh(make, TOPOLOGY, OPTIONS)
     assert not found.plan.fits
     assert found.sizes == planning.search_meshes(make, TOPOLOGY, OPTIONS)[0].sizes
 
@@ -75,13 +75,13 @@ def test_suggestion_for_lora_counts_a_frozen_base(monkeypatch):
     peak = planning.plan_training(make, {"data": 2}, TOPOLOGY, options).peak
     assert peak < full.peak
     monkeypatch.setitem(planning.CHIPS, "h100", dataclasses.replace(planning.CHIPS["h100"], memory=2 * peak))
-    found = planning.suggest_mesh(make, TOPOLOGY, options)
+    found = suggest_mesh(make, TOPOLOGY, options)
     assert (format_sizes(found.sizes), found.plan.fits_with_margin, found.plan.peak) == ("data 2", True, peak)
     monkeypatch.setitem(planning.CHIPS, "h100", dataclasses.replace(planning.CHIPS["h100"], memory=1000))
-    found = planning.suggest_mesh(make, TOPOLOGY, options)
+    found = suggest_mesh(make, TOPOLOGY, options)
     assert (format_sizes(found.sizes), found.plan.fits) == ("fsdp 2", False)
     with pytest.raises(ValueError, match="1 row and 2 micro-batches divide evenly over no mesh"):
-        planning.suggest_mesh(make, TOPOLOGY, dataclasses.replace(options, rows=1, microbatches=2))
+        suggest_mesh(make, TOPOLOGY, dataclasses.replace(options, rows=1, microbatches=2))
     with pytest.raises(ValueError, match="the search estimates training of all parameters: plan LoRA on a mesh"):
         planning.search_meshes(make, TOPOLOGY, options)
 

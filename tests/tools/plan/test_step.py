@@ -12,7 +12,9 @@ from zoo.inspect.collectives import Collective
 from zoo.inspect.links import Transfer
 from zoo.parallel.topology import parse_topology
 from zoo.tools import plan as planning
+from zoo.tools.plan.format import format_plan
 from zoo.tools.plan.peak import Peak
+from zoo.tools.plan.step import BudgetError
 from zoo.tools.plan.traced import TracedProgram
 from zoo.tools.plan.training import make_training_step
 from zoo.tools.plan.work import DeviceWork
@@ -24,12 +26,12 @@ def test_plan_equals_compiled_program():
     make = partial(zoo.models.Transformer, vocab=64, embed=32, layers=2, heads=4, mlp=64)
     mesh = zoo.make_mesh(data=2, fsdp=2, tensor=2)
     step, args = make_training_step(make, mesh, planning.TrainingOptions(8, 16, dtype="float32", remat="none"))
-    plan = planning.plan(step, *args, on="h100:8")
+    plan = zoo.plan(step, *args, on="h100:8")
     program = zoo.inspect.compiled(step, *args)
     assert program.memory is not None and sum(plan.program.arguments.values()) == program.memory.arguments
     assert plan.fits and 0 < plan.lower_bound <= plan.sequential
     with pytest.raises(ValueError, match="mesh of 8 devices, .* and h100:2x8 has 16"):
-        planning.plan(step, *args, on="h100:2x8")
+        zoo.plan(step, *args, on="h100:2x8")
 
 
 def test_plan_of_a_model_that_is_too_large():
@@ -37,7 +39,7 @@ def test_plan_of_a_model_that_is_too_large():
     topology = parse_topology("v5e:1x1")
     plan = planning.plan_training(make, {}, topology, planning.TrainingOptions(1, 128), model_flops=1)
     assert not plan.fits
-    with pytest.raises(planning.BudgetError, match="at the peak, and v5e has 16 GB"):
+    with pytest.raises(BudgetError, match="at the peak, and v5e has 16 GB"):
         plan.require_fit()
 
 
@@ -97,7 +99,7 @@ def test_screen_says_how_surely_a_step_fits(memory, verdict):
 
 
 def plan_lines(plan, **options):
-    return planning.format_plan(plan, **options).splitlines()
+    return format_plan(plan, **options).splitlines()
 
 
 def test_plan_of_a_decoding_step_counts_its_cache():
@@ -113,13 +115,13 @@ def test_plan_of_a_decoding_step_counts_its_cache():
         hidden, states = model.hidden(batch["tokens"], zoo.layers.TokenInfo(batch["tokens"]), states)
         return model.logits(hidden.x), states
 
-    plan = planning.plan(decode, model, zoo.place(states, mesh), tokens, on="h100:1")
+    plan = zoo.plan(decode, model, zoo.place(states, mesh), tokens, on="h100:1")
     assert plan.options is None and plan.tokens_per_second is None and plan.count_days(1e12) is None
     assert "zoo.inspect.compiled asks the compiler" in str(plan) and "in turns\n" not in str(plan)
     assert plan.memory["cache"] == sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(states))
     assert sum(plan.memory.values()) == plan.peak
     with pytest.raises(ValueError, match="mesh of 1 device, one device, and h100:2x8 has 16"):
-        planning.plan(decode, model, zoo.place(states, mesh), tokens, on="h100:2x8")
+        zoo.plan(decode, model, zoo.place(states, mesh), tokens, on="h100:2x8")
 
 
 def test_plan_names_logits_and_the_largest_arrays():

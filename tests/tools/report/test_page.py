@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zoo._terminal import escape_controls
-from zoo.tools.report import redraw_report, write_report
-from zoo.tools.report.page import ParameterRow, _escape
+from zoo.tools.report import write_report
+from zoo.tools.report.page import ParameterRow, _escape, redraw_report
 
 
 @pytest.fixture

@@ -8,8 +8,8 @@ import jax
 import numpy as np
 
 import zoo
+from zoo import Layout
 from zoo.layers import Attention, GatedDeltaNet
-from zoo.parallel import Layout
 from zoo.tools.report import describe_model, tabulate_parameters, write_report
 
 SIZES = {"vocab": 64, "embed": 16, "layers": 4, "mlp": 32}

@@ -25,7 +25,9 @@ from tests.train.objectives.trl import (
 )
 from zoo.parallel import Module
 from zoo.train import objectives
-from zoo.train.objectives import HiddenProjections, jensen_shannon, top_k_divergence
+from zoo.train.objectives import HiddenProjections, jensen_shannon
+from zoo.train.objectives.distillation import top_k_log_probs
+from zoo.train.objectives.divergence import top_k_divergence
 
 KEY = jax.random.key(0)
 OPTIONS = {
@@ -184,8 +186,8 @@ def test_padded_vocabularies_and_hidden_states_on_a_mesh(problem, mesh_name):
     projections = HiddenProjections(student, teacher, ["0:0", "0:1"], key=KEY)
 
     def run(student, teacher, projections, batch):
-        top_k = objectives.top_k_log_probs(teacher, batch, 5, **options)
-        all_of_it = objectives.top_k_log_probs(teacher, batch, 60, **options)
+        top_k = top_k_log_probs(teacher, batch, 5, **options)
+        all_of_it = top_k_log_probs(teacher, batch, 60, **options)
         terms = objectives.distillation_terms(student, teacher, batch, beta=0.3, projections=projections, **options)
         some = objectives.distillation_top_k(student, batch, top_k.ids, top_k.log_probs, **options)
         return top_k, objectives.distillation_terms(student, all_of_it, batch, **options), some, terms

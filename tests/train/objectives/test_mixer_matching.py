@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 import zoo
-from zoo.layers import copy_to_gated_delta_net, copy_to_mamba2
-from zoo.layers.token_info import batch_token_info
+from zoo.layers.recurrent.from_attention import copy_to_gated_delta_net, copy_to_mamba2
+from zoo.layers.token_info import batch_token_info, pack_positions
 from zoo.parallel import SEQUENCE
 from zoo.train import objectives
 
@@ -41,7 +41,7 @@ def problem():
     mixers = {layer: copy(blocks[layer].mixer, key=KEY) for layer, copy in copies.items()}
     tokens = jax.random.randint(KEY, (8, 17), 0, 32)
     segment_ids = jnp.broadcast_to(1 + jnp.arange(16) // 10, (8, 16))
-    packed = {"segment_ids": segment_ids, "positions": zoo.models.pack_positions(segment_ids)}
+    packed = {"segment_ids": segment_ids, "positions": pack_positions(segment_ids)}
     return mixers, teacher, {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], **packed}
 
 

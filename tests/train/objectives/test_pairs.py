@@ -7,6 +7,7 @@ import numpy as np
 
 import zoo
 from zoo import train
+from zoo.models.segment_sums import sum_segments
 
 LENGTHS = (5, 7, 4, 4, 9, 3, 6, 5)
 """Tokens of the texts: four pairs."""
@@ -34,8 +35,8 @@ def test_sums_of_pairs_do_not_depend_on_rows():
     @eqx.filter_jit
     def sum_all(model, batch):
         x = zoo.log_probs(model, batch)
-        lengths = train.sum_segments(batch["weights"], batch["segment_ids"])
-        sums = train.sum_segments(x * batch["weights"], batch["segment_ids"])
+        lengths = sum_segments(batch["weights"], batch["segment_ids"])
+        sums = sum_segments(x * batch["weights"], batch["segment_ids"])
         return train.sum_pairs(x, batch), train.average_pairs(x, batch), sums, lengths
 
     summed, averaged, _, _ = sum_all(model, make_rows(24, texts_per_item=2, pack=False))
@@ -64,8 +65,8 @@ def test_sums_over_a_sharded_sequence():
 def test_padding_is_in_no_segment():
     x = jnp.ones((1, 6))
     segment_ids = jnp.array([[1, 1, 2, 0, 0, 0]])
-    assert train.sum_segments(x, segment_ids).tolist() == [[2, 1, 0, 0, 0, 0]]
-    assert train.sum_segments(x, segment_ids, 1).tolist() == [[2]]
+    assert sum_segments(x, segment_ids).tolist() == [[2, 1, 0, 0, 0, 0]]
+    assert sum_segments(x, segment_ids, 1).tolist() == [[2]]
 
 
 def test_empty_places_have_no_gradient():

@@ -20,6 +20,7 @@ from tests.train.objectives.trl import (
     read_values,
 )
 from zoo import train
+from zoo.models.segment_sums import sum_segments
 from zoo.train import objectives
 
 CHUNK = 32
@@ -63,8 +64,8 @@ def compute_pair_losses(model, batch, reference):
     sums = {name: sum_losses(loss, summed) for name, loss in losses.items()}
     # A second mean, over targets of the chosen texts: its weights come divided by their sum, times the number of pairs.
     # Summed over segments, as the losses are: on a sharded sequence each device has all of both sums.
-    answer_nll = -train.sum_segments(log_p * batch["answers"]["weights"], rows["segment_ids"]).sum()
-    text_nll = -train.sum_segments(log_p * batch["texts"]["weights"], rows["segment_ids"]).sum()
+    answer_nll = -sum_segments(log_p * batch["answers"]["weights"], rows["segment_ids"]).sum()
+    text_nll = -sum_segments(log_p * batch["texts"]["weights"], rows["segment_ids"]).sum()
     odds = sum_losses(objectives.orpo(log_p_means.chosen, log_p_means.rejected), summed)
     count = sums["dpo"][1]
     sums["dpo_with_sft"] = (sums["dpo"][0] + 0.2 * answer_nll, count)
@@ -128,7 +129,7 @@ def compute_text_losses(model, batch, reference, divergence):
     rows = batch["texts"]
     ratio = zoo.log_probs(model, rows, chunk=CHUNK)
     ratio = ratio - jax.lax.stop_gradient(zoo.log_probs(reference, rows, chunk=CHUNK))
-    ratios = train.sum_segments(ratio * rows["weights"], rows["segment_ids"], 1)
+    ratios = sum_segments(ratio * rows["weights"], rows["segment_ids"], 1)
     options = {"kto": {}, "kto_weighted": {"desirable_weight": 1.2, "undesirable_weight": 0.8}}
     losses = {
         name: objectives.kto(ratios, batch["desirable"][:, None], divergence, **weights)
@@ -146,7 +147,7 @@ def estimate_divergence(policy, reference, mesh_name):
 
     def sum_ratios(model, batch, reference):
         ratio = zoo.log_probs(model, batch, chunk=CHUNK) - zoo.log_probs(reference, batch, chunk=CHUNK)
-        ratios = train.sum_segments(ratio * batch["weights"], batch["segment_ids"], 1)
+        ratios = sum_segments(ratio * batch["weights"], batch["segment_ids"], 1)
         return ratios.sum(), jnp.ones(ratios.shape).sum()
 
     estimate = zoo.value(sum_ratios, mesh)

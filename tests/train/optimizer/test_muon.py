@@ -12,9 +12,10 @@ from jaxtyping import Array, Float
 
 import zoo
 from tests.aot import compile_for, imagine
-from zoo import models, train
-from zoo.models import list_parameter_paths, swap_stack
-from zoo.parallel import ZERO1, Layout, Module
+from zoo import Layout, models, train
+from zoo.models import list_parameter_paths
+from zoo.models.stack import swap_stack
+from zoo.parallel import ZERO1, Module
 from zoo.parallel.rounds import merge_rounds
 
 MESHES = {

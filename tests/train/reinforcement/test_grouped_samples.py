@@ -8,7 +8,7 @@ import pytest
 
 import zoo
 from zoo import train
-from zoo.train.reinforcement.grouped_samples import Samples
+from zoo.train.reinforcement.grouped_samples import Groups, Samples, fill_groups
 from zoo.train.reinforcement.rewards import RewardValues
 
 VOCAB, PROMPT, NEW, SAMPLES = 64, 9, 8, 4
@@ -80,14 +80,14 @@ def make_groups(*rewards):
     rewards = np.array(rewards, float)
     prompts = {"tokens": rewards.mean(1, keepdims=True), "mask": np.ones((len(rewards), 1), bool)}
     samples = Samples(rewards.reshape(-1, 1), -rewards.reshape(-1, 1))
-    return train.Groups.of(prompts, samples, RewardValues(rewards.reshape(-1), {"a": rewards.reshape(-1)}))
+    return Groups.of(prompts, samples, RewardValues(rewards.reshape(-1), {"a": rewards.reshape(-1)}))
 
 
 def test_metrics_of_groups():
     tokens = np.array([[5, 3, -1], [5, 6, 7], [3, -1, -1], [5, 5, 3]])
     rewards = RewardValues(np.array([1.0, 0, 1, 1]), {"a": np.array([1.0, 0, 1, 1]), "b": np.array([1.0, 1, 0, 1])})
     prompts = {"tokens": np.ones((2, 1)), "mask": np.ones((2, 1), bool)}
-    groups = train.Groups.of(prompts, Samples(tokens, np.zeros((4, 3))), rewards, stop_tokens=(3,))
+    groups = Groups.of(prompts, Samples(tokens, np.zeros((4, 3))), rewards, stop_tokens=(3,))
     assert groups.metrics == {
         "reward": 0.75, "rewards/a": 0.75, "rewards/b": 0.75, "solved": 0.5, "length": 2.25, "unfinished": 0.25,
         "no_signal": 0.5,
@@ -104,7 +104,7 @@ def test_groups_with_unequal_rewards_fill_a_batch():
             taken.append(groups)
             yield groups
 
-    found = train.fill_groups(take(3), 2)
+    found = fill_groups(take(3), 2)
     assert len(taken) == 2 and found.metrics["draws"] == 2
     np.testing.assert_array_equal(found.rewards, [[0, 2], [1, 3]])
     np.testing.assert_array_equal(found.prompts["tokens"][:, 0], found.rewards.mean(1))
@@ -112,7 +112,7 @@ def test_groups_with_unequal_rewards_fill_a_batch():
     np.testing.assert_array_equal(found.samples.sampling_log_probs, -found.samples.tokens)
     assert found.metrics["reward"] == 1.0 and found.metrics["no_signal"] == 0.5
 
-    alone = train.fill_groups(take(1), 2)
+    alone = fill_groups(take(1), 2)
     np.testing.assert_array_equal(alone.rewards, [[0, 2], [0, 0]])
     with pytest.raises(ValueError, match="1 draws have 2 groups, and 3 were expected"):
-        train.fill_groups(take(1), 3)
+        fill_groups(take(1), 3)

@@ -12,7 +12,8 @@ from zoo.layers import AbstractLinear, Linear
 from zoo.models.parameter_paths import IndexRanges
 from zoo.models.targets import Targets, find_linears, get_linear_shape, vmap_stacked
 from zoo.ops.moe.grouped_matmul import expand_group_values
-from zoo.parallel import Dim, adapter_parameter, buffer, gather, reduce, wrapped
+from zoo.parallel import Dim, buffer, gather, reduce
+from zoo.parallel.fields import adapter_parameter, wrapped
 from zoo.parallel.rounds import in_one_round, merge_rounds
 from zoo.parallel.tokens import match_tokens
 

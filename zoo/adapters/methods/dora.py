@@ -14,7 +14,8 @@ from zoo._keywords import check_keywords
 from zoo.layers import AbstractLinear, Linear
 from zoo.models.targets import Targets
 from zoo.ops.moe.grouped_matmul import expand_group_values
-from zoo.parallel import Dim, adapter_parameter, buffer, implementation_option, reduce, wrapped
+from zoo.parallel import Dim, buffer, implementation_option, reduce
+from zoo.parallel.fields import adapter_parameter, wrapped
 from zoo.parallel.rounds import in_one_round
 from zoo.parallel.tokens import match_tokens
 

@@ -5,10 +5,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from zoo.layers import AbstractEmbedding, Linear
-from zoo.layers.embedding import lookup_rows
+from zoo.layers import Linear
+from zoo.layers.embedding import AbstractEmbedding, lookup_rows
 from zoo.layers.linear import contract
-from zoo.parallel import Dim, adapter_parameter, buffer, wrapped
+from zoo.parallel import Dim, buffer
+from zoo.parallel.fields import adapter_parameter, wrapped
 from zoo.parallel.trainable_copy import materialize
 from zoo.shapes import ResidualStream, Tokens
 

@@ -10,7 +10,8 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from zoo.layers import AbstractLinear
 from zoo.models.targets import LinearSite, Targets, find_linears, get_linear_shape, match_targets
 from zoo.ops.moe.grouped_matmul import expand_group_values
-from zoo.parallel import Dim, adapter_parameter, buffer, wrapped
+from zoo.parallel import Dim, buffer
+from zoo.parallel.fields import adapter_parameter, wrapped
 from zoo.parallel.rounds import in_one_round
 
 from ..apply import apply_adapters, refuse_embedding

@@ -11,10 +11,12 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Key
 
 from zoo._keywords import check_keywords
-from zoo.layers import AbstractEmbedding, AbstractLinear, Linear
+from zoo.layers import AbstractLinear, Linear
+from zoo.layers.embedding import AbstractEmbedding
 from zoo.models.targets import LinearSite, Targets, find_linears, get_linear_shape, lookup_by_pattern, match_targets
 from zoo.ops.moe.grouped_matmul import expand_group_values
-from zoo.parallel import Dim, adapter_parameter, buffer, implementation_option, wrapped
+from zoo.parallel import Dim, buffer, implementation_option
+from zoo.parallel.fields import adapter_parameter, wrapped
 from zoo.parallel.rounds import in_one_round
 from zoo.parallel.tokens import match_tokens
 
@@ -160,8 +162,8 @@ def lora(
 ) -> _Model:
     """Wrap each target module with a `LoRA` and freeze the rest of the model. The output does not change at first.
 
-    - `targets`: names, patterns, or a predicate of module paths: see `zoo.adapters.match_targets`. For a model of a
-      family also names and patterns of PEFT's, such as `q_proj`; `"all-linear"` then leaves out the layers that PEFT
+    - `targets`: names, patterns, or a predicate of module paths: see `zoo.models.targets.match_targets`. For a model of
+      a family also names and patterns of PEFT's, such as `q_proj`; `"all-linear"` then leaves out the layers that PEFT
       does not wrap, such as a Mamba's step size, with a line in the log. Named, they are trained, also with a line.
     - `rank`, `alpha`: of all modules that no pattern in `rank_pattern` or `alpha_pattern` matches. `alpha` defaults to
       `rank`. The update is scaled by alpha / rank, or by alpha / sqrt(rank) if `rank_stabilized`.

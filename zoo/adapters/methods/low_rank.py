@@ -7,7 +7,8 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from zoo.layers import Linear, TokenInfo
 from zoo.ops.dropout import dropout
-from zoo.parallel import Dim, shard_offset
+from zoo.parallel import Dim
+from zoo.parallel.collectives import shard_offset
 
 from ..base import AbstractLinearAdapter, Matrix
 

@@ -13,7 +13,9 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from zoo.layers import AbstractLinear, Linear
 from zoo.models.targets import Targets, find_linears, get_linear_shape
 from zoo.ops.moe.grouped_matmul import expand_group_values
-from zoo.parallel import Dim, adapter_parameter, buffer, shard_offset, wrapped
+from zoo.parallel import Dim, buffer
+from zoo.parallel.collectives import shard_offset
+from zoo.parallel.fields import adapter_parameter, wrapped
 from zoo.parallel.rounds import in_one_round
 
 from ..apply import apply_uniform, compute_scale

@@ -12,7 +12,8 @@ from zoo.layers import AbstractLinear
 from zoo.models.targets import Targets, find_linears, get_linear_shape
 from zoo.ops.matmul import einsum_fp32_accum
 from zoo.ops.moe.grouped_matmul import grouped_matmul
-from zoo.parallel import Dim, adapter_parameter, buffer, wrapped
+from zoo.parallel import Dim, buffer
+from zoo.parallel.fields import adapter_parameter, wrapped
 from zoo.parallel.rounds import in_one_round
 
 from ..apply import apply_uniform

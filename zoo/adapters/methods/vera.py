@@ -11,7 +11,8 @@ from zoo._checks import wrap_key
 from zoo.layers import AbstractLinear, Linear
 from zoo.models.targets import Targets, find_linears, get_linear_shape, match_targets
 from zoo.ops.moe.grouped_matmul import expand_group_values
-from zoo.parallel import Dim, adapter_parameter, buffer, wrapped
+from zoo.parallel import Dim, buffer
+from zoo.parallel.fields import adapter_parameter, wrapped
 from zoo.parallel.rounds import in_one_round
 from zoo.parallel.tokens import match_tokens
 

@@ -10,9 +10,8 @@ from zoo.models.hf.spec import NameMap
 from zoo.models.parameter_paths import IndexRanges, list_parameter_paths, walk_parameters
 from zoo.models.sequence_score import SequenceScore
 from zoo.parallel.trainable_copy import TrainableCopy, is_trainable_copy
-from zoo.weights import CheckpointError
 from zoo.weights.plan import TensorPlan, plan_tensors
-from zoo.weights.safetensors import LazyTensor
+from zoo.weights.safetensors import CheckpointError, LazyTensor
 from zoo.weights.save import gather_to_host
 
 from ..compose import strip_adapters

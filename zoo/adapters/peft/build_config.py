@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from zoo.weights import CheckpointError
+from zoo.weights.safetensors import CheckpointError
 
 from ..methods.adalora import RANK_EPSILON, AdaLoRA
 from ..methods.dora import DoRA

@@ -22,8 +22,7 @@ from zoo.models.hf.values import (
     optional,
     table_of,
 )
-from zoo.weights import CheckpointError
-from zoo.weights.safetensors import read_json
+from zoo.weights.safetensors import CheckpointError, read_json
 
 CONFIG_FILE = "adapter_config.json"
 

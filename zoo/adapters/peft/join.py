@@ -8,7 +8,7 @@ import numpy as np
 
 from zoo.models.hf.spec import TensorMapping
 from zoo.models.targets import find_linears, vmap_stacked
-from zoo.weights import CheckpointError
+from zoo.weights.safetensors import CheckpointError
 from zoo.weights.save import gather_to_host
 
 from ..compose import strip_adapters

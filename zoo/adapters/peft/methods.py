@@ -11,9 +11,9 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from zoo.layers import AbstractEmbedding
+from zoo.layers.embedding import AbstractEmbedding
 from zoo.models.targets import get_linear_shape
-from zoo.weights import CheckpointError
+from zoo.weights.safetensors import CheckpointError
 
 from ..base import AbstractAdapter
 from ..methods.adalora import RANK_EPSILON, AdaLoRA

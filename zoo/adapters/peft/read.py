@@ -11,14 +11,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zoo.layers import AbstractEmbedding
+from zoo.layers.embedding import AbstractEmbedding
 from zoo.models.hf.spec import NameMap
 from zoo.models.parameter_paths import IndexRanges
 from zoo.models.targets import LinearSite
 from zoo.parallel.rounds import in_one_round
-from zoo.weights import CheckpointError
 from zoo.weights.directory import resolve_directory
-from zoo.weights.safetensors import LazyTensor, open_safetensors
+from zoo.weights.safetensors import CheckpointError, LazyTensor, open_safetensors
 
 from ..apply import apply_adapters
 from ..base import AbstractAdapter

@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from zoo.weights import CheckpointError
-from zoo.weights.safetensors import LazyTensor
+from zoo.weights.safetensors import CheckpointError, LazyTensor
 
 from .source import PREFIX, read_floats
 

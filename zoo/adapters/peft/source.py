@@ -6,8 +6,7 @@ from typing import Any
 import numpy as np
 
 from zoo.models.hf.spec import TensorMapping
-from zoo.weights import CheckpointError
-from zoo.weights.safetensors import DTYPES, LazyTensor
+from zoo.weights.safetensors import DTYPES, CheckpointError, LazyTensor
 
 from ..names import PeftModule
 

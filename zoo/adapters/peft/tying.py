@@ -15,8 +15,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import numpy as np
 
 from zoo.models.encoders.heads import MaskedLMHead
-from zoo.weights import CheckpointError
-from zoo.weights.safetensors import LazyTensor
+from zoo.weights.safetensors import CheckpointError, LazyTensor
 
 from ..names import get_embedding_and_head_names
 from .config import rank_from_config, scale_from_config

@@ -15,9 +15,8 @@ from zoo.models.hf.spec import NameMap
 from zoo.models.sequence_score import SequenceScore
 from zoo.models.targets import find_linears
 from zoo.parallel.rounds import merge_rounds
-from zoo.weights import CheckpointError
 from zoo.weights.model_card import describe_adapter, write_model_card
-from zoo.weights.safetensors import hold_array, write_tensors
+from zoo.weights.safetensors import CheckpointError, hold_array, write_tensors
 
 from ..compose import adapter_names, check_adapter_name, is_adapter
 from ..merged_layers import restore_adapters

@@ -9,7 +9,8 @@ from jax import lax
 from jaxtyping import Array, Float, Int, Key
 
 from zoo.ops.attention import ATTENTION
-from zoo.parallel import implementation_option, shard_offset
+from zoo.parallel import implementation_option
+from zoo.parallel.collectives import shard_offset
 from zoo.shapes import HeadVectors, HiddenStates, KVHeads, ResidualStream
 
 from ..abstract import AbstractLinear, AbstractMixer

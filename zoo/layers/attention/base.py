@@ -16,7 +16,8 @@ from jaxtyping import Array, Float, Int, Key
 from zoo.ops.attention import AttentionMask
 from zoo.ops.attention.mask import count_block_ahead
 from zoo.ops.rotary import Rotary, apply_rotary
-from zoo.parallel import Dim, all_gather, num_shards, sharded_axes
+from zoo.parallel import Dim, all_gather, num_shards
+from zoo.parallel.collectives import sharded_axes
 from zoo.shapes import HeadVectors, HiddenStates, KVHeads, Positions, ResidualStream, ValueHeads
 
 from ..abstract import AbstractLinear, AbstractMixer

@@ -25,9 +25,11 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from zoo.ops.attention import AttentionMask, attention_with_lse
+from zoo.ops.attention import AttentionMask
+from zoo.ops.attention.select import attention_with_lse
 from zoo.ops.implementations import AUTO
-from zoo.parallel import all_gather, reduce, sharded_axes
+from zoo.parallel import all_gather, reduce
+from zoo.parallel.collectives import sharded_axes
 from zoo.shapes import HeadVectors
 
 from .tapped import refuse_probabilities, select_attention

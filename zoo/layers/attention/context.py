@@ -24,7 +24,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from zoo.ops.attention import AttentionMask
 from zoo.ops.implementations import AUTO, Implementation, Operation
-from zoo.parallel import current_mesh, shard_offset, sharded_axes
+from zoo.parallel.collectives import current_mesh, shard_offset, sharded_axes
 from zoo.shapes import HeadVectors, Positions, SegmentIds
 
 from .ring import ring_attention

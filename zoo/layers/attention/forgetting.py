@@ -18,7 +18,8 @@ from zoo.ops.attention.decays import (
     sum_log_decays,
 )
 from zoo.ops.rotary import Rotary
-from zoo.parallel import Dim, implementation_option, reduce, sharded_axes
+from zoo.parallel import Dim, implementation_option, reduce
+from zoo.parallel.collectives import sharded_axes
 from zoo.parallel.sequence import exclusive_prefix
 from zoo.shapes import HeadVectors, HiddenStates, KVHeads, ValueHeads
 

@@ -11,7 +11,8 @@ from jaxtyping import Array, Float, Int
 
 from zoo.ops.attention import AttentionMask
 from zoo.ops.attention.block_selection import BlockPlaces, place_in_blocks, place_packed_in_blocks, split_into_blocks
-from zoo.parallel import Module, all_gather, num_shards, reduce, shard_offset, sharded_axes
+from zoo.parallel import Module, all_gather, num_shards, reduce
+from zoo.parallel.collectives import shard_offset, sharded_axes
 from zoo.shapes import HeadVectors, KVHeads, Positions, ValueHeads
 
 from ..kv_cache import KeyValueCache

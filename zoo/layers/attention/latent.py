@@ -10,7 +10,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Key
 
-from zoo.ops.attention import ATTENTION, AttentionMask, attention_probabilities
+from zoo.ops.attention import ATTENTION, AttentionMask
+from zoo.ops.attention.reference import attention_probabilities
 from zoo.ops.rotary import Rotary, YarnScaling, apply_rotary, yarn_get_mscale
 from zoo.parallel import Dim, all_gather, implementation_option, reduce
 from zoo.shapes import HeadVectors, HiddenStates, Positions, ResidualStream

@@ -20,7 +20,8 @@ from zoo.ops.attention.block_selection import (
     select_keys,
 )
 from zoo.ops.rotary import Rotary
-from zoo.parallel import Dim, Module, all_gather, shard_offset
+from zoo.parallel import Dim, Module, all_gather
+from zoo.parallel.collectives import shard_offset
 from zoo.shapes import HeadVectors, HiddenStates, KVHeads, Positions, ResidualStream, ValueHeads
 
 from ..abstract import AbstractLinear, AbstractMixer

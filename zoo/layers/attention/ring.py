@@ -31,7 +31,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, PyTree
 
-from zoo.ops.attention import AttentionMask, blockwise_attention_gradients, blockwise_attention_with_lse
+from zoo.ops.attention import AttentionMask
+from zoo.ops.attention.blockwise import blockwise_attention_gradients, blockwise_attention_with_lse
 from zoo.ops.attention.mask import MASK_VALUE
 from zoo.ops.custom_vjps import evaluate, refuse_forward_mode, refuse_reverse_over_reverse
 from zoo.ops.varying import align_varying

@@ -10,7 +10,8 @@ from typing import Any
 
 from jaxtyping import Array, Float
 
-from zoo.ops.attention import AttentionMask, attention, attention_probabilities, average_values
+from zoo.ops.attention import AttentionMask, attention
+from zoo.ops.attention.reference import attention_probabilities, average_values
 from zoo.ops.implementations import AUTO
 from zoo.parallel.scope import asks_for, tap_value
 from zoo.shapes import HeadVectors, KVHeads, ValueHeads

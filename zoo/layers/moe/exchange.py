@@ -32,7 +32,7 @@ from zoo.ops.implementations import Implementation, Operation, refuse_other_plat
 from zoo.ops.moe.dispatch import combine, dispatch, sort_by_expert
 from zoo.ops.moe.grouped_matmul import grouped_matmul_implementation
 from zoo.ops.varying import align_varying, varying
-from zoo.parallel import current_mesh
+from zoo.parallel.collectives import current_mesh
 
 from ..abstract import AbstractFeedForward
 from .exchange_rounds import Exchange, RaggedRounds, Rounds, apply_on_devices

@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from zoo.parallel import Module, vary, varying
+from zoo.parallel import Module, vary
+from zoo.parallel.collectives import varying
 from zoo.shapes import PaddingMask, SegmentIds
 
 

@@ -11,7 +11,9 @@ from zoo.ops.quantized.recipe import AbstractRecipe
 from zoo.ops.quantized.scaled_grouped_matmul import scaled_grouped_matmul
 from zoo.ops.quantized.scaled_matmul import AmaxArrays, MeasuredAxes, NoiseKeys, scaled_matmul
 from zoo.ops.varying import varying
-from zoo.parallel import Dim, Module, current_mesh, num_shards, observed, reduce, shard_offset, sharded_axes
+from zoo.parallel import Dim, Module, num_shards, reduce
+from zoo.parallel.collectives import current_mesh, shard_offset, sharded_axes
+from zoo.parallel.fields import observed
 
 from ..abstract import AbstractLinear
 from ..linear import Linear, add_expert_biases, reduce_output

@@ -16,7 +16,8 @@ from zoo.ops.quantized.groups import (
     get_nested_dequantizer,
 )
 from zoo.ops.quantized.nf4 import BLOCK_SIZE
-from zoo.parallel import Dim, buffer, reduce, shard_offset
+from zoo.parallel import Dim, buffer, reduce
+from zoo.parallel.collectives import shard_offset
 
 from ..linear import contract_per_head
 from .packed import AbstractPackedLinear

@@ -11,7 +11,8 @@ from jax import lax
 from jaxtyping import Array, Float, Key
 
 from zoo.ops.normalization import layer_norm, rms_norm
-from zoo.parallel import Dim, Module, full_precision, num_shards, shard_offset
+from zoo.parallel import Dim, Module, full_precision, num_shards
+from zoo.parallel.collectives import shard_offset
 from zoo.shapes import HeadVectors, HiddenStates, LogDecays, MatrixState, ResidualStream, Values
 
 from ..abstract import AbstractLinear, AbstractNorm

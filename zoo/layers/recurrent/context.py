@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Float
 
 from zoo.ops.implementations import AUTO
 from zoo.ops.recurrence.affine import AffineMap, mask_rows
-from zoo.parallel import sharded_axes
+from zoo.parallel.collectives import sharded_axes
 from zoo.parallel.sequence import exclusive_prefix, halo
 from zoo.shapes import HiddenStates, PaddingMask, SegmentIds
 

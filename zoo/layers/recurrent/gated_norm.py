@@ -7,7 +7,8 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from zoo.ops.normalization import mean_last_dim, rms_norm
-from zoo.parallel import Dim, Module, full_precision, num_shards, reduce, shard_offset
+from zoo.parallel import Dim, Module, full_precision, num_shards, reduce
+from zoo.parallel.collectives import shard_offset
 
 
 class GatedGroupNorm(Module):

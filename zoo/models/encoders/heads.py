@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
-from zoo.layers import AbstractEmbedding, AbstractLinear, AbstractNorm, AbstractPooler, Linear
-from zoo.layers.encoders.pooling import take_first_token
+from zoo.layers import AbstractLinear, AbstractNorm, Linear
+from zoo.layers.embedding import AbstractEmbedding
+from zoo.layers.encoders.pooling import AbstractPooler, take_first_token
 from zoo.parallel import Dim, Module
 from zoo.shapes import HiddenStates, PaddingMask
 

@@ -7,10 +7,13 @@ import jax
 from jaxtyping import Array, Bool, Float, Key
 
 from zoo._checks import check_images, wrap_key
-from zoo.layers import AbstractNorm, Dropout, ImageEmbedding, TokenInfo
+from zoo.layers import AbstractNorm, Dropout, TokenInfo
+from zoo.layers.encoders.patches import ImageEmbedding
 from zoo.layers.token_info import split_row_keys
-from zoo.parallel import Module, Remat, buffer, gather, implementation_option, sharded_axes
+from zoo.parallel import Module, buffer, gather, implementation_option
 from zoo.parallel.activation import Edit
+from zoo.parallel.collectives import sharded_axes
+from zoo.parallel.remat import Remat
 from zoo.parallel.tokens import replicate_tokens, shard_tokens
 
 from ..build import LayerFactories, build_stack
@@ -26,7 +29,7 @@ Images = Float[Array, "batch channels height width"]
 class ImageEncoder(Module):
     """A vision Transformer: head(norm(stack(embedding(images)))) (ViT, Dosovitskiy et al., arXiv:2010.11929).
 
-    The head is a `zoo.models.ClassificationHead`, whose result is logits, or a `zoo.models.FeatureHead`, whose result
+    The head is a `ClassificationHead`, whose result is logits, or a `FeatureHead`, whose result
     is `EncoderFeatures`. Tokens of an image attend to each other in both directions.
 
     Images may have another size than the model was trained for: learned positions are then interpolated.

@@ -93,7 +93,7 @@ class AbstractRelativeMixer(AbstractMixer):
 
 
 class RelativeBlock(AbstractBlock):
-    """norm(x + mixer(x, table)), then norm(x + ffn(x)): `zoo.models.AddNormBlock` with attention that reads the table
+    """norm(x + mixer(x, table)), then norm(x + ffn(x)): `AddNormBlock` with attention that reads the table
     of relative positions (DeBERTa; He et al., arXiv:2006.03654)."""
 
     mixer_norm: AbstractNorm

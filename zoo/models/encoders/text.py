@@ -9,21 +9,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
 from zoo._checks import check_token_arrays, check_tokens, wrap_key
-from zoo.layers import (
-    AbstractEmbedding,
-    AbstractLinear,
-    AbstractNorm,
-    Dropout,
-    Embedding,
-    PositionEmbedding,
-    TokenInfo,
-    token_positions,
-)
+from zoo.layers import AbstractLinear, AbstractNorm, Dropout, Embedding, PositionEmbedding, TokenInfo
 from zoo.layers.abstract import check_sequence_sharding
-from zoo.layers.embedding import TokenTypeEmbedding
-from zoo.layers.token_info import token_info
-from zoo.parallel import Module, Remat, buffer, gather, implementation_option
+from zoo.layers.embedding import AbstractEmbedding, TokenTypeEmbedding
+from zoo.layers.token_info import token_info, token_positions
+from zoo.parallel import Module, buffer, gather, implementation_option
 from zoo.parallel.activation import Edit
+from zoo.parallel.remat import Remat
 from zoo.parallel.tokens import merge_copies, replicate_tokens, shard_tokens
 from zoo.shapes import HiddenStates, PaddingMask, Positions, SegmentIds, Tokens
 
@@ -129,7 +121,7 @@ class Encoder(Module):
         token_types: Int[Array, "batch seq"] | None = None,
         key: Key[Array, ""] | Key[Array, "batch"] | None = None,
     ) -> TokenInfo:
-        """Build the `TokenInfo` of texts, as `zoo.models.token_info` does."""
+        """Build the `TokenInfo` of texts, as `zoo.layers.token_info.token_info` does."""
         info = token_info(tokens, mask=mask, segment_ids=segment_ids, positions=positions, key=key)
         if token_types is None:
             return info

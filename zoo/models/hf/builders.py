@@ -12,10 +12,8 @@ from zoo.layers import (
     MLP,
     AbstractFeedForward,
     AbstractNorm,
-    AbstractRouter,
     Attention,
     BiasedRouter,
-    BidirectionalAttention,
     GatedMLP,
     LayerNorm,
     MixtureOfExperts,
@@ -23,7 +21,8 @@ from zoo.layers import (
 )
 from zoo.layers import LatentAttention as Latent
 from zoo.layers import Linear as Projection
-from zoo.layers.moe.router import check_routing_sizes
+from zoo.layers.encoders.bidirectional_attention import BidirectionalAttention
+from zoo.layers.moe.router import AbstractRouter, check_routing_sizes
 from zoo.ops import activations
 from zoo.ops.rotary import (
     DynamicScaling,

@@ -4,16 +4,8 @@ from typing import Any
 
 import equinox as eqx
 
-from zoo.layers import (
-    AbstractLinear,
-    AbstractRouter,
-    Attention,
-    BiasedRouter,
-    GatedMLP,
-    MixtureOfExperts,
-    RMSNorm,
-    SoftmaxRouter,
-)
+from zoo.layers import AbstractLinear, Attention, BiasedRouter, GatedMLP, MixtureOfExperts, RMSNorm, SoftmaxRouter
+from zoo.layers.moe.router import AbstractRouter
 from zoo.models.decoder import Block, Decoder
 from zoo.models.hf.builders import find_activation_name, list_layer_types
 from zoo.models.hf.errors import ConfigError

@@ -5,7 +5,7 @@ from typing import Any
 
 from jaxtyping import Array, Key
 
-from zoo.layers import AbstractPooler
+from zoo.layers.encoders.pooling import AbstractPooler
 
 from ..encoders.heads import FeatureHead
 from .errors import ConfigError

@@ -7,8 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Key
 
-from zoo.layers import DensePooler
-from zoo.layers.encoders.pooling import take_first_token
+from zoo.layers.encoders.pooling import DensePooler, take_first_token
 
 from ..build import LayerFactories
 from ..encoders.heads import (

@@ -7,7 +7,8 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Key
 
-from zoo.layers import AbstractNorm, ImageEmbedding
+from zoo.layers import AbstractNorm
+from zoo.layers.encoders.patches import ImageEmbedding
 
 from ..blocks import LayerScaleBlock
 from ..build import LayerFactories

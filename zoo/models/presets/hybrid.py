@@ -8,7 +8,7 @@ from jaxtyping import Array, Key
 
 from zoo._keywords import check_keywords
 from zoo.layers import GatedMLP, RMSNorm
-from zoo.parallel import Remat
+from zoo.parallel.remat import Remat
 
 from ..build import FeedForwardFactory, MixerFactory, build_decoder
 from ..decoder import Decoder

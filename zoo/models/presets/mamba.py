@@ -8,7 +8,7 @@ from zoo._keywords import check_keywords
 from zoo.layers import Mamba as MambaLayer
 from zoo.layers import Mamba2 as Mamba2Layer
 from zoo.layers import RMSNorm
-from zoo.parallel import Remat
+from zoo.parallel.remat import Remat
 
 from ..build import build_decoder
 from ..decoder import Decoder

@@ -11,7 +11,7 @@ from zoo.layers.encoders.bidirectional_attention import BidirectionalAttention
 from zoo.layers.linear import resolve_head_dim
 from zoo.ops.activations import gelu
 from zoo.ops.rotary import Rotary
-from zoo.parallel import Remat
+from zoo.parallel.remat import Remat
 
 from ..blocks import make_unnormalized_block
 from ..decoder import Block

@@ -6,10 +6,11 @@ from functools import partial
 from jaxtyping import Array, Key
 
 from zoo._keywords import check_keywords
-from zoo.layers import AbstractMixer, AbstractRouter, GatedMLP, RMSNorm, SoftmaxRouter
+from zoo.layers import AbstractMixer, GatedMLP, RMSNorm, SoftmaxRouter
 from zoo.layers import MixtureOfExperts as Mixture
+from zoo.layers.moe.router import AbstractRouter
 from zoo.ops.rotary import Rotary
-from zoo.parallel import Remat
+from zoo.parallel.remat import Remat
 
 from ..build import build_decoder
 from ..decoder import Decoder

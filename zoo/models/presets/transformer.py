@@ -10,7 +10,7 @@ from zoo._checks import wrap_key
 from zoo._keywords import check_keywords
 from zoo.layers import AbstractMixer, GatedMLP, RMSNorm
 from zoo.ops.rotary import Rotary
-from zoo.parallel import Remat
+from zoo.parallel.remat import Remat
 
 from ..build import build_decoder
 from ..decoder import Decoder

@@ -6,10 +6,11 @@ from functools import partial
 from jaxtyping import Array, Key
 
 from zoo._keywords import check_keywords
-from zoo.layers import MLP, ImageEmbedding, LayerNorm
+from zoo.layers import MLP, LayerNorm
 from zoo.layers.encoders.bidirectional_attention import BidirectionalAttention
+from zoo.layers.encoders.patches import ImageEmbedding
 from zoo.ops.activations import gelu
-from zoo.parallel import Remat
+from zoo.parallel.remat import Remat
 
 from ..encoders.heads import ClassificationHead
 from ..encoders.image import ImageEncoder, build_image_encoder

@@ -9,7 +9,8 @@ import equinox as eqx
 from jaxtyping import Array, Int
 
 from zoo.layers import TokenInfo
-from zoo.parallel import Module, Remat, gather
+from zoo.parallel import Module, gather
+from zoo.parallel.remat import Remat
 from zoo.parallel.scan_ahead import scan_ahead
 
 from ..decoder import AbstractBlock, Hidden, LayerStates, RoutingDetail, run_block

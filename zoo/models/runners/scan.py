@@ -10,8 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from zoo.layers import TokenInfo
-from zoo.parallel import current_mesh
-from zoo.parallel.collectives import vary_as_returned
+from zoo.parallel.collectives import current_mesh, vary_as_returned
 
 from ..decoder import Hidden, LayerStates
 from ..segment import Segment, index_tree, stack_trees, vary_arrays

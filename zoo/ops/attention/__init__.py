@@ -26,32 +26,23 @@ implementation does not support an argument. In einsums b is batch, q query_seq,
 rows of a key head (its query heads times query_seq), d head_dim.
 """
 
-from .blockwise import blockwise_attention, blockwise_attention_gradients, blockwise_attention_with_lse
+from .blockwise import blockwise_attention
 from .forgetting import forgetting_attention
 from .fused import fused_attention
-from .grouped import grouped_query_attention, grouped_query_attention_with_lse
+from .grouped import grouped_query_attention
 from .mask import AttentionMask
-from .reference import attention_probabilities, average_values, reference_attention
-from .request import AttentionRequest
-from .select import ATTENTION, ATTENTION_WITH_LSE, attention, attention_with_lse
+from .reference import reference_attention
+from .select import ATTENTION, attention
 from .splash import splash_attention
 
 __all__ = [
     "ATTENTION",
-    "ATTENTION_WITH_LSE",
     "AttentionMask",
-    "AttentionRequest",
     "attention",
-    "attention_probabilities",
-    "attention_with_lse",
-    "average_values",
     "blockwise_attention",
-    "blockwise_attention_gradients",
-    "blockwise_attention_with_lse",
     "forgetting_attention",
     "fused_attention",
     "grouped_query_attention",
-    "grouped_query_attention_with_lse",
     "reference_attention",
     "splash_attention",
 ]

@@ -21,7 +21,10 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import numpy as np
 from jaxtyping import Integer
 
-from zoo.text.chat import ChatError, ChatTemplate, EncodedText, encode_conversation, encode_spans, protect
+from zoo.text.chat.encode import EncodedText, encode_conversation, encode_spans
+from zoo.text.chat.errors import ChatError
+from zoo.text.chat.special_tokens import protect
+from zoo.text.chat.template import ChatTemplate
 from zoo.text.packing import TooLong
 from zoo.text.tokenizers import Tokenizer, encode_utf8
 

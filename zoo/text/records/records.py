@@ -22,7 +22,9 @@ from zoo._files import user_cache_folder
 from zoo._optional import import_optional
 from zoo._terminal import format_count
 from zoo.text.batches import OrderedBatches, ShuffledBatches, spread_rows
-from zoo.text.chat import ChatTemplate, find_end_of_turn, write_chat_files
+from zoo.text.chat.encode import find_end_of_turn
+from zoo.text.chat.template import ChatTemplate
+from zoo.text.chat.write import write_chat_files
 from zoo.text.mixture import Mixture
 from zoo.text.packing import PackedRows, TooLong
 from zoo.text.records.token_store import TokenStore, count_default_processes, write_store

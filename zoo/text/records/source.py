@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from zoo._files import to_jsonable
-from zoo.text.chat import ChatTemplate
+from zoo.text.chat.template import ChatTemplate
 from zoo.text.packing import TooLong
 from zoo.text.records.token_store import RecordsError
 

@@ -24,7 +24,7 @@ from jaxtyping import Int, Integer, Shaped, UInt8
 
 from zoo._optional import import_optional
 from zoo.text.batches import assign_rows
-from zoo.text.chat import ChatTemplate
+from zoo.text.chat.template import ChatTemplate
 from zoo.text.packing import PackedRows, TooLong
 from zoo.text.token_cache import choose_token_dtype
 from zoo.text.tokenizers import Tokenizer, require_tokenizer

@@ -13,8 +13,9 @@ import tyro
 from zoo import models
 from zoo._files import write_text
 from zoo._terminal import show
-from zoo.parallel import SEQUENCE, ZERO1, ZERO2, ZERO3, Mesh, make_mesh
+from zoo.parallel import SEQUENCE, ZERO1, ZERO2, ZERO3, Mesh
 from zoo.parallel.devices import make_abstract_mesh, use_cpu
+from zoo.parallel.mesh import make_mesh
 from zoo.weights.shapes import read_shapes
 
 

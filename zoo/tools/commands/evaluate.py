@@ -24,8 +24,8 @@ from zoo.tools.evaluate.loading import load_language_model
 from zoo.tools.evaluate.results import RESULTS_FILE, TaskResult, format_table, summarize_results, write_results
 from zoo.tools.evaluate.run_tasks import TaskOptions, evaluate_task
 from zoo.tools.evaluate.tasks import Question, Task, read_tasks
-from zoo.weights import load
 from zoo.weights.directory import resolve_directory
+from zoo.weights.load import load
 
 _WINDOW = 512
 _PACKAGES = ("equizoo", "jax", "jaxlib", "tokenizers", "lm_eval")

@@ -9,8 +9,8 @@ import tyro
 from zoo._files import read_json
 from zoo._terminal import format_bytes, show
 from zoo.parallel.devices import use_cpu
-from zoo.weights import load
 from zoo.weights.directory import resolve_directory
+from zoo.weights.load import load
 
 _EXAMPLES = {"decoder": '"1 2 3" --new 8', "encoder": '"1 2 3"', "image encoder": "images.npy"}
 
@@ -45,7 +45,7 @@ def export(
     source = resolve_directory(directory)
     if platforms:
         use_cpu()
-    from zoo.tools.export import export as export_model  # which other commands do not need
+    from zoo.tools.export.export import export as export_model  # which other commands do not need
     from zoo.tools.export.folder import MANIFEST, SERVE, check_folder
 
     check_folder(out, overwrite=overwrite)  # before the weights are read

@@ -14,10 +14,10 @@ from zoo.models.hf.values import NON_NEGATIVE_NUMBER, optional, table_of
 from zoo.tools.parity import compare_checkpoint, compare_training, read_expectations
 from zoo.tools.parity.comparison import TOLERANCE, ParityReport
 from zoo.tools.parity.training_report import ComparedStep, TrainingReport
-from zoo.weights import CheckpointError, load_family
+from zoo.weights import load_family
 from zoo.weights.directory import resolve_directory
 from zoo.weights.from_torch import compute_expectations
-from zoo.weights.safetensors import read_json
+from zoo.weights.safetensors import CheckpointError, read_json
 
 _EXPECTED_FILE = "expected.safetensors"
 

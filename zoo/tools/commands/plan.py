@@ -22,13 +22,21 @@ from zoo.parallel import SEQUENCE, ZERO1, ZERO2, ZERO3
 from zoo.parallel.devices import use_cpu
 from zoo.parallel.mesh import format_sizes
 from zoo.parallel.topology import Topology, parse_topology
+from zoo.tools.plan.ahead import compare_loops
+from zoo.tools.plan.compiled import compile_training
+from zoo.tools.plan.decoding import suggest_decoding_mesh
+from zoo.tools.plan.format import format_plan
+from zoo.tools.plan.options import RolloutOptions
+from zoo.tools.plan.search import Candidate, suggest_mesh
+from zoo.tools.plan.step import BudgetError
 from zoo.weights.directory import CONFIG_NAME, resolve_directory
 from zoo.weights.formats import split_quantization
 from zoo.weights.resolve import find_family
 from zoo.weights.safetensors import read_json
 
 if TYPE_CHECKING:
-    from zoo.tools.plan import Candidate, Plan
+    from zoo.tools.plan import Plan
+    from zoo.tools.plan.search import Candidate
 
 
 def plan(
@@ -126,7 +134,7 @@ def plan(
         sizes = _complete_sizes(sizes, topology)
         shards = sizes["data"] * sizes["fsdp"] * sizes["expert"]
     packed = None if quantization == "none" else quantization
-    sampled = None if rollouts is None else planning.RolloutOptions(*rollouts)
+    sampled = None if rollouts is None else RolloutOptions(*rollouts)
     decoding = None if decode is None else planning.DecodingOptions(*decode, dtype, packed)
     options = planning.TrainingOptions(
         rows=rows or microbatches * shards,
@@ -147,22 +155,22 @@ def plan(
         elif decoding is not None:
             progress(f"decoding on {topology}")
             if is_suggested:
-                found = [planning.suggest_decoding_mesh(make, topology, decoding, layout)]
+                found = [suggest_decoding_mesh(make, topology, decoding, layout)]
             else:
-                found = [planning.Candidate(sizes, planning.plan_decoding(make, sizes, topology, decoding, layout))]
+                found = [Candidate(sizes, planning.plan_decoding(make, sizes, topology, decoding, layout))]
         elif is_suggested:
-            found = [planning.suggest_mesh(make, topology, options, layout, progress=progress)]
+            found = [suggest_mesh(make, topology, options, layout, progress=progress)]
         else:
             progress(f"the step on {format_sizes(sizes)}")
-            found = [planning.Candidate(sizes, planning.plan_training(make, sizes, topology, options, layout))]
+            found = [Candidate(sizes, planning.plan_training(make, sizes, topology, options, layout))]
         if compiled:
             for candidate in found[:3]:
                 progress(f"compiling for {format_sizes(candidate.sizes)}, which takes minutes")
-                programs.append(planning.compile_training(make, candidate.sizes, topology, options, layout))
+                programs.append(compile_training(make, candidate.sizes, topology, options, layout))
             if not search and loop == "auto" and found[0].plan.overlap is not None:
                 progress("compiling with --loop ahead, which takes minutes")
                 gathering = dataclasses.replace(options, loop="ahead")
-                ahead = planning.compile_training(make, found[0].sizes, topology, gathering, layout)
+                ahead = compile_training(make, found[0].sizes, topology, gathering, layout)
     if as_json:
         plans = [_list_figures(candidate.plan, count) | {"suggested": is_suggested} for candidate in found]
         for described, program in zip(plans, programs, strict=False):
@@ -179,14 +187,14 @@ def plan(
             mesh = _format_flags(found[0].sizes)
             more = "; --search compares several" if decoding is None and lora is None else ""
             show(f"Suggested mesh: {mesh}. Any flag for an axis overrides it{more}.\n")
-        show(planning.format_plan(found[0].plan, tokens=count))
+        show(format_plan(found[0].plan, tokens=count))
         for candidate, program in zip(found, programs, strict=False):
             show(f"\nCompiled for {format_sizes(candidate.sizes)} on {on}:\n{program}")
         if ahead is not None:
-            show(f"\nCompiled with --loop ahead:\n{ahead}\n\n{planning.compare_loops(programs[0], ahead)}")
+            show(f"\nCompiled with --loop ahead:\n{ahead}\n\n{compare_loops(programs[0], ahead)}")
     try:
         found[0].plan.require_fit()
-    except planning.BudgetError as error:
+    except BudgetError as error:
         show_error(f"zoo plan: {error}")
         sys.exit(1)
 

@@ -18,6 +18,6 @@ def report(directory: Annotated[Path, tyro.conf.Positional]) -> None:
     """
     if not directory.is_dir():
         raise ValueError(f"{directory}: there is no such folder")
-    from zoo.tools.report import redraw_report  # which other commands do not need
+    from zoo.tools.report.page import redraw_report  # which other commands do not need
 
     show(f"wrote the report to {redraw_report(directory)}")

@@ -3,6 +3,6 @@
 from .attention import draw_attention
 from .description import describe_layout
 from .schedule import draw_schedule
-from .svg import draw_layout, render_drawing
+from .svg import draw_layout
 
-__all__ = ["describe_layout", "draw_attention", "draw_layout", "draw_schedule", "render_drawing"]
+__all__ = ["describe_layout", "draw_attention", "draw_layout", "draw_schedule"]

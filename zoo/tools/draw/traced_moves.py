@@ -17,7 +17,8 @@ from jax.extend.core import jaxprs_in_params
 from jaxtyping import PyTree
 
 from zoo.layers import TokenInfo
-from zoo.models import Decoder, Hidden, Stack, configure
+from zoo.models import Decoder, Hidden, Stack
+from zoo.models.configure import configure
 from zoo.models.decoder import AbstractBlock
 from zoo.models.encoders.heads import MaskedLMHead
 from zoo.models.encoders.image import ImageEncoder
@@ -25,7 +26,10 @@ from zoo.models.encoders.text import Encoder
 from zoo.models.loss import cross_entropy
 from zoo.models.parameter_paths import to_snake_case
 from zoo.models.stack import is_stack
-from zoo.parallel import Mesh, replace_option, value_and_grad, wrapped
+from zoo.parallel import Mesh
+from zoo.parallel.fields import wrapped
+from zoo.parallel.gradient import value_and_grad
+from zoo.parallel.module import replace_option
 from zoo.parallel.rounds import split_rounds
 
 _COLLECTIVES = {

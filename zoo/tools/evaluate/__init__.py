@@ -12,22 +12,15 @@ need that package.
 """
 
 from .generation import GenerationOptions
-from .language_model import LanguageModel, LogLikelihood, TextPrompt
+from .language_model import LanguageModel, TextPrompt
 from .loading import load_language_model
-from .results import Metric, TaskResult
 from .run_tasks import TaskOptions, evaluate_task, run_tasks
-from .tasks import MultipleChoice, Question, Task, read_tasks
+from .tasks import read_tasks
 
 __all__ = [
     "GenerationOptions",
     "LanguageModel",
-    "LogLikelihood",
-    "Metric",
-    "MultipleChoice",
-    "Question",
-    "Task",
     "TaskOptions",
-    "TaskResult",
     "TextPrompt",
     "evaluate_task",
     "load_language_model",

@@ -16,7 +16,9 @@ from jaxtyping import Float, Int
 
 from zoo.models import Decoder
 from zoo.models.scoring import score
-from zoo.parallel import Mesh, place_batch, spmd
+from zoo.parallel import Mesh
+from zoo.parallel.batch import place_batch
+from zoo.parallel.spmd import spmd
 from zoo.text.tokenizers import Tokenizer, count_bytes
 
 from .progress import EvaluationProgress

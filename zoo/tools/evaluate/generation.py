@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from zoo.generate import generate
+from zoo.generate.run import generate
 from zoo.models import Decoder
 from zoo.parallel import Mesh
 from zoo.parallel.batch import fetch_arrays

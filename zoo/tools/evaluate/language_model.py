@@ -10,9 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from zoo.models import Decoder
-from zoo.parallel import Mesh, place_batch, reader, spmd
-from zoo.parallel.batch import fetch_arrays
-from zoo.text.chat import ChatTemplate
+from zoo.parallel import Mesh, reader
+from zoo.parallel.batch import fetch_arrays, place_batch
+from zoo.parallel.spmd import spmd
+from zoo.text.chat.template import ChatTemplate
 from zoo.text.tokenizers import Tokenizer
 
 from .generation import GenerationOptions, generate_texts

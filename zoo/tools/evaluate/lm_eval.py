@@ -15,7 +15,8 @@ from typing import Any
 from zoo._optional import import_optional
 from zoo.generate.request import TRUNCATIONS
 from zoo.parallel.devices import make_device_mesh
-from zoo.text.chat import ChatError, ChatTemplate, NoChatTemplateError
+from zoo.text.chat.errors import ChatError, NoChatTemplateError
+from zoo.text.chat.template import ChatTemplate
 from zoo.weights.directory import resolve_directory
 
 from .generation import GenerationOptions

@@ -7,13 +7,12 @@ from zoo import adapters
 from zoo.adapters.peft.config import CONFIG_FILE
 from zoo.models import Decoder
 from zoo.parallel import Mesh
-from zoo.text.chat import ChatTemplate
-from zoo.text.chat.template import read_special_tokens
+from zoo.text.chat.template import ChatTemplate, read_special_tokens
 from zoo.text.tokenizer_file import TOKENIZER_FILE
 from zoo.text.tokenizers import find_tokenizer
-from zoo.weights import load
 from zoo.weights.directory import resolve_directory
 from zoo.weights.generation_config import read_stop_tokens
+from zoo.weights.load import load
 
 from .language_model import LanguageModel
 

@@ -10,7 +10,8 @@ from zoo.layers.token_info import token_info
 from zoo.models import Decoder
 from zoo.models.log_probs import map_targets
 from zoo.models.loss import token_losses
-from zoo.parallel import reduce, shard_offset
+from zoo.parallel import reduce
+from zoo.parallel.collectives import shard_offset
 
 _CHUNK = 1024
 """Tokens whose logits are in memory at a time."""

@@ -1,5 +1,1 @@
 """Models as programs that run without this library: `jax.export` artifacts, StableHLO, and weights as safetensors."""
-
-from .export import export
-
-__all__ = ["export"]

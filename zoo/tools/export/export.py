@@ -12,10 +12,12 @@ from jax.errors import InconclusiveDimensionOperation
 
 from zoo._optional import require_installed
 from zoo.layers import AbstractMixer
-from zoo.models import Decoder, Encoder, ImageEncoder, configure
+from zoo.models import Decoder, Encoder, ImageEncoder
+from zoo.models.configure import configure
 from zoo.ops.platform import for_export, normalize_platform, stand_in_platform, target_platform
-from zoo.parallel import Mesh, leaves, place
+from zoo.parallel import Mesh, leaves
 from zoo.parallel.module import find_operations
+from zoo.parallel.place import place
 
 from .folder import check_folder, write_folder
 from .programs import Program, ProgramBuilder

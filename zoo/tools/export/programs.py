@@ -13,8 +13,10 @@ from zoo.layers import TokenInfo
 from zoo.models import Decoder
 from zoo.models.decoder import LayerStates
 from zoo.models.encoders.heads import EncoderFeatures, MaskedLMHead, ReplacedTokenHead, TokenClassificationHead
-from zoo.parallel import Mesh, leaves, place, place_batch, spmd
-from zoo.parallel.batch import find_batch_axis
+from zoo.parallel import Mesh, leaves
+from zoo.parallel.batch import find_batch_axis, place_batch
+from zoo.parallel.place import place
+from zoo.parallel.spmd import spmd
 
 Size = Any
 """A number, or a dim of `jax.export.symbolic_shape`."""

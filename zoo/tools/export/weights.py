@@ -7,10 +7,10 @@ import jax
 import numpy as np
 from jaxtyping import PyTree
 
-from zoo.models import Stack, swap_stack
+from zoo.models import Stack
 from zoo.models.decoder import AbstractStack, UnrolledStack
 from zoo.models.parameter_paths import walk_parameters
-from zoo.models.stack import is_stack
+from zoo.models.stack import is_stack, swap_stack
 from zoo.parallel.rounds import merge_rounds
 from zoo.weights.safetensors import DTYPES
 

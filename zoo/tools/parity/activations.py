@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from zoo.layers import Routing, TokenInfo
+from zoo.layers import TokenInfo
+from zoo.layers.moe.routing import Routing
 from zoo.models import Decoder, Encoder, Hidden, ImageEncoder
 from zoo.models.encoders.heads import EncoderFeatures
 

@@ -19,9 +19,11 @@ from zoo.models import Decoder
 from zoo.models.hf.spec import Family, replace_ending
 from zoo.models.parameter_paths import to_snake_case
 from zoo.models.scoring import unstack_blocks
-from zoo.parallel import make_mesh, place, value_and_grad
 from zoo.parallel.fields import NAMED_BY_CLASS
+from zoo.parallel.gradient import value_and_grad
+from zoo.parallel.mesh import make_mesh
 from zoo.parallel.module import array_fields
+from zoo.parallel.place import place
 from zoo.weights.load import load
 from zoo.weights.packed import BLOCKS_SUFFIX
 from zoo.weights.plan import plan_tensors

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from zoo.models import Encoder, ImageEncoder, MaskedLMHead, SequenceScore, classification_loss, token_losses
-from zoo.models.encoders.heads import EncoderFeatures
+from zoo.models import Encoder, ImageEncoder, SequenceScore, classification_loss, token_losses
+from zoo.models.encoders.heads import EncoderFeatures, MaskedLMHead
 from zoo.models.loss import cross_entropy
 from zoo.weights.resolve import LoadedModel
 

@@ -20,7 +20,11 @@ from zoo._optional import require_installed
 from zoo.models.hf.errors import suggest_nearest
 from zoo.models.hf.spec import Family, NameMap
 from zoo.models.loss import cross_entropy
-from zoo.parallel import cast, make_mesh, place, trainable, value_and_grad
+from zoo.parallel.gather import cast
+from zoo.parallel.gradient import value_and_grad
+from zoo.parallel.mesh import make_mesh
+from zoo.parallel.module import trainable
+from zoo.parallel.place import place
 from zoo.weights.from_torch import from_torch
 from zoo.weights.load import load
 from zoo.weights.safetensors import CheckpointError, open_tensors

@@ -11,8 +11,8 @@ Only for GPUs: compiled for TPU v5e, products hide most gathers in the scan, and
 
 from typing import Any
 
-from zoo.inspect import CompiledProgram
 from zoo.inspect.format import format_decimal_prefix
+from zoo.inspect.program import CompiledProgram
 from zoo.models.parameter_paths import list_parameter_paths
 from zoo.models.runners.ahead import explain_refusal
 from zoo.models.stack import Stack

@@ -3,8 +3,11 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from zoo.inspect import CompiledProgram, compiled
-from zoo.parallel import Layout, imagined, make_mesh
+from zoo.inspect import compiled
+from zoo.inspect.program import CompiledProgram
+from zoo.parallel import imagined
+from zoo.parallel.layout import Layout
+from zoo.parallel.mesh import make_mesh
 from zoo.parallel.topology import Topology
 
 from .options import TrainingOptions

@@ -11,7 +11,11 @@ import jax.numpy as jnp
 from zoo.generate.decode import unstack_layers
 from zoo.generate.prefill import drop_sequence_parallelism
 from zoo.layers import TokenInfo
-from zoo.parallel import Layout, cast, place, place_batch, spmd
+from zoo.parallel.batch import place_batch
+from zoo.parallel.gather import cast
+from zoo.parallel.layout import Layout
+from zoo.parallel.place import place
+from zoo.parallel.spmd import spmd
 from zoo.parallel.topology import Topology
 
 from .options import DecodingOptions

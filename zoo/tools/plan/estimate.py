@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from zoo.inspect.collectives import Collective
 from zoo.inspect.links import time_transfer
-from zoo.layers import AbstractRouter
+from zoo.layers.moe.router import AbstractRouter
 from zoo.models.parameter_paths import ParameterPath, list_parameter_paths
 from zoo.parallel import Mesh
 from zoo.parallel.chips import CHIPS

@@ -6,7 +6,8 @@ from typing import Any
 from zoo._terminal import format_count
 from zoo.adapters.quantize import PackedFormat
 from zoo.models.loop import Loop
-from zoo.parallel import Remat, Schedule
+from zoo.parallel import Schedule
+from zoo.parallel.remat import Remat
 
 ONE_FORWARD_ONE_BACKWARD = Schedule("1f1b")
 

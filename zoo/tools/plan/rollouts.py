@@ -11,8 +11,11 @@ from zoo.generate.buckets import choose_cache_length, choose_rows
 from zoo.generate.prefill import drop_sequence_parallelism
 from zoo.inspect.program import count_device_bytes
 from zoo.models import Decoder
-from zoo.parallel import Mesh, cast, place, spmd
+from zoo.parallel import Mesh
+from zoo.parallel.gather import cast
 from zoo.parallel.mesh import is_array_or_shape
+from zoo.parallel.place import place
+from zoo.parallel.spmd import spmd
 
 from .options import RolloutOptions, TrainingOptions
 from .training import make_trained

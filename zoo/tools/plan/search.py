@@ -11,9 +11,11 @@ import jax
 from zoo._terminal import format_count
 from zoo.inspect.program import count_device_bytes
 from zoo.models.parameter_paths import list_parameter_paths
-from zoo.parallel import Layout, Mesh, make_mesh, trainable
+from zoo.parallel import Mesh
 from zoo.parallel.chips import CHIPS
-from zoo.parallel.mesh import format_sizes, is_array_or_shape
+from zoo.parallel.layout import Layout
+from zoo.parallel.mesh import format_sizes, is_array_or_shape, make_mesh
+from zoo.parallel.module import trainable
 from zoo.parallel.topology import Topology
 
 from .ahead import find_overlap

@@ -10,9 +10,16 @@ import jax.numpy as jnp
 from zoo._optional import require_installed
 from zoo.adapters import lora, quantize
 from zoo.adapters.quantize import PackedFormat
-from zoo.models import configure, split_ends
+from zoo.models import split_ends
+from zoo.models.configure import configure
 from zoo.models.loss import cross_entropy
-from zoo.parallel import Mesh, Schedule, cast, make_mesh, place, place_batch, trainable, value, value_and_grad
+from zoo.parallel import Mesh, Schedule
+from zoo.parallel.batch import place_batch
+from zoo.parallel.gather import cast
+from zoo.parallel.gradient import value, value_and_grad
+from zoo.parallel.mesh import make_mesh
+from zoo.parallel.module import trainable
+from zoo.parallel.place import place
 
 from .options import TrainingOptions
 from .traced import trace_program

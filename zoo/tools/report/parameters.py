@@ -12,8 +12,9 @@ from zoo.models import Stack, list_parameter_paths
 from zoo.models.decoder import insert_shared
 from zoo.models.parameter_paths import ParameterPath
 from zoo.models.stack import is_stack
-from zoo.parallel import Mesh, count
+from zoo.parallel import Mesh
 from zoo.parallel.mesh import is_array_or_shape
+from zoo.parallel.module import count
 from zoo.parallel.rounds import merge_rounds
 
 from .page import ParameterRow

@@ -13,14 +13,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zoo.generate import generate
+from zoo.generate.run import generate
 from zoo.models import Decoder
 from zoo.models.hf.spec import Family
 from zoo.models.parameter_paths import find_differences
 from zoo.parallel import Mesh
-from zoo.weights import load, save
 from zoo.weights.directory import CONFIG_NAME
+from zoo.weights.load import load
 from zoo.weights.safetensors import open_tensors, read_json
+from zoo.weights.save import save
 
 from ..parity.checkpoint import compare_checkpoint, read_expectations
 from .checks import Check, CheckReport, Difference, join_flaws, run_checks

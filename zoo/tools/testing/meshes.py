@@ -10,7 +10,11 @@ import jax
 import numpy as np
 
 from zoo.layers import TokenInfo
-from zoo.parallel import Mesh, make_mesh, place, spmd, value_and_grad
+from zoo.parallel import Mesh
+from zoo.parallel.gradient import value_and_grad
+from zoo.parallel.mesh import make_mesh
+from zoo.parallel.place import place
+from zoo.parallel.spmd import spmd
 
 from .checks import TOLERANCE, Check, Difference, compare_gradients, compare_tokens, find_worst, run_checks
 from .properties import compute_loss, extend, read, read_packed, run_pieces

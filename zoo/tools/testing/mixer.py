@@ -9,8 +9,8 @@ import numpy as np
 from jaxtyping import Array, Key
 
 from zoo.models.factories import check_factory
-from zoo.parallel import Mesh, map_leaves
-from zoo.parallel.module import is_trainable
+from zoo.parallel import Mesh
+from zoo.parallel.module import is_trainable, map_leaves
 
 from .checks import CheckReport
 from .meshes import check_meshes, choose_meshes, count_row_shards, count_seq_shards

@@ -15,7 +15,8 @@ import numpy as np
 
 from zoo.layers import TokenInfo
 from zoo.ops.implementations import ObstacleError
-from zoo.parallel import cast, trainable
+from zoo.parallel.gather import cast
+from zoo.parallel.module import trainable
 
 from .checks import (
     ROUNDING,

@@ -17,9 +17,9 @@ from zoo.models import Decoder, Hidden, list_parameter_paths
 from zoo.models.capture import refuse_edits
 from zoo.models.decoder import AbstractBlock
 from zoo.ops.platform import current_platform
-from zoo.parallel import Module, all_gather, gather, leaves, replace_option, trainable
+from zoo.parallel import Module, all_gather, gather, leaves
 from zoo.parallel.fields import IMPLEMENTATION_OPTION
-from zoo.parallel.module import find_operations
+from zoo.parallel.module import find_operations, replace_option, trainable
 from zoo.shapes import HiddenStates
 
 _IS_SLOW = "kernels run in Pallas' interpreter on a CPU, and take minutes: pass implementations= with"

@@ -1,16 +1,9 @@
 """Objectives of post-training: pure functions of log-probabilities, of scores, and of two models' logits."""
 
-from .distillation import (
-    DistillationTerms,
-    TopK,
-    distillation,
-    distillation_terms,
-    distillation_top_k,
-    top_k_log_probs,
-)
-from .divergence import jensen_shannon, top_k_divergence
+from .distillation import distillation, distillation_terms, distillation_top_k
+from .divergence import jensen_shannon
 from .hidden_projections import HiddenProjections
-from .mixer_matching import MixerMatch, mixer_matching
+from .mixer_matching import mixer_matching
 from .policy_gradient import (
     cispo_loss,
     group_advantages,
@@ -27,10 +20,7 @@ from .preference import apo_down, apo_zero, dpo, hinge, ipo, kto, orpo, robust_d
 from .reward import pairwise_reward
 
 __all__ = [
-    "DistillationTerms",
     "HiddenProjections",
-    "MixerMatch",
-    "TopK",
     "apo_down",
     "apo_zero",
     "cispo_loss",
@@ -55,7 +45,5 @@ __all__ = [
     "robust_dpo",
     "sequence_log_ratio",
     "simpo",
-    "top_k_divergence",
-    "top_k_log_probs",
     "truncate_ratio",
 ]

@@ -21,8 +21,8 @@ from zoo.models.capture import capture
 from zoo.models.decoder import Decoder, find_checkable_vocab
 from zoo.models.log_probs import map_logits
 from zoo.models.loss import token_losses
-from zoo.parallel import Module, num_shards, shard_offset
-from zoo.parallel.collectives import all_gather
+from zoo.parallel import Module, num_shards
+from zoo.parallel.collectives import all_gather, shard_offset
 from zoo.shapes import HiddenStates
 
 from .divergence import (

@@ -7,8 +7,8 @@ from jaxtyping import Array, Float, Int
 
 from zoo._checks import check_temperature
 from zoo.models.log_probs import log_softmax
-from zoo.parallel import num_shards, reduce, shard_offset
-from zoo.parallel.collectives import all_gather
+from zoo.parallel import num_shards, reduce
+from zoo.parallel.collectives import all_gather, shard_offset
 
 _Number = float | Float[Array, ""]
 _NO_LOGIT = -1e30

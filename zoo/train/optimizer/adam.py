@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, Int, Key, PyTree
 
-from zoo.parallel import map_leaves
+from zoo.parallel.module import map_leaves
 
 from .apply_updates import fold_in_path
 from .moments import AbstractMoment, Float32Moment

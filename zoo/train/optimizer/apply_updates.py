@@ -9,8 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Key, PyTree
 
 from zoo.ops.stochastic_rounding import stochastic_round
-from zoo.parallel import map_leaves
-from zoo.parallel.module import Leaf
+from zoo.parallel.module import Leaf, map_leaves
 
 _Model = TypeVar("_Model")
 

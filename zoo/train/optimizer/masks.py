@@ -6,8 +6,7 @@ from typing import Any
 from jaxtyping import PyTree
 
 from zoo.layers import AbstractLinear
-from zoo.parallel import map_leaves
-from zoo.parallel.module import Leaf
+from zoo.parallel.module import Leaf, map_leaves
 
 _NOT_FEATURES = ("vocab", "classes", "positions", "token_types", "distances", "conv")
 """Dims that are not hidden features: rows of embeddings, outputs of heads, taps of depthwise filters."""

@@ -10,7 +10,8 @@ from jax import lax
 from jaxtyping import Array, Float, PyTree
 
 from zoo.ops.varying import varying
-from zoo.parallel import Mesh, spmd
+from zoo.parallel import Mesh
+from zoo.parallel.spmd import spmd
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Coefficients of Jordan, kellerjordan.github.io/posts/muon: singular values reach 0.7 to 1.2 within five steps."""

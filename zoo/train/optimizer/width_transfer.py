@@ -23,8 +23,8 @@ from zoo.layers import AbstractLinear, AbstractMixer
 from zoo.layers.embedding import AbstractEmbedding, AbstractPositionEmbedding
 from zoo.models import Decoder
 from zoo.models.targets import is_linear_site
-from zoo.parallel import leaves, map_leaves, replace_option, trainable
-from zoo.parallel.module import Leaf
+from zoo.parallel import leaves
+from zoo.parallel.module import Leaf, map_leaves, replace_option, trainable
 
 _Model = TypeVar("_Model")
 

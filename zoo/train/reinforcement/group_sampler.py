@@ -10,7 +10,7 @@ from jaxtyping import Array, Key, Shaped
 
 from zoo.models import Decoder
 from zoo.parallel import Mesh
-from zoo.text.records import Records, RecordSplit
+from zoo.text.records.records import Records, RecordSplit
 
 from .grouped_samples import Groups, fill_groups, make_sampler, sample_groups
 from .rewards import Rewards

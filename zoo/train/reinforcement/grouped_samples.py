@@ -17,12 +17,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key, Shaped
 
-from zoo.generate import generate
 from zoo.generate.decode import unstack_layers
 from zoo.generate.request import SharedOptions
+from zoo.generate.run import generate
 from zoo.models import Decoder
-from zoo.parallel import Mesh, cast, place
+from zoo.parallel import Mesh
 from zoo.parallel.batch import fetch_arrays
+from zoo.parallel.gather import cast
+from zoo.parallel.place import place
 
 from .rewards import RewardValues
 

@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Integer, Shaped
 
-from zoo.generate import Generated
+from zoo.generate.run import Generated
 from zoo.parallel import Module, num_shards, reduce
 from zoo.text.batches import assign_rows
 

@@ -77,9 +77,7 @@ def test_chunked_attention_on_meshes_equals_one_device():
     expected = layer(x, TokenInfo())[0]
     assert relative_error(make(chunk=None)(x, TokenInfo())[0], expected) > 1e-2, "16 tokens are several chunks"
     for form in ("ring", "gathered"):
-        mesh = zoo.make_mesh(
-            1, tensor=2, context=2, devices=jax.devices()[:4], layout=zoo.parallel.Layout(context=form)
-        )
+        mesh = zoo.make_mesh(1, tensor=2, context=2, devices=jax.devices()[:4], layout=zoo.Layout(context=form))
         run = zoo.spmd(lambda layer, x: gather(layer)(x, TokenInfo())[0], mesh, out="batch seq embed")
         assert relative_error(run(zoo.place(layer, mesh), x), expected) < 1e-5, form
 

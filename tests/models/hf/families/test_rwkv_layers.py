@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import zoo
 from tests.layers.random_layers import activations, randomize, relative_error
 from tests.layers.recurrent.checks import decode, forward
 from zoo.layers import RWKV4, Dropout, LayerNorm, TokenInfo
+from zoo.layers.token_info import pack_positions
 from zoo.models import Hidden
 from zoo.models.hf.families.rwkv_layers import RWKV4ChannelMixing, TwoMixerBlock
 
@@ -60,7 +60,7 @@ def test_channel_mixing_decodes_what_a_forward_pass_computes():
 def test_channel_mixing_packed_equals_separate():
     layer, x = make_channel_mixing(), activations(2, SEQ, EMBED)
     segments = jnp.array([[1, 1, 1, 1, 2, 2, 2]] * 2)
-    packed = forward(layer, x, TokenInfo(zoo.models.pack_positions(segments), segments))
+    packed = forward(layer, x, TokenInfo(pack_positions(segments), segments))
     for document in (slice(0, 4), slice(4, 7)):
         assert relative_error(packed[:, document], forward(layer, x[:, document])) < 1e-5
 

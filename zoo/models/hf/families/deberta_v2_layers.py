@@ -10,9 +10,10 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, Key
 
-from zoo.layers import AbstractLinear, Linear, TokenInfo, token_positions
+from zoo.layers import AbstractLinear, Linear, TokenInfo
 from zoo.layers.attention.base import check_attention_sizes, make_projections
 from zoo.layers.heads import split_heads
+from zoo.layers.token_info import token_positions
 from zoo.models.encoders.relative import AbstractRelativeMixer, RelativeTable, biased_attention
 from zoo.ops.attention import AttentionMask
 from zoo.parallel import Dim

@@ -7,7 +7,8 @@ from typing import Any
 
 from jaxtyping import Array, Key
 
-from zoo.layers import AbstractRouter, SoftmaxRouter
+from zoo.layers import SoftmaxRouter
+from zoo.layers.moe.router import AbstractRouter
 from zoo.models.hf import grammar as hf
 
 from . import dots1, llama

@@ -3,7 +3,7 @@ and the mean of the patches."""
 
 from jaxtyping import Array, Key
 
-from zoo.layers import ClassTokenPooler
+from zoo.layers.encoders.pooling import ClassTokenPooler
 from zoo.models.hf import grammar as hf
 
 from . import llama, vit

@@ -6,8 +6,8 @@ from typing import Any
 import equinox as eqx
 from jaxtyping import Array, Key
 
-from zoo.layers import ClassTokenPooler
 from zoo.layers.encoders.bidirectional_attention import BidirectionalAttention
+from zoo.layers.encoders.pooling import ClassTokenPooler
 from zoo.models.hf import grammar as hf
 from zoo.ops.axial_rotary import AxialRotary
 

@@ -16,16 +16,9 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Key
 
-from zoo.layers import (
-    AbstractFeedForward,
-    AbstractLinear,
-    AbstractNorm,
-    CrossLayerAttention,
-    Dropout,
-    Linear,
-    TokenInfo,
-)
+from zoo.layers import AbstractFeedForward, AbstractLinear, AbstractNorm, Dropout, Linear, TokenInfo
 from zoo.layers.abstract import run_feed_forward
+from zoo.layers.attention.cross_layer import CrossLayerAttention
 from zoo.layers.norm import sharded_mean
 from zoo.models.decoder import AbstractBlock, AbstractLayerInputs, Hidden
 from zoo.models.layer_inputs import LayerHidden, LayerInputProjection, LayerInputs, require_layer_hidden

@@ -8,7 +8,8 @@ from functools import partial
 import jax.numpy as jnp
 from jaxtyping import Array, Key
 
-from zoo.layers import AbstractFeedForward, CrossLayerAttention, IdentityNorm
+from zoo.layers import AbstractFeedForward, IdentityNorm
+from zoo.layers.attention.cross_layer import CrossLayerAttention
 from zoo.models.hf import grammar as hf
 
 from . import gemma, gemma2, llama

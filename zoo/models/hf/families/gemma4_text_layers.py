@@ -7,9 +7,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
-from zoo.layers import AbstractFeedForward, AbstractLinear, AbstractMixture, AbstractNorm, AbstractRouter, Routing
+from zoo.layers import AbstractFeedForward, AbstractLinear, AbstractNorm
 from zoo.layers.moe.exchange import mix_experts
-from zoo.layers.moe.router import RoutingWeights, check_routing_sizes, make_score_projection
+from zoo.layers.moe.mixture import AbstractMixture
+from zoo.layers.moe.router import AbstractRouter, RoutingWeights, check_routing_sizes, make_score_projection
+from zoo.layers.moe.routing import Routing
 from zoo.ops.moe.grouped_matmul import GROUPED_MATMUL
 from zoo.ops.moe.routing import softmax_top_k
 from zoo.parallel import full_precision, implementation_option, reduce, stacked

@@ -5,7 +5,8 @@ from functools import partial
 
 from jaxtyping import Array, Key
 
-from zoo.layers import Linear, MXFP4Linear, TopSoftmaxRouter
+from zoo.layers import Linear, TopSoftmaxRouter
+from zoo.layers.quantized.linear import MXFP4Linear
 from zoo.models.hf import grammar as hf
 from zoo.ops.quantized.mxfp4 import BLOCK_SIZE
 

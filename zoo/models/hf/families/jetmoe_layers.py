@@ -10,22 +10,14 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Key
 
-from zoo.layers import (
-    AbstractFeedForward,
-    AbstractLinear,
-    AbstractMixer,
-    AbstractMixture,
-    AbstractNorm,
-    AbstractRouter,
-    Dropout,
-    KeyValueCache,
-    Linear,
-    Routing,
-    TokenInfo,
-)
+from zoo.layers import AbstractFeedForward, AbstractLinear, AbstractMixer, AbstractNorm, Dropout, Linear, TokenInfo
 from zoo.layers.abstract import run_feed_forward
 from zoo.layers.attention.base import attend, make_cache, rotate
 from zoo.layers.heads import split_heads
+from zoo.layers.kv_cache import KeyValueCache
+from zoo.layers.moe.mixture import AbstractMixture
+from zoo.layers.moe.router import AbstractRouter
+from zoo.layers.moe.routing import Routing
 from zoo.layers.rotary import rope_switch_length
 from zoo.models.decoder import AbstractBlock, Hidden
 from zoo.ops.attention import ATTENTION

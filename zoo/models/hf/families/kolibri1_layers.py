@@ -6,8 +6,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, Key
 
-from zoo.layers import AbstractLinear, AbstractRouter
-from zoo.layers.moe.router import RoutingWeights, check_routing_sizes, make_score_projection
+from zoo.layers import AbstractLinear
+from zoo.layers.moe.router import AbstractRouter, RoutingWeights, check_routing_sizes, make_score_projection
 from zoo.parallel import buffer, full_precision
 
 

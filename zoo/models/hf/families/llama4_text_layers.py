@@ -8,26 +8,18 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
-from zoo.layers import (
-    AbstractFeedForward,
-    AbstractLinear,
-    AbstractMixer,
-    AbstractMixture,
-    AbstractRouter,
-    KeyValueCache,
-    PostRotaryAttention,
-    Routing,
-    TokenInfo,
-    token_positions,
-)
+from zoo.layers import AbstractFeedForward, AbstractLinear, AbstractMixer, PostRotaryAttention, TokenInfo
 from zoo.layers.attention.base import attend, make_cache, update_cache
 from zoo.layers.attention.cached import cached_attention
 from zoo.layers.attention.tapped import VALUE_NAMES, tap_heads
 from zoo.layers.heads import select_kv_heads
-from zoo.layers.kv_cache import mark_overfull, require_positions
+from zoo.layers.kv_cache import KeyValueCache, mark_overfull, require_positions
 from zoo.layers.moe.exchange import mix_experts
-from zoo.layers.moe.router import RoutingWeights, check_routing_sizes, make_score_projection
+from zoo.layers.moe.mixture import AbstractMixture
+from zoo.layers.moe.router import AbstractRouter, RoutingWeights, check_routing_sizes, make_score_projection
+from zoo.layers.moe.routing import Routing
 from zoo.layers.rotary import find_max_row_length
+from zoo.layers.token_info import token_positions
 from zoo.ops.attention import AttentionMask
 from zoo.ops.moe.grouped_matmul import GROUPED_MATMUL
 from zoo.ops.rotary import Rotary

@@ -7,9 +7,10 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
-from zoo.layers import AbstractGroupedAttention, AbstractLinear, KeyValueCache, TokenInfo
-from zoo.layers.attention.base import check_attention_sizes, make_projections, rotate
+from zoo.layers import AbstractLinear, TokenInfo
+from zoo.layers.attention.base import AbstractGroupedAttention, check_attention_sizes, make_projections, rotate
 from zoo.layers.heads import split_heads
+from zoo.layers.kv_cache import KeyValueCache
 from zoo.ops.attention import ATTENTION
 from zoo.ops.rotary import Rotary
 from zoo.parallel import full_precision, implementation_option

@@ -8,9 +8,10 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, Key
 
-from zoo.layers import AbstractLinear, TokenInfo, token_positions
+from zoo.layers import AbstractLinear, TokenInfo
 from zoo.layers.attention.base import check_attention_sizes, make_projections
 from zoo.layers.heads import split_heads
+from zoo.layers.token_info import token_positions
 from zoo.models.encoders.relative import AbstractRelativeMixer, biased_attention
 from zoo.ops.attention import AttentionMask
 from zoo.shapes import HiddenStates, ResidualStream

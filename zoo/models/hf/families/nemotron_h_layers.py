@@ -6,8 +6,11 @@ import equinox as eqx
 import jax
 from jaxtyping import Array, Key
 
-from zoo.layers import AbstractFeedForward, AbstractLinear, AbstractMixture, AbstractRouter, Linear, Routing
+from zoo.layers import AbstractFeedForward, AbstractLinear, Linear
 from zoo.layers.moe.exchange import mix_experts
+from zoo.layers.moe.mixture import AbstractMixture
+from zoo.layers.moe.router import AbstractRouter
+from zoo.layers.moe.routing import Routing
 from zoo.ops.moe.grouped_matmul import GROUPED_MATMUL
 from zoo.parallel import Dim, implementation_option, reduce, stacked
 from zoo.shapes import HiddenStates, ResidualStream

@@ -3,8 +3,8 @@
 import equinox as eqx
 from jaxtyping import Array, Float, Int, Key
 
-from zoo.layers import AbstractLinear, AbstractRouter
-from zoo.layers.moe.router import RoutingWeights, check_routing_sizes, make_score_projection
+from zoo.layers import AbstractLinear
+from zoo.layers.moe.router import AbstractRouter, RoutingWeights, check_routing_sizes, make_score_projection
 from zoo.ops.moe.routing import sparse_mixer
 from zoo.parallel import full_precision
 

@@ -8,9 +8,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
-from zoo.layers import AbstractLinear, AbstractMixer, AbstractNorm, Dropout, Linear, RecurrenceContext, TokenInfo
+from zoo.layers import AbstractLinear, AbstractMixer, AbstractNorm, Dropout, Linear, TokenInfo
 from zoo.layers.abstract import run_mixer
 from zoo.layers.convolution import ConvState, init_token_shift, token_shift
+from zoo.layers.recurrent.context import RecurrenceContext
 from zoo.layers.recurrent.rwkv4 import mix_with_previous
 from zoo.models.decoder import AbstractBlock, Hidden
 from zoo.ops.activations import relu_squared

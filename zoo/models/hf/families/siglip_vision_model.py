@@ -5,7 +5,7 @@ from functools import partial
 
 from jaxtyping import Array, Key
 
-from zoo.layers import AttentionPooler
+from zoo.layers.encoders.pooling import AttentionPooler
 from zoo.models.hf import grammar as hf
 
 

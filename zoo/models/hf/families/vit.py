@@ -7,9 +7,10 @@ from typing import Any
 import equinox as eqx
 from jaxtyping import Array, Key
 
-from zoo.layers import MLP, DensePooler, LayerNorm
+from zoo.layers import MLP, LayerNorm
 from zoo.layers.encoders.bidirectional_attention import BidirectionalAttention
 from zoo.layers.encoders.patches import PatchPositions
+from zoo.layers.encoders.pooling import DensePooler
 from zoo.models.hf import grammar as hf
 
 from . import llama

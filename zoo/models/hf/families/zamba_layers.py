@@ -17,27 +17,19 @@ from zoo.layers import (
     Attention,
     GatedMLP,
     Linear,
-    RecurrenceContext,
     ShortConvolution,
     TokenInfo,
 )
 from zoo.layers.abstract import run_feed_forward, run_mixer
 from zoo.layers.convolution import ConvState
 from zoo.layers.recurrent.common import LowRank, inverse_softplus, sample_log_uniform
+from zoo.layers.recurrent.context import RecurrenceContext
 from zoo.models.blocks import MixerBlock
 from zoo.models.decoder import AbstractBlock, Hidden, SharedModule
 from zoo.models.layer_inputs import EmbeddedHidden
 from zoo.ops.recurrence.mamba import SELECTIVE_SCAN, selective_scan
-from zoo.parallel import (
-    Dim,
-    Module,
-    full_precision,
-    implementation_option,
-    named_by_class,
-    no_weight_decay,
-    per_use,
-    stacked,
-)
+from zoo.parallel import Dim, Module, full_precision, implementation_option, named_by_class, no_weight_decay, stacked
+from zoo.parallel.fields import per_use
 from zoo.shapes import HiddenStates, ResidualStream
 
 _Module = TypeVar("_Module")

@@ -3,7 +3,7 @@
 import ast
 from collections.abc import Iterator
 
-from .corpus import find_standard_library
+from zoo.text.corpus import find_standard_library
 
 
 def read_standard_library() -> list[dict]:

@@ -2,7 +2,7 @@
 
 import ast
 
-from zoo.text.docstrings import _walk_docstrings, read_docstrings
+from zoo.text.tasks.docstrings import _walk_docstrings, read_docstrings
 
 
 def test_chats_of_the_standard_library():

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from zoo.text.batches import Dataset
-from zoo.text.synthetic import GROUPS
-from zoo.train import AssociativeRecall, GroupWords, NeedleRetrieval, stack_rows
+from zoo.text.tasks.synthetic import GROUPS, AssociativeRecall, GroupWords, NeedleRetrieval
+from zoo.train import stack_rows
 
 
 @pytest.mark.parametrize(("vocab", "seq", "pairs"), [(16, 16, 3), (64, 32, 8), (9, 24, 2)])
