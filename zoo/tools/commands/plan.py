@@ -22,13 +22,6 @@ from zoo.parallel import SEQUENCE, ZERO1, ZERO2, ZERO3
 from zoo.parallel.devices import use_cpu
 from zoo.parallel.mesh import format_sizes
 from zoo.parallel.topology import Topology, parse_topology
-from zoo.tools.plan.ahead import compare_loops
-from zoo.tools.plan.compiled import compile_training
-from zoo.tools.plan.decoding import suggest_decoding_mesh
-from zoo.tools.plan.format import format_plan
-from zoo.tools.plan.options import RolloutOptions
-from zoo.tools.plan.search import Candidate, suggest_mesh
-from zoo.tools.plan.step import BudgetError
 from zoo.weights.directory import CONFIG_NAME, resolve_directory
 from zoo.weights.formats import split_quantization
 from zoo.weights.resolve import find_family
@@ -120,6 +113,13 @@ def plan(
     make = _choose_model(directory, preset)
     use_cpu()
     from zoo.tools import plan as planning
+    from zoo.tools.plan.ahead import compare_loops
+    from zoo.tools.plan.compiled import compile_training
+    from zoo.tools.plan.decoding import suggest_decoding_mesh
+    from zoo.tools.plan.format import format_plan
+    from zoo.tools.plan.options import RolloutOptions
+    from zoo.tools.plan.search import Candidate, suggest_mesh
+    from zoo.tools.plan.step import BudgetError
 
     topology = parse_topology(on)
     sizes = {"pipe": pipe, "data": data, "fsdp": fsdp, "expert": expert, "context": context, "tensor": tensor}
