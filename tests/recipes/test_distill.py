@@ -120,7 +120,7 @@ def test_students_of_the_teachers_layers_and_of_a_checkpoint(flags, start, tmp_p
 def test_distillation_on_the_default_text(start, tmp_path, monkeypatch):
     """The standard library's sources, of which a few are taken here, sampled from, and the baseline."""
     few = read_standard_library()[:30]
-    monkeypatch.setattr(train, "read_standard_library", lambda: few)
+    monkeypatch.setattr(distill, "read_standard_library", lambda: few)
     options = {name: TINY[name] for name in TINY if name != "prompts"}
     call(distill.main, teacher=start, out=tmp_path / "run", on_policy=1.0, max_new_tokens=16, **options)
     call(distill.main, teacher=start, out=tmp_path / "alone", alpha=1.0, **options)

@@ -158,7 +158,7 @@ def test_a_pair_counts_the_same_in_any_row(pairs, start, tmp_path):
 @pytest.mark.usefixtures("without_samples")
 def test_dpo_on_the_default_pairs(start, tmp_path, monkeypatch):
     few = read_docstrings()[:60]
-    monkeypatch.setattr(train, "read_docstrings", lambda: few)
+    monkeypatch.setattr(dpo, "read_docstrings", lambda: few)
     call(dpo.main, checkpoint=start, out=tmp_path / "run", **{**TINY, "seq_len": 512, "epochs": 0.25})
     rows = json.loads((tmp_path / "run" / "config.json").read_text())["records"]["rows"]
     assert read(tmp_path / "run")[-1]["step"] == np.ceil(rows / 4 / TINY["batch_size"]) < TINY["steps"]

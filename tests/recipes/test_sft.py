@@ -86,7 +86,7 @@ def test_sft_resumes_bitwise(chats, start, unbroken, tmp_path):
 def test_sft_of_all_parameters_on_the_default_chats(start, tmp_path, monkeypatch):
     """The standard library's docstrings, of which a few are taken here, and a checkpoint's own template."""
     few = read_docstrings()[:60]
-    monkeypatch.setattr(train, "read_docstrings", lambda: few)
+    monkeypatch.setattr(sft, "read_docstrings", lambda: few)
     checkpoint = shutil.copytree(start, tmp_path / "start")
     turns = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}{{ eos_token }}{% endfor %}"
     template = turns + "{{ 'a:' if add_generation_prompt }}"

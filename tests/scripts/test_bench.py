@@ -10,7 +10,6 @@ import zoo
 from scripts import bench
 from scripts.benchmarks import adapted, data, entrants, large, long_context, measure, ours, recurrences, starts, table
 from scripts.benchmarks.measure import Timing
-from zoo import train
 from zoo.layers import LinearAttention
 from zoo.text.tasks.docstrings import read_docstrings
 
@@ -225,7 +224,7 @@ def test_bench_data(tmp_path, monkeypatch):
     monkeypatch.setattr(data, "STEPS", 2)
     monkeypatch.setattr(data, "PLANNED", 10_000)
     chats = read_docstrings()[:100]
-    monkeypatch.setattr(train, "read_docstrings", lambda: chats)
+    monkeypatch.setattr(data, "read_docstrings", lambda: chats)
     page = tmp_path / "page.md"
     page.write_text(f"{table.start('data')}\nold\n{table.END}\n")
     bench.main(parts=("data",), rounds=1, out=tmp_path / "b.json", page=page, place="data")

@@ -103,7 +103,7 @@ def test_compiled_plan_compares_the_loops(run, monkeypatch):
         return report
 
     monkeypatch.setattr(planning, "plan_training", lambda *_: plan)
-    monkeypatch.setattr(planning, "compile_training", compile_training)
+    monkeypatch.setattr(planning.compiled, "compile_training", compile_training)
     words = (*SMALL, "--on", "h100:2", "--fsdp", 2, "--compile")
     text = run(*words)[0]
     assert loops == ["auto", "ahead"] and text.count("\ncompute ") == 3
