@@ -13,7 +13,6 @@ import pytest
 import zoo
 from tests.precision.fp8_problem import BATCH, KEY, MESH, largest_difference, loss_fn, make_model, run, run_float32
 from zoo import adapters, precision
-from zoo.adapters import dequantize, quantize
 from zoo.layers import Linear
 from zoo.layers.quantized.fp8 import FP8Linear
 from zoo.models.parameter_paths import list_parameter_paths
@@ -142,13 +141,6 @@ def test_lora_around_a_frozen_fp8_base():
     assert all(".lora." in path.name for path in list_parameter_paths(gradients))
     assert FP8Linear in find_classes(adapters.merge(adapted)).values()
     assert Linear not in find_classes(adapters.merge(adapted)).values()
-
-
-def test_precision_is_one_door_for_quantized_weights():
-    assert quantize is adapters.quantize and dequantize is adapters.dequantize
-    assert {"fp8", "quantize", "dequantize"} <= set(dir(precision))
-    with pytest.raises(AttributeError, match=r"'zoo.precision' has no attribute 'int8'"):
-        precision.int8  # noqa: B018
 
 
 def test_import_of_precision_imports_no_adapters():
