@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]
 FOR_EIGHT_DEVICES = (
     *("README.md", "docs/add-a-layer.md", "docs/export.md", "docs/ideas.md", "docs/layout.md"),
-    *("docs/parallelism.md", "docs/pipelines.md", "docs/profile.md", "docs/read-a-program.md"),
+    *("docs/parallelism.md", "docs/pipelines.md", "docs/profile.md", "docs/read-a-program.md", "docs/residuals.md"),
     *("docs/tutorials/devices.md", "docs/tutorials/from-pytorch-3.md"),
 )
 """Pages that ask for eight devices, or are about them."""

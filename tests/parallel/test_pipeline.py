@@ -1,5 +1,7 @@
 """A stack on a mesh with `pipe` pipelines itself, under any loss, and equals one device."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,6 +18,7 @@ from tests.parallel.pipeline_problem import (
     make_transformer,
 )
 from zoo import Layout
+from zoo.models.layer_inputs import EmbeddingInputs
 from zoo.parallel.pipeline import find_microbatch, forward_step
 from zoo.parallel.schedule import Schedule
 
@@ -76,6 +79,8 @@ def test_what_a_pipeline_cannot_do_raises_by_name():
         run(lambda model, tokens: zoo.hidden_states(model, tokens)[0])
     with pytest.raises(NotImplementedError, match="routing='tokens' .* do not travel through a pipeline"):
         run(lambda model, tokens: zoo.configure(model, routing="tokens")(tokens))
+    with pytest.raises(NotImplementedError, match="EmbeddedHidden has layer inputs .* use a mesh with pipe=1"):
+        run(lambda model, tokens: dataclasses.replace(model, layer_inputs=EmbeddingInputs())(tokens))
     with pytest.raises(ValueError, match=r"rounds=2, and the layers .* dealt out in 1: .* zoo.place\(model, mesh\)"):
         run(lambda model, tokens: model(tokens), Layout(rounds=2))
     model = zoo.parallel.rounds.split_rounds(model, 2)
