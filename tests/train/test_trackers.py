@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from zoo.train import MLflow, TensorBoard, Trackio, WeightsAndBiases
+from zoo.train import TensorBoard, Trackio, WeightsAndBiases
 from zoo.train.trackers import PACKAGES, Tracker, flatten_values
 
 ROOT = Path(__file__).parents[2]
-READERS = {"tensorboard": "tensorboard.backend", "wandb": "wandb", "trackio": "trackio", "mlflow": "mlflow"}
+READERS = {"tensorboard": "tensorboard.backend", "wandb": "wandb", "trackio": "trackio"}
 
 
 def test_values_are_flat_numbers():
@@ -89,17 +89,6 @@ def test_trackio_runs_of_one_name_differ(calls):
     assert Trackio(config={}, name="x", run_id=first.run_id).run_id == calls[-1][1][1] == first.run_id
 
 
-def test_mlflow_sends_once_a_second(calls):
-    tracker = MLflow(config={"a": 1}, run_id="run-1")
-    assert [name for name, _, _ in calls] == ["MlflowClient", "update_run", "log_dict"]
-    calls.clear()
-    for step in range(4):
-        tracker.log(step, {str(name): 1.5 for name in range(400)})
-    tracker.close()
-    sent = [name if name != "log_batch" else len(options["metrics"]) for name, _, options in calls if name != "Metric"]
-    assert sent == [400, 1000, 200, "set_terminated"]
-
-
 @pytest.mark.parametrize("name, make", [("wandb", WeightsAndBiases), ("tensorboard", TensorBoard)])
 def test_tracker_missing_package_names_its_command(tmp_path, monkeypatch, name, make):
     monkeypatch.setitem(sys.modules, PACKAGES[name], None)
@@ -118,7 +107,6 @@ def test_packages_read_a_resumed_run(tmp_path, name):
         "PYTHONPATH": str(ROOT),
         "WANDB_MODE": "offline",
         "TRACKIO_DIR": str(tmp_path / "trackio"),
-        "MLFLOW_TRACKING_URI": f"sqlite:///{tmp_path}/mlflow.db",
     }
     command = [sys.executable, str(Path(__file__).with_name("tracked_run.py")), name, str(tmp_path / "many")]
     done = subprocess.run(command, env=os.environ | settings, capture_output=True, text=True, cwd=tmp_path)

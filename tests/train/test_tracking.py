@@ -93,7 +93,7 @@ def lost(caplog) -> list[str]:
 def test_options_name_the_trackers():
     (names, _) = get_args(get_type_hints(train.RunOptions)["track"])
     assert set(get_args(names)) == set(PACKAGES)
-    with pytest.raises(ValueError, match="name trackers out of tensorboard, wandb, trackio, mlflow, not comet"):
+    with pytest.raises(ValueError, match="name trackers out of tensorboard, wandb, trackio, not comet"):
         tracking.import_trackers(["comet"])
 
 

@@ -124,26 +124,6 @@ def read_trackio(folder: Path) -> dict:
     }
 
 
-def read_mlflow(folder: Path) -> dict:
-    import mlflow
-
-    client = mlflow.MlflowClient()
-    (experiment,) = client.search_experiments(filter_string="name = 'equizoo'")
-    runs = client.search_runs([experiment.experiment_id])
-    run = runs[0]
-    assert run.info.status == "FINISHED" and run.info.run_name == "wide" and run.data.metrics["rows/3"] == 3
-    history = client.get_metric_history(run.info.run_id, "loss")
-    names = {file.path for file in client.list_artifacts(run.info.run_id)}
-    return {
-        "runs": len(runs),
-        "group": run.data.tags["group"],
-        "rate": float(run.data.params["rate"]),
-        "loss": sorted({metric.step: metric.value for metric in sorted(history, key=lambda m: m.timestamp)}.items()),
-        "samples": mlflow.artifacts.load_text(f"{run.info.artifact_uri}/samples.md"),
-        "report": {"report.html", "config.json"} <= names,
-    }
-
-
 if __name__ == "__main__":
     tracker, out = sys.argv[1], Path(sys.argv[2])
     write(out, tracker, 6)

@@ -51,7 +51,7 @@ from .spikes import SpikeDetector
 from .stored_teacher import split_top_k, store_top_k
 from .summary import summary
 from .sweep import sweep_grid, sweep_map, sweep_models, sweep_step
-from .trackers import MLflow, TensorBoard, Trackio, WeightsAndBiases
+from .trackers import TensorBoard, Trackio, WeightsAndBiases
 
 __all__ = [
     "BFloat16Moment",
@@ -62,7 +62,6 @@ __all__ = [
     "Float32Moment",
     "GroupSampler",
     "Interrupt",
-    "MLflow",
     "MeshOptions",
     "Metrics",
     "Mixture",

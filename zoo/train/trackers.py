@@ -1,4 +1,4 @@
-"""Experiment trackers: TensorBoard, Weights & Biases, Trackio, MLflow, any object with `log` and `close`.
+"""Experiment trackers: TensorBoard, Weights & Biases, Trackio, any object with `log` and `close`.
 
     with train.Run(folder, config=config, trackers=[train.WeightsAndBiases(folder, mode="offline")]) as run: ...
 
@@ -18,13 +18,12 @@ from typing import Any, Protocol, runtime_checkable
 from zoo._optional import import_optional
 
 PROJECT = "equizoo"
-"""Project of Weights & Biases and Trackio, and experiment of MLflow, unless `WANDB_PROJECT` or `MLFLOW_EXPERIMENT_NAME`
-names another."""
+"""Project of Weights & Biases and Trackio, unless `WANDB_PROJECT` names another."""
 
 LARGEST = 64
 """Values of the largest array that is tracked. Larger ones, such as the load of each expert, are in `metrics.jsonl`."""
 
-PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb", "trackio": "trackio", "mlflow": "mlflow"}
+PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb", "trackio": "trackio"}
 """The package that each tracker writes with."""
 
 Samples = Sequence[Sequence[str]]
@@ -155,60 +154,6 @@ class Trackio:
 
     def close(self) -> None:
         self._trackio.finish()  # which unlike the run's own lets go of it
-
-
-class MLflow:
-    """Log to an MLflow run, a new one or that of `run_id`, on the server of `MLFLOW_TRACKING_URI`."""
-
-    def __init__(
-        self,
-        *,
-        config: Mapping[str, Any] | None = None,
-        name: str | None = None,
-        group: str | None = None,
-        run_id: str | None = None,
-    ):
-        self._entities = import_tracker("mlflow").entities
-        self._client = import_tracker("mlflow").MlflowClient()
-        self._waiting: list[Any] = []
-        self._sent_at = 0.0
-        if run_id is None:
-            experiment = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
-            found = self._client.get_experiment_by_name(experiment)
-            experiment_id = self._client.create_experiment(experiment) if found is None else found.experiment_id
-            tags = {} if group is None else {"group": group}
-            self.run_id = self._client.create_run(experiment_id, tags=tags, run_name=name).info.run_id
-            # MLflow takes 100 parameters, and never another value of one: the artifact has all, also after a resume.
-            params = [self._entities.Param(name, str(value)[:500]) for name, value in (config or {}).items()]
-            self._client.log_batch(self.run_id, params=params[:100])
-        else:
-            self.run_id = run_id
-            self._client.update_run(run_id, status="RUNNING")
-        if config is not None:
-            self._client.log_dict(self.run_id, config, "config.json")
-
-    def log(self, step: int, values: Mapping[str, Any]) -> None:
-        now = time.time()
-        for name, value in flatten_values(values).items():
-            self._waiting.append(self._entities.Metric(name, value, int(1000 * now), step))
-        if now - self._sent_at >= 1:
-            self._send()
-
-    def log_report(self, report: Path, samples: Samples) -> None:
-        self._client.log_artifact(self.run_id, str(report))
-        if samples:
-            self._client.log_text(self.run_id, _format_samples(samples), "samples.md")
-
-    def close(self) -> None:
-        self._send()
-        self._client.set_terminated(self.run_id)
-
-    def _send(self) -> None:
-        """Send the metrics that wait: a request takes as long as a step of a small model, so there is one a second."""
-        for first in range(0, len(self._waiting), 1000):  # the most that MLflow takes at once
-            self._client.log_batch(self.run_id, metrics=self._waiting[first : first + 1000])
-        self._waiting.clear()
-        self._sent_at = time.time()
 
 
 def flatten_values(values: Mapping[str, Any]) -> dict[str, float]:

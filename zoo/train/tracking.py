@@ -15,7 +15,7 @@ from typing import Any
 
 from zoo._files import read_json, to_jsonable, write_json
 
-from .trackers import PACKAGES, MLflow, Samples, TensorBoard, Tracker, Trackio, WeightsAndBiases, import_tracker
+from .trackers import PACKAGES, Samples, TensorBoard, Tracker, Trackio, WeightsAndBiases, import_tracker
 
 _log = logging.getLogger("zoo")
 
@@ -93,9 +93,7 @@ class Trackers:
         run = dict(config=config, name=self._directory.absolute().name, group=self._group, run_id=run_id)
         if name == "wandb":
             return WeightsAndBiases(self._directory, **run)
-        if name == "trackio":
-            return Trackio(**run)
-        return MLflow(**run)
+        return Trackio(**run)
 
     @contextlib.contextmanager
     def _drop_on_error(self, name: str) -> Iterator[None]:
@@ -123,7 +121,8 @@ def track_report(directory: Path, report: Path, samples: Samples) -> None:
     try:
         kept = read_json(directory / _FILE)
         config = read_json(directory / "config.json")
-        names = [name for name, run_id in kept["runs"].items() if run_id is not None]  # None for one that never started
+        # The id is None if a tracker never started; a tracker of an older version may be unknown.
+        names = [name for name, run_id in kept["runs"].items() if run_id is not None and name in PACKAGES]
         trackers = Trackers(directory, names, config=config, group=kept["group"], resume=True)
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         _log.warning("%s: the report is not tracked (%s)", directory, error)
