@@ -113,6 +113,17 @@ class AbstractLinearAdapter(AbstractAdapter, AbstractLinear):
         )
 
 
+class AbstractUniformAdapter(AbstractLinearAdapter):
+    """An adapter of a linear layer with arrays of one size in all layers: a layer has it, or does not."""
+
+    applies: eqx.AbstractVar[Bool[Array, ""]]
+    """False in a layer without the adapter that is stacked with others that have it."""
+
+    @property
+    def has_adapter(self) -> Bool[Array, "*stacked"]:
+        return self.applies
+
+
 def is_adapter(node: Any) -> bool:
     """Return True for an adapter of a linear layer or of an embedding."""
     return isinstance(node, AbstractAdapter)

@@ -18,7 +18,7 @@ from zoo.parallel.rounds import in_one_round, merge_rounds
 from zoo.parallel.tokens import match_tokens
 
 from ..apply import apply_uniform, compute_scale
-from ..base import AbstractLinearAdapter, Matrix, Strength, full_strength, get_dims, is_adapter
+from ..base import AbstractUniformAdapter, Matrix, Strength, full_strength, get_dims, is_adapter
 from ..merged_layers import require_unmerged
 from ..peft_limits import resolve_targets
 from .low_rank import linear_from_weight
@@ -28,7 +28,7 @@ RANK_EPSILON = 1e-5
 """Added to the rank that the scale is divided by, as in PEFT."""
 
 
-class AdaLoRA(AbstractLinearAdapter):
+class AdaLoRA(AbstractUniformAdapter):
     """y = W x + b + scale B (e ∘ (A x)), where a penalty (`orthogonality`) keeps the rows of A and the columns of B
     nearly orthogonal and e has the role of the singular values (Zhang et al., arXiv:2303.10512, section 3.1). A and B
     are initialized from a normal distribution with standard deviation 0.02, e with zeros.
@@ -48,7 +48,6 @@ class AdaLoRA(AbstractLinearAdapter):
     """e."""
     rank: Int[Array, ""]
     applies: Bool[Array, ""]
-    """False in a layer without the adapter that is stacked with others that have it."""
     scale: Float[Array, ""] = buffer()
     strength: Strength = buffer()
 
@@ -78,10 +77,6 @@ class AdaLoRA(AbstractLinearAdapter):
         self.scale = jnp.asarray(scale, jnp.float32)
         self.strength = full_strength()
         self.adapter_name = adapter_name
-
-    @property
-    def has_adapter(self) -> Bool[Array, "*stacked"]:
-        return self.applies
 
     def _scale_singular_values(self, strength: Float[Array, "..."]) -> Float[Array, "*rows rank"]:
         """Return strength scale e, or zeros if the adapter does not apply."""

@@ -15,14 +15,14 @@ from zoo.parallel.fields import adapter_parameter, wrapped
 from zoo.parallel.rounds import in_one_round
 
 from ..apply import apply_adapters, refuse_embedding
-from ..base import AbstractLinearAdapter, BiasVector, Matrix, Strength, full_strength, get_dims
+from ..base import AbstractUniformAdapter, BiasVector, Matrix, Strength, full_strength, get_dims
 from ..names import translate_targets
 from ..peft_limits import resolve_targets
 
 _Model = TypeVar("Model")
 
 
-class IA3(AbstractLinearAdapter):
+class IA3(AbstractUniformAdapter):
     """y = l ∘ (W x + b), or W (l ∘ x) + b for the down projection of a feed-forward layer; l is initialized with ones
     (Liu et al., arXiv:2205.05638, section 3.3, for keys, values and the inner activations)."""
 
@@ -32,7 +32,6 @@ class IA3(AbstractLinearAdapter):
     of_in: Float[Array, "in"] | None = adapter_parameter(full_precision=True)
     """l of the inputs."""
     applies: Bool[Array, ""]
-    """False in a layer without the adapter that is stacked with others that have it."""
     strength: Strength = buffer()
 
     in_: Dim = eqx.field(static=True)
@@ -48,10 +47,6 @@ class IA3(AbstractLinearAdapter):
         self.of_in = jnp.ones(in_size, jnp.float32) if inputs else None
         self.of_out = None if inputs else jnp.ones(out_size, jnp.float32)
         self.adapter_name = adapter_name
-
-    @property
-    def has_adapter(self) -> Bool[Array, "*stacked"]:
-        return self.applies
 
     def __call__(self, x: Float[Array, "*rows in"]) -> Float[Array, "*tokens out"]:
         """Return l ∘ (W x + b), or W (l ∘ x) + b."""

@@ -19,23 +19,18 @@ from zoo.parallel.fields import adapter_parameter, wrapped
 from zoo.parallel.rounds import in_one_round
 
 from ..apply import apply_uniform, compute_scale
-from ..base import AbstractLinearAdapter, Matrix, Strength, full_strength, get_dims
+from ..base import AbstractUniformAdapter, Matrix, Strength, full_strength, get_dims
 from ..peft_limits import resolve_targets
 from .low_rank import linear_from_weight
 
 _Model = TypeVar("Model")
 
 
-class _AbstractDeltaAdapter(AbstractLinearAdapter):
+class _AbstractDeltaAdapter(AbstractUniformAdapter):
     """y = W x + b + scale D x, where D is computed from its factors once per call. FLOPs: the base's again, and those
     of D."""
 
-    applies: eqx.AbstractVar[Bool[Array, ""]]
     scale: eqx.AbstractVar[Float[Array, ""]]
-
-    @property
-    def has_adapter(self) -> Bool[Array, "*stacked"]:
-        return self.applies
 
     @abc.abstractmethod
     def get_delta_weight(self) -> Matrix:

@@ -17,14 +17,14 @@ from zoo.parallel.fields import adapter_parameter, wrapped
 from zoo.parallel.rounds import in_one_round
 
 from ..apply import apply_uniform
-from ..base import AbstractLinearAdapter, Matrix, Strength, full_strength, get_dims
+from ..base import AbstractUniformAdapter, Matrix, Strength, full_strength, get_dims
 from ..peft_limits import resolve_targets
 
 _Model = TypeVar("Model")
 _Blocks = Float[Array, "blocks size size"]
 
 
-class OFT(AbstractLinearAdapter):
+class OFT(AbstractUniformAdapter):
     """y = W Rᵀ x + b, with R orthogonal and block-diagonal, which preserves the angles between rows of W (Qiu et al.,
     arXiv:2306.07280, section 3.2). The inputs are rotated, not the weight (OFTv2, arXiv:2506.19847, section 3). A block
     is the Cayley transform of a skew-symmetric matrix Q, whose entries above the diagonal are trainable and initialized
@@ -44,7 +44,6 @@ class OFT(AbstractLinearAdapter):
     shared: Float[Array, "pairs"] | None = adapter_parameter(full_precision=True)
     """Entries of a single block that is used for all, instead of `blocks`."""
     applies: Bool[Array, ""]
-    """False in a layer without the adapter that is stacked with others that have it."""
     strength: Strength = buffer()
 
     in_: Dim = eqx.field(static=True)
@@ -87,10 +86,6 @@ class OFT(AbstractLinearAdapter):
         self.in_blocks = Dim(self.in_.name, self.in_.unit // size if divides_unit else 1)
         self.neumann_terms = neumann_terms
         self.adapter_name = adapter_name
-
-    @property
-    def has_adapter(self) -> Bool[Array, "*stacked"]:
-        return self.applies
 
     def __call__(self, x: Float[Array, "*rows in"]) -> Float[Array, "*tokens out"]:
         """Return W Rᵀ x + b."""

@@ -17,14 +17,14 @@ from zoo.parallel.rounds import in_one_round
 from zoo.parallel.tokens import match_tokens
 
 from ..apply import apply_uniform, check_rank
-from ..base import AbstractLinearAdapter, Matrix, Strength, full_strength, get_dims
+from ..base import AbstractUniformAdapter, Matrix, Strength, full_strength, get_dims
 from ..peft_limits import resolve_targets
 from .low_rank import linear_from_weight
 
 _Model = TypeVar("Model")
 
 
-class VeRA(AbstractLinearAdapter):
+class VeRA(AbstractUniformAdapter):
     """y = W x + b + up_scale ∘ (B (down_scale ∘ (A x))), where A and B are random, frozen and the same in every layer,
     and the two vectors are trainable (Kopiczko et al., arXiv:2310.11454, section 3.1).
 
@@ -40,7 +40,6 @@ class VeRA(AbstractLinearAdapter):
     down_scale: Float[Array, "rank"] = adapter_parameter(full_precision=True)
     up_scale: Float[Array, "out"] = adapter_parameter(full_precision=True)
     applies: Bool[Array, ""]
-    """False in a layer without the adapter that is stacked with others that have it."""
     strength: Strength = buffer()
 
     in_: Dim = eqx.field(static=True)
@@ -68,10 +67,6 @@ class VeRA(AbstractLinearAdapter):
         self.applies = jnp.asarray(applies)
         self.strength = full_strength()
         self.adapter_name = adapter_name
-
-    @property
-    def has_adapter(self) -> Bool[Array, "*stacked"]:
-        return self.applies
 
     def _get_output_scale(self, strength: Float[Array, "..."]) -> Float[Array, "*rows out"]:
         """Return strength `up_scale`, or zeros if the adapter does not apply."""
