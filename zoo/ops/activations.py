@@ -78,13 +78,3 @@ def gaussian_top_k(
 ACTIVATIONS: Mapping[str, Callable[[Array], Array]] = MappingProxyType(
     {"gelu": gelu, "gelu_tanh": gelu_tanh, "relu": jax.nn.relu, "relu_squared": relu_squared, "silu": jax.nn.silu}
 )
-
-
-def get_activation(name: str) -> Callable[[Array], Array]:
-    """Return the activation function called `name` in `ACTIVATIONS`.
-
-    **Raises** `ValueError` for an unknown name, and lists the known ones.
-    """
-    if name not in ACTIVATIONS:
-        raise ValueError(f"There is no activation {name!r}. Known are {', '.join(ACTIVATIONS)}.")
-    return ACTIVATIONS[name]

@@ -7,16 +7,11 @@ exp(-G_j), G the cumulative sum, overflows for strong decays.
 In shapes, `size` is the number of tokens in a chunk.
 """
 
-from typing import Literal
-
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from zoo.ops.matmul import einsum_fp32_accum
 from zoo.shapes import SegmentIds
-
-RecurrenceMode = Literal["recurrent", "chunked"]
-"""The algorithm of a recurrence: a scan over tokens, or matrix products over chunks, with the same result."""
 
 _MAX_PAIRWISE_SIZE = 4
 """Maximal size of chunks in which the decay of every pair of tokens is computed."""
