@@ -20,10 +20,10 @@ from zoo.parallel import named_by_class
 from zoo.parallel.tokens import gather_tokens, match_tokens
 from zoo.shapes import ResidualStream
 
-from .decoder import AbstractBlock, Block, Hidden
+from .decoder import AbstractBlock, AbstractMixerBlock, Block, Hidden
 
 
-class MixerBlock(AbstractBlock):
+class MixerBlock(AbstractMixerBlock):
     """x + mixer(norm(x)), without a feed-forward layer: the layer of Mamba, whose mixer expands the channels itself
     (arXiv:2312.00752, section 3.4)."""
 
@@ -32,9 +32,6 @@ class MixerBlock(AbstractBlock):
     dropout: Dropout
 
     residual_multiplier: float = eqx.field(static=True, default=1.0)
-
-    def init_state(self, batch: int, length: int, dtype: Any = jnp.float32) -> Any:
-        return self.mixer.init_state(batch, length, dtype)
 
     def __call__(self, hidden: Hidden, info: TokenInfo, state: Any = None) -> tuple[Hidden, Any]:
         mixed, state = run_mixer(self.mixer, self.mixer_norm(hidden.x), info, state)
@@ -59,7 +56,7 @@ class FeedForwardBlock(AbstractBlock):
         return hidden.add_residual(self.dropout(fed, info, site=1), routing), state
 
 
-class PostNormBlock(AbstractBlock):
+class PostNormBlock(AbstractMixerBlock):
     """x + norm(mixer(x)), then x + norm(ffn(x)): the norms follow the sublayers, within the residual branch (OLMo 2,
     arXiv:2501.00656, section 3.1; Swin V2, arXiv:2111.09883, section 3.2)."""
 
@@ -69,9 +66,6 @@ class PostNormBlock(AbstractBlock):
     ffn: AbstractFeedForward = named_by_class()
     dropout: Dropout
 
-    def init_state(self, batch: int, length: int, dtype: Any = jnp.float32) -> Any:
-        return self.mixer.init_state(batch, length, dtype)
-
     def __call__(self, hidden: Hidden, info: TokenInfo, state: Any = None) -> tuple[Hidden, Any]:
         mixed, state = run_mixer(self.mixer, hidden.x, info, state)
         hidden = hidden.add_residual(self.dropout(self.mixer_norm(mixed), info, site=0))
@@ -79,7 +73,7 @@ class PostNormBlock(AbstractBlock):
         return hidden.add_residual(self.dropout(self.ffn_norm(fed), info, site=1), routing), state
 
 
-class AddNormBlock(AbstractBlock):
+class AddNormBlock(AbstractMixerBlock):
     """norm(x + mixer(x)), then norm(x + ffn(x)): the norms follow the residual sums, as in the original Transformer
     (Vaswani et al., arXiv:1706.03762, section 3.1) and BERT."""
 
@@ -89,9 +83,6 @@ class AddNormBlock(AbstractBlock):
     ffn: AbstractFeedForward = named_by_class()
     dropout: Dropout
 
-    def init_state(self, batch: int, length: int, dtype: Any = jnp.float32) -> Any:
-        return self.mixer.init_state(batch, length, dtype)
-
     def __call__(self, hidden: Hidden, info: TokenInfo, state: Any = None) -> tuple[Hidden, Any]:
         mixed, state = run_mixer(self.mixer, hidden.x, info, state)
         hidden = hidden.add_residual(self.dropout(mixed, info, site=0)).normalize(self.mixer_norm)
@@ -99,7 +90,7 @@ class AddNormBlock(AbstractBlock):
         return hidden.add_residual(self.dropout(fed, info, site=1), routing).normalize(self.ffn_norm), state
 
 
-class SandwichBlock(AbstractBlock):
+class SandwichBlock(AbstractMixerBlock):
     """x + post_norm(mixer(norm(x))), then x + post_norm(ffn(norm(x))): norms before and after each sublayer (Gemma 2,
     arXiv:2408.00118, section 2; Ding et al., arXiv:2105.13290, section 2.4). Both outputs are multiplied by
     `residual_multiplier`."""
@@ -113,9 +104,6 @@ class SandwichBlock(AbstractBlock):
     dropout: Dropout
 
     residual_multiplier: float = eqx.field(static=True, default=1.0)
-
-    def init_state(self, batch: int, length: int, dtype: Any = jnp.float32) -> Any:
-        return self.mixer.init_state(batch, length, dtype)
 
     def __call__(self, hidden: Hidden, info: TokenInfo, state: Any = None) -> tuple[Hidden, Any]:
         mixed, state = run_mixer(self.mixer, self.mixer_norm(hidden.x), info, state)
@@ -131,7 +119,7 @@ class SandwichBlock(AbstractBlock):
         return self.residual_multiplier * x
 
 
-class LayerScaleBlock(AbstractBlock):
+class LayerScaleBlock(AbstractMixerBlock):
     """x + mixer_scale * mixer(norm(x)), then x + ffn_scale * ffn(norm(x)): a pre-norm layer with one learned scale per
     feature of each residual branch (LayerScale, Touvron et al., arXiv:2103.17239, section 2)."""
 
@@ -143,9 +131,6 @@ class LayerScaleBlock(AbstractBlock):
     ffn_scale: Float[Array, "embed"]
     dropout: Dropout
 
-    def init_state(self, batch: int, length: int, dtype: Any = jnp.float32) -> Any:
-        return self.mixer.init_state(batch, length, dtype)
-
     def __call__(self, hidden: Hidden, info: TokenInfo, state: Any = None) -> tuple[Hidden, Any]:
         mixed, state = run_mixer(self.mixer, self.mixer_norm(hidden.x), info, state)
         hidden = hidden.add_residual(self.mixer_scale * self.dropout(mixed, info, site=0))
@@ -154,7 +139,7 @@ class LayerScaleBlock(AbstractBlock):
         return hidden.add_residual(self.ffn_scale * self.dropout(fed, info, site=1), routing), state
 
 
-class ParallelBlock(AbstractBlock):
+class ParallelBlock(AbstractMixerBlock):
     """x + mixer(norm(x)) + ffn(norm'(x)): parallel attention and feed-forward (GPT-J; GPT-NeoX, arXiv:2204.06745,
     section 2.1). Without an `ffn_norm` both sublayers read the same norm (PaLM, arXiv:2204.02311, section 2)."""
 
@@ -163,9 +148,6 @@ class ParallelBlock(AbstractBlock):
     ffn_norm: AbstractNorm | None
     ffn: AbstractFeedForward = named_by_class()
     dropout: Dropout
-
-    def init_state(self, batch: int, length: int, dtype: Any = jnp.float32) -> Any:
-        return self.mixer.init_state(batch, length, dtype)
 
     def __call__(self, hidden: Hidden, info: TokenInfo, state: Any = None) -> tuple[Hidden, Any]:
         normed = gather_tokens(self.mixer_norm(hidden.x))  # once: the gradient of each gather is a reduce-scatter

@@ -107,6 +107,16 @@ class AbstractBlock(Module):
         """Return the empty state of the layer for decoding up to `length` tokens."""
 
 
+class AbstractMixerBlock(AbstractBlock):
+    """One layer with a mixer and its norm: the state of the layer is the state of the mixer."""
+
+    mixer_norm: eqx.AbstractVar[AbstractNorm]
+    mixer: eqx.AbstractVar[AbstractMixer]
+
+    def init_state(self, batch: int, length: int, dtype: Any = jnp.float32) -> Any:
+        return self.mixer.init_state(batch, length, dtype)
+
+
 class SharedModule(Module):
     """Stands in a block for module `number` of the modules that layers share, `Stack.shared`. The stack puts the module
     in its place where the block runs."""
@@ -147,7 +157,7 @@ def _is_shared(x: Any) -> bool:
     return isinstance(x, SharedModule)
 
 
-class Block(AbstractBlock):
+class Block(AbstractMixerBlock):
     """x + mixer(norm(x)), then x + ffn(norm(x)): the pre-norm layer (Xiong et al., arXiv:2002.04745, figure 1b).
 
     It takes any mixer `(x, info, state) -> (y, state)` and any feed-forward layer `x -> (y, routing)`. Both outputs are
@@ -161,9 +171,6 @@ class Block(AbstractBlock):
     dropout: Dropout
 
     residual_multiplier: float = eqx.field(static=True, default=1.0)
-
-    def init_state(self, batch: int, length: int, dtype: Any = jnp.float32) -> Any:
-        return self.mixer.init_state(batch, length, dtype)
 
     def __call__(self, hidden: Hidden, info: TokenInfo, state: Any = None) -> tuple[Hidden, Any]:
         mixed, state = run_mixer(self.mixer, self.mixer_norm(hidden.x), info, state)

@@ -23,7 +23,7 @@ from zoo.ops.normalization import rms_norm
 from zoo.parallel import Dim, Module, full_precision, named_by_class
 from zoo.shapes import ResidualStream, Tokens
 
-from .decoder import AbstractBlock, AbstractLayerInputs, Hidden
+from .decoder import AbstractLayerInputs, AbstractMixerBlock, Hidden
 
 SideBySide = Float[Array, "*rows features"]
 """Streams of each token, side by side: n embed features."""
@@ -85,7 +85,7 @@ class HyperConnection(Module):
         return write_streams(_split_streams(x, self.streams), output, weights).reshape(x.shape)
 
 
-class HyperConnectionBlock(AbstractBlock):
+class HyperConnectionBlock(AbstractMixerBlock):
     """A pre-norm layer of any mixer and any feed-forward layer, each on streams X of the residual (mHC, Xie et al.,
     arXiv:2512.24880, equation 3):
 
@@ -103,9 +103,6 @@ class HyperConnectionBlock(AbstractBlock):
     ffn_norm: AbstractNorm
     ffn: AbstractFeedForward = named_by_class()
     dropout: Dropout
-
-    def init_state(self, batch: int, length: int, dtype: Any = jnp.float32) -> Any:
-        return self.mixer.init_state(batch, length, dtype)
 
     def __call__(self, hidden: Hidden, info: TokenInfo, state: Any = None) -> tuple[Hidden, Any]:
         read, weights = self.mixer_connection.read(hidden.x)

@@ -19,7 +19,7 @@ from zoo.parallel import Dim, Module, buffer, named_by_class
 from zoo.parallel.tokens import match_tokens, run_on_all_tokens
 from zoo.shapes import ResidualStream, Tokens
 
-from .decoder import AbstractBlock, AbstractLayerInputs, Hidden
+from .decoder import AbstractBlock, AbstractLayerInputs, AbstractMixerBlock, Hidden
 
 
 class EmbeddedHidden(Hidden):
@@ -133,7 +133,7 @@ class LayerInputProjection(Module):
         return self.norm(self.out(self.activation(self.gate(x)) * inputs))
 
 
-class LayerInputBlock(AbstractBlock):
+class LayerInputBlock(AbstractMixerBlock):
     """`zoo.models.blocks.SandwichBlock`, then x + inputs(x, input of this layer), and all of it times a constant
     `layer_scale`, which is not trained (Gemma 4, 2026). Keys and values of earlier layers reach its attention."""
 
@@ -146,9 +146,6 @@ class LayerInputBlock(AbstractBlock):
     dropout: Dropout
     inputs: LayerInputProjection | None
     layer_scale: Float[Array, "1"] = buffer()
-
-    def init_state(self, batch: int, length: int, dtype: Any = jnp.float32) -> Any:
-        return self.mixer.init_state(batch, length, dtype)
 
     def __call__(self, hidden: Hidden, info: TokenInfo, state: Any = None) -> tuple[Hidden, Any]:
         """**Raises** `TypeError` for hidden states without layer inputs, as from another decoder."""

@@ -18,7 +18,7 @@ from zoo.parallel import Module, named_by_class
 from zoo.parallel.tokens import run_on_all_tokens
 from zoo.shapes import HeadVectors, HiddenStates, ResidualStream
 
-from ..decoder import AbstractBlock, Hidden
+from ..decoder import AbstractMixerBlock, Hidden
 
 RelativeTable = Float[Array, "distances features"]
 """A row for each distance, or for each bucket of distances."""
@@ -92,7 +92,7 @@ class AbstractRelativeMixer(AbstractMixer):
         raise NotImplementedError("attention in both directions has no KV cache: a token attends to those after it")
 
 
-class RelativeBlock(AbstractBlock):
+class RelativeBlock(AbstractMixerBlock):
     """norm(x + mixer(x, table)), then norm(x + ffn(x)): `AddNormBlock` with attention that reads the table
     of relative positions (DeBERTa; He et al., arXiv:2006.03654)."""
 
@@ -101,9 +101,6 @@ class RelativeBlock(AbstractBlock):
     ffn_norm: AbstractNorm
     ffn: AbstractFeedForward = named_by_class()
     dropout: Dropout
-
-    def init_state(self, batch: int, length: int, dtype: Any = jnp.float32) -> Any:
-        return self.mixer.init_state(batch, length, dtype)
 
     def __call__(self, hidden: Hidden, info: TokenInfo, state: Any = None) -> tuple[Hidden, Any]:
         """**Raises** `ValueError` for hidden states without a table: a layer on its own."""
