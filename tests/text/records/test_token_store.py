@@ -128,7 +128,8 @@ def test_some_faults_may_be_left_out(tmp_path, capsys):
 WRITER = """
 import sys, time
 from pathlib import Path
-from zoo.text.records import find_files, json_lines, load_records
+from zoo.text.records import find_files, json_lines
+from zoo.text.records.records import load_records
 from zoo.text.records.record_kinds import TextKind
 from zoo.text.tokenizers import ByteTokenizer
 find_files._READERS[".jsonl"] = lambda path: json_lines.JsonLines(path, 200)
