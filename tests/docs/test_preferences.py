@@ -16,6 +16,7 @@ from safetensors.numpy import load_file
 import zoo
 from scripts.page_code import list_code
 from zoo import train
+from zoo.models.segment_sums import sum_segments
 from zoo.train import objectives
 
 PAGE = Path(__file__).parents[2] / "docs" / "preferences.md"
@@ -26,6 +27,7 @@ SHOWN = ("def loss_fn", "def sppo", "def shorten", "def weigh_tokens", "def kto_
 def read_lines():
     """Run the definitions of the page, without the data and models between them."""
     names = {"jax": jax, "jnp": jnp, "np": np, "objectives": objectives, "train": train, "zoo": zoo}
+    names["sum_segments"] = sum_segments
     blocks = [code for _, code in list_code(PAGE.read_text(encoding="utf-8"))]
     for start in SHOWN:
         (code,) = [code for code in blocks if start in code]
