@@ -21,5 +21,7 @@ def test_file_without_one_family_raises(tmp_path):
     with pytest.raises(CheckpointError, match=r"there is no Python file .*mine\.py"):
         load_family(tmp_path / "mine.py")
     (tmp_path / "none.py").write_text("x = 1\n")
-    with pytest.raises(CheckpointError, match=r"none\.py should define one zoo\.models\.hf\.grammar\.Family, and has none"):
+    with pytest.raises(
+        CheckpointError, match=r"none\.py should define one zoo\.models\.hf\.grammar\.Family, and has none"
+    ):
         load_family(tmp_path / "none.py")
