@@ -3,7 +3,7 @@
     python scripts/make_chat_fixtures.py            # tests/fixtures/chat/cases.json and its tokenizer
 
 Needs `pip install transformers==5.24.0`; PyTorch is not needed. The folder has the templates, `*.jinja`, next to
-`zoo.text.PLAIN_TEMPLATE`, and a byte-level tokenizer with special tokens of all of them. A case of cases.json has
+`PLAIN_TEMPLATE`, and a byte-level tokenizer with special tokens of all of them. A case of cases.json has
 
     template, chat, options     file name or "plain", messages by name, options of the rendering
     text, tokens, mask          what `apply_chat_template` returns; mask only with {% generation %} marks and an answer
@@ -18,7 +18,8 @@ from typing import Any
 
 import tyro
 
-from zoo.text import PLAIN_TEMPLATE, ChatTemplate
+from zoo.text import ChatTemplate
+from zoo.text.chat.template import PLAIN_TEMPLATE
 
 try:
     transformers: Any = importlib.import_module("transformers")

@@ -213,7 +213,8 @@ class Setup(NamedTuple):
 
     @classmethod
     def draw(cls, rng: random.Random) -> "Setup":
-        from zoo.text import PLAIN_TEMPLATE, ChatTemplate, read_chat_template
+        from zoo.text import ChatTemplate, read_chat_template
+        from zoo.text.chat.template import PLAIN_TEMPLATE
         from zoo.text.tokenizers import ByteTokenizer, FileTokenizer
 
         options: dict[str, Any] = {

@@ -13,7 +13,8 @@ from recipes import sft
 from tests.recipes.flags import MESH_FLAGS, RUN_FLAGS, call, flag_names, loaded_dtype, unexplained_flags
 from tests.recipes.optimization import check_optimization
 from zoo import train
-from zoo.text import PLAIN_TEMPLATE, read_chat_template
+from zoo.text import read_chat_template
+from zoo.text.chat.template import PLAIN_TEMPLATE
 from zoo.text.tasks.docstrings import read_docstrings
 
 pytestmark = pytest.mark.ci

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from zoo import train
-from zoo.text import PLAIN_TEMPLATE
+from zoo.text.chat.template import PLAIN_TEMPLATE
 from zoo.text.tokenizers import ByteTokenizer
 
 

@@ -9,7 +9,8 @@ import pytest
 
 import zoo
 from zoo import train
-from zoo.text import PLAIN_TEMPLATE, ChatTemplate
+from zoo.text import ChatTemplate
+from zoo.text.chat.template import PLAIN_TEMPLATE
 from zoo.text.tokenizers import ByteTokenizer
 
 PROMPTS = ["a", "abc"]

@@ -14,11 +14,11 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zoo.text import PLAIN_TEMPLATE, ChatTemplate, encode_conversation, read_chat_template
+from zoo.text import ChatTemplate, encode_conversation, read_chat_template
 from zoo.text.chat.encode import find_end_of_turn
 from zoo.text.chat.errors import ChatError
 from zoo.text.chat.special_tokens import encode_rendered, protect
-from zoo.text.chat.template import read_special_tokens
+from zoo.text.chat.template import PLAIN_TEMPLATE, read_special_tokens
 from zoo.text.tokenizers import ByteTokenizer, FileTokenizer
 
 PARITY = Path(os.environ.get("ZOO_PARITY", "")) / "posttraining"

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from zoo.text import PLAIN_TEMPLATE, ChatTemplate, read_chat_template
+from zoo.text import ChatTemplate, read_chat_template
 from zoo.text.chat.errors import ChatError, NoChatTemplateError
-from zoo.text.chat.template import read_special_tokens
+from zoo.text.chat.template import PLAIN_TEMPLATE, read_special_tokens
 
 CASES = Path(__file__).parents[2] / "fixtures/chat"
 CHATML = (

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from zoo.text import PLAIN_TEMPLATE, ChatTemplate, read_chat_template
+from zoo.text import ChatTemplate, read_chat_template
 from zoo.text.chat.errors import ChatError
 from zoo.text.chat.special_tokens import encode_rendered
+from zoo.text.chat.template import PLAIN_TEMPLATE
 from zoo.text.chat.write import write_chat_files
 from zoo.text.tokenizers import FileTokenizer
 

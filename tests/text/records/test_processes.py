@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from tests.text.global_batches import are_same, read_all
 from zoo import train
-from zoo.text import PLAIN_TEMPLATE, ChatTemplate
+from zoo.text import ChatTemplate
+from zoo.text.chat.template import PLAIN_TEMPLATE
 from zoo.text.records.records import Records
 from zoo.text.tokenizers import ByteTokenizer
 

@@ -6,7 +6,8 @@ import json
 import numpy as np
 import pytest
 
-from zoo.text import PLAIN_TEMPLATE, ChatTemplate
+from zoo.text import ChatTemplate
+from zoo.text.chat.template import PLAIN_TEMPLATE
 from zoo.text.records.record_file import RecordError
 from zoo.text.records.record_kinds import KINDS, Encoding, find_kind
 from zoo.text.tokenizers import ByteTokenizer

@@ -14,8 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.experimental import multihost_utils
 
-from zoo.text import PLAIN_TEMPLATE, ChatTemplate
+from zoo.text import ChatTemplate
 from zoo.text.batches import BatchIterator
+from zoo.text.chat.template import PLAIN_TEMPLATE
 from zoo.text.records import find_files
 from zoo.text.records.json_lines import JsonLines
 from zoo.text.records.token_store import RecordsError

@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 from tests.processes import make_environment
-from zoo.text import PLAIN_TEMPLATE, ChatTemplate
+from zoo.text import ChatTemplate
+from zoo.text.chat.template import PLAIN_TEMPLATE
 from zoo.text.records import find_files
 from zoo.text.records.json_lines import JsonLines
 from zoo.text.records.record_kinds import KINDS, Encoding

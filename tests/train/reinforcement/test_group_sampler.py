@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 
 from zoo import train
-from zoo.text import PLAIN_TEMPLATE, ChatTemplate
+from zoo.text import ChatTemplate
+from zoo.text.chat.template import PLAIN_TEMPLATE
 from zoo.text.tokenizers import ByteTokenizer
 from zoo.train.reinforcement import group_sampler
 from zoo.train.reinforcement.grouped_samples import Samples
