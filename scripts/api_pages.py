@@ -23,7 +23,7 @@ PACKAGES = (
 )
 """Public packages and modules of `zoo`, in the order of the pages."""
 UNLISTED = ("cli", "generate", "shapes", "tools", "tools.commands", "tools.export", "testing", "parity")
-"""Modules without public names of their own: `zoo` exports those of `generate` and of `tools.export`."""
+"""Modules without public names of their own: `zoo` exports the functions of `generate` and of `tools.export`."""
 ALSO_SHOWN = (
     "zoo.adapters.methods.rank_allocation",
     "zoo.layers.recurrent.context.RecurrenceContext",

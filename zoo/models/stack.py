@@ -81,7 +81,7 @@ class Stack(AbstractStack):
         has its own PRNG key, so that parameters do not depend on the split into segments.
 
         `order` runs some of the layers several times (recurrent depth; Universal Transformers, arXiv:1807.03819):
-        `(0, 1, 2, 1, 2, 3)` runs the second and the third factory's twice. Such a layer is in `shared`, behind the
+        `(0, 1, 2, 1, 2, 3)` runs the second and the third factory's twice. Such a layer is in `shared`, after the
         others. Each run counts as a layer: it has a number, dropout and a state of its own. Parameters do not depend on
         how often a layer runs.
 

@@ -248,7 +248,7 @@ def is_numbered(name: str) -> bool:
 
 
 def number_layers(name: str, layers: set[int]) -> list[str]:
-    """Return a name, and behind it the names of the same value in each layer."""
+    """Return a name, followed by the names of the same value in each layer."""
     return [name, *(name.replace("*", str(layer), 1) for layer in sorted(layers))]
 
 

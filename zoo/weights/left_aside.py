@@ -134,7 +134,8 @@ def write_back(stored: Stored, source: Source) -> Stored:
         raise CheckpointError(f"source: {source.path} has {taken[0]} beside its model, and this model has it itself")
     shared = sorted(own.keys() & source.body.keys())
     for name in shared:
-        there, here = source.body[name].shape, own[name].shape
+        there = source.body[name].shape
+        here = own[name].shape
         if there != here:
             raise CheckpointError(
                 f"source: {source.path} has another model: {name} is {list(there)} there, and {list(here)} here"

@@ -67,8 +67,11 @@ def _start_carry(step: Callable, hidden: Hidden, xs: Any, *, extends: bool) -> H
     """Return the first carry, of the structure and the types of the carry that `step` returns. What blocks add to the
     hidden states begins as zeros: the first of them writes it before another reads it, and a block that reads it first
     raises while shapes are found."""
+
+    def run_first(carry: Hidden) -> Hidden:
+        return step(carry, index_tree(xs, 0))[0]
+
     carry = make_carry(hidden)
-    run_first = lambda carry: step(carry, index_tree(xs, 0))[0]
     if extends and type(carry) is Hidden:
         returned = eqx.filter_eval_shape(run_first, carry)
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), returned)
