@@ -98,7 +98,7 @@ def decode_until_stop(
     special_tokens: Mapping[str, int],
 ) -> str:
     """Decode tokens up to the first stop string. Ids of -1 after the end of a row have no text. `stop` and
-    `special_tokens` are those of `StoppingDecoder`."""
+    `special_tokens` are as in `StoppingDecoder`."""
     ids = np.asarray(tokens, np.int64)
     ids = ids[ids >= 0]
     marks, strings = _mark_special_tokens(stop, special_tokens)
@@ -118,7 +118,7 @@ def end_at_stop(
     stop: Sequence[str],
     special_tokens: Mapping[str, int],
 ) -> Callable[[Integer[np.ndarray, "batch"]], Bool[np.ndarray, "batch"]]:
-    """Return a callback of `zoo.generate` that ends rows with a stop string. `stop` and `special_tokens` are those of
+    """Return a callback of `zoo.generate` that ends rows with a stop string. `stop` and `special_tokens` are as in
     `StoppingDecoder`."""
     decoders = [StoppingDecoder(decode, prompt, stop, special_tokens) for prompt in prompts]
 
