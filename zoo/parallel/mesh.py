@@ -61,6 +61,11 @@ class Mesh:
         return self._with_parameters(self.layout.gradients)
 
     @property
+    def num_stages(self) -> int:
+        """Parts that a pipeline deals the layers out in: one per device of `pipe` and round, 1 without a pipeline."""
+        return self.shape["pipe"] * self.layout.rounds
+
+    @property
     def axes_at_rest(self) -> tuple[str, ...]:
         """Axes of size above 1 that shard parameters at rest, and not during compute (ZeRO-3)."""
         axes = [axis for row in self.layout.parameters.values() for axis in row]
@@ -138,8 +143,7 @@ class Mesh:
         divisors += [f"a multiple of {count}"] if dim.name in _REPLICATED_IF_FEWER else []
         advice = ""
         if dim.name == "layers" and count > shards:
-            stages = shards * self.layout.rounds
-            advice = f", or move layers out of the stages with zoo.models.split_ends(model, {stages})"
+            advice = f", or move layers out of the stages with zoo.models.split_ends(model, {self.num_stages})"
         noun = {"batch": "rows", "seq": "tokens"}.get(dim.name, dim.name)
         raise ValueError(
             f"{name}: {count} {noun} do not divide evenly over {sizes}. Use a multiple of {shards} {noun}, or let "
