@@ -57,7 +57,7 @@ def replace(model: _Model, parameters: Mapping[str, Edit]) -> _Model:
             old = _read(array, index)
             new = edit(old) if callable(edit) else jnp.asarray(edit)
             if new.shape != old.shape:
-                raise ValueError(f"{name}: an array of shape {old.shape} was expected, not {new.shape}")
+                raise ValueError(f"{name}: expected an array of shape {old.shape}, got {new.shape}")
             array = _write(array, index, new.astype(array.dtype))
         return array
 

@@ -205,7 +205,7 @@ def require_mesh(mesh: Any) -> None:
         advice = " of jax.sharding, which lacks the layout that zoo.make_mesh(data=2, tensor=4) gives to its six axes"
     elif callable(mesh):
         advice = ": the mesh comes second, as in zoo.value_and_grad(loss_fn, mesh) and zoo.place(model, mesh)"
-    raise TypeError(f"a mesh of zoo.make_mesh was expected, not {describe_argument(mesh)}{advice}")
+    raise TypeError(f"expected a mesh of zoo.make_mesh, got {describe_argument(mesh)}{advice}")
 
 
 def check_placed(leaf: Leaf, x: Any, mesh: Mesh) -> None:

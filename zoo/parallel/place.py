@@ -98,7 +98,7 @@ def init(make: Callable[[Key[Array, ""]], PyTree], key: Key[Array, ""], mesh: Me
     refuse_imagined(mesh)
     if not isinstance(make, Callable) or isinstance(make, Module):
         raise TypeError(
-            f"a function key -> model was expected, not {describe_argument(make)}: zoo.init(partial(make, ...), key, "
+            f"expected a function key -> model, got {describe_argument(make)}: zoo.init(partial(make, ...), key, "
             "mesh) initializes a model in its shards, and zoo.place(model, mesh) shards one that is there"
         )
     key = wrap_key(key)

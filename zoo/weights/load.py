@@ -212,7 +212,7 @@ def _resolve_code_dtype(
     stored in another."""
     for name, _ in sources.values():
         if tensors[name].dtype != dtype:
-            raise CheckpointError(f"{location}: {name} is stored as {tensors[name].dtype}, where {dtype} was expected")
+            raise CheckpointError(f"{location}: {name} is stored as {tensors[name].dtype}: expected {dtype}")
     return np.dtype(dtype)
 
 

@@ -46,7 +46,7 @@ def to_torch(model: PyTree, family: str | Family | None = None, *, names: str = 
     is sharded over several processes; `ValueError` for edits; `NoFamilyError` as `save` does.
     """
     if names not in _NAMES:
-        raise ValueError(f"names is {names!r}, where {' or '.join(map(repr, _NAMES))} was expected")
+        raise ValueError(f"names is {names!r}: expected {' or '.join(map(repr, _NAMES))}")
     torch = import_optional("torch", "pip install torch")
     state = list_state(model, family, names)
     tensors = {}
