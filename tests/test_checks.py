@@ -76,7 +76,7 @@ BATCHES = {
         ValueError,
         r"targets: expected the shape of tokens, \(2, 4\), got \(2, 3\): one target per token",
     ),
-    "weights per row": (BATCH | {"weights": jnp.ones(2)}, ValueError, r"weights: expected the shape of tokens, \(2, 4\)"),
+    "weights per row": (BATCH | {"weights": jnp.ones(2)}, ValueError, r"weights: expected the shape of"),
     "float targets": (
         BATCH | {"targets": jnp.ones((2, 4))},
         TypeError,

@@ -134,7 +134,7 @@ MISTAKES = {
         lambda model: Transformer(vocab=64.0, **SIZES),
         "vocab=64.0: expected a whole number, as an int",
     ),
-    "a float for a length": (lambda model: zoo.generate(model, TOKENS, max_new_tokens=2.0), "max_new_tokens=2.0: expected a wh"),
+    "a float for a length": (lambda model: zoo.generate(model, TOKENS, max_new_tokens=2.0), "max_new_tokens=2.0"),
     "a layer to check": (
         lambda model: zoo.testing.check_mixer(zoo.layers.MLP(4, 4, key=KEY)),
         "make: expected a class, a function or functools.partial of one, which is called with key= for each layer, "

@@ -166,9 +166,7 @@ def _list_phases(weights: _Weights | Sequence[tuple[int, _Weights]]) -> list[tup
     except (TypeError, ValueError):
         phases = []
     if not phases or not all(isinstance(step, int) and isinstance(w, Mapping) for step, w in phases):
-        raise TypeError(
-            f"weights are {weights!r}: expected {{part: weight}} or phases ((step, {{part: weight}}), ...)"
-        )
+        raise TypeError(f"weights are {weights!r}: expected {{part: weight}} or phases ((step, {{part: weight}}), ...)")
     steps = [step for step, _ in phases]
     if steps[0] != 0 or any(later <= step for step, later in itertools.pairwise(steps)):
         raise ValueError(f"the phases begin at steps {steps}: expected 0, and then increasing steps")
