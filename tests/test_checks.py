@@ -26,14 +26,14 @@ CALLS = {
     "cross_entropy": lambda model, tokens: zoo.cross_entropy(model, {"tokens": tokens, "targets": tokens}),
 }
 MISTAKES = {
-    "one dim": (TOKENS[0], ValueError, r"""an array of dims "batch seq" was expected, not of shape \(5,\)"""),
+    "one dim": (TOKENS[0], ValueError, r"""expected an array of dims "batch seq", got one of shape \(5,\)"""),
     "three dims": (
         TOKENS[None],
         ValueError,
-        r"""an array of dims "batch seq" was expected, not of shape \(1, 2, 5\)$""",
+        r"""expected an array of dims "batch seq", got one of shape \(1, 2, 5\)$""",
     ),
-    "floats": (TOKENS.astype(jnp.float32), TypeError, r"integers were expected, not float32$"),
-    "a list": (TOKENS.tolist(), TypeError, r"""an array of integers "batch seq" was expected, not list$"""),
+    "floats": (TOKENS.astype(jnp.float32), TypeError, r"expected integers, got float32$"),
+    "a list": (TOKENS.tolist(), TypeError, r"""expected an array of integers "batch seq", got list$"""),
     "an id beyond": (TOKENS.at[1, 4].set(32), ValueError, r"32,? .*outside the vocabulary of 32 tokens"),
     "a negative id": (np.where(TOKENS == 3, -5, TOKENS), ValueError, r"-5,? .*outside the vocabulary of 32 tokens"),
 }
@@ -74,15 +74,15 @@ BATCHES = {
     "short targets": (
         BATCH | {"targets": TOKENS[:, 2:]},
         ValueError,
-        r"targets: the shape of tokens, \(2, 4\), was expected, not \(2, 3\): one target per token",
+        r"targets: expected the shape of tokens, \(2, 4\), got \(2, 3\): one target per token",
     ),
-    "weights per row": (BATCH | {"weights": jnp.ones(2)}, ValueError, r"weights: the shape of tokens, \(2, 4\)"),
+    "weights per row": (BATCH | {"weights": jnp.ones(2)}, ValueError, r"weights: expected the shape of"),
     "float targets": (
         BATCH | {"targets": jnp.ones((2, 4))},
         TypeError,
-        r"targets: integers were expected, not float32",
+        r"targets: expected integers, got float32",
     ),
-    "float segments": (BATCH | {"segment_ids": jnp.ones((2, 4))}, TypeError, r"segment_ids: integers were expected"),
+    "float segments": (BATCH | {"segment_ids": jnp.ones((2, 4))}, TypeError, r"segment_ids: expected integers"),
     "a target beyond": (
         BATCH | {"targets": jnp.full((2, 4), 32)},
         ValueError,
@@ -131,7 +131,7 @@ def test_batches_are_checked_when_a_step_is_traced():
     ],
 )
 def test_an_unknown_dtype_is_named_with_the_nearest(dtype, suggestion):
-    with pytest.raises(TypeError, match=f"^dtype={dtype!r}: a dtype was expected{suggestion}"):
+    with pytest.raises(TypeError, match=f"^dtype={dtype!r}: expected a dtype{suggestion}"):
         zoo.cast(make_model("mamba"), dtype)
 
 
@@ -148,7 +148,7 @@ IMAGES = zoo.models.VisionTransformer(image_size=4, patch_size=2, classes=2, emb
 
 @pytest.mark.parametrize("call", ["hidden_states", "score", "cross_entropy"])
 def test_a_model_of_images_is_named_where_tokens_are_read(call):
-    with pytest.raises(TypeError, match="a model of tokens was expected, and ImageEncoder reads images: model.images."):
+    with pytest.raises(TypeError, match="expected a model of tokens, and ImageEncoder reads images: model.images."):
         CALLS[call](IMAGES, TOKENS)
     images = jnp.zeros((2, 3, 4, 4))
     assert IMAGES.hidden(images, IMAGES.token_info(images)).x.shape == (2, 5, 8)

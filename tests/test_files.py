@@ -77,10 +77,10 @@ def make_huge(path):
 
 
 SPECIAL = {
-    "pipe": (make_pipe, "is a pipe, and a file was expected"),
-    "endless device": (lambda path: path.symlink_to("/dev/zero"), "is a device, and a file was expected"),
-    "directory": (lambda path: path.mkdir(), "is a directory, and a file was expected"),
-    "sparse file": (make_huge, "has 2,147,483,648 bytes, and at most 100,000,000 were expected"),
+    "pipe": (make_pipe, "is a pipe: expected a file"),
+    "endless device": (lambda path: path.symlink_to("/dev/zero"), "is a device: expected a file"),
+    "directory": (lambda path: path.mkdir(), "is a directory: expected a file"),
+    "sparse file": (make_huge, "has 2,147,483,648 bytes: expected at most 100,000,000"),
     "empty file": (lambda path: path.write_bytes(b""), "is damaged"),
     "bytes": (lambda path: path.write_bytes(b"\xff\xfe{"), "is damaged"),
     "nested lists": (lambda path: path.write_bytes(b"[" * 10**6), "is damaged: values are nested more than 100 deep"),

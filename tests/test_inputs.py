@@ -157,36 +157,36 @@ HOLE, REPEATED = MASK.copy(), SEGMENTS.copy()
 HOLE[0, 3], REPEATED[1, 6:] = False, 1
 REFUSED = {
     "tokens": {
-        "a list": (TOKENS.tolist(), TypeError, "not list"),
-        "floats": (TOKENS.astype(np.float32), TypeError, "integers were expected, not float32"),
-        "booleans": (MASK, TypeError, "integers were expected, not bool"),
-        "one row": (TOKENS[0], ValueError, r"not of shape \(8,\)"),
+        "a list": (TOKENS.tolist(), TypeError, "got list"),
+        "floats": (TOKENS.astype(np.float32), TypeError, "expected integers, got float32"),
+        "booleans": (MASK, TypeError, "expected integers, got bool"),
+        "one row": (TOKENS[0], ValueError, r"of shape \(8,\)"),
         "beyond int32": (TOKENS.astype(np.int64) + 2**32, ValueError, "outside the vocabulary|fit into 32 bits"),
     },
     "mask": {
-        "a list": (MASK.tolist(), TypeError, "mask: an array was expected, not list"),
+        "a list": (MASK.tolist(), TypeError, "mask: expected an array, got list"),
         "floats": (
             MASK.astype(np.float32),
             TypeError,
-            "mask: booleans were expected, True for real tokens, not float32",
+            "mask: expected booleans, True for real tokens, got float32",
         ),
-        "twos": (2 * MASK.astype(np.int32), ValueError, "mask: booleans, or 0 and 1, were expected, not 2"),
+        "twos": (2 * MASK.astype(np.int32), ValueError, "mask: expected booleans, or 0 and 1, got 2"),
         "segment ids": (SEGMENTS, ValueError, "segment ids of packed rows are not a mask"),
         "a hole": (HOLE, ValueError, "mask: row 0 has padding between its real tokens"),
-        "one row": (MASK[:1], ValueError, r"mask: the shape of tokens, \(3, 8\), was expected, not \(1, 8\)"),
+        "one row": (MASK[:1], ValueError, r"mask: expected the shape of tokens, \(3, 8\), got \(1, 8\)"),
     },
     "segment_ids": {
         "a list": (SEGMENTS.tolist(), (TypeError, ValueError), "segment_ids|an array"),
-        "floats": (SEGMENTS.astype(np.float32), TypeError, "segment_ids: integers were expected, not float32"),
-        "booleans": (MASK, TypeError, "segment_ids: integers were expected, not bool"),
+        "floats": (SEGMENTS.astype(np.float32), TypeError, "segment_ids: expected integers, got float32"),
+        "booleans": (MASK, TypeError, "segment_ids: expected integers, got bool"),
         "negative": (with_value(SEGMENTS, -1), ValueError, "segment_ids: documents count from 1"),
         "repeated": (REPEATED, ValueError, "segment_ids: in row 1 1 comes again"),
         "beyond int32": (SEGMENTS.astype(np.int64) + 2**32, ValueError, "fit into 32 bits"),
         "short": (SEGMENTS[:, 1:], ValueError, r"\(3, 7\)"),
     },
     "positions": {
-        "floats": (POSITIONS.astype(np.float32), TypeError, "positions: integers were expected, not float32"),
-        "one row": (POSITIONS[:1], ValueError, "positions: the shape of tokens|one number of rows, .*positions': 1"),
+        "floats": (POSITIONS.astype(np.float32), TypeError, "positions: expected integers, got float32"),
+        "one row": (POSITIONS[:1], ValueError, "positions: expected the shape|one number of rows, .*positions': 1"),
         "beyond int32": (POSITIONS.astype(np.int64) + 2**32, ValueError, "positions: .* fit into 32 bits"),
     },
 }
@@ -211,7 +211,7 @@ def test_programs_compute_the_same(entrance, argument, model):
     result = run(make_model(model), jnp.asarray(TOKENS), given)
     np.testing.assert_allclose(np.asarray(result), expect(entrance, model, argument), atol=1e-5, rtol=1e-5)
     if argument == "mask":
-        with pytest.raises(TypeError, match="mask: inside a program booleans were expected, not int32: take mask > 0"):
+        with pytest.raises(TypeError, match="mask: inside a program expected booleans, got int32: take mask > 0"):
             run(make_model(model), jnp.asarray(TOKENS), {"mask": jnp.asarray(MASK, jnp.int32)})
     if argument == "segment_ids":  # a document whose id comes again is another one
         result = run(make_model(model), jnp.asarray(TOKENS), {"segment_ids": jnp.asarray(REPEATED)})
@@ -262,7 +262,7 @@ def test_keys_of_both_styles_are_one_key(no_type_checks, entrance):
     expected = np.asarray(call(model, KEY))
     for key in (RAW, np.asarray(RAW)):
         np.testing.assert_allclose(np.asarray(call(model, key)), expected, atol=1e-6)
-    with pytest.raises(TypeError, match=r"key: a PRNG key was expected, as jax\.random\.key\(0\) makes it, not int"):
+    with pytest.raises(TypeError, match=r"key: expected a PRNG key, as jax\.random\.key\(0\) makes it, got int"):
         call(model, 0)
 
 
@@ -271,5 +271,5 @@ def test_keys_are_one_per_row_or_one(no_type_checks):
     expected = model(TOKENS, key=keys)
     np.testing.assert_allclose(model(TOKENS, key=KEY), expected, atol=1e-6)
     np.testing.assert_allclose(model(TOKENS, key=jax.random.split(RAW, 3)), expected, atol=1e-6)
-    with pytest.raises(ValueError, match=r"one PRNG key, or one for each of 3 rows, was expected, not \(2,\)"):
+    with pytest.raises(ValueError, match=r"expected one PRNG key, or one for each of 3 rows, got \(2,\)"):
         model(TOKENS, key=keys[:2])

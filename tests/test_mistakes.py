@@ -46,49 +46,49 @@ def loss_of_logits(model, batch):
 MISTAKES = {
     "logits": (
         lambda model: zoo.cross_entropy(jnp.zeros((2, 4, 32)), BATCH),
-        "a Decoder or Encoder of tokens was expected, not an array float32[2, 4, 32]. Pass the model itself, as in "
+        "expected a Decoder or Encoder of tokens, got an array float32[2, 4, 32]. Pass the model itself, as in "
         "zoo.cross_entropy(model, batch), which computes the logits; of logits, zoo.models.token_losses(logits, "
         "targets) returns the losses",
     ),
     "logits in a program": (
         lambda model: zoo.value_and_grad(loss_of_logits, zoo.make_mesh())(model, BATCH),
-        "tokens was expected, not an array float32[1, 4, 32]. Pass the model itself, as in zoo.cross_entropy(model",
+        "of tokens, got an array float32[1, 4, 32]. Pass the model itself, as in zoo.cross_entropy(model",
     ),
     "logits of log_probs": (
         lambda model: zoo.log_probs(jnp.zeros((2, 4, 32)), BATCH),
-        "not an array float32[2, 4, 32]",
+        "got an array float32[2, 4, 32]",
     ),
-    "a batch for a model": (lambda model: zoo.cross_entropy(BATCH, model), "tokens was expected, not dict"),
+    "a batch for a model": (lambda model: zoo.cross_entropy(BATCH, model), "of tokens, got dict"),
     "a function for a model": (
         lambda model: zoo.score(Transformer, TOKENS),
-        "was expected, not the function Transformer",
+        "got the function Transformer",
     ),
     "a mesh of JAX": (
         lambda model: zoo.place(model, jax.make_mesh((8,), ("data",))),
-        "a mesh of zoo.make_mesh was expected, not Mesh of jax.sharding, which lacks the layout that zoo.make_mesh(",
+        "expected a mesh of zoo.make_mesh, got Mesh of jax.sharding, which lacks the layout that zoo.make_mesh(",
     ),
     "a mesh of JAX for a batch": (
         lambda model: zoo.place_batch(BATCH, jax.make_mesh((8,), ("data",))),
-        "zoo.make_mesh was expected",
+        "expected a mesh of zoo.make_mesh",
     ),
     "a mesh of JAX for text": (
         lambda model: zoo.generate(model, TOKENS, max_new_tokens=1, mesh=jax.make_mesh((8,), ("data",))),
-        "zoo.make_mesh was expected",
+        "expected a mesh of zoo.make_mesh",
     ),
     "a mesh first": (
         lambda model: zoo.value_and_grad(zoo.make_mesh(), zoo.cross_entropy),
-        "was expected, not the function cross_entropy: the mesh comes second, as in zoo.value_and_grad(loss_fn, mesh)",
+        "got the function cross_entropy: the mesh comes second, as in zoo.value_and_grad(loss_fn, mesh)",
     ),
     "a mesh first, of a value": (lambda model: zoo.value(zoo.make_mesh(), zoo.cross_entropy), "the mesh comes second"),
     "a mesh first, of spmd": (lambda model: zoo.spmd(zoo.make_mesh(), sum, out=""), "the mesh comes second"),
-    "a model for a mesh": (lambda model: zoo.place(zoo.make_mesh(), model), "not Decoder: the mesh comes second"),
+    "a model for a mesh": (lambda model: zoo.place(zoo.make_mesh(), model), "got Decoder: the mesh comes second"),
     "sizes of a mesh": (
         lambda model: zoo.make_mesh((2, 4), ("data", "model")),
         "the size of a mesh axis is a whole number, as in zoo.make_mesh(data=2, tensor=4), not (2, 4): axes have names",
     ),
     "a model to initialize": (
         lambda model: zoo.init(model, KEY, zoo.make_mesh()),
-        "a function key -> model was expected, not Decoder: zoo.init(partial(make, ...), key, mesh) initializes",
+        "expected a function key -> model, got Decoder: zoo.init(partial(make, ...), key, mesh) initializes",
     ),
     "two meshes": (
         lambda model: zoo.value(zoo.cross_entropy, zoo.make_mesh(data=2, fsdp=2, tensor=2))(
@@ -104,12 +104,12 @@ MISTAKES = {
     ),
     "a layer of Equinox": (
         lambda model: Transformer(vocab=32, **SIZES, mixer=make_equinox_attention),
-        "Block.mixer: AbstractMixer was expected, not equinox.nn.MultiheadAttention, whose arrays have no named dims: "
+        "Block.mixer: expected AbstractMixer, got equinox.nn.MultiheadAttention, whose arrays have no named dims: "
         "the page Add a layer shows how to write one",
     ),
     "a norm of Equinox": (
         lambda model: zoo.count(eqx.tree_at(lambda model: model.norm, model, eqx.nn.RMSNorm(16))),
-        "Decoder.norm: AbstractNorm was expected, not equinox.nn.RMSNorm",
+        "Decoder.norm: expected AbstractNorm, got equinox.nn.RMSNorm",
     ),
     "a class of transformers": (
         lambda model: zoo.models.LlamaForCausalLM,
@@ -132,17 +132,17 @@ MISTAKES = {
     ),
     "a float for a size": (
         lambda model: Transformer(vocab=64.0, **SIZES),
-        "vocab=64.0: a whole number was expected, as an int",
+        "vocab=64.0: expected a whole number, as an int",
     ),
-    "a float for a length": (lambda model: zoo.generate(model, TOKENS, max_new_tokens=2.0), "max_new_tokens=2.0: a wh"),
+    "a float for a length": (lambda model: zoo.generate(model, TOKENS, max_new_tokens=2.0), "max_new_tokens=2.0"),
     "a layer to check": (
         lambda model: zoo.testing.check_mixer(zoo.layers.MLP(4, 4, key=KEY)),
-        "make: a class, a function or functools.partial of one was expected, which is called with key= for each layer, "
+        "make: expected a class, a function or functools.partial of one, which is called with key= for each layer, "
         "not a layer, MLP",
     ),
     "a directory for a tokenizer": (
         lambda model: load_records([{"text": "a"}], tokenizer="checkpoints/base", seq_len=8),
-        "a tokenizer of zoo.train.read_tokenizer(directory) was expected, which keeps every byte of a text, not str",
+        "expected a tokenizer of zoo.train.read_tokenizer(directory), which keeps every byte of a text, not str",
     ),
     "another library's tokenizer": (
         lambda model: load_text({"a": "b"}, tokenizer=PreTrainedTokenizerFast()),
@@ -154,24 +154,24 @@ MISTAKES = {
     ),
     "tensors of PyTorch": (
         lambda model: model(Tensor(TOKENS)),
-        "tokens: an array of JAX or NumPy was expected, not a tensor of PyTorch: pass x.numpy()",
+        "tokens: expected an array of JAX or NumPy, got a tensor of PyTorch: pass x.numpy()",
     ),
-    "a mask of PyTorch": (lambda model: model(TOKENS, mask=Tensor(TOKENS)), "mask: an array of JAX or NumPy was exp"),
+    "a mask of PyTorch": (lambda model: model(TOKENS, mask=Tensor(TOKENS)), "mask: expected an array of JAX or NumPy"),
     "a batch of PyTorch": (
         lambda model: zoo.place_batch({"tokens": Tensor(TOKENS)}, zoo.make_mesh()),
-        "tokens: an array of JAX or NumPy was expected, not a tensor of PyTorch",
+        "tokens: expected an array of JAX or NumPy, got a tensor of PyTorch",
     ),
     "a prompt of PyTorch": (
         lambda model: zoo.generate(model, Tensor(TOKENS), max_new_tokens=1),
-        "the prompt: an array of JAX or NumPy was expected, not a tensor of PyTorch",
+        "the prompt: expected an array of JAX or NumPy, got a tensor of PyTorch",
     ),
     "a loss of PyTorch's tensors": (
         lambda model: zoo.cross_entropy(model, {name: Tensor(x) for name, x in BATCH.items()}),
-        "tokens: an array of JAX or NumPy was expected, not a tensor of PyTorch",
+        "tokens: expected an array of JAX or NumPy, got a tensor of PyTorch",
     ),
     "a directory first": (
         lambda model: zoo.save("checkpoints/mine", model),
-        "zoo.save(model, directory): a path was expected, not Decoder",
+        "zoo.save(model, directory): expected a path, got Decoder",
     ),
     "devices that do not divide": (
         lambda model: MeshOptions(fsdp=3).make_mesh(),

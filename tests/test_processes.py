@@ -73,7 +73,7 @@ def test_tasks_of_a_node_share_its_devices(visible, expected):
         ({"JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "0"}, "but not JAX_COORDINATOR_ADDRESS"),
         ({"JAX_COORDINATOR_ADDRESS": "a:1"}, "but not JAX_NUM_PROCESSES"),
         (PLAIN | {"JAX_PROCESS_ID": "4"}, "numbered from 0 to 3"),
-        (PLAIN | {"JAX_PROCESS_ID": "one"}, "JAX_PROCESS_ID='one' was expected to be a number"),
+        (PLAIN | {"JAX_PROCESS_ID": "one"}, "JAX_PROCESS_ID='one': expected a number"),
         (PLAIN | {"JAX_PROCESS_ID": "0", "JAX_COORDINATOR_ADDRESS": "a"}, "HOST:PORT"),
         (OPEN_MPI, "mpirun -x JAX_COORDINATOR_ADDRESS"),
         ({"PMI_SIZE": "2", "PMI_RANK": "1"}, "MPI started 2 processes, and does not say where the first one runs"),

@@ -31,12 +31,12 @@ def check_tokens(tokens: Any, vocab: int | None = None, *, name: str = "tokens")
     **Raises** `TypeError` for another type or dtype, and `ValueError` for other dims and an id outside the vocabulary.
     """
     if not hasattr(tokens, "shape") or not hasattr(tokens, "dtype"):
-        raise TypeError(f'{name}: an array of integers "batch seq" was expected, not {type(tokens).__name__}')
+        raise TypeError(f'{name}: expected an array of integers "batch seq", got {type(tokens).__name__}')
     _refuse_tensor(tokens, name)
     _check_integers(tokens, name)
     if len(tokens.shape) != 2:
         hint = f": {name}[None] is a batch of one row" if len(tokens.shape) == 1 else ""
-        raise ValueError(f'{name}: an array of dims "batch seq" was expected, not of shape {tokens.shape}{hint}')
+        raise ValueError(f'{name}: expected an array of dims "batch seq", got one of shape {tokens.shape}{hint}')
     if vocab is None:
         check_int32(tokens, name)
     else:
@@ -72,16 +72,15 @@ def check_mask(mask: Any, tokens: Any) -> None:
     _check_shape(mask, "mask", tokens)
     is_boolean = mask.dtype == bool
     if not is_boolean and not np.issubdtype(mask.dtype, np.integer):
-        raise TypeError(f"mask: booleans were expected, True for real tokens, not {mask.dtype}")
+        raise TypeError(f"mask: expected booleans, True for real tokens, got {mask.dtype}")
     if not is_host_readable(mask):
         if not is_boolean:
-            raise TypeError(f"mask: inside a program booleans were expected, not {mask.dtype}: take mask > 0")
+            raise TypeError(f"mask: inside a program expected booleans, got {mask.dtype}: take mask > 0")
         return
     values = np.asarray(jax.device_get(mask))
     if not is_boolean and (is_other := (values != 0) & (values != 1)).any():
         raise ValueError(
-            f"mask: booleans, or 0 and 1, were expected, not {values[is_other][0]}: segment ids of packed rows are not "
-            "a mask"
+            f"mask: expected booleans, or 0 and 1, got {values[is_other][0]}: segment ids of packed rows are not a mask"
         )
     is_start = np.diff(values.astype(np.int8), axis=1, prepend=0) > 0
     if len(rows := np.flatnonzero(is_start.sum(1) > 1)):
@@ -157,7 +156,7 @@ def wrap_key(key: Any) -> Key[Array, "..."]:
         return key
     if dtype == np.uint32 and key.ndim > 0:
         return jax.random.wrap_key_data(jnp.asarray(key))
-    raise TypeError(f"key: a PRNG key was expected, as jax.random.key(0) makes it, not {describe_argument(key)}")
+    raise TypeError(f"key: expected a PRNG key, as jax.random.key(0) makes it, got {describe_argument(key)}")
 
 
 def check_images(images: Any) -> None:
@@ -166,14 +165,14 @@ def check_images(images: Any) -> None:
     **Raises** `TypeError` for another type or dtype, and `ValueError` for other dims.
     """
     if not hasattr(images, "shape") or not hasattr(images, "dtype"):
-        raise TypeError(f'images: an array "batch channels height width" was expected, not {type(images).__name__}')
+        raise TypeError(f'images: expected an array "batch channels height width", got {type(images).__name__}')
     _refuse_tensor(images, "images")
     if not jax.numpy.issubdtype(images.dtype, np.floating):
-        raise TypeError(f"images: normalized pixels in floating point were expected, not {images.dtype}")
+        raise TypeError(f"images: expected normalized pixels in floating point, got {images.dtype}")
     if len(images.shape) != 4:
         hint = ": images[None] is a batch of one" if len(images.shape) == 3 else ""
         raise ValueError(
-            f'images: an array of dims "batch channels height width" was expected, not of shape {images.shape}{hint}'
+            f'images: expected an array of dims "batch channels height width", got one of shape {images.shape}{hint}'
         )
 
 
@@ -196,13 +195,13 @@ def check_chunk(chunk: int, shape: tuple[int, ...]) -> None:
     if chunk < 1:
         raise ValueError(f"chunk is a number of tokens, at least 1, not {chunk}")
     if 0 in shape:
-        raise ValueError(f"tokens: at least 1 row and 1 token were expected, not shape {shape}")
+        raise ValueError(f"tokens: expected at least 1 row and 1 token, got shape {shape}")
 
 
 def check_temperature(temperature: Any) -> None:
     """**Raises** `ValueError` for a number that is not above 0, if it can be read."""
     if not isinstance(temperature, Tracer) and not temperature > 0:
-        raise ValueError(f"temperature={temperature}: a number above 0 was expected")
+        raise ValueError(f"temperature={temperature}: expected a number above 0")
 
 
 def parse_dtype(dtype: Any, *, name: str = "dtype") -> np.dtype:
@@ -221,7 +220,7 @@ def parse_dtype(dtype: Any, *, name: str = "dtype") -> np.dtype:
             suggestion = f"; did you mean {nearest!r}?"
         else:
             suggestion = f", as one of {', '.join(_DTYPES)}"
-        raise TypeError(f"{name}={dtype!r}: a dtype was expected{suggestion}")
+        raise TypeError(f"{name}={dtype!r}: expected a dtype{suggestion}")
     if not jax.numpy.issubdtype(parsed, np.floating):
         raise ValueError(f"{name}={parsed}: parameters are floating point, say {', '.join(_DTYPES)}")
     return parsed
@@ -259,7 +258,7 @@ def check_batch(batch: Any, vocab: int | None = None) -> None:
                 hint = ": one target per token, tokens[:, 1:] for tokens[:, :-1]"
             else:
                 hint = ""
-            raise ValueError(f"{key}: the shape of tokens, {shape}, was expected, not {np.shape(x)}{hint}")
+            raise ValueError(f"{key}: expected the shape of tokens, {shape}, got {np.shape(x)}{hint}")
         if key not in _FLOAT_KEYS:
             _check_integers(x, key)
         check_numpy_values(x, key)
@@ -301,13 +300,13 @@ def is_host_readable(x: Any) -> bool:
 
 def _require_array(x: Any, name: str) -> None:
     if not hasattr(x, "shape") or not hasattr(x, "dtype"):
-        raise TypeError(f"{name}: an array was expected, not {type(x).__name__}")
+        raise TypeError(f"{name}: expected an array, got {type(x).__name__}")
     _refuse_tensor(x, name)
 
 
 def _refuse_tensor(x: Any, name: str) -> None:
     if type(x).__module__.partition(".")[0] == "torch":
-        raise TypeError(f"{name}: an array of JAX or NumPy was expected, not a tensor of PyTorch: pass x.numpy()")
+        raise TypeError(f"{name}: expected an array of JAX or NumPy, got a tensor of PyTorch: pass x.numpy()")
 
 
 def _require_mapping(batch: Any) -> None:
@@ -322,10 +321,10 @@ def _require_key(batch: Mapping[str, Any], key: str) -> None:
 
 def _check_integers(x: Any, name: str) -> None:
     if not np.issubdtype(x.dtype, np.integer):
-        raise TypeError(f"{name}: integers were expected, not {x.dtype}")
+        raise TypeError(f"{name}: expected integers, got {x.dtype}")
 
 
 def _check_shape(x: Any, name: str, tokens: Any) -> None:
     _require_array(x, name)
     if tuple(x.shape) != tuple(tokens.shape):
-        raise ValueError(f"{name}: the shape of tokens, {tuple(tokens.shape)}, was expected, not {tuple(x.shape)}")
+        raise ValueError(f"{name}: expected the shape of tokens, {tuple(tokens.shape)}, got {tuple(x.shape)}")

@@ -106,7 +106,7 @@ def open_regular(path: Path) -> BinaryIO:
     mode = os.fstat(descriptor).st_mode
     if not stat.S_ISREG(mode):
         os.close(descriptor)
-        raise ValueError(f"{path} is a {_FILE_TYPES.get(stat.S_IFMT(mode), 'socket')}, and a file was expected")
+        raise ValueError(f"{path} is a {_FILE_TYPES.get(stat.S_IFMT(mode), 'socket')}: expected a file")
     return os.fdopen(descriptor, "rb")
 
 
@@ -153,7 +153,7 @@ def read_limited(path: Path, limit: int) -> bytes:
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size > limit:
-            raise ValueError(f"{path} has {size:,} bytes, and at most {limit:,} were expected")
+            raise ValueError(f"{path} has {size:,} bytes: expected at most {limit:,}")
         return file.read(limit)
 
 

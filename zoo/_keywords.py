@@ -73,7 +73,7 @@ def check_keywords(function: Callable[_Arguments, _Result]) -> Callable[_Argumen
         for name, value in options.items():
             is_whole = name in known and known[name].annotation in (int, int | None)
             if is_whole and isinstance(value, float | np.floating):
-                raise TypeError(f"{name}={value!r}: a whole number was expected, as an int")
+                raise TypeError(f"{name}={value!r}: expected a whole number, as an int")
             if name not in known:
                 if meant := find_synonym(name.lower(), known):
                     advice = f"{meant}= is that here"

@@ -149,7 +149,7 @@ def find_cluster(environment: Mapping[str, str]) -> Cluster | None:
             f"{source} says that this is process {index} of {count}: processes are numbered from 0 to {count - 1}"
         )
     if address is not None and not re.fullmatch(r".+:\d+", address):
-        raise ValueError(f"JAX_COORDINATOR_ADDRESS={address!r} was expected to be HOST:PORT, as in node-0:61440")
+        raise ValueError(f"JAX_COORDINATOR_ADDRESS={address!r}: expected HOST:PORT, as in node-0:61440")
     if count == 1:
         return None
     return Cluster(source, address, count, index, _assign_devices(environment, local_index, neighbors))
@@ -187,7 +187,7 @@ def _assign_devices(environment: Mapping[str, str], local_index: int, neighbors:
     given = environment.get("JAX_LOCAL_DEVICE_IDS")
     if given:
         if not re.fullmatch(r"\d+(,\d+)*", given):
-            raise ValueError(f"JAX_LOCAL_DEVICE_IDS={given!r} was expected to be numbers, as in 0,1")
+            raise ValueError(f"JAX_LOCAL_DEVICE_IDS={given!r}: expected numbers, as in 0,1")
         return [int(word) for word in given.split(",")]
     if neighbors == 1:
         return ()
@@ -228,5 +228,5 @@ def _is_tpu_host(environment: Mapping[str, str]) -> bool:
 def _read_number(environment: Mapping[str, str], name: str, default: int | None = None) -> int:
     value = environment.get(name, str(default))
     if not value.strip().isdecimal():
-        raise ValueError(f"{name}={value!r} was expected to be a number, 0 or more")
+        raise ValueError(f"{name}={value!r}: expected a number, 0 or more")
     return int(value)

@@ -455,7 +455,7 @@ def test_generate_raises_on_bad_arguments(options, message):
 )
 def test_generate_raises_on_numbers_that_are_no_integers(no_type_checks, options):
     ((name, value),) = options.items()
-    with pytest.raises(TypeError, match=f"{name}={value}: a whole number|{name} is an integer, not {value}$"):
+    with pytest.raises(TypeError, match=f"{name}={value}: expected a whole number|{name} is an integer, not {value}$"):
         zoo.generate(make_model(), random_tokens((2, 6)), **{"max_new_tokens": 3} | options)
 
 

@@ -164,7 +164,7 @@ def test_gradients_of_a_bfloat16_head_are_summed_in_float32():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"temperature": 0}, "temperature=0: a number above 0 was expected"),
+        ({"temperature": 0}, "temperature=0: expected a number above 0"),
         ({"temperature": -1.0}, "temperature=-1.0"),
         ({"chunk": 0}, "chunk is a number of tokens"),
     ],

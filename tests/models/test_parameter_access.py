@@ -103,7 +103,7 @@ def test_other_names_are_refused(model, name, words):
 
 
 def test_another_shape_is_refused(model):
-    with pytest.raises(ValueError, match=r"norm.weight: an array of shape \(8,\) was expected, not \(4,\)"):
+    with pytest.raises(ValueError, match=r"norm.weight: expected an array of shape \(8,\), got \(4,\)"):
         zoo.models.replace(model, {"norm.weight": jnp.zeros(4)})
 
 

@@ -17,6 +17,8 @@ from zoo.models.parameter_paths import (
     format_path,
     iterate_indices,
     list_parameter_paths,
+    list_parameters,
+    map_parameters,
 )
 from zoo.models.stack import swap_stack
 from zoo.ops.attention import reference_attention
@@ -112,11 +114,24 @@ def test_paths_do_not_depend_on_rounds(experts):
     for one, other in ((model, dealt), (unfrozen, split_rounds(unfrozen, 2))):
         assert [path[:2] for path in list_parameter_paths(other)] == [path[:2] for path in list_parameter_paths(one)]
     for path, x in zip(list_parameter_paths(dealt), jax.tree.leaves(dealt), strict=True):
-        assert path.is_in_rounds == path.name.startswith("layers.*.")
         assert len(path.dims) == x.ndim
-        assert x.shape[: len(path.ranges) + path.is_in_rounds] == (
-            (2, 3, *map(len, path.ranges[1:])) if path.is_in_rounds else tuple(map(len, path.ranges))
-        )
+        if path.name.startswith("layers.*."):
+            assert x.shape[: len(path.ranges) + 1] == (2, 3, *map(len, path.ranges[1:]))
+            rest = (1,) * (len(path.ranges) - 1)
+            assert [path.locate((layer, *rest), x.shape) for layer in (0, 2, 4)] == [
+                (0, 0, *rest),
+                (0, 2, *rest),
+                (1, 1, *rest),
+            ]
+        else:
+            assert x.shape[: len(path.ranges)] == tuple(map(len, path.ranges))
+            assert path.locate((), x.shape) == ()
+    listed = list_parameters(dealt)
+    assert [path[:2] for path, _ in listed] == [path[:2] for path in list_parameter_paths(model)]
+    assert all(x is y or (x == y).all() for (_, x), y in zip(listed, jax.tree.leaves(model), strict=True))
+    doubled = map_parameters(lambda path, x: x * len(path.ranges), dealt)
+    expected = map_parameters(lambda path, x: x * len(path.ranges), model)
+    assert all(map(np.array_equal, jax.tree.leaves(doubled), jax.tree.leaves(split_rounds(expected, 2))))
 
 
 def test_paths_of_plain_trees_and_unrolled_models(model):

@@ -42,7 +42,7 @@ def test_layers_that_cannot_be_kept_are_refused():
         keep_layers(model, [0, 2])
     with pytest.raises(ValueError, match="at least one layer"):
         keep_layers(model, [])
-    with pytest.raises(TypeError, match="not with UnrolledStack"):
+    with pytest.raises(TypeError, match="UnrolledStack"):
         keep_layers(swap_stack(model, lambda stack: stack.unstack()), [0])
     edited = zoo.patch(model, {"layers.1": lambda x: 2 * x})
     with pytest.raises(ValueError, match=r"keep_layers takes .* an edit of layers.1 .* pass zoo.unpatch\(model\)"):
@@ -114,7 +114,7 @@ def test_mixers_that_cannot_be_replaced_are_refused():
     model = zoo.models.Transformer(vocab=32, embed=16, layers=2, heads=2, mlp=16, key=KEY)
     with pytest.raises(ValueError, match="there is no layer 2: the model has layers 0 to 1"):
         replace_mixers(model, {2: copy_of(2)})
-    with pytest.raises(TypeError, match="a mixer was expected for layer 1, not Linear"):
+    with pytest.raises(TypeError, match="expected a mixer for layer 1, got Linear"):
         replace_mixers(model, {1: lambda mixer: mixer.query})
     feed_forward = build_decoder(
         vocab=32,

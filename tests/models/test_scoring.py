@@ -241,7 +241,7 @@ def test_score_refuses_bad_arguments(model):
         zoo.score(model, random_tokens((2, 1)))
     with pytest.raises(ValueError, match="chunk is a number of tokens, at least 1, not 0"):
         zoo.score(model, random_tokens((1, 4)), chunk=0)
-    with pytest.raises(ValueError, match=r"at least 1 row and 1 token were expected, not shape \(0, 4\)"):
+    with pytest.raises(ValueError, match=r"expected at least 1 row and 1 token, got shape \(0, 4\)"):
         zoo.score(model, random_tokens((0, 4)))
     for call in (zoo.score, zoo.hidden_states):
         with pytest.raises(ValueError, match="pass mask alone"):

@@ -120,7 +120,7 @@ def test_embed_refuses_by_name(no_type_checks):
         zoo.embed(model, tokens, mask, pooling=())
     with pytest.raises(ValueError, match="the shape of tokens"):
         zoo.embed(model, tokens, mask[:1], pooling="mean")
-    with pytest.raises(ValueError, match="not 2: segment ids of packed rows are not a mask"):
+    with pytest.raises(ValueError, match="2: segment ids of packed rows are not a mask"):
         zoo.embed(model, tokens, 2 * mask.astype(int), pooling="mean")
     with pytest.raises(TypeError, match="a Decoder or an Encoder, not by Linear"):
         zoo.embed(zoo.layers.Linear(2, 2, key=SIZES["key"]), tokens, pooling="mean")

@@ -207,7 +207,7 @@ def test_loss_that_still_varies_raises():
         ({"loss": lambda m, b: None}, ValueError, "<lambda> returned NoneType"),
         ({"loss": lambda m, b: (b["x"], b["weights"].sum())}, ValueError, "is a scalar, not"),
         ({"model": eqx.nn.Linear(16, 1, key=KEY)}, TypeError, "Linear is a module whose annotations name no dims"),
-        ({"key": 0}, TypeError, r"key: a PRNG key was expected, as jax\.random\.key\(0\) makes it, not int"),
+        ({"key": 0}, TypeError, r"key: expected a PRNG key, as jax\.random\.key\(0\) makes it, got int"),
     ],
 )
 def test_value_and_grad_raises_on_bad_input(change, error, message):

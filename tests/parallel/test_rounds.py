@@ -12,7 +12,7 @@ import zoo
 from tests.quick import mark_slow
 from zoo import Layout
 from zoo.parallel import leaves, rounds
-from zoo.parallel.rounds import count_rounds, in_one_round, merge_rounds, reshape_layers, split_rounds
+from zoo.parallel.rounds import count_rounds, map_in_one_round, merge_rounds, reshape_layers, split_rounds
 from zoo.parallel.trainable_copy import TrainableCopy
 
 KEY = jax.random.key(0)
@@ -109,17 +109,15 @@ def test_split_rounds_names_what_divides(model):
         zoo.place(model, make_mesh(2, pipe=8))
 
 
-def test_in_one_round_deals_the_result_out_as_before(model):
+def test_map_in_one_round_deals_the_result_out_as_before(model):
     seen = []
 
-    @in_one_round
-    def double(model, *, by):
-        """Multiply."""
+    def double(model):
         seen.append(count_rounds(model))
-        return jax.tree.map(lambda x: by * x, model)
+        return jax.tree.map(lambda x: 2 * x, model)
 
-    assert_same(double(split_rounds(model, 4), by=2), split_rounds(double(model, by=2), 4))
-    assert seen == [1, 1] and double.__doc__ == "Multiply."
+    assert_same(map_in_one_round(double, split_rounds(model, 4)), split_rounds(double(model), 4))
+    assert seen == [1, 1]
 
 
 def test_trainable_copies_are_dealt_out_with_their_layers(model):

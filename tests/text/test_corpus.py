@@ -142,7 +142,7 @@ def test_corpus_refuses_what_is_no_file(folder, tmp_path):
     odd = folder / "odd.txt"
     os.mkfifo(odd)  # whose writer would be waited for, for ever
     for source in (folder, odd):
-        with pytest.raises(ValueError, match="odd.txt is a pipe, and a file was expected"):
+        with pytest.raises(ValueError, match="odd.txt is a pipe: expected a file"):
             load_text((source,), cache=tmp_path / "cache")
     odd.unlink()
     odd.symlink_to("nowhere")
@@ -170,7 +170,7 @@ def test_corpus_takes_one_path(folder, tmp_path):
         ("mine.jsonl", FileNotFoundError, r"^mine.jsonl: there is no such file"),
         (["long " * 2000], FileNotFoundError, r"^'long long .*'\.\.\.: there .* go in a mapping, {'name': text}"),
         (["a\ntext"], FileNotFoundError, r"texts themselves go in a mapping"),
-        ([b"text"], TypeError, r"a path was expected to read text from, not bytes; texts themselves"),
+        ([b"text"], TypeError, r"expected a path to read text from, got bytes; texts themselves"),
         ({"a": b"text"}, TypeError, r"^'a': a mapping of texts has names and texts, both str, not str and bytes"),
         ({1: "text"}, TypeError, r"^1: .*, not int and str"),
     ],
@@ -252,10 +252,10 @@ def test_records_are_not_read_as_text(tmp_path, name):
     root = tmp_path / "files"
     root.mkdir()
     (root / name).write_text('{"messages": []}\n' * 9000)
-    message = f"{name}: text was expected, and these are records: `train.load_records` reads them, and `recipes/sft.py`"
+    message = f"{name}: expected text, and these are records: `train.load_records` reads them, and `recipes/sft.py`"
     with pytest.raises(ValueError, match=message):
         load_text(root / name, cache=tmp_path / "cache")
-    with pytest.raises(ValueError, match="files: text was expected, and these are records"):
+    with pytest.raises(ValueError, match="files: expected text, and these are records"):
         load_text([root], cache=tmp_path / "cache")
 
 
@@ -265,9 +265,9 @@ def test_tables_are_not_read_as_text(tmp_path):
     for name in ("big.CSV", "big.tsv"):
         (root / name).write_text("question,answer\n1?,2\n" * 9000)
         reads = r"`pandas.read_csv\(path.*\)\.to_json\('big.jsonl', orient='records', lines=True\)`"
-        with pytest.raises(ValueError, match=f"{name}: text was expected, and this is a table: {reads} makes records"):
+        with pytest.raises(ValueError, match=f"{name}: expected text, and this is a table: {reads} makes records"):
             load_text(root / name, cache=tmp_path / "cache")
-    with pytest.raises(ValueError, match="tables: text was expected, and this is a table"):
+    with pytest.raises(ValueError, match="tables: expected text, and this is a table"):
         load_text(root, cache=tmp_path / "cache")
     (root / "notes.txt").write_text("text\n" * 9000)
     assert load_text(root, cache=tmp_path / "cache").num_texts == 3
@@ -278,7 +278,7 @@ def test_saved_dataset_is_not_read_as_text(tmp_path):
     root.mkdir()
     for name in ("dataset_info.json", "state.json", "data.arrow", "notes.txt"):
         (root / name).write_text("{}\n" * 9000)
-    with pytest.raises(ValueError, match="saved: text was expected, and these are records"):
+    with pytest.raises(ValueError, match="saved: expected text, and these are records"):
         load_text(root, cache=tmp_path / "cache")
 
 

@@ -128,17 +128,17 @@ ONE_OF_EACH = {"web": Numbered(0, 4), "code": Numbered(1, 5)}
 @pytest.mark.parametrize(
     ("weights", "message"),
     [
-        ({"web": 1.0}, "the weights from step 0 name 'web': one for each part was expected, 'web', 'code'"),
-        ({"web": 1.0, "code": 1.0, "math": 1.0}, "name 'web', 'code', 'math': one for each part"),
-        ({"web": 1.0, "code": -1.0}, "the weight of 'code' from step 0 is -1.0: a positive number was expected"),
+        ({"web": 1.0}, "the weights from step 0 name 'web': expected one for each part, 'web', 'code'"),
+        ({"web": 1.0, "code": 1.0, "math": 1.0}, "name 'web', 'code', 'math': expected one for each part"),
+        ({"web": 1.0, "code": -1.0}, "the weight of 'code' from step 0 is -1.0: expected a positive number"),
         ({"web": 1.0, "code": float("nan")}, "the weight of 'code' from step 0 is nan"),
         ({"web": 1.0, "code": float("inf")}, "the weight of 'code' from step 0 is inf"),
         ({"web": 1.0, "code": 0.0}, "the weight of 'code' is 0 at every step: leave that part out"),
         (((0, {"web": 1, "code": 1}), (5, {"web": 0, "code": 0})), "all weights from step 5 are 0"),
-        (((1, {"web": 1, "code": 1}),), r"the phases begin at steps \[1\]: 0 was expected"),
+        (((1, {"web": 1, "code": 1}),), r"the phases begin at steps \[1\]: expected 0"),
         (((0, {"web": 1, "code": 1}), (0, {"web": 1, "code": 1})), r"begin at steps \[0, 0\]"),
-        ((), r"weights are \(\): \{part: weight\} or phases"),
-        ([0.7, 0.3], r"weights are \[0.7, 0.3\]: \{part: weight\} or phases"),
+        ((), r"weights are \(\): expected \{part: weight\} or phases"),
+        ([0.7, 0.3], r"weights are \[0.7, 0.3\]: expected \{part: weight\} or phases"),
         (((0.0, {"web": 1, "code": 1}),), "weights are .* or phases"),
     ],
 )
@@ -157,7 +157,7 @@ def test_bad_weights_are_named(weights, message):
         ),
         ([{"tokens": np.zeros(3, np.int32)}], "'targets' of a row is .* in part 'web' and nothing in part 'code'"),
         (TokenWindows(np.arange(0), 3), "part 'code' has no rows: leave it out"),
-        (iter(()), "part 'code' is a tuple_iterator: a dataset with a length was expected"),
+        (iter(()), "part 'code' is a tuple_iterator: expected a dataset with a length"),
     ],
 )
 def test_parts_with_other_rows_are_named(part, message):

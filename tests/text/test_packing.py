@@ -214,7 +214,7 @@ def test_rows_are_found_by_number_only():
     ("change", "message"),
     [
         ({"seq_len": 0}, "seq_len is 0"),
-        ({"too_long": "crop"}, "too_long is 'crop': 'cut' or 'drop' was expected"),
+        ({"too_long": "crop"}, "too_long is 'crop': expected 'cut' or 'drop'"),
         ({"texts_per_item": 2, "too_long": "drop"}, "3 texts do not make items of 2 texts each"),
         ({"texts_per_item": 3}, "an item of 3 texts is not cut: take too_long='drop'"),
         ({"whole": True}, "a whole text is not cut: take too_long='drop'"),

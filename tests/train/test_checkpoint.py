@@ -185,7 +185,7 @@ def test_checkpoint_keeps_the_highest(tmp_path):
         for step, metric in enumerate([2.0, -1.0, 5.0, 2.0, float("inf"), 0.0]):
             checkpoints.save(step, {"x": jnp.ones(3)}, metric=metric)
         assert checkpoints.restorable_steps() == [2, 3, 5]
-    with pytest.raises(ValueError, match="best='largest': one of lowest, highest was expected"):
+    with pytest.raises(ValueError, match="best='largest': expected one of lowest, highest"):
         Checkpoints(tmp_path, best="largest")
 
 

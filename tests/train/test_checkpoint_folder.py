@@ -121,8 +121,8 @@ def test_run_with_checkpoints_below_a_url(tmp_path):
     ("url", "says"),
     [
         ("s3://bucket/run", r"gs://BUCKET/FOLDER or file:///FOLDER\. Orbax writes to Google's store only: mount"),
-        ("file://run", r"'file://run' was expected to be gs://BUCKET/FOLDER or file:///FOLDER$"),
-        ("gs://", r"'gs://' was expected"),
+        ("file://run", r"'file://run': expected gs://BUCKET/FOLDER or file:///FOLDER$"),
+        ("gs://", r"'gs://': expected"),
     ],
 )
 def test_url_of_another_kind_is_refused(url, says):

@@ -121,7 +121,7 @@ def test_from_torch_state_dict_shares_memory(tmp_path):
 def test_from_torch_errors_name_the_problem():
     with pytest.raises(zoo.CheckpointError, match="there is no config: pass config="):
         zoo.from_torch({})
-    with pytest.raises(zoo.CheckpointError, match="a module or a state dict was expected, not int"):
+    with pytest.raises(zoo.CheckpointError, match="expected a module or a state dict, got int"):
         zoo.from_torch(3, {})
     with pytest.raises(zoo.CheckpointError, match=r"lm_head.weight \[3\] has no place"):
         zoo.from_torch({"lm_head.weight": torch.zeros(3)}, {"model_type": "gemma", "num_hidden_layers": 1})

@@ -175,7 +175,7 @@ def test_errors_say_what_would_do():
         from_gemma(tree, {**config, "vocab_size": 65})
     for array, dims in ((np.ones((3, 2, 32, 16)), "2 kv_heads embed head_dim"), (np.ones(3), "2 kv_heads embed")):
         attention = {**tree["layer_1"]["attn"], "kv_einsum": {"w": array}}
-        with pytest.raises(zoo.CheckpointError, match=rf"layer_1/attn/kv_einsum/w is \[3.*, where {dims}"):
+        with pytest.raises(zoo.CheckpointError, match=rf"layer_1/attn/kv_einsum/w is \[3.*: expected {dims}"):
             from_gemma({**tree, "layer_1": {**tree["layer_1"], "attn": attention}}, config)
     model = from_gemma(tree, config)
     with pytest.raises(zoo.CheckpointError, match=r"layer_3/attn.* asks for model.layers.3.*not in the model"):
@@ -200,5 +200,5 @@ def test_a_gating_einsum_that_fits_both_orders_has_to_be_named():
     np.testing.assert_array_equal(gate(by_rows)[0], gate(by_columns)[0].T)
     again = to_gemma(by_columns, tree, gating="embed mlp")
     np.testing.assert_array_equal(again["layer_0"]["mlp"]["gating_einsum"], tree["layer_0"]["mlp"]["gating_einsum"])
-    with pytest.raises(ValueError, match="gating is 'rows', where 'mlp embed' or 'embed mlp' was expected"):
+    with pytest.raises(ValueError, match="gating is 'rows': expected 'mlp embed' or 'embed mlp'"):
         from_gemma(tree, config, gating="rows")

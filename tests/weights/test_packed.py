@@ -201,7 +201,7 @@ BLOCKS, SCALES = f"{EXPERTS}.down_proj_blocks", f"{EXPERTS}.down_proj_scales"
         (
             lambda x: x | {SCALES: x[SCALES].astype(np.int8)},
             r"down_proj_scales int8\[3, 32, 1\], where uint8\[..., N, 16\] and uint8\[..., N\] were expected",
-            f"{SCALES} is stored as int8, where uint8 was expected",
+            f"{SCALES} is stored as int8: expected uint8",
         ),
         (
             lambda x: x | {BLOCKS: x[BLOCKS].reshape(3, 32, 2, 8)},

@@ -326,7 +326,7 @@ def test_save_refuses_hybrids_that_granite_lacks(tmp_path):
 def test_save_refuses_the_name_of_a_file(tmp_path):
     (tmp_path / "notes").touch()
     for name, advice in (("x/model.safetensors", f"pass {tmp_path / 'x'}$"), ("notes", "choose another name$")):
-        with pytest.raises(zoo.CheckpointError, match=f"{name}: a file, where a directory was expected, .*: {advice}"):
+        with pytest.raises(zoo.CheckpointError, match=f"{name} is a file: expected a directory, .*: {advice}"):
             zoo.save(from_scratch(), tmp_path / name)
     assert [path.name for path in tmp_path.iterdir()] == ["notes"]
 

@@ -95,7 +95,7 @@ def test_what_has_no_place_in_a_state_dict_is_refused_by_name(make):
         list_state(zoo.load(FIXTURES / "models" / "gpt_oss_mxfp4", packed=True), None, "module")
     with pytest.raises(NoFamilyError):
         list_state(dataclasses.replace(model, soft_cap=3.0), None, "module")
-    with pytest.raises(ValueError, match="names is 'memory', where 'module' or 'files' was expected"):
+    with pytest.raises(ValueError, match="names is 'memory': expected 'module' or 'files'"):
         zoo.to_torch(model, names="memory")
 
 

@@ -12,7 +12,6 @@ from zoo.layers import AbstractLinear
 from zoo.layers.embedding import AbstractEmbedding
 from zoo.models.parameter_paths import IndexRanges, map_modules
 from zoo.models.targets import vmap_stacked
-from zoo.parallel.rounds import in_one_round
 from zoo.parallel.trainable_copy import is_trainable_copy
 
 from .base import AbstractAdapter, is_adapter
@@ -65,7 +64,6 @@ def _map_adapters(model: _Model, function: Any) -> _Model:
     return jax.tree.map(map_adapter, model, is_leaf=is_adapter)
 
 
-@in_one_round
 def remove(model: _Model, adapter_name: str | None = None) -> _Model:
     """Remove one adapter, or all, and return the base model; up to rounding for an adapter that was initialized with a
     part of the base's weight. Of a model that was merged with `keep=True`, the weights before merging are taken, and

@@ -8,7 +8,6 @@ from zoo.layers.quantized.linear import Int8Linear, NF4Linear
 from zoo.layers.quantized.packed import AbstractPackedLinear
 from zoo.models.parameter_paths import IndexRanges, map_modules
 from zoo.models.targets import is_linear_site, vmap_stacked
-from zoo.parallel.rounds import in_one_round
 
 from .base import get_base_layer, map_base_layer
 from .merged_layers import require_unmerged
@@ -17,7 +16,6 @@ _Model = TypeVar("Model")
 _PACKED_CLASSES = Int8Linear | NF4Linear | AbstractGroupLinear
 
 
-@in_one_round
 def dequantize(model: _Model) -> _Model:
     """Replace every layer that `quantize` made, or that `zoo.load(packed=True)` read from a quantized file, with a
     float32 `Linear` of the same values, in 4 to 8 times the memory. **Raises** `ValueError` for a model whose adapters

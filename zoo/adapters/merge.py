@@ -7,7 +7,6 @@ from zoo.layers.embedding import AbstractEmbedding
 from zoo.layers.quantized.packed import AbstractPackedLinear
 from zoo.models.parameter_paths import IndexRanges, map_modules
 from zoo.models.targets import find_linears, vmap_stacked
-from zoo.parallel.rounds import in_one_round
 from zoo.parallel.trainable_copy import materialize
 
 from .base import AbstractAdapter, AbstractLinearAdapter, get_base_layer, get_dims, is_adapter
@@ -19,7 +18,6 @@ _Model = TypeVar("Model")
 _QuantizedMerge = Literal["refuse", "decode", "round"]
 
 
-@in_one_round
 def merge(model: _Model, *, keep: bool = False, quantized: _QuantizedMerge = "refuse") -> _Model:
     """Merge all adapters into the weights of their bases, so that inference costs no more than without them.
 

@@ -15,7 +15,6 @@ from zoo.models.targets import (
     match_targets,
     vmap_stacked,
 )
-from zoo.parallel.rounds import in_one_round
 
 from .base import get_base_layer, map_base_layer
 from .merged_layers import require_unmerged
@@ -27,7 +26,6 @@ PackedFormat = Literal["nf4", "int8"]
 _PACKED_LINEAR_CLASSES: dict[str, type[Int8Linear] | type[NF4Linear]] = {"nf4": NF4Linear, "int8": Int8Linear}
 
 
-@in_one_round
 def quantize(model: _Model, format: PackedFormat = "nf4", *, targets: Targets = "all-linear") -> _Model:
     """Quantize frozen linear layers to 4 bits (`NF4Linear`) or 8 bits (`Int8Linear`), the base of QLoRA (Dettmers et
     al., arXiv:2305.14314, section 3). Quantized weights are not parameters: `zoo.trainable` omits them. Layers that

@@ -128,7 +128,7 @@ def split_row_keys(key: Key[Array, "..."] | None, rows: int) -> Key[Array, "batc
             raise ValueError("inside zoo.spmd keys are one per row: pass on the `key` that the loss was given")
         return jax.random.split(key, rows)
     if key.shape != (rows,):
-        raise ValueError(f"key: one PRNG key, or one for each of {rows} rows, was expected, not {key.shape}")
+        raise ValueError(f"key: expected one PRNG key, or one for each of {rows} rows, got {key.shape}")
     return key
 
 

@@ -417,12 +417,12 @@ def find_checkable_vocab(model: Any) -> int | None:
                 ". Pass the model itself, as in zoo.cross_entropy(model, batch), which computes the logits; of logits, "
                 "zoo.models.token_losses(logits, targets) returns the losses"
             )
-        raise TypeError(f"a Decoder or Encoder of tokens was expected, not {describe_argument(model)}{advice}")
+        raise TypeError(f"expected a Decoder or Encoder of tokens, got {describe_argument(model)}{advice}")
     embedding: Any = getattr(model, "embedding")  # noqa: B009, a model of scores explains that it has none
     check_not_donated(embedding)
     if isinstance(embedding, ImageEmbedding):
         raise TypeError(
-            f"a model of tokens was expected, and {type(model).__name__} reads images: model(images), or "
+            f"expected a model of tokens, and {type(model).__name__} reads images: model(images), or "
             "model.hidden(images, model.token_info(images)).x for the hidden states after the final norm"
         )
     if current_mesh() is not None:

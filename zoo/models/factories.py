@@ -64,7 +64,7 @@ def _require_factory(role: str, factory: Any) -> None:
         else:
             came = repr(inner)
         raise TypeError(
-            f"{role}: a class, a function or functools.partial of one was expected, which is called with key= for each "
+            f"{role}: expected a class, a function or functools.partial of one, which is called with key= for each "
             f"layer, not {came}"
         )
 

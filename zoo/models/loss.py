@@ -31,7 +31,7 @@ from .observe import observe_logits
 from .tokamax_loss import find_tokamax_loss_obstacle, tokamax_cross_entropy
 
 _NEGATIVE_WEIGHT = (
-    "weights: numbers of at least 0 were expected, since the mean loss divides by their sum; a policy gradient is a "
+    "weights: expected numbers of at least 0, since the mean loss divides by their sum; a policy gradient is a "
     "loss of your own, as in zoo.train.objectives"
 )
 

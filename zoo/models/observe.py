@@ -24,11 +24,10 @@ from zoo.parallel import vary
 from zoo.parallel.collectives import current_mesh, varying
 from zoo.parallel.fields import observed, wrapped
 from zoo.parallel.module import replace_option
-from zoo.parallel.rounds import merge_rounds
 
 from .decoder import AbstractBlock, Decoder, Hidden
 from .encoders.text import Encoder
-from .parameter_paths import format_path, iterate_indices, list_parameter_paths
+from .parameter_paths import format_path, iterate_indices, list_parameters
 from .segment import Segment
 from .stack import Stack, swap_stack
 
@@ -91,8 +90,7 @@ def tabulate_observations(observations: PyTree) -> dict[str, tuple[float, float 
     `observations` come from `value_and_grad(..., observe=True)`. The call waits for the device.
     """
     table: dict[str, tuple[float, float | None]] = {}
-    values = merge_rounds(observations)
-    for path, x in zip(list_parameter_paths(values), jax.device_get(jax.tree.leaves(values)), strict=True):
+    for path, x in list_parameters(jax.device_get(observations)):
         if path.name == "logit_maximum":
             table["logits"] = (float(x[0]), None)
         elif path.name.endswith(".maxima"):

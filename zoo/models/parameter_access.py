@@ -7,7 +7,7 @@ Names are those of `zoo.models.list_parameter_paths`, with the number of a layer
 """
 
 import difflib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TypeVar
 
@@ -19,9 +19,7 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, PyTree, Shaped
 
-from zoo.parallel.rounds import in_one_round, merge_rounds
-
-from .parameter_paths import IndexRanges, walk_parameters
+from .parameter_paths import IndexRanges, ParameterPath, list_parameter_paths, list_parameters, map_parameters
 
 _Model = TypeVar("_Model", bound=PyTree)
 Edit = Array | np.ndarray | Callable[[Array], Array]
@@ -37,28 +35,33 @@ def get(model: PyTree, name: str) -> Shaped[Array, "..."]:
 
     **Raises** `ValueError` for a name that no array has, with the nearest, and for a star that several arrays share.
     """
-    model = merge_rounds(model)
-    number, index = _find_array(model, name)
-    return _read(jax.tree.leaves(model)[number], index)
+    parameters = list_parameters(model)
+    number, index = _find_array([path for path, _ in parameters], name)
+    return _read(parameters[number][1], index)
 
 
-@in_one_round
 def replace(model: _Model, parameters: Mapping[str, Edit]) -> _Model:
     """Return a model with parameters replaced, by their names as in `get`: by an array, or by a function of the
     parameter. Shapes, dtypes and shardings stay.
 
     **Raises** `ValueError` as `get`, and for an array of another shape.
     """
-    arrays, treedef = jax.tree.flatten(model)
+    paths = list_parameter_paths(model)
+    edits: dict[tuple[str, IndexRanges], list[tuple[str, _Index, Edit]]] = {}
     for name, edit in parameters.items():
-        number, index = _find_array(model, name)
-        array = arrays[number]
-        old = _read(array, index)
-        new = edit(old) if callable(edit) else jnp.asarray(edit)
-        if new.shape != old.shape:
-            raise ValueError(f"{name}: an array of shape {old.shape} was expected, not {new.shape}")
-        arrays[number] = _write(array, index, new.astype(array.dtype))
-    return jax.tree.unflatten(treedef, arrays)
+        number, index = _find_array(paths, name)
+        edits.setdefault(paths[number][:2], []).append((name, index, edit))
+
+    def replace_parts(path: ParameterPath, array: Array) -> Array:
+        for name, index, edit in edits.get(path[:2], ()):
+            old = _read(array, index)
+            new = edit(old) if callable(edit) else jnp.asarray(edit)
+            if new.shape != old.shape:
+                raise ValueError(f"{name}: expected an array of shape {old.shape}, got {new.shape}")
+            array = _write(array, index, new.astype(array.dtype))
+        return array
+
+    return map_parameters(replace_parts, model)
 
 
 def _read(array: Array, index: _Index) -> Array:
@@ -93,20 +96,19 @@ def _to_slices(index: _Index) -> tuple[int | slice, ...]:
     return tuple(slice(None) if number is None else number for number in index)
 
 
-def _find_array(model: PyTree, name: str) -> tuple[int, _Index]:
-    """Return the number of the leaf that holds a parameter, and the index into its stacked dims."""
-    paths = list(walk_parameters(model, "", ()))
-    indices = [_find_index(*path, name.split(".")) for path in paths]
+def _find_array(paths: Sequence[ParameterPath], name: str) -> tuple[int, _Index]:
+    """Return the number of the array that holds a parameter, and the index into its stacked dims."""
+    indices = [_find_index(path.name, path.ranges, name.split(".")) for path in paths]
     found = [(number, index) for number, index in enumerate(indices) if index is not None]
     if len(found) == 1:
         return found[0]
     if found:
         raise ValueError(f"{name} is in {len(found)} arrays, which hold layers in turn: name one layer by its number")
     pattern = ".".join("*" if word.isdecimal() else word for word in name.split("."))
-    known = sorted({path for path, _ in paths})
+    known = sorted({path.name for path in paths})
     if below := [path for path in known if path.startswith(f"{pattern}.")]:
         raise ValueError(f"{name} is not an array but a module, which has {', '.join(below)}")
-    numbers = sorted({number for path, ranges in paths if path == pattern for number in ranges[0]})
+    numbers = sorted({number for path in paths if path.name == pattern for number in path.ranges[0]})
     if numbers:
         advice = f"{pattern} has {', '.join(map(str, numbers))}"
     elif nearest := difflib.get_close_matches(pattern, known, n=1, cutoff=0.7):

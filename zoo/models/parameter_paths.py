@@ -25,7 +25,7 @@ from zoo.parallel.fields import (
     to_snake_case,
 )
 from zoo.parallel.module import Leaf, array_fields
-from zoo.parallel.rounds import has_rounds, merge_rounds
+from zoo.parallel.rounds import has_rounds, map_in_one_round, merge_rounds
 from zoo.parallel.trainable_copy import TrainableCopy
 
 from .decoder import UnrolledStack, find_shared_modules
@@ -54,10 +54,12 @@ class ParameterPath(NamedTuple):
         """Named dims of the array; () outside of a `Module`."""
         return self.leaf.dims or ()
 
-    @property
-    def is_in_rounds(self) -> bool:
-        """True for layers in rounds: the first star of the name is two dims of the array."""
-        return has_rounds(self.leaf)
+    def locate(self, index: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the index into the array, of this shape, for an index into the stars of the name: layers in rounds
+        have one more dim."""
+        if not has_rounds(self.leaf):
+            return index
+        return *divmod(index[0], shape[1]), *index[1:]
 
 
 def list_parameter_paths(tree: PyTree) -> list[ParameterPath]:
@@ -145,13 +147,41 @@ def walk_parameters(
         yield from ((name, ranges) for _ in jax.tree.leaves(node))
 
 
-def map_modules(function: Callable, tree: PyTree, is_leaf: Callable[[Any], bool]) -> PyTree:
-    """Replace every module for which `is_leaf` is True by `function(name, ranges, module)`, where name is the path of
-    the module, and ranges the numbers of its stars."""
-    nodes, treedef = jax.tree.flatten(tree, is_leaf=is_leaf)
+def list_parameters(tree: PyTree) -> list[tuple[ParameterPath, Any]]:
+    """Return every array with its `ParameterPath`; each star of its name is one leading dim of the array."""
+    tree = merge_rounds(tree)
+    return list(zip(list_parameter_paths(tree), jax.tree.leaves(tree), strict=True))
+
+
+def map_parameters(function: Callable[[ParameterPath, Any], Any], tree: PyTree) -> PyTree:
+    """Replace every array of `list_parameters(tree)` by `function(path, array)`."""
+
+    def map_arrays(tree: PyTree) -> PyTree:
+        mapped = [function(path, x) for path, x in list_parameters(tree)]
+        return jax.tree.unflatten(jax.tree.structure(tree), mapped)
+
+    return map_in_one_round(map_arrays, tree)
+
+
+def list_modules(tree: PyTree, is_leaf: Callable[[Any], bool]) -> list[tuple[str, IndexRanges, Any]]:
+    """Return path, numbers of the stars, and module of every module for which `is_leaf` is True; each star is one
+    leading dim of its arrays."""
+    tree = merge_rounds(tree)
+    nodes = jax.tree.leaves(tree, is_leaf=is_leaf)
     paths = walk_parameters(tree, "", (), is_leaf)
-    mapped = [function(*path, x) if is_leaf(x) else x for path, x in zip(paths, nodes, strict=True)]
-    return jax.tree.unflatten(treedef, mapped)
+    return [(*path, node) for path, node in zip(paths, nodes, strict=True) if is_leaf(node)]
+
+
+def map_modules(function: Callable, tree: PyTree, is_leaf: Callable[[Any], bool]) -> PyTree:
+    """Replace every module of `list_modules(tree, is_leaf)` by `function(name, ranges, module)`."""
+
+    def map_nodes(tree: PyTree) -> PyTree:
+        nodes, treedef = jax.tree.flatten(tree, is_leaf=is_leaf)
+        paths = walk_parameters(tree, "", (), is_leaf)
+        mapped = [function(*path, x) if is_leaf(x) else x for path, x in zip(paths, nodes, strict=True)]
+        return jax.tree.unflatten(treedef, mapped)
+
+    return map_in_one_round(map_nodes, tree)
 
 
 def _join_path(*words: str) -> str:

@@ -56,7 +56,7 @@ def keep_layers(model: Decoder, layers: Sequence[int]) -> Decoder:
     blocks = _take_blocks(model, "keep_layers")
     layers = list(layers)
     if not layers:
-        raise ValueError("layers is empty: at least one layer was expected")
+        raise ValueError("layers is empty: expected at least one layer")
     _check_layers(layers, len(blocks))
     return _restack(model, [blocks[layer] for layer in layers])
 
@@ -86,7 +86,7 @@ def replace_mixers(
             raise TypeError(f"layer {layer} is a {type(blocks[layer]).__name__}, which has no mixer to replace")
         mixer = given if isinstance(given, AbstractMixer) else given(present)
         if not isinstance(mixer, AbstractMixer):
-            raise TypeError(f"a mixer was expected for layer {layer}, not {type(mixer).__name__}")
+            raise TypeError(f"expected a mixer for layer {layer}, got {type(mixer).__name__}")
         blocks[layer] = eqx.tree_at(lambda block: block.mixer, blocks[layer], mixer)
     return _restack(model, blocks)
 
@@ -96,7 +96,7 @@ def _take_blocks(model: Decoder, caller: str) -> list[AbstractBlock]:
     refuse_edits(model, caller)
     stack = model.stack
     if not isinstance(stack, Stack):
-        raise TypeError(f"a model with a Stack was expected, not with {type(stack).__name__}")
+        raise TypeError(f"expected a model with a Stack, got one with {type(stack).__name__}")
     blocks = list(stack.iter_blocks())
     if stack.shared or model.layer_inputs is not None or any(block.extends_hidden for block in blocks):
         raise NotImplementedError("layers of this model depend on one another: none can be taken out or changed")

@@ -96,6 +96,11 @@ class Segment(AbstractLayers):
         return arrays[0].shape[0] if arrays and len(self.layers) > 1 else 1
 
     @property
+    def num_local_layers(self) -> int:
+        """Layers on this device, in all rounds."""
+        return self.rounds * self.local_repeats * len(self.blocks)
+
+    @property
     def local_repeats(self) -> int:
         """Repeats of the pattern on this device, in one round."""
         arrays = jax.tree.leaves(self.blocks)
@@ -136,6 +141,12 @@ class Segment(AbstractLayers):
                 'rounds=1, or Schedule("gpipe")'
             )
         return self._reshape(lambda shape: (shape[0] * shape[1], *shape[2:]), self.layers[1:])
+
+    def merge_unless_pipelined(self) -> "Segment":
+        """Return the layers with one leading dim, as loops of one device run them; stages run round by round."""
+        if self.is_pipelined:
+            return self
+        return self.merge_rounds()
 
     def split_ends(self, stages: int) -> tuple["Segment", ...]:
         """Return only this segment if `stages` divide its repeats; else a shorter one, and the rest as ends, which are

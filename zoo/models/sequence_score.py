@@ -92,7 +92,7 @@ class SequenceScore(Module):
         **Raises** `ValueError` for fewer than 1 class; `TypeError` for a decoder without unembedding.
         """
         if classes < 1:
-            raise ValueError(f"classes is {classes}, where at least 1 was expected: 1 for a reward model")
+            raise ValueError(f"classes is {classes}: expected at least 1, which is a reward model")
         if isinstance(decoder.head, NoUnembedding):
             raise TypeError("the decoder has no unembedding: it is that of a SequenceScore, so keep its score")
         activations = jax.eval_shape(materialize(decoder.embedding), jnp.zeros((1, 1), jnp.int32))

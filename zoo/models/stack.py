@@ -126,8 +126,7 @@ class Stack(AbstractStack):
         for segment in self.segments:
             end = first + segment.num_repeats * len(segment.blocks)
             own = (None,) * (end - first) if states is None else states[first:end]
-            local = segment if segment.is_pipelined else segment.merge_rounds()
-            yield local, first, own
+            yield segment.merge_unless_pipelined(), first, own
             first = end
 
     def _choose_runner(self, segment: Segment, hidden: Hidden, states: LayerStates) -> Runner:
@@ -174,7 +173,7 @@ class Stack(AbstractStack):
 
     def count_layers(self) -> int:
         """Return the number of layers on this device."""
-        return sum(segment.rounds * segment.local_repeats * len(segment.blocks) for segment in self.segments)
+        return sum(segment.num_local_layers for segment in self.segments)
 
     def iter_blocks(self) -> Iterator[AbstractBlock]:
         """Yield the block of each layer, indexed out of its segment, with the modules that it shares. **Raises**
@@ -236,7 +235,7 @@ def swap_stack(model: Any, make: Callable[[Any], AbstractStack]) -> Any:
     """Return `model` with `make(stack)` in place of its stack. **Raises** `ValueError` unless it has one stack."""
     stacks = [x for x in jax.tree.leaves(model, is_leaf=is_stack) if is_stack(x)]
     if len(stacks) != 1:
-        raise ValueError(f"{type(model).__name__} has {len(stacks)} stacks of layers, where one was expected")
+        raise ValueError(f"{type(model).__name__} has {len(stacks)} stacks of layers: expected one")
     return jax.tree.map(lambda x: make(x) if is_stack(x) else x, model, is_leaf=is_stack)
 
 

@@ -12,10 +12,9 @@ import numpy as np
 
 from zoo.layers import AbstractLinear
 from zoo.layers.embedding import AbstractEmbedding
-from zoo.parallel.rounds import merge_rounds
 from zoo.parallel.trainable_copy import materialize
 
-from .parameter_paths import IndexRanges, format_path, iterate_indices, walk_parameters
+from .parameter_paths import IndexRanges, format_path, iterate_indices, list_modules
 
 Targets = str | Sequence[str] | Callable[[str], bool]
 ALL_LINEAR = "all-linear"
@@ -80,10 +79,7 @@ def is_linear_site(node: Any) -> bool:
 
 def find_linears(model: Any, *, include_embeddings: bool = False) -> list[LinearSite]:
     """List every linear layer of a model that has one weight matrix, and the embedding if asked for."""
-    model = merge_rounds(model)
-    nodes = jax.tree.leaves(model, is_leaf=is_linear_site)
-    paths = walk_parameters(model, "", (), is_linear_site)
-    sites = [LinearSite(*path, node) for path, node in zip(paths, nodes, strict=True) if is_linear_site(node)]
+    sites = [LinearSite(*found) for found in list_modules(model, is_linear_site)]
     return [site for site in sites if include_embeddings or not isinstance(site.module, AbstractEmbedding)]
 
 

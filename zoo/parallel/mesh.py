@@ -61,6 +61,11 @@ class Mesh:
         return self._with_parameters(self.layout.gradients)
 
     @property
+    def num_stages(self) -> int:
+        """Parts that a pipeline deals the layers out in: one per device of `pipe` and round, 1 without a pipeline."""
+        return self.shape["pipe"] * self.layout.rounds
+
+    @property
     def axes_at_rest(self) -> tuple[str, ...]:
         """Axes of size above 1 that shard parameters at rest, and not during compute (ZeRO-3)."""
         axes = [axis for row in self.layout.parameters.values() for axis in row]
@@ -138,8 +143,7 @@ class Mesh:
         divisors += [f"a multiple of {count}"] if dim.name in _REPLICATED_IF_FEWER else []
         advice = ""
         if dim.name == "layers" and count > shards:
-            stages = shards * self.layout.rounds
-            advice = f", or move layers out of the stages with zoo.models.split_ends(model, {stages})"
+            advice = f", or move layers out of the stages with zoo.models.split_ends(model, {self.num_stages})"
         noun = {"batch": "rows", "seq": "tokens"}.get(dim.name, dim.name)
         raise ValueError(
             f"{name}: {count} {noun} do not divide evenly over {sizes}. Use a multiple of {shards} {noun}, or let "
@@ -201,7 +205,7 @@ def require_mesh(mesh: Any) -> None:
         advice = " of jax.sharding, which lacks the layout that zoo.make_mesh(data=2, tensor=4) gives to its six axes"
     elif callable(mesh):
         advice = ": the mesh comes second, as in zoo.value_and_grad(loss_fn, mesh) and zoo.place(model, mesh)"
-    raise TypeError(f"a mesh of zoo.make_mesh was expected, not {describe_argument(mesh)}{advice}")
+    raise TypeError(f"expected a mesh of zoo.make_mesh, got {describe_argument(mesh)}{advice}")
 
 
 def check_placed(leaf: Leaf, x: Any, mesh: Mesh) -> None:

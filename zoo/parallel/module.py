@@ -157,7 +157,7 @@ def _refuse_other_modules(value: Any, field: dataclasses.Field, field_name: str)
                 wanted = field.type.__name__
             public = type(node).__module__.partition("._")[0]
             raise TypeError(
-                f"{field_name}: {wanted} was expected, not {public}.{type(node).__name__}, whose arrays have no named "
+                f"{field_name}: expected {wanted}, got {public}.{type(node).__name__}, whose arrays have no named "
                 "dims: the page Add a layer shows how to write one"
             )
 

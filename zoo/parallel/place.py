@@ -38,7 +38,7 @@ def place(tree: PyTree, mesh: Mesh) -> PyTree:
     require_mesh(mesh)
     check_not_donated(tree)
     _check_rounds(tree, mesh)
-    arrays, rest = eqx.partition(split_rounds(tree, mesh.layout.rounds), is_array_or_shape)
+    arrays, rest = eqx.partition(deal_out(tree, mesh), is_array_or_shape)
     shardings = mesh.shardings(arrays, uneven_state=True)
     if isinstance(tree, Module) and not any(isinstance(x, Tracer) for x in jax.tree.leaves(arrays)):
         warn_replicated(arrays, mesh)
@@ -52,6 +52,11 @@ def place(tree: PyTree, mesh: Mesh) -> PyTree:
         return jax.device_put(copy_buffer(x), sharding)
 
     return eqx.combine(jax.tree.map(place_array, arrays, shardings), rest)
+
+
+def deal_out(tree: PyTree, mesh: Mesh) -> PyTree:
+    """Return a tree with its layers in the rounds of the mesh: in one, or in those of an interleaved pipeline."""
+    return split_rounds(tree, mesh.layout.rounds)
 
 
 def _check_rounds(tree: PyTree, mesh: Mesh) -> None:
@@ -93,11 +98,11 @@ def init(make: Callable[[Key[Array, ""]], PyTree], key: Key[Array, ""], mesh: Me
     refuse_imagined(mesh)
     if not isinstance(make, Callable) or isinstance(make, Module):
         raise TypeError(
-            f"a function key -> model was expected, not {describe_argument(make)}: zoo.init(partial(make, ...), key, "
+            f"expected a function key -> model, got {describe_argument(make)}: zoo.init(partial(make, ...), key, "
             "mesh) initializes a model in its shards, and zoo.place(model, mesh) shards one that is there"
         )
     key = wrap_key(key)
-    make_placed = lambda key: split_rounds(make(key), mesh.layout.rounds)
+    make_placed = lambda key: deal_out(make(key), mesh)
     abstract = eqx.filter_eval_shape(make_placed, key)
     shapes, rest = eqx.partition(abstract, is_array_or_shape)
     shardings = mesh.shardings(shapes)

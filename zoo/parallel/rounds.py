@@ -8,7 +8,7 @@ import abc
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -20,7 +20,6 @@ from jaxtyping import Array, Int, PyTree
 from .module import Leaf, Module, map_leaves
 
 _Tree = TypeVar("_Tree", bound=PyTree)
-_Function = TypeVar("_Function", bound=Callable)
 
 
 class AbstractLayers(Module):
@@ -56,18 +55,13 @@ def merge_rounds(tree: _Tree) -> _Tree:
     return _map_layers(lambda layers: layers.merge_rounds(), tree)
 
 
-def in_one_round(function: _Function) -> _Function:
-    """Decorate a function `(model, ...) -> model` of stacked layers: it receives the model with one leading dim of its
-    layers, and the layers of its result are dealt out in as many rounds as before."""
-
-    @functools.wraps(function)
-    def run(model: Any, *args: Any, **options: Any) -> Any:
-        rounds = count_rounds(model)
-        if rounds == 1:
-            return function(model, *args, **options)
-        return split_rounds(function(merge_rounds(model), *args, **options), rounds)
-
-    return cast(_Function, run)
+def map_in_one_round(function: Callable[[_Tree], _Tree], tree: _Tree) -> _Tree:
+    """Return `function(tree)`: the function receives its layers with one leading dim, and the layers of its result are
+    dealt out in as many rounds as before."""
+    rounds = count_rounds(tree)
+    if rounds == 1:
+        return function(tree)
+    return split_rounds(function(merge_rounds(tree)), rounds)
 
 
 def count_rounds(tree: PyTree) -> int:

@@ -7,7 +7,7 @@ import jax
 
 from zoo.layers import AbstractMixer, Linear
 from zoo.layers.quantized.fp8 import FP8Linear
-from zoo.models.parameter_paths import IndexRanges, list_parameter_paths, map_modules, walk_parameters
+from zoo.models.parameter_paths import IndexRanges, list_modules, list_parameter_paths, map_modules
 from zoo.models.targets import (
     ALL_LINEAR,
     LinearSite,
@@ -19,14 +19,12 @@ from zoo.models.targets import (
 )
 from zoo.ops.quantized.per_tensor import CurrentScaling
 from zoo.ops.quantized.recipe import AbstractRecipe
-from zoo.parallel.rounds import in_one_round
 from zoo.parallel.trainable_copy import TrainableCopy
 
 _Model = TypeVar("Model")
 _DEFAULT_RECIPE = CurrentScaling()
 
 
-@in_one_round
 def fp8(model: _Model, recipe: AbstractRecipe = _DEFAULT_RECIPE, *, targets: Targets = ALL_LINEAR) -> _Model:
     """Replace linear layers by `FP8Linear`s, whose forward and backward products run in FP8 (or FP4), by `recipe`.
 
@@ -51,7 +49,7 @@ def fp8(model: _Model, recipe: AbstractRecipe = _DEFAULT_RECIPE, *, targets: Tar
     if targets == ALL_LINEAR:
         excluded = per_head.union(path.name.removesuffix(".weight") for path in paths if path.leaf.full_precision)
     selected = [site for site in sites if site.name not in excluded and site.tabulate(is_target, bool).any()]
-    stacked_dims = {path.name: tuple(dim.name for dim in path.dims[:-2]) for path in paths}
+    stacked_dims = {path.name: tuple(dim.name for dim in path.dims[-2 - len(path.ranges) : -2]) for path in paths}
     errors = [
         f"{site.name}: {reason}"
         for site in selected
@@ -84,10 +82,8 @@ def _to_plain(node: Any) -> Any:
 def _find_per_head_names(model: Any) -> set[str]:
     """Return the names of the linear layers that their mixers multiply head by head."""
     is_mixer = lambda node: isinstance(node, AbstractMixer)
-    nodes = jax.tree.leaves(model, is_leaf=is_mixer)
-    paths = walk_parameters(model, "", (), is_mixer)
-    pairs = [(name, node) for (name, _), node in zip(paths, nodes, strict=True) if is_mixer(node)]
-    return {f"{name}.{field}" for name, mixer in pairs for field in mixer.per_head_linears}
+    mixers = list_modules(model, is_mixer)
+    return {f"{name}.{field}" for name, _, mixer in mixers for field in mixer.per_head_linears}
 
 
 def _find_errors(

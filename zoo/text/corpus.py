@@ -221,12 +221,12 @@ def _read_sources(source: Sequence[str | Path] | Mapping[str, str]) -> tuple[lis
         path = Path(path)
         if holds_records(path):
             raise ValueError(
-                f"{path}: text was expected, and these are records: `train.load_records` reads them, and "
+                f"{path}: expected text, and these are records: `train.load_records` reads them, and "
                 "`recipes/sft.py` fine-tunes on them"
             )
         if (table := find_table(path)) is not None:
             raise ValueError(
-                f"{path}: text was expected, and this is a table: {describe_conversion(table)} makes records of it, "
+                f"{path}: expected text, and this is a table: {describe_conversion(table)} makes records of it, "
                 "which `train.load_records` reads (`field=` names the column of text)"
             )
         if path.is_dir():
@@ -240,7 +240,7 @@ def _require_path(source: Any) -> None:
     """**Raises** `TypeError` for a source that is not a path, `FileNotFoundError` for a missing path, which may be a
     text."""
     if not isinstance(source, str | Path):
-        raise TypeError(f"a path was expected to read text from, not {type(source).__name__}; {_HOW_TO_GIVE_TEXTS}")
+        raise TypeError(f"expected a path to read text from, got {type(source).__name__}; {_HOW_TO_GIVE_TEXTS}")
     try:
         is_there = Path(source).exists()
     except OSError:  # longer than a name can be

@@ -105,7 +105,7 @@ class _Selection:
 
     def __init__(self, phases: list[tuple[int, list[int]]], num_parts: int, batch_size: int):
         if batch_size < 1:
-            raise ValueError(f"batch_size is {batch_size}: at least 1 row was expected")
+            raise ValueError(f"batch_size is {batch_size}: expected at least 1 row")
         counts = [0] * num_parts
         self._phases: list[_Phase] = []
         for step, shares in phases:
@@ -129,18 +129,18 @@ class _Selection:
 
     def _find_phase(self, row: int) -> _Phase:
         if row < 0:
-            raise ValueError(f"{row} rows were asked for: at least 0 were expected")
+            raise ValueError(f"{row} rows were asked for: expected at least 0")
         return self._phases[bisect.bisect_right(self._first_rows, row) - 1]
 
 
 def _check_rows(parts: Mapping[str, Dataset]) -> None:
     """**Raises** `ValueError` for no parts, a part without rows, or rows that cannot be stacked into one batch."""
     if not parts:
-        raise ValueError("the mixture has no parts: at least one dataset was expected")
+        raise ValueError("the mixture has no parts: expected at least one dataset")
     described = {}
     for name, part in parts.items():
         if not isinstance(part, Dataset):
-            raise TypeError(f"part {name!r} is a {type(part).__name__}: a dataset with a length was expected")
+            raise TypeError(f"part {name!r} is a {type(part).__name__}: expected a dataset with a length")
         if not len(part):
             raise ValueError(f"part {name!r} has no rows: leave it out")
         row = part[0]
@@ -166,12 +166,10 @@ def _list_phases(weights: _Weights | Sequence[tuple[int, _Weights]]) -> list[tup
     except (TypeError, ValueError):
         phases = []
     if not phases or not all(isinstance(step, int) and isinstance(w, Mapping) for step, w in phases):
-        raise TypeError(
-            f"weights are {weights!r}: {{part: weight}} or phases ((step, {{part: weight}}), ...) was expected"
-        )
+        raise TypeError(f"weights are {weights!r}: expected {{part: weight}} or phases ((step, {{part: weight}}), ...)")
     steps = [step for step, _ in phases]
     if steps[0] != 0 or any(later <= step for step, later in itertools.pairwise(steps)):
-        raise ValueError(f"the phases begin at steps {steps}: 0 was expected, and then increasing steps")
+        raise ValueError(f"the phases begin at steps {steps}: expected 0, and then increasing steps")
     return phases
 
 
@@ -180,13 +178,13 @@ def _check_weights(weights: _Weights, parts: Mapping[str, Dataset], step: int) -
     if set(weights) != set(parts):
         raise ValueError(
             f"the weights from step {step} name {', '.join(map(repr, weights)) or 'nothing'}: "
-            f"one for each part was expected, {', '.join(map(repr, parts))}"
+            f"expected one for each part, {', '.join(map(repr, parts))}"
         )
     for name, weight in weights.items():
         if not 0 <= weight < math.inf:
-            raise ValueError(f"the weight of {name!r} from step {step} is {weight}: a positive number was expected")
+            raise ValueError(f"the weight of {name!r} from step {step} is {weight}: expected a positive number")
     if not any(weights.values()):
-        raise ValueError(f"all weights from step {step} are 0: at least one positive weight was expected")
+        raise ValueError(f"all weights from step {step} are 0: expected at least one positive weight")
 
 
 def _round_shares(weights: Sequence[float | int]) -> list[int]:

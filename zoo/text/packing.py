@@ -36,7 +36,7 @@ def plan_rows(
         )
     if len(lengths) and lengths.min() < 1:
         shortest = int(lengths.argmin())
-        raise ValueError(f"item {shortest} has length {lengths[shortest]}, but at least 1 was expected: leave it out")
+        raise ValueError(f"item {shortest} has length {lengths[shortest]}, expected at least 1: leave it out")
     ascending, counts = np.unique(lengths, return_counts=True)
     row_of_item: list[int] = []  # of the items by decreasing length
     num_rows = 0
@@ -121,7 +121,7 @@ class PackedRows:
         if seq_len < 1:
             raise ValueError(f"seq_len is {seq_len}: a row has at least 1 position")
         if too_long not in get_args(TooLong):
-            raise ValueError(f"too_long is {too_long!r}: 'cut' or 'drop' was expected")
+            raise ValueError(f"too_long is {too_long!r}: expected 'cut' or 'drop'")
         if texts_per_item < 1 or num_texts % texts_per_item:
             raise ValueError(f"{num_texts:,} texts do not make items of {texts_per_item} texts each")
         if texts_per_item > 1 and too_long == "cut":
@@ -132,7 +132,7 @@ class PackedRows:
         num_items = num_texts // texts_per_item
         for name, values in {"labels": labels, "items": items}.items():
             if values is not None and len(values) != num_items:
-                raise ValueError(f"{len(values):,} {name} for {num_items:,} items: one for each was expected")
+                raise ValueError(f"{len(values):,} {name} for {num_items:,} items: expected one for each")
         is_asked = np.ones(num_items, bool) if items is None else items
         self.num_items = int(np.count_nonzero(is_asked))
 
@@ -246,9 +246,9 @@ def _check_texts(
 ) -> None:
     """**Raises** `ValueError` if the texts do not tile a part of the tokens, or the mask has another size."""
     if len(mask) != len(tokens):
-        raise ValueError(f"the mask has {len(mask):,} values for {len(tokens):,} tokens: one for each was expected")
+        raise ValueError(f"the mask has {len(mask):,} values for {len(tokens):,} tokens: expected one for each")
     if not len(starts):
-        raise ValueError("starts is empty: the start of each text and the end of the last were expected")
+        raise ValueError("starts is empty: expected the start of each text and the end of the last")
     is_before = starts[1:] < starts[:-1]
     if is_before.any():
         text = int(is_before.argmax())

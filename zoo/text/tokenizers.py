@@ -99,7 +99,7 @@ def require_tokenizer(tokenizer: Any) -> None:
     """**Raises** `TypeError` for what is not a tokenizer, such as a directory, or the tokenizer of transformers."""
     if not hasattr(tokenizer, "cache_key"):
         raise TypeError(
-            "a tokenizer of zoo.train.read_tokenizer(directory) was expected, which keeps every byte of a text, not "
+            "expected a tokenizer of zoo.train.read_tokenizer(directory), which keeps every byte of a text, not "
             f"{type(tokenizer).__name__}"
         )
 
@@ -347,7 +347,7 @@ def read_tokenizer(directory: str | Path) -> Tokenizer:
     with name_faults(config, "cannot be read"):
         facts = read_json(config)
         if not isinstance(facts, dict):
-            raise ValueError(f"a JSON object was expected, not {type(facts).__name__}")
+            raise ValueError(f"expected a JSON object, got {type(facts).__name__}")
     vocab = facts.get("vocab_size")
     if type(vocab) is not int or not 0 < vocab < MAX_VOCAB:
         raise TokenizerError(

@@ -109,7 +109,7 @@ class Checkpoints:
     ):
         """**Raises** `ValueError` for another `best`."""
         if best not in get_args(Best):
-            raise ValueError(f"best={best!r}: one of {', '.join(get_args(Best))} was expected")
+            raise ValueError(f"best={best!r}: expected one of {', '.join(get_args(Best))}")
         self._orbax = import_optional("orbax.checkpoint", "pip install 'equizoo[train]'")
         self.folder = CheckpointFolder(directory)
         self.directory = self.folder.path

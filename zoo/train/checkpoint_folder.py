@@ -92,7 +92,7 @@ class CheckpointFolder:
         path = self.path / str(step) / "about" / "metadata"
         content = path.read_bytes()
         if len(content) > JSON_BYTES:
-            raise ValueError(f"{path} has {len(content):,} bytes, and at most {JSON_BYTES:,} were expected")
+            raise ValueError(f"{path} has {len(content):,} bytes: expected at most {JSON_BYTES:,}")
         return parse_json(content)
 
     def read_metric(self, step: int) -> float | None:
@@ -227,7 +227,7 @@ def parse_url(url: str) -> Any:
         advice = ""
         if url.startswith(("s3://", "az://")):
             advice = ". Orbax writes to Google's store only: mount the bucket, and give a path of the file system"
-        raise ValueError(f"{url!r} was expected to be gs://BUCKET/FOLDER or file:///FOLDER{advice}")
+        raise ValueError(f"{url!r}: expected gs://BUCKET/FOLDER or file:///FOLDER{advice}")
     epath = import_optional("etils.epath", "pip install 'equizoo[train]'")
     if found[1] == "gs":
         import_optional("gcsfs", "pip install gcsfs")

@@ -54,7 +54,7 @@ class RowsWithArrays:
         """**Raises** `ValueError` for arrays of another number of rows."""
         for name, array in arrays.items():
             if len(array) != len(rows):
-                raise ValueError(f"{name} has {len(array):,} rows for {len(rows):,} rows: one for each was expected")
+                raise ValueError(f"{name} has {len(array):,} rows for {len(rows):,} rows: expected one for each")
         self._rows = rows
         self._arrays = arrays
 

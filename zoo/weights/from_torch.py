@@ -53,7 +53,7 @@ def from_torch(
         dtype = parse_dtype(dtype)
     state_dict = weights.state_dict() if hasattr(weights, "state_dict") else weights
     if not isinstance(state_dict, Mapping):
-        raise CheckpointError(f"a module or a state dict was expected, not {type(weights).__name__}")
+        raise CheckpointError(f"expected a module or a state dict, got {type(weights).__name__}")
     _refuse_wrapped(type(weights).__name__, state_dict)
     if config is None:
         config = getattr(weights, "config", None)
@@ -141,9 +141,7 @@ def _view_tensor(name: str, x: Any) -> LazyTensor:
         return hold_array(np.asarray(x), zero_copy=True)
     torch = sys.modules.get("torch")  # whoever passes a tensor has imported it
     if torch is None or not isinstance(x, torch.Tensor):
-        raise CheckpointError(
-            f"{name} is {type(x).__name__}, where a torch.Tensor, a NumPy array or a JAX array was expected"
-        )
+        raise CheckpointError(f"{name} is {type(x).__name__}: expected a torch.Tensor, a NumPy array or a JAX array")
     if x.is_meta:
         raise CheckpointError(
             f"{name} is on the device 'meta', which has shapes and no numbers: read the weights into the module before"

@@ -159,7 +159,7 @@ def _find_target(name: str, shape: Shape, family: str, sizes: Mapping[str, int],
     expected = {"heads": 3, "heads out": 3, "transposed": 2}.get(target.kind)
     parts = len(target.tensors)
     if (target.is_stacked and shape[:1] != (parts,)) or expected not in (None, len(shape) - target.is_stacked):
-        raise CheckpointError(f"{name} is {list(shape)}, where {_DIMS[target.kind, parts]} was expected")
+        raise CheckpointError(f"{name} is {list(shape)}: expected {_DIMS[target.kind, parts]}")
     return target
 
 
@@ -210,14 +210,14 @@ def _find_gating(name: str, shape: Shape, sizes: Mapping[str, int], gating: str 
     """Return the dims of a matrix of `gating_einsum`, by its shape. **Raises** `CheckpointError` if it fits neither
     order, `ValueError` if it fits both and `gating` does not say which."""
     if gating is not None and gating not in _GATINGS:
-        raise ValueError(f"gating is {gating!r}, where {' or '.join(map(repr, _GATINGS))} was expected")
+        raise ValueError(f"gating is {gating!r}: expected {' or '.join(map(repr, _GATINGS))}")
     mlp = sizes["intermediate_size"]
     embed = sizes["hidden_size"]
     shapes = {"mlp embed": (2, mlp, embed), "embed mlp": (2, embed, mlp)}
     fits = [dims for dims in _GATINGS if shapes[dims] == tuple(shape) and gating in (None, dims)]
     if not fits:
         wanted = " or ".join(str(list(shapes[dims])) for dims in _GATINGS if gating in (None, dims))
-        raise CheckpointError(f"{name} is {list(shape)}, where {wanted} was expected")
+        raise CheckpointError(f"{name} is {list(shape)}: expected {wanted}")
     if len(fits) > 1:
         raise ValueError(f"{name} is {list(shape)}, which fits both orders: pass gating='mlp embed' or 'embed mlp'")
     return fits[0]

@@ -46,7 +46,7 @@ def read_generation_defaults(directory: Path) -> dict[str, float | int]:
         if value is None or (name == "top_k" and value == 0):  # transformers writes 0 for all
             continue
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise CheckpointError(f"{path}: {name} = {value!r}, where a number was expected")
+            raise CheckpointError(f"{path}: {name} = {value!r}, expected a number")
         options[name] = value
     if config.get("do_sample") is False:
         options["temperature"] = 0.0

@@ -22,8 +22,7 @@ from zoo.ops.quantized.mxfp4 import NAN_SCALE
 from zoo.parallel import Mesh
 from zoo.parallel import leaves as annotated_leaves
 from zoo.parallel.mesh import require_mesh
-from zoo.parallel.place import warn_replicated
-from zoo.parallel.rounds import count_rounds, split_rounds
+from zoo.parallel.place import deal_out, warn_replicated
 
 from .directory import resolve_directory
 from .packed import SCALES_SUFFIX
@@ -108,8 +107,8 @@ def read_parameters(checkpoint: Checkpoint, mesh: Mesh | None, dtype: Any) -> Lo
                 f"{location}: {head} is not {embedding}, and the config says that they are tied{advice}"
             )
     model = checkpoint.model
-    if mesh is not None and mesh.layout.rounds > 1:
-        model = split_rounds(model, mesh.layout.rounds)
+    if mesh is not None:
+        model = deal_out(model, mesh)
         tensor_plans = drop_tensors(plan_tensors(model, checkpoint.name_map), model.origin.lacking)
         checkpoint = dataclasses.replace(checkpoint, model=model, tensor_plans=tensor_plans)
     leaves, treedef = jax.tree.flatten(model)
@@ -152,13 +151,14 @@ def _build_lacking(checkpoint: Checkpoint, numbers: Sequence[int]) -> dict[int, 
     if not numbers:
         return {}
     paths = list_parameter_paths(checkpoint.model)
+    leaves = jax.tree.leaves(checkpoint.model)
 
     @jax.jit
     def build(key: Key[Array, ""]) -> list[Array]:
-        model = split_rounds(checkpoint.family.build(checkpoint.config, key=key), count_rounds(checkpoint.model))
+        model = checkpoint.family.build(checkpoint.config, key=key)
         names = [path[:2] for path in list_parameter_paths(model)]
         found = dict(zip(names, jax.tree.leaves(model), strict=True))
-        return [found[paths[number][:2]] for number in numbers]
+        return [found[paths[number][:2]].reshape(leaves[number].shape) for number in numbers]
 
     return dict(zip(numbers, map(np.asarray, build(jax.random.key(0))), strict=True))
 
@@ -212,7 +212,7 @@ def _resolve_code_dtype(
     stored in another."""
     for name, _ in sources.values():
         if tensors[name].dtype != dtype:
-            raise CheckpointError(f"{location}: {name} is stored as {tensors[name].dtype}, where {dtype} was expected")
+            raise CheckpointError(f"{location}: {name} is stored as {tensors[name].dtype}: expected {dtype}")
     return np.dtype(dtype)
 
 

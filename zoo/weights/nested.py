@@ -146,7 +146,7 @@ def flatten(tree: Any, name: str = "", *, as_arrays: bool = True) -> Iterator[tu
     elif tree is not None:
         leaf = _unbox(tree)
         if not (hasattr(leaf, "shape") or isinstance(leaf, Number)):
-            raise CheckpointError(f"{name} is {type(leaf).__name__}, where an array was expected")
+            raise CheckpointError(f"{name} is {type(leaf).__name__}: expected an array")
         yield name, np.asarray(leaf) if as_arrays else leaf
 
 
@@ -178,7 +178,7 @@ def _check(plans: Mapping[str, TensorPlan], theirs: Mapping[str, np.ndarray], dt
             problems.append(problem)
         expected = {_get_kind(dtypes[piece.leaf]) for piece in plans[name].slices}
         if expected != {_get_kind(theirs[name].dtype)}:
-            problems.append(f"{name} is {theirs[name].dtype}, where {' or '.join(sorted(expected))} was expected")
+            problems.append(f"{name} is {theirs[name].dtype}: expected {' or '.join(sorted(expected))}")
     raise_problems(_DISAGREE, problems)
 
 

@@ -56,11 +56,9 @@ def plan_tensors(tree: PyTree, name_map: NameMap) -> dict[str, TensorPlan]:
     for leaf, (path, x) in enumerate(zip(list_parameter_paths(tree), jax.tree.leaves(tree), strict=True)):
         pattern, mapping, part = find_mapping(path, mappings)
         stars = pattern.count("*")
-        stacked_dims = stars + path.is_in_rounds
         for index, numbers in iterate_indices(path.ranges[:stars]):
-            if path.is_in_rounds:
-                index = (*divmod(index[0], x.shape[1]), *index[1:])
-            piece = _ArraySlice(leaf, index, tuple(x.shape[stacked_dims:]))
+            index = path.locate(index, x.shape)
+            piece = _ArraySlice(leaf, index, tuple(x.shape[len(index) :]))
             name = format_path(pattern, numbers)
             chosen, slices, _ = found.setdefault(name, (mapping, {}, len(path.ranges) - stars))
             if chosen is not mapping:

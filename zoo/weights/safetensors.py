@@ -155,7 +155,7 @@ def _open_shards(directory: Path) -> dict[str, LazyTensor]:
         or not weight_map
         or not all(isinstance(file, str) for file in weight_map.values())
     ):
-        raise CheckpointError(f"{index} is damaged: a weight_map from tensors to files was expected")
+        raise CheckpointError(f"{index} is damaged: expected a weight_map from tensors to files")
     tensors: dict[str, LazyTensor] = {}
     for shard in sorted(set(weight_map.values())):
         if shard != Path(shard).name or "\\" in shard or not shard.endswith(".safetensors"):
@@ -231,7 +231,7 @@ def read_json(path: Path, *, limit: int = _MAX_CONFIG_BYTES) -> dict[str, Any]:
     except ValueError as error:
         raise CheckpointError(f"{path} is damaged: {error}") from None
     if not isinstance(value, dict):
-        raise CheckpointError(f"{path} is damaged: a JSON object was expected")
+        raise CheckpointError(f"{path} is damaged: expected a JSON object")
     return value
 
 

@@ -105,7 +105,7 @@ def save(
     name of a file.
     """
     if not isinstance(directory, str | os.PathLike):
-        raise TypeError(f"zoo.save(model, directory): a path was expected, not {describe_argument(directory)}")
+        raise TypeError(f"zoo.save(model, directory): expected a path, got {describe_argument(directory)}")
     source = None if source is None else resolve_directory(source)
     write_model(model, Path(directory), family, source=source, config=config, shard_bytes=shard_bytes)
     had_one = getattr(getattr(model, "origin", None), "has_tokenizer", False)
@@ -166,8 +166,7 @@ def _require_directory(directory: Path) -> None:
     if names_weights or directory.is_file():
         advice = f"pass {directory.parent}" if names_weights else "choose another name"
         raise CheckpointError(
-            f"{directory}: a file, where a directory was expected, which gets {CONFIG_NAME} and {SAFE_WEIGHTS_NAME}: "
-            f"{advice}"
+            f"{directory} is a file: expected a directory, which gets {CONFIG_NAME} and {SAFE_WEIGHTS_NAME}: {advice}"
         )
 
 

@@ -26,7 +26,7 @@ def read_sentence_files(directory: Path) -> tuple[tuple[str, str], ...]:
     try:
         modules = parse_json(read_limited(directory / MODULES_FILE, _MAX_BYTES))
         if not isinstance(modules, list) or not all(map(_is_module, modules)):
-            raise ValueError("a list of modules, each with a type and a path, was expected")
+            raise ValueError("expected a list of modules, each with a type and a path")
         folders = [module["path"] for module in modules if module["path"]]
         if outside := [path for path in folders if path in (".", "..") or path != Path(path).name or "\\" in path]:
             raise ValueError(f"the path {outside[0]!r} is not a folder in this directory")
@@ -57,7 +57,7 @@ def _read_json_text(path: Path) -> str:
     try:
         content = read_limited(path, _MAX_BYTES)
         if not isinstance(parse_json(content), dict | list):
-            raise ValueError("a JSON object was expected")
+            raise ValueError("expected a JSON object")
     except (ValueError, OSError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from None
     return content.decode()

@@ -14,7 +14,7 @@ from zoo.models.decoder import Decoder
 from zoo.models.encoders.heads import MaskedLMHead
 from zoo.models.hf.spec import Family, Origin, prefixed
 from zoo.models.hf.wrappers import TIE, name_as_modules, rename
-from zoo.models.parameter_paths import walk_parameters
+from zoo.models.parameter_paths import list_modules
 from zoo.models.sequence_score import SequenceScore
 
 from .plan import invert_name_map, list_copies, name_in_memory, plan_tensors, rename_module
@@ -46,7 +46,7 @@ def to_torch(model: PyTree, family: str | Family | None = None, *, names: str = 
     is sharded over several processes; `ValueError` for edits; `NoFamilyError` as `save` does.
     """
     if names not in _NAMES:
-        raise ValueError(f"names is {names!r}, where {' or '.join(map(repr, _NAMES))} was expected")
+        raise ValueError(f"names is {names!r}: expected {' or '.join(map(repr, _NAMES))}")
     torch = import_optional("torch", "pip install torch")
     state = list_state(model, family, names)
     tensors = {}
@@ -101,14 +101,11 @@ def list_state(model: PyTree, family: str | Family | None, names: str) -> StateD
 def _refuse_packed(model: PyTree) -> None:
     """**Raises** `CheckpointError` for a model with packed matrices."""
     is_packed = lambda node: isinstance(node, AbstractPackedLinear)
-    nodes = jax.tree.leaves(model, is_leaf=is_packed)
-    paths = walk_parameters(model, "", (), is_packed)
-    for (name, _), node in zip(paths, nodes, strict=True):
-        if is_packed(node):
-            raise CheckpointError(
-                f"{name} is packed, and a state dict holds plain tensors: pass zoo.adapters.dequantize(model), or load "
-                "without packed=True"
-            )
+    for name, _, _ in list_modules(model, is_packed):
+        raise CheckpointError(
+            f"{name} is packed, and a state dict holds plain tensors: pass zoo.adapters.dequantize(model), or load "
+            "without packed=True"
+        )
 
 
 def _with_module_names(origin: Origin, *, has_head: bool) -> Origin:

@@ -135,7 +135,7 @@ def test_load_with_tensors_that_are_not_floats_raises(case, dtype, tmp_path):
     base, tensors, source = read_fixture(case)
     name = sorted(tensors)[-1]
     write_copy(tmp_path, source, tensors | {name: tensors[name].astype(jnp.dtype(dtype))})
-    with pytest.raises(zoo.CheckpointError, match=f"{name} is of {dtype}, where floating-point numbers were expected"):
+    with pytest.raises(zoo.CheckpointError, match=f"{name} is of {dtype}, expected floating-point numbers"):
         adapters.load(base, tmp_path)
 
 

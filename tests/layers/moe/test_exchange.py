@@ -70,7 +70,7 @@ QUICK = ("balanced",)
     "load, sizes", mark_slow(zip(LOADS, MESHES, strict=True), but=QUICK, name=lambda pair: pair[0]), ids=[*LOADS]
 )
 def test_experts_on_devices_equal_one_device(form, load, sizes):
-    """Loads of up to 8 / SLACK rounds; tokens in several pieces where they are gathered."""
+    """Loads of up to 8 / SLACK trips; tokens in several pieces where they are gathered."""
     assert_equal_to_one_device(make_mixture(load), zoo.make_mesh(**sizes, layout=Layout(expert=form)))
 
 
@@ -83,7 +83,7 @@ def test_experts_with_a_capacity_equal_one_device(load, sizes):
     assert_equal_to_one_device(make_mixture(load, capacity_factor=1.0), zoo.make_mesh(**sizes))
 
 
-def test_all_tokens_on_one_device_take_more_rounds():
+def test_all_tokens_on_one_device_take_more_trips():
     """The loop of eight devices runs as often as the fullest box needs."""
     sizes = {"data": 1, "expert": 8}
     mesh = zoo.make_mesh(**sizes, layout=Layout(expert="boxes"))

@@ -87,7 +87,11 @@ def test_classification_loss_ignores_negative_labels():
 @pytest.mark.parametrize(
     ("run", "error", "message"),
     {
-        "integers": (lambda model: model(IMAGES.astype(jnp.uint8)), TypeError, "floating point were expected"),
+        "integers": (
+            lambda model: model(IMAGES.astype(jnp.uint8)),
+            TypeError,
+            "expected normalized pixels in floating point",
+        ),
         "one image": (lambda model: model(IMAGES[0]), ValueError, "a batch of one"),
         "features": (
             lambda model: classification_loss(model, {"images": IMAGES, "labels": jnp.zeros(8, int)}),

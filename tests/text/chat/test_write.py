@@ -56,7 +56,7 @@ def test_a_template_is_written_byte_for_byte(tmp_path):
     [
         ("{", "generation_config.json is damaged"),
         ("[]", "generation_config.json is not a JSON object"),
-        ('{"eos_token_id": "</s>"}', "eos_token_id = '</s>', where an integer or a list of integers was expected"),
+        ('{"eos_token_id": "</s>"}', "eos_token_id = '</s>', expected an integer or a list of integers"),
         ('{"eos_token_id": [true]}', "an integer or a list of integers"),
     ],
 )

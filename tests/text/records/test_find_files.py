@@ -163,7 +163,7 @@ def test_empty_sources_are_errors(folder):
 
 def test_pipe_is_an_error(folder):
     os.mkfifo("all/z.jsonl")
-    with pytest.raises(ValueError, match="z.jsonl is a pipe, and a file was expected"):
+    with pytest.raises(ValueError, match="z.jsonl is a pipe: expected a file"):
         find_record_files("all")
 
 

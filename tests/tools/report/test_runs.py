@@ -33,7 +33,7 @@ def finish(out, corpus, *, samples=(), prompts=(), before=None, occupied=None, *
 
 def test_report_is_written_if_the_export_fails(tmp_path, corpus):
     out = tmp_path / "run"
-    with pytest.raises(ValueError, match="export: a file, where a directory was expected"):
+    with pytest.raises(ValueError, match="export is a file: expected a directory"):
         finish(out, corpus, occupied=out / "export")
     report = (out / "report.html").read_text()
     assert "layers.*.attention.query.weight" in report and "1 layer of Attention and GatedMLP" in report

@@ -129,8 +129,8 @@ def test_advantages_of_equal_rewards_are_zero():
 @pytest.mark.parametrize(
     ("rewards", "options", "message"),
     [
-        (np.zeros((2, 1)), {}, "2 or more samples were expected"),
-        (np.zeros(4), {}, r"not of shape \(4,\)"),
+        (np.zeros((2, 1)), {}, "2 or more samples, got"),
+        (np.zeros(4), {}, r"got shape \(4,\)"),
         (np.array([[0.0, np.nan]]), {}, "reward of sample 1 of prompt 0 is nan"),
         (np.zeros((2, 2)), {"baseline": "value"}, "baseline='value'"),
         (np.zeros((2, 2)), {"scale": "std"}, "scale='std'"),

@@ -114,5 +114,5 @@ def test_groups_with_unequal_rewards_fill_a_batch():
 
     alone = fill_groups(take(1), 2)
     np.testing.assert_array_equal(alone.rewards, [[0, 2], [0, 0]])
-    with pytest.raises(ValueError, match="1 draws have 2 groups, and 3 were expected"):
+    with pytest.raises(ValueError, match="1 draws have 2 groups: expected 3"):
         fill_groups(take(1), 3)

@@ -74,7 +74,7 @@ def test_rewards_are_weighted_and_called_once():
     [
         (lambda texts, records: [float(x) for x in texts], "could not convert .*'Who\\?' and the text 'me'"),
         (lambda texts, records: [1.0], "returned list of shape \\(1,\\) for 3 texts"),
-        (lambda texts, records: 1.0, "returned float for 3 texts, and a number for each was expected"),
+        (lambda texts, records: 1.0, "returned float for 3 texts: expected a number for each"),
         (lambda texts, records: None, "returned NoneType for 3 texts"),
         (lambda texts, records: [1, None, 1], "is nan for the prompt '2 \\+ 2\\?' and the text '4'"),
         (lambda texts, records: [1, 2, np.inf], "is inf for the prompt 'Who\\?' and the text 'me'"),
@@ -113,7 +113,7 @@ def test_functions_are_read_from_files(tmp_path):
     assert list(found.parts) == ["half", "one"]
     for words, message in {
         ("half",): "half: a reward is FILE.py:FUNCTION or FILE.py:FUNCTION=WEIGHT",
-        (f"{path}:half=much",): "much is not a weight",
+        (f"{path}:half=much",): "half=much",
         (f"{path}:half", f"{path}:half=2"): "there is a reward function half already",
         (f"{path}:hal",): "has no function hal: it has half, one",
         (f"{path}:HALF",): "has no function HALF",

@@ -95,7 +95,7 @@ DAMAGE = {
     "other blocks": (
         "fp8 blocks",
         replace(f"{DOWN}.weight_scale_inv", lambda x: x[:, :-1]),
-        rf"{DOWN}.weight_scale_inv is \[2, 3\], and \[2, 4\] was expected for a matrix of \[32, 48\]",
+        rf"{DOWN}.weight_scale_inv is \[2, 3\]: expected \[2, 4\] for a matrix of \[32, 48\]",
     ),
     "scales of a plain matrix": (
         "fp8 blocks",
@@ -105,7 +105,7 @@ DAMAGE = {
     "integers for scales": (
         "gptq",
         replace(f"{QUERY}.scales", np.int32),
-        f"{QUERY}.scales is int32, and float16 or bfloat16 or float32 was expected",
+        f"{QUERY}.scales is int32: expected float16 or bfloat16 or float32",
     ),
     "another dtype word": (
         "gptq",
@@ -117,13 +117,13 @@ DAMAGE = {
     "a huge shape": (
         "int4",
         replace(f"{QUERY}.weight_shape", lambda x: x * 10**12),
-        rf"{QUERY}.weight_packed is \[32, 4\], and \[32000000000000, 4000000000000\] was expected",
+        rf"{QUERY}.weight_packed is \[32, 4\]: expected \[32000000000000, 4000000000000\]",
     ),
     "a negative shape": ("int4", replace(f"{QUERY}.weight_shape", lambda x: -x), r"weight_shape is \[-32, -32\]"),
     "fewer outputs": (
         "gptq",
         replace(f"{QUERY}.qweight", lambda x: x[:, :-8]),
-        rf"{QUERY}.qzeros is \[2, 4\], and \[2, 3\] was expected",
+        rf"{QUERY}.qzeros is \[2, 4\]: expected \[2, 3\]",
     ),
     "a vector": ("gptq", replace(f"{QUERY}.qweight", np.ravel), f"{QUERY} has .* which are not parts of a matrix"),
     "no JSON": ("nf4", replace(STATE, lambda x: x[:-3]), f"{QUERY}.weight.quant_state.* is damaged"),

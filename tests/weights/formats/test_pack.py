@@ -198,7 +198,7 @@ REFUSED = {
     "undeclared constants": (
         "nf4 in rows",
         lambda tensors, config: config["quantization_config"].update(bnb_4bit_use_double_quant=False),
-        r"has blocksize and nested_blocksize \(64, 256\), and \(64, None\) were expected",
+        r"has blocksize and nested_blocksize \(64, 256\): expected \(64, None\)",
     ),
     "other levels": ("nf4 in rows", fill(f"{QUERY}.weight.quant_map", 1), "quant_map is not the codebook of NF4"),
     "no scales": ("fp8 blocks", pop(f"{QUERY}.weight_scale_inv"), "lacks its .*weight_scale_inv"),

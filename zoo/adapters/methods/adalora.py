@@ -14,7 +14,6 @@ from zoo.models.targets import Targets, find_linears, get_linear_shape, vmap_sta
 from zoo.ops.moe.grouped_matmul import expand_group_values
 from zoo.parallel import Dim, buffer, gather, reduce
 from zoo.parallel.fields import adapter_parameter, wrapped
-from zoo.parallel.rounds import in_one_round, merge_rounds
 from zoo.parallel.tokens import match_tokens
 
 from ..apply import apply_uniform, compute_scale
@@ -115,7 +114,6 @@ class AdaLoRA(AbstractUniformAdapter):
         return jnp.where(is_used & is_used[:, None], squares, 0).sum()
 
 
-@in_one_round
 @check_keywords
 def adalora(
     model: _Model,
@@ -150,7 +148,7 @@ def orthogonality(model: Any) -> Float[Array, ""]:
     **Raises** `ValueError` for a model without an AdaLoRA.
     """
     penalties = []
-    for ranges, adapter in find_adalora(merge_rounds(gather(model))):
+    for ranges, adapter in find_adalora(gather(model)):
         penalty = vmap_stacked(AdaLoRA.orthogonality_penalty, ranges)(adapter).sum()
         penalties.append(reduce(reduce(penalty, over="layers"), over="experts"))
     return sum(penalties[1:], start=penalties[0])

@@ -16,7 +16,6 @@ from zoo.models.targets import Targets
 from zoo.ops.moe.grouped_matmul import expand_group_values
 from zoo.parallel import Dim, buffer, implementation_option, reduce
 from zoo.parallel.fields import adapter_parameter, wrapped
-from zoo.parallel.rounds import in_one_round
 from zoo.parallel.tokens import match_tokens
 
 from ..base import Matrix, Strength, is_adapter
@@ -190,7 +189,6 @@ def _sum_squares(matrix: Matrix) -> Float[Array, "out"]:
     return jnp.square(matrix).sum(-1)
 
 
-@in_one_round
 @check_keywords
 def dora(
     model: _Model,

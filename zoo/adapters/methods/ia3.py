@@ -12,7 +12,6 @@ from zoo.models.targets import LinearSite, Targets, find_linears, get_linear_sha
 from zoo.ops.moe.grouped_matmul import expand_group_values
 from zoo.parallel import Dim, buffer
 from zoo.parallel.fields import adapter_parameter, wrapped
-from zoo.parallel.rounds import in_one_round
 
 from ..apply import apply_adapters, refuse_embedding
 from ..base import AbstractUniformAdapter, BiasVector, Matrix, Strength, full_strength, get_dims
@@ -93,7 +92,6 @@ class IA3(AbstractUniformAdapter):
         return bias * self._apply_strength(self.of_out, self.strength_per_expert(self.applies))
 
 
-@in_one_round
 def ia3(
     model: _Model,
     *,

@@ -17,7 +17,6 @@ from zoo.models.targets import LinearSite, Targets, find_linears, get_linear_sha
 from zoo.ops.moe.grouped_matmul import expand_group_values
 from zoo.parallel import Dim, buffer, implementation_option
 from zoo.parallel.fields import adapter_parameter, wrapped
-from zoo.parallel.rounds import in_one_round
 from zoo.parallel.tokens import match_tokens
 
 from ..apply import apply_adapters, check_rank, refuse_embedding
@@ -142,7 +141,6 @@ class LoRA(AbstractLowRankAdapter):
         return weight + self.scale * self.strength_per_expert(self.scale) * low_rank_product(self.down, self.up)
 
 
-@in_one_round
 @check_keywords
 def lora(
     model: _Model,

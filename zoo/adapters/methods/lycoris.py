@@ -16,7 +16,6 @@ from zoo.ops.moe.grouped_matmul import expand_group_values
 from zoo.parallel import Dim, buffer
 from zoo.parallel.collectives import shard_offset
 from zoo.parallel.fields import adapter_parameter, wrapped
-from zoo.parallel.rounds import in_one_round
 
 from ..apply import apply_uniform, compute_scale
 from ..base import AbstractUniformAdapter, Matrix, Strength, full_strength, get_dims
@@ -183,7 +182,6 @@ class LoKr(_AbstractDeltaAdapter):
         return _slice_local_shard(_slice_local_shard(delta, 0, self.base, self.out), 1, self.base, self.in_)
 
 
-@in_one_round
 def loha(
     model: _Model,
     *,
@@ -200,7 +198,6 @@ def loha(
     return apply_uniform(model, factory, targets, key, adapter_name)
 
 
-@in_one_round
 def lokr(
     model: _Model,
     *,

@@ -4,14 +4,20 @@ import typing
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zoo.models.parameter_paths import IndexRanges, ParameterPath, format_path, iterate_indices, list_parameter_paths
+from zoo.models.parameter_paths import (
+    IndexRanges,
+    ParameterPath,
+    format_path,
+    iterate_indices,
+    list_parameter_paths,
+    list_parameters,
+    map_parameters,
+)
 from zoo.models.targets import Targets, find_linears, match_targets, matches, suggest_words
 from zoo.parallel.module import is_parameter
-from zoo.parallel.rounds import in_one_round
 from zoo.parallel.trainable_copy import TrainableCopy
 
 from ..merged_layers import require_unmerged
@@ -21,7 +27,6 @@ BiasOption = Literal["none", "lora_only", "all"]
 """Trainable biases: none, the biases of modules that have an adapter, or all."""
 
 
-@in_one_round
 def unfreeze(model: _Model, targets: Targets, *, adapter_name: str = "full") -> _Model:
     """Train parameters in full and freeze the rest of the model: PEFT's `modules_to_save` and its `bias` options.
 
@@ -49,8 +54,7 @@ def make_trainable(
 ) -> _Model:
     """Replace parameters with a `TrainableCopy`. `values` maps the name and index ranges of a parameter to the layers
     in which it is trainable, and its initial values in all of them. **Raises** `ValueError` as `unfreeze` does."""
-    paths = list_parameter_paths(model)
-    adapter_paths = [path.name for path in paths if path.leaf.adapter_parameter]
+    adapter_paths = [path.name for path in list_parameter_paths(model) if path.leaf.adapter_parameter]
 
     def copy_parameter(path: ParameterPath, x: Any) -> Any:
         if path[:2] not in values:
@@ -61,8 +65,7 @@ def make_trainable(
         strength = jnp.ones(applies.shape, jnp.float32)
         return TrainableCopy(x, jnp.asarray(array), jnp.asarray(applies), strength, adapter_name)
 
-    leaves, treedef = jax.tree.flatten(model)
-    return jax.tree.unflatten(treedef, [copy_parameter(path, x) for path, x in zip(paths, leaves, strict=True)])
+    return map_parameters(copy_parameter, model)
 
 
 def train_biases_and_modules(
@@ -93,7 +96,7 @@ def train_biases_and_modules(
 
 def _list_parameters(model: Any) -> list[tuple[ParameterPath, Any]]:
     """List the parameters of a model without its adapters that are trainable, or frozen beneath an adapter."""
-    parameters = zip(list_parameter_paths(model), jax.tree.leaves(model), strict=True)
+    parameters = list_parameters(model)
     return [(path, x) for path, x in parameters if is_parameter(path.leaf, x) and not path.leaf.adapter_parameter]
 
 

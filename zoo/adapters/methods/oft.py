@@ -14,7 +14,6 @@ from zoo.ops.matmul import einsum_fp32_accum
 from zoo.ops.moe.grouped_matmul import grouped_matmul
 from zoo.parallel import Dim, buffer
 from zoo.parallel.fields import adapter_parameter, wrapped
-from zoo.parallel.rounds import in_one_round
 
 from ..apply import apply_uniform
 from ..base import AbstractUniformAdapter, Matrix, Strength, full_strength, get_dims
@@ -181,7 +180,6 @@ def cayley_transform(skewed: _Blocks, neumann_terms: int | None) -> _Blocks:
     return total
 
 
-@in_one_round
 def oft(
     model: _Model,
     *,

@@ -13,7 +13,6 @@ from zoo.models.targets import Targets, find_linears, get_linear_shape, match_ta
 from zoo.ops.moe.grouped_matmul import expand_group_values
 from zoo.parallel import Dim, buffer
 from zoo.parallel.fields import adapter_parameter, wrapped
-from zoo.parallel.rounds import in_one_round
 from zoo.parallel.tokens import match_tokens
 
 from ..apply import apply_uniform, check_rank
@@ -97,7 +96,6 @@ class VeRA(AbstractUniformAdapter):
         return weight + jnp.matmul(up, self.down.dense_weight, precision="highest")
 
 
-@in_one_round
 def vera(
     model: _Model,
     *,

@@ -9,6 +9,7 @@ import numpy as np
 from zoo.models.hf.spec import NameMap
 from zoo.models.parameter_paths import IndexRanges, list_parameter_paths, walk_parameters
 from zoo.models.sequence_score import SequenceScore
+from zoo.parallel.rounds import merge_rounds
 from zoo.parallel.trainable_copy import TrainableCopy, is_trainable_copy
 from zoo.weights.plan import TensorPlan, plan_tensors
 from zoo.weights.safetensors import CheckpointError, LazyTensor
@@ -43,7 +44,7 @@ class _BaseTensors(NamedTuple):
 
 
 def _plan_base_tensors(model: Any, table: NameMap) -> _BaseTensors:
-    base_model = strip_adapters(model)
+    base_model = merge_rounds(strip_adapters(model))
     return _BaseTensors(
         base_model, plan_tensors(base_model, table), [path[:2] for path in list_parameter_paths(base_model)]
     )

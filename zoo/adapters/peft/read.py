@@ -15,7 +15,6 @@ from zoo.layers.embedding import AbstractEmbedding
 from zoo.models.hf.spec import NameMap
 from zoo.models.parameter_paths import IndexRanges
 from zoo.models.targets import LinearSite
-from zoo.parallel.rounds import in_one_round
 from zoo.weights.directory import resolve_directory
 from zoo.weights.safetensors import CheckpointError, LazyTensor, open_safetensors
 
@@ -38,7 +37,6 @@ _LayerArrays = Mapping[tuple[int, ...], Mapping[str, Any]]
 """Index into the stacked dims -> the arrays and scalars of that layer, by field of the adapter."""
 
 
-@in_one_round
 def load(
     model: _Model,
     directory: str | Path,

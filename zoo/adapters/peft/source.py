@@ -20,8 +20,7 @@ def read_floats(tensor: LazyTensor, name: str, path: str) -> np.ndarray:
     """Read a tensor of an adapter. **Raises** `CheckpointError` unless it has finite floating-point numbers."""
     if tensor.dtype not in _FLOAT_DTYPES:
         raise CheckpointError(
-            f"{path}: {name} is of {tensor.dtype}, where floating-point numbers were expected: "
-            f"{', '.join(_FLOAT_DTYPES.values())}"
+            f"{path}: {name} is of {tensor.dtype}, expected floating-point numbers: {', '.join(_FLOAT_DTYPES.values())}"
         )
     array = np.asarray(tensor.read())
     if not np.isfinite(array).all():

@@ -50,7 +50,7 @@ class PatchEmbedding(Module):
                 hint = ": channels come before height and width"
             else:
                 hint = ""
-            raise ValueError(f"images of {expected} channels were expected, not of shape {images.shape}{hint}")
+            raise ValueError(f"expected images of {expected} channels, got shape {images.shape}{hint}")
         if size[0] < patch[0] or size[1] < patch[1]:
             raise ValueError(
                 f"an image of {size[0]} x {size[1]} pixels is smaller than a patch of {patch[0]} x {patch[1]}"

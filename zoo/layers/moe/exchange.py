@@ -4,15 +4,15 @@ Each of n devices holds experts / n experts and t tokens, which chose `top` expe
 and so by device. The forms agree, no token is dropped under any load, and `Layout.expert` chooses one. Per layer and
 device a forward pass sends, in vectors of a token:
 
-    "boxes"       2 (n - 1) ceil(SLACK t top / n) a round    all-to-all of boxes of rows, there and back
+    "boxes"       2 (n - 1) ceil(SLACK t top / n) a trip     all-to-all of boxes of rows, there and back
     "gathered"    2 (n - 1) t                                all-gather of tokens, reduce-scatter of sums
     "ragged"      2 t top, less rows that stay               ragged all-to-all of rows, there and back
 
-A box has room for a balanced load and some slack. What does not fit follows in another round, as many as the fullest
+A box has room for a balanced load and some slack. What does not fit follows in another trip, as many as the fullest
 box of all devices needs: one if loads are balanced to SLACK, and n / SLACK, rounded up, if all tokens of a device
-choose experts of one other (`rounds.py`). So memory is bounded, whatever the load. "ragged" has the same rounds and
-sends no empty room, where XLA has the collective: on TPUs and GPUs, opt-in until measured. The backward pass sends the
-rows again, with their gradients, and computes the experts again, round by round.
+choose experts of one other (`exchange_trips.py`). So memory is bounded, whatever the load. "ragged" has the same trips
+and sends no empty room, where XLA has the collective: on TPUs and GPUs, opt-in until measured. The backward pass sends
+the rows again, with their gradients, and computes the experts again, trip by trip.
 
 All-to-all for experts: Lepikhin et al., arXiv:2006.16668, section 3.3.
 """
@@ -35,7 +35,7 @@ from zoo.ops.varying import align_varying, varying
 from zoo.parallel.collectives import current_mesh
 
 from ..abstract import AbstractFeedForward
-from .exchange_rounds import Exchange, RaggedRounds, Rounds, apply_on_devices
+from .exchange_trips import Exchange, RaggedTrips, Trips, apply_on_devices
 
 SLACK = 1.25
 """Room of a box as a multiple of a balanced load."""
@@ -167,7 +167,7 @@ def _select_local(
 
 
 def _mix_by_exchange(
-    make_rounds: type[Rounds],
+    make_trips: type[Trips],
     request: _Request,
     experts: AbstractFeedForward,
     x: Float[Array, "tokens embed"],
@@ -182,7 +182,7 @@ def _mix_by_exchange(
     mesh = current_mesh()
     assert mesh is not None  # it shards experts
     waiting = tuple(axis for axis in mesh.devices.axis_names if axis in varying(rows))
-    exchange = Exchange(request.axes, request.room, waiting, static, implementation, make_rounds)
+    exchange = Exchange(request.axes, request.room, waiting, static, implementation, make_trips)
     return combine(apply_on_devices(exchange, arrays, rows, sizes), weights, order)
 
 
@@ -234,10 +234,10 @@ EXPERT_EXCHANGE = Operation[_Request](
     "expert exchange",
     (
         Implementation("gathered", _mix_gathered, find_drawback=_find_gathered_drawback),
-        Implementation("boxes", partial(_mix_by_exchange, Rounds), _find_boxes_obstacle),
+        Implementation("boxes", partial(_mix_by_exchange, Trips), _find_boxes_obstacle),
         Implementation(
             "ragged",
-            partial(_mix_by_exchange, RaggedRounds),
+            partial(_mix_by_exchange, RaggedTrips),
             _find_ragged_obstacle,
             lambda _: "it is not measured yet",
         ),

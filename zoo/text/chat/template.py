@@ -223,9 +223,9 @@ def read_chat_template(path: str | Path, special_tokens: Mapping[str, str] | Non
             return template
         return ChatTemplate(template.source, special_tokens, name=template.name)
     if not path.exists():
-        raise FileNotFoundError(f"{path} does not exist: a checkpoint directory or a .jinja file was expected")
+        raise FileNotFoundError(f"{path} does not exist: expected a checkpoint directory or a .jinja file")
     if path.suffix != ".jinja":
-        raise ChatError(f"{path} is not a chat template: a checkpoint directory or a .jinja file was expected")
+        raise ChatError(f"{path} is not a chat template: expected a checkpoint directory or a .jinja file")
     source = _read_source(path)
     if special_tokens is None:
         special_tokens = read_special_tokens(path.parent)

@@ -53,5 +53,5 @@ def _read_stop_tokens(config: dict[str, Any], path: Path) -> list[int]:
         return []
     tokens = given if isinstance(given, list) else [given]
     if not all(type(token) is int for token in tokens):
-        raise ChatError(f"{path}: eos_token_id = {given!r}, where an integer or a list of integers was expected")
+        raise ChatError(f"{path}: eos_token_id = {given!r}, expected an integer or a list of integers")
     return tokens

@@ -11,7 +11,6 @@ from zoo.models import Stack
 from zoo.models.decoder import AbstractStack, UnrolledStack
 from zoo.models.parameter_paths import walk_parameters
 from zoo.models.stack import is_stack, swap_stack
-from zoo.parallel.rounds import merge_rounds
 from zoo.weights.safetensors import DTYPES
 
 
@@ -29,7 +28,7 @@ def unroll(model: Any) -> Any:
             raise TypeError(f"export needs layers in a zoo.models.Stack, and the model has a {type(stack).__name__}")
         return stack.unstack()
 
-    return swap_stack(jax.device_get(merge_rounds(model)), unroll_stack)
+    return swap_stack(jax.device_get(model), unroll_stack)
 
 
 def name_weights(model: Any) -> list[str]:

@@ -70,8 +70,7 @@ def make_trained(make_model: Callable[..., Any], options: TrainingOptions, key: 
 
 def split_into_stages(model: Any, mesh: Mesh) -> Any:
     """Make ends of the layers that the stages of a pipeline do not divide."""
-    stages = mesh.shape["pipe"] * mesh.layout.rounds
-    return split_ends(model, stages) if stages > 1 else model
+    return split_ends(model, mesh.num_stages) if mesh.num_stages > 1 else model
 
 
 def quantize_base(model: Any, quantization: PackedFormat | None) -> Any:

@@ -8,14 +8,13 @@ import equinox as eqx
 import jax
 from jaxtyping import PyTree
 
-from zoo.models import Stack, list_parameter_paths
+from zoo.models import Stack
 from zoo.models.decoder import insert_shared
-from zoo.models.parameter_paths import ParameterPath
+from zoo.models.parameter_paths import ParameterPath, list_parameters
 from zoo.models.stack import is_stack
 from zoo.parallel import Mesh
 from zoo.parallel.mesh import is_array_or_shape
 from zoo.parallel.module import count
-from zoo.parallel.rounds import merge_rounds
 
 from .page import ParameterRow
 
@@ -62,11 +61,10 @@ def tabulate_parameters(model: PyTree, mesh: Mesh) -> list[ParameterRow]:
     models (`eqx.filter_eval_shape`), since nothing is computed.
     """
     arrays = eqx.filter(model, is_array_or_shape)
-    arrays = merge_rounds(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arrays))
-    paths = list_parameter_paths(arrays)
-    names = collections.Counter(path.name for path in paths)
+    parameters = list_parameters(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arrays))
+    names = collections.Counter(path.name for path, _ in parameters)
     rows = []
-    for path, x in zip(paths, jax.tree.leaves(arrays), strict=True):
+    for path, x in parameters:
         sharded = []
         if path.dims:
             for dim, axes in zip(path.dims, mesh.spec(path.dims, x.shape, path.name), strict=False):

@@ -213,7 +213,7 @@ def top_k_log_probs(
         size = logits.shape[-1]
         largest = size * num_shards(logits, "vocab") if vocab is None else vocab
         if not 1 <= k <= largest:
-            raise ValueError(f"k={k}: a number of tokens from 1 to {largest}, the size of the vocabulary, was expected")
+            raise ValueError(f"k={k}: expected a number of tokens from 1 to {largest}, the size of the vocabulary")
         logs = compute_log_probs(cut_vocabulary(logits, vocab), temperature)
         log_probs, ids = lax.top_k(logs, min(k, size))
         ids = ids + shard_offset(logits, "vocab", size)

@@ -134,7 +134,7 @@ def cut_vocabulary(logits: Float[Array, "*tokens vocab"], vocab: int | None) -> 
 
 def _check_vocab(vocab: int, size: int, name: str) -> None:
     if not 1 <= vocab <= size:
-        raise ValueError(f"vocab={vocab}: a size from 1 to {size:,} was expected, the vocabulary of the {name}")
+        raise ValueError(f"vocab={vocab}: expected a size from 1 to {size:,}, the vocabulary of the {name}")
 
 
 def check_beta(beta: float) -> None:

@@ -32,7 +32,7 @@ class HiddenProjections(Module):
         **Raises** `ValueError` for anything but pairs of layers that both models have.
         """
         if not pairs:
-            raise ValueError('pairs of layers were expected, such as "4:12", and none came')
+            raise ValueError('expected pairs of layers, such as "4:12", got none')
         self.pairs = tuple(map(_parse_pair, pairs))
         widths = [_find_widths(model, names) for model, names in zip((student, teacher), self.names, strict=True)]
         keys = jax.random.split(key, len(self.pairs))
@@ -66,7 +66,7 @@ def _compute_error(
 def _parse_pair(pair: str) -> tuple[int, int]:
     own, colon, other = pair.partition(":")
     if not colon or not own.isdecimal() or not other.isdecimal():
-        raise ValueError(f'{pair!r}: a layer of the student and one of the teacher were expected, such as "4:12"')
+        raise ValueError(f'{pair!r}: expected a layer of the student and one of the teacher, such as "4:12"')
     return int(own), int(other)
 
 

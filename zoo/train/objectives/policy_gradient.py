@@ -52,14 +52,14 @@ def group_advantages(
     rewards = np.asarray(rewards)
     if rewards.ndim != 2 or rewards.shape[1] < 2:
         raise ValueError(
-            f'rewards "prompts samples" of 2 or more samples were expected, not of shape {rewards.shape}: the samples '
+            f'expected rewards "prompts samples" of 2 or more samples, got shape {rewards.shape}: the samples '
             "of a prompt are compared with each other"
         )
     if not np.isfinite(rewards).all():
         prompt, sample = np.argwhere(~np.isfinite(rewards))[0]
         raise ValueError(f"the reward of sample {sample} of prompt {prompt} is {rewards[prompt, sample]}")
     if baseline not in ("group", "others"):
-        raise ValueError(f"baseline={baseline!r}: 'group' or 'others' was expected")
+        raise ValueError(f"baseline={baseline!r}: expected 'group' or 'others'")
     count = rewards.shape[1]
     advantages = rewards - rewards.mean(axis=1, keepdims=True)
     if baseline == "others":
@@ -71,7 +71,7 @@ def group_advantages(
     elif scale == "batch":
         deviation = rewards.std(ddof=1)
     else:
-        raise ValueError(f"scale={scale!r}: 'group', 'batch' or 'none' was expected")
+        raise ValueError(f"scale={scale!r}: expected 'group', 'batch' or 'none'")
     return advantages / (deviation + 1e-4)
 
 

@@ -40,7 +40,7 @@ class GroupSampler:
 
     def __post_init__(self):
         if self.data.kind != "prompts":
-            raise ValueError(f"{self.data.kind} records: prompts were expected, to sample answers to (--kind prompts)")
+            raise ValueError(f"{self.data.kind} records: expected prompts, to sample answers to (--kind prompts)")
         if self.data.parts:
             raise ValueError(
                 "a mixture of prompts: its rows do not say from which part they are, so that rewards would read other "

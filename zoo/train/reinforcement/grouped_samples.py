@@ -149,7 +149,7 @@ def fill_groups(draws: Iterable[Groups], count: int) -> Groups:
             break
     rewards = np.concatenate([groups.rewards for groups in taken])
     if len(rewards) < count:
-        raise ValueError(f"{len(taken)} draws have {len(rewards)} groups, and {count} were expected")
+        raise ValueError(f"{len(taken)} draws have {len(rewards)} groups: expected {count}")
     chosen = np.argsort(~_has_signal(rewards), kind="stable")[:count]
 
     def choose(*arrays: Shaped[np.ndarray, "..."]) -> Shaped[np.ndarray, "..."]:

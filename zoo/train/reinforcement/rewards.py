@@ -126,7 +126,7 @@ def _parse_weight(weight: str, specification: str) -> float:
     try:
         return float(weight)
     except ValueError:
-        raise RewardError(f"{specification}: {weight} is not a weight, a number was expected") from None
+        raise RewardError(f"{specification}: expected a number as the weight, got {weight}") from None
 
 
 def _import_function(path: Path, name: str) -> RewardFunction:
@@ -162,7 +162,7 @@ def _call(
         values = np.empty(0)
     if values.shape != (len(texts),):
         raise RewardError(
-            f"reward {name} returned {_to_words(found)} for {len(texts)} texts, and a number for each was expected"
+            f"reward {name} returned {_to_words(found)} for {len(texts)} texts: expected a number for each"
         )
     if len(faulty := np.flatnonzero(~np.isfinite(values))):
         row = int(faulty[0])

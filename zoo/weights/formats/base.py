@@ -76,7 +76,7 @@ class AbstractQuantizedFormat(abc.ABC):
             if suffix in parts and parts[suffix].shape not in shapes:
                 expected = " or ".join(str(list(shape)) for shape in shapes)
                 yield (
-                    f"{name}.{suffix} is {list(parts[suffix].shape)}, and {expected} was expected for a matrix of "
+                    f"{name}.{suffix} is {list(parts[suffix].shape)}: expected {expected} for a matrix of "
                     f"[{out}, {in_}]"
                 )
 

@@ -128,9 +128,9 @@ class NF4Format(AbstractQuantizedFormat):
         nested_size = NESTED_GROUP_SIZE if self.nested else None
         wanted = BLOCK_SIZE, nested_size
         if found != wanted:
-            yield f"{name} has blocksize and nested_blocksize {found}, and {wanted} were expected"
+            yield f"{name} has blocksize and nested_blocksize {found}: expected {wanted}"
         if parts["weight"].shape[1:] != (1,):
-            yield f"{name}.weight is {list(parts['weight'].shape)}, and one column was expected"
+            yield f"{name}.weight is {list(parts['weight'].shape)}: expected one column"
         if not np.array_equal(parts["weight.quant_map"].read(), CODEBOOK):
             yield f"{name}.weight.quant_map is not the codebook of NF4"
 
@@ -197,10 +197,10 @@ def _read_state(parts: Parts) -> dict[str, Any]:
         sizes.append("nested_blocksize")
     is_count = lambda value: type(value) is int and 0 < value < 2**48
     if not isinstance(state, dict) or not all(is_count(state.get(key)) for key in sizes) or "quant_type" not in state:
-        raise ValueError(f"quant_type and {' and '.join(sizes)} above 0 were expected")
+        raise ValueError(f"expected quant_type and {' and '.join(sizes)} above 0")
     shape = state.get("shape")
     if not isinstance(shape, list) or len(shape) != 2 or not all(map(is_count, shape)):
-        raise ValueError(f"the shape of a matrix was expected, not {shape!r}")
+        raise ValueError(f"expected the shape of a matrix, got {shape!r}")
     if "nested_blocksize" in state and not isinstance(state.get("nested_offset"), float | int):
         raise ValueError("nested_offset is missing")
     return state

@@ -38,7 +38,7 @@ def find_quantized(
         elif wrong := [suffix for suffix, x in parts.items() if x.dtype not in map(np.dtype, kinds[suffix])]:
             expected = [" or ".join(np.dtype(kind).name for kind in kinds[suffix]) for suffix in wrong]
             listed = zip(wrong, expected, strict=True)
-            errors += [f"{name}.{end} is {parts[end].dtype}, and {kind} was expected" for end, kind in listed]
+            errors += [f"{name}.{end} is {parts[end].dtype}: expected {kind}" for end, kind in listed]
         elif quantized.is_left_out(name):
             errors.append(f"{name} is quantized, and the config declares that it is not")
         else:

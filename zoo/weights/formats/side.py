@@ -20,7 +20,7 @@ def encode_side_tensors(tensors: Mapping[str, LazyTensor]) -> str:
     names = {}
     for name, tensor in sorted(tensors.items()):
         if (data := np.ascontiguousarray(tensor.read())).nbytes > _MAX_BYTES:
-            raise CheckpointError(f"{name} has {data.nbytes:,} bytes, and at most {_MAX_BYTES:,} were expected")
+            raise CheckpointError(f"{name} has {data.nbytes:,} bytes: expected at most {_MAX_BYTES:,}")
         entry = DTYPE_CODES[tensor.dtype], tensor.shape, base64.b64encode(data.tobytes()).decode()
         names[name] = numbers.setdefault(entry, len(numbers))
     if not names:

@@ -1,6 +1,6 @@
-"""Rounds of the exchange between tokens and experts: every round sends each device one box of rows, and it back.
+"""Trips of the exchange between tokens and experts: every trip sends each device one box of rows, and it back.
 
-Rows are sorted by expert, so by device, too. A box has room for a fixed number of rows; there are as many rounds as the
+Rows are sorted by expert, so by device, too. A box has room for a fixed number of rows; there are as many trips as the
 fullest box of all devices needs, a number that no shape depends on. One small all-to-all tells each device how many
 rows of which expert will come from where, so that rows travel without the numbers of their experts.
 """
@@ -35,12 +35,12 @@ class Exchange:
     room: int
     """Rows that fit into a box."""
     waiting: tuple[str, ...]
-    """Mesh axes whose devices all run the same number of rounds, so that none waits in a round that others skip."""
+    """Mesh axes whose devices all run the same number of trips, so that none waits in a trip that others skip."""
     static: PyTree
     """The experts without their arrays."""
     implementation: str
-    make_rounds: Callable[..., "Rounds"]
-    """`Rounds`, or `RaggedRounds`."""
+    make_trips: Callable[..., "Trips"]
+    """`Trips`, or `RaggedTrips`."""
 
     def apply(self, arrays: PyTree, x: _Slots, sizes: Int[Array, "experts"]) -> _Slots:
         """Apply the experts of this device."""
@@ -52,8 +52,8 @@ class Exchange:
         return lax.all_to_all(x, self.axes, 0, 0, tiled=True)
 
 
-class Rounds:
-    """Boxes of every round: which rows are in which, by the numbers of rows that chose each expert."""
+class Trips:
+    """Boxes of every trip: which rows are in which, by the numbers of rows that chose each expert."""
 
     def __init__(self, exchange: Exchange, rows: int, sizes: Int[Array, "experts"]):
         self.exchange = exchange
@@ -71,27 +71,27 @@ class Rounds:
         """The place of each row among those for its device."""
         fullest = -(-self.counts.max() // self.room)
         self.count = lax.pmax(fullest, exchange.waiting)
-        """Number of rounds."""
+        """Number of trips."""
 
     def send(self, x: _Rows, index: Int[Array, ""]) -> _Slots:
-        """Send the boxes of a round; return the received boxes."""
+        """Send the boxes of a trip; return the received boxes."""
         within = index * self.room + jnp.arange(self.room)
         is_row = within < self.counts[:, None]
         boxes = x[jnp.where(is_row, self.starts[:, None] + within, 0)]
         return self.exchange.trade(jnp.where(is_row[..., None], boxes, 0).reshape(-1, x.shape[1]))
 
     def send_back(self, into: _Rows, boxes: _Slots, index: Int[Array, ""]) -> _Rows:
-        """Send the received boxes of a round back, and write their rows to the original places."""
+        """Send the received boxes of a trip back, and write their rows to the original places."""
         home = self.return_boxes(boxes, index)
         slots = self.owners * self.room + self.places % self.room
         return jnp.where((self.places // self.room == index)[:, None], home[slots], into)
 
     def return_boxes(self, boxes: _Slots, index: Int[Array, ""]) -> _Slots:
-        """Send the boxes of a round to where they came from."""
+        """Send the boxes of a trip to where they came from."""
         return self.exchange.trade(boxes)
 
     def sort(self, index: Int[Array, ""]) -> tuple[Int[Array, "slots"], Int[Array, "slots"], Int[Array, "experts"]]:
-        """Return the order by expert of a round's rows that have come, its inverse, and the rows of each expert."""
+        """Return the order by expert of a trip's rows that have come, its inverse, and the rows of each expert."""
         within = index * self.room + jnp.arange(self.room)
         ends = jnp.cumsum(self.arriving, axis=1)
         expert = (ends[:, None] <= within[:, None]).sum(-1)  # beyond the last where a box is empty
@@ -100,7 +100,7 @@ class Rounds:
         return order.assignments, order.row_indices[:, 0], order.group_sizes[:held]
 
 
-class RaggedRounds(Rounds):
+class RaggedTrips(Trips):
     """The same boxes, of which only the rows travel."""
 
     def send(self, x: _Rows, index: Int[Array, ""]) -> _Slots:
@@ -120,13 +120,13 @@ class RaggedRounds(Rounds):
     ) -> _Slots:
         """Send each device the rows that begin at its entry of `starts`, into the box of this device there.
 
-        `sent` and `received` are numbers of rows in all rounds.
+        `sent` and `received` are numbers of rows in all trips.
         """
         (axis,) = self.exchange.axes
         boxes, _ = align_varying(jnp.zeros((self.shards * self.room, x.shape[1]), x.dtype), x)
-        in_round = lambda count: jnp.clip(count - index * self.room, 0, self.room).astype(jnp.int32)
+        in_trip = lambda count: jnp.clip(count - index * self.room, 0, self.room).astype(jnp.int32)
         place = jnp.broadcast_to(lax.axis_index(axis) * self.room, starts.shape)
-        sizes = (starts, in_round(sent), place, in_round(received))
+        sizes = (starts, in_trip(sent), place, in_trip(received))
         offsets = align_varying(*(size.astype(jnp.int32) for size in sizes), x)[:4]
         return lax.ragged_all_to_all(x, boxes, *offsets, axis_name=axis)
 
@@ -137,21 +137,19 @@ def apply_on_devices(exchange: Exchange, arrays: PyTree, rows: _Rows, sizes: Int
 
     Rows are sorted by expert, `sizes[e]` of expert e of all devices.
     """
-    return _run_rounds(exchange, exchange.apply, arrays, rows, sizes)
+    return _run_trips(exchange, exchange.apply, arrays, rows, sizes)
 
 
-def _run_rounds(
-    exchange: Exchange, apply: Callable, arrays: PyTree, rows: _Rows, sizes: Int[Array, "experts"]
-) -> _Rows:
-    """Send rows to their experts, `apply` these, and send the results back, round by round."""
-    rounds = exchange.make_rounds(exchange, len(rows), sizes)
+def _run_trips(exchange: Exchange, apply: Callable, arrays: PyTree, rows: _Rows, sizes: Int[Array, "experts"]) -> _Rows:
+    """Send rows to their experts, `apply` these, and send the results back, trip by trip."""
+    trips = exchange.make_trips(exchange, len(rows), sizes)
 
-    def run_round(index: Int[Array, ""], y: _Rows) -> _Rows:
-        order, inverse, counts = rounds.sort(index)
-        found = apply(arrays, rounds.send(rows, index)[order], counts)
-        return rounds.send_back(y, found[inverse], index)
+    def run_trip(index: Int[Array, ""], y: _Rows) -> _Rows:
+        order, inverse, counts = trips.sort(index)
+        found = apply(arrays, trips.send(rows, index)[order], counts)
+        return trips.send_back(y, found[inverse], index)
 
-    return lax.fori_loop(0, rounds.count, run_round, jnp.zeros_like(rows))
+    return lax.fori_loop(0, trips.count, run_trip, jnp.zeros_like(rows))
 
 
 def _apply_on_devices_fwd(exchange: Exchange, arrays: PyTree, rows: Any, sizes: Any) -> tuple[_Rows, tuple]:
@@ -159,27 +157,27 @@ def _apply_on_devices_fwd(exchange: Exchange, arrays: PyTree, rows: Any, sizes: 
     trained = jax.tree.map(lambda x: x.value if x.perturbed else None, arrays)
     frozen = jax.tree.map(lambda x: None if x.perturbed else x.value, arrays)
     residuals = trained, frozen, rows.value, sizes.value
-    run = partial(_run_rounds, exchange, partial(evaluate, exchange.apply))
+    run = partial(_run_trips, exchange, partial(evaluate, exchange.apply))
     return as_one_equation(run, eqx.combine(trained, frozen), rows.value, sizes.value), residuals
 
 
 def _apply_on_devices_bwd(exchange: Exchange, residuals: tuple, gradient: Any) -> tuple:
-    """Return the cotangents of the trained arrays, summed in float32 over the rounds, and of the rows."""
+    """Return the cotangents of the trained arrays, summed in float32 over the trips, and of the rows."""
     trained, frozen, rows, sizes = residuals
     if isinstance(gradient, jax.custom_derivatives.SymbolicZero):
         return None, None, None
-    rounds = exchange.make_rounds(exchange, len(rows), sizes)
+    trips = exchange.make_trips(exchange, len(rows), sizes)
 
-    def run_round(index: Int[Array, ""], sums: tuple[PyTree, _Rows]) -> tuple[PyTree, _Rows]:
-        order, inverse, counts = rounds.sort(index)
+    def run_trip(index: Int[Array, ""], sums: tuple[PyTree, _Rows]) -> tuple[PyTree, _Rows]:
+        order, inverse, counts = trips.sort(index)
         apply = lambda trained, x: exchange.apply(eqx.combine(trained, frozen), x, counts)
-        _, pull_back = jax.vjp(apply, trained, rounds.send(rows, index)[order])
-        more, row_gradient = pull_back(rounds.send(gradient, index)[order])
+        _, pull_back = jax.vjp(apply, trained, trips.send(rows, index)[order])
+        more, row_gradient = pull_back(trips.send(gradient, index)[order])
         total = jax.tree.map(lambda x, y: x + y.astype(jnp.float32), sums[0], more)
-        return total, rounds.send_back(sums[1], row_gradient[inverse], index)
+        return total, trips.send_back(sums[1], row_gradient[inverse], index)
 
     zeros = jax.tree.map(lambda x: jnp.zeros_like(x, jnp.float32), trained), jnp.zeros_like(rows)
-    total, row_gradient = lax.fori_loop(0, rounds.count, run_round, zeros)
+    total, row_gradient = lax.fori_loop(0, trips.count, run_trip, zeros)
     gradients = jax.tree.map(lambda x, y: x.astype(y.dtype), total, trained), row_gradient
     instead = 'take zoo.Layout(expert="gathered")'
     return *refuse_reverse_over_reverse(gradients, "the exchange of tokens and experts", instead), None
