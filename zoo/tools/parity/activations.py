@@ -79,8 +79,8 @@ class TextInputs(NamedTuple):
     """Inputs of an encoder of texts."""
 
     tokens: Array
-    mask: Array | None
-    token_types: Array | None
+    mask: Array | None = None
+    token_types: Array | None = None
 
     def zero_padding(self, x: Any) -> Any:
         """Set the features of padding, "batch seq features" or "batch seq", to 0, since models do not define them."""
