@@ -48,7 +48,7 @@ from .skip import count_skips, skip_nonfinite
 from .stored_teacher import split_top_k, store_top_k
 from .summary import summary
 from .sweep import sweep_grid, sweep_map, sweep_models, sweep_step
-from .trackers import TensorBoard, Trackio, WeightsAndBiases
+from .trackers import TensorBoard, WeightsAndBiases
 
 __all__ = [
     "BFloat16Moment",
@@ -71,7 +71,6 @@ __all__ = [
     "ShuffledBatches",
     "TensorBoard",
     "TokenWindows",
-    "Trackio",
     "WeightsAndBiases",
     "adamw",
     "apply_updates",
