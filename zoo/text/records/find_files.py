@@ -19,10 +19,9 @@ from zoo._files import open_regular, read_json, walk_files, write_json
 from zoo._optional import import_optional
 
 from .array_record import ArrayRecords
-from .arrow import ArrowTable
 from .json_lines import JsonLines
-from .parquet import Parquet
 from .record_file import INSTALL, RecordFile, quote
+from .tables import ArrowTable, Parquet
 
 _logger = logging.getLogger("zoo")
 
@@ -313,15 +312,6 @@ def _read_first_record(path: Path) -> dict[str, Any]:
 
 def _read_table(path: Path) -> dict[str, list[Any]]:
     """Return the entries of a table of digests: size, time and digest by path. A damaged table counts as empty."""
-    try:
-        table = read_json(path)
-    except (OSError, ValueError):
-        return {}
-    if not isinstance(table, dict):
-        return {}
-    return {name: entry for name, entry in table.items() if _is_entry(entry)}
-
-
-def _is_entry(entry: Any) -> bool:
-    is_complete = isinstance(entry, list) and len(entry) == 3
-    return is_complete and [type(value) for value in entry] == [int, int, str]
+    with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
+        return {name: entry for name, entry in read_json(path).items() if list(map(type, entry)) == [int, int, str]}
+    return {}

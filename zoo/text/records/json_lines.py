@@ -23,7 +23,6 @@ _UNIT_BYTES = 4 * 2**20
 _LINE_BYTES = JSON_BYTES
 _ARRAY_BYTES = 2**30
 _CHUNK_BYTES = 2**20
-_ZSTD_BYTES = 2**13  # they may expand ten thousandfold
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _SPACE = b" \t\r\n"
 _SPACES = re.compile(r"[ \t\r\n]*")
@@ -113,9 +112,12 @@ class JsonLines:
                 with name_damage(self.path, EOFError, zlib.error), gzip.open(file) as text:
                     yield text  # type: ignore[misc]
             elif suffix == ".zst":
-                zstandard = import_optional("zstandard", INSTALL)
-                with name_damage(self.path, zstandard.ZstdError):
-                    yield io.BufferedReader(_ZstdReader(file, zstandard))  # type: ignore[misc]
+                pyarrow = import_optional("pyarrow", INSTALL)
+                with (
+                    name_damage(self.path),
+                    pyarrow.CompressedInputStream(pyarrow.PythonFile(file, mode="r"), "zstd") as stream,
+                ):
+                    yield io.BufferedReader(stream)  # type: ignore[misc]
             else:
                 file.seek(start)
                 yield file
@@ -273,36 +275,3 @@ def _skip_space(text: str, at: int) -> int:
     found = _SPACES.match(text, at)
     assert found is not None
     return found.end()
-
-
-class _ZstdReader(io.RawIOBase):
-    """Decompresses frame by frame. The package's own reader takes a truncated frame for the end of the file."""
-
-    def __init__(self, file: BinaryIO, zstandard: Any):
-        self._file = file
-        self._decompressor = zstandard.ZstdDecompressor()
-        self._frame: Any = None
-        self._compressed = b""
-        self._text = b""
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        while not self._text:
-            content = self._compressed or self._file.read(_ZSTD_BYTES)
-            if not content and self._frame is not None:
-                raise ValueError("it ends within a frame of zstd")
-            if not content:
-                return 0
-            self._compressed = b""
-            if self._frame is None:
-                self._frame = self._decompressor.decompressobj()
-            self._text = self._frame.decompress(content)
-            if self._frame.eof:
-                self._compressed = self._frame.unused_data
-                self._frame = None
-        part = self._text[: len(buffer)]
-        self._text = self._text[len(part) :]
-        buffer[: len(part)] = part
-        return len(part)
