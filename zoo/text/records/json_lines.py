@@ -23,6 +23,7 @@ _UNIT_BYTES = 4 * 2**20
 _LINE_BYTES = JSON_BYTES
 _ARRAY_BYTES = 2**30
 _CHUNK_BYTES = 2**20
+_BEGIN_BYTES = 2**16
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _SPACE = b" \t\r\n"
 _SPACES = re.compile(r"[ \t\r\n]*")
@@ -47,10 +48,10 @@ class JsonLines:
 
     def split(self) -> list[Unit]:
         """**Raises** `ValueError` for a file in UTF-16, a `.json` file of anything else, and as `RecordFile` does."""
-        self._check_encoding()
+        begin = self._read_begin()
         is_array = self._is_array()
         if self._is_json() and not is_array:
-            self._check_first_line()
+            self._check_first_line(begin)
         with open_regular(self.path) as file:
             size = os.fstat(file.fileno()).st_size
             if is_array or self._is_compressed():
@@ -86,16 +87,20 @@ class JsonLines:
                 lines_before += file.read(min(_CHUNK_BYTES, unit.start - start)).count(b"\n")
         return f"{self.path}:{lines_before + number + 1}"
 
-    def _check_encoding(self) -> None:
-        """**Raises** `ValueError` for a file in UTF-16 or UTF-32, in which line ends are no bytes of their own."""
+    def _read_begin(self) -> bytes:
+        """Return the beginning of the file, from the first byte that is not space.
+
+        **Raises** `ValueError` for a file in UTF-16 or UTF-32, in which line ends are no bytes of their own.
+        """
         with self._open() as file:
-            begin = file.read(4)
-        encoding = json.detect_encoding(begin)
-        if any(begin) and encoding.startswith(("utf-16", "utf-32")):
+            begin = file.read(_BEGIN_BYTES)
+        encoding = json.detect_encoding(begin[:4])
+        if any(begin[:4]) and encoding.startswith(("utf-16", "utf-32")):
             name = encoding.upper().replace("-LE", "LE").replace("-BE", "BE")
             raise ValueError(
                 f"{self.path}: UTF-8 was expected, and this file is in {name}: `iconv -f {name} -t UTF-8` converts it"
             )
+        return begin.removeprefix(_BYTE_ORDER_MARK).lstrip(_SPACE)
 
     def _is_json(self) -> bool:
         return self.path.name.lower().endswith((".json", ".json.gz", ".json.zst"))
@@ -123,24 +128,16 @@ class JsonLines:
                 yield file
 
     def _is_array(self) -> bool:
-        if not self._is_json():
-            return False
-        with self._open() as file:
-            begin = file.read(len(_BYTE_ORDER_MARK)).removeprefix(_BYTE_ORDER_MARK)
-            while not begin.strip(_SPACE) and (chunk := file.read(_CHUNK_BYTES)):
-                begin = chunk
-        return begin.lstrip(_SPACE).startswith(b"[")
+        return self._is_json() and self._read_begin().startswith(b"[")
 
-    def _check_first_line(self) -> None:
-        """**Raises** `ValueError` unless the first line of a `.json` file is an object."""
-        line = b""
-        with self._open() as file:
-            while not line.strip(_SPACE) and (line := file.readline(_LINE_BYTES)):
-                line = line.removeprefix(_BYTE_ORDER_MARK)
+    def _check_first_line(self, begin: bytes) -> None:
+        """**Raises** `ValueError` unless the first line of a `.json` file is an object. Of a longer line only the first
+        byte counts."""
+        line, line_end, _ = begin.partition(b"\n")
         try:
             is_object = not line or isinstance(parse_json(line), dict)
         except ValueError:
-            is_object = False
+            is_object = line.startswith(b"{") and not line_end
         if not is_object:
             came = quote(line.decode(errors="backslashreplace").rstrip())
             raise ValueError(
