@@ -25,13 +25,14 @@ gc.set_threshold(50_000, 10, 10)
 
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by marks
 def pytest_collection_modifyitems(items):
-    """Mark the cases of a test with `one_case` as ci, except for the first that is not slow."""
+    """Mark the cases of a test with `one_case` as ci, or as its argument says, but for the first that is not slow."""
     seen = set()
     for item in items:
-        if item.get_closest_marker("one_case") and not item.get_closest_marker("slow"):
+        mark = item.get_closest_marker("one_case")
+        if mark and not item.get_closest_marker("slow"):
             name = item.nodeid.partition("[")[0]
             if name in seen:
-                item.add_marker(pytest.mark.ci)
+                item.add_marker(getattr(pytest.mark, *mark.args or ("ci",)))
             seen.add(name)
 
 

@@ -1,6 +1,5 @@
 """The first hour of docs/first-hour.md, command by command, from the wheel and a hub on the loopback."""
 
-import importlib.util
 import json
 import os
 import re
@@ -63,7 +62,7 @@ def test_the_page_has_the_steps_of_the_first_hour():
         "zoo chat",
         "zoo.load(",
         "zoo fork lora",
-        "--track trackio",
+        "--track tensorboard",
         "adapters.merge",
         "zoo.save(",
         "zoo generate",
@@ -73,8 +72,6 @@ def test_the_page_has_the_steps_of_the_first_hour():
 
 @pytest.mark.ci
 def test_the_first_hour_runs_from_the_wheel(installed, model, tmp_path):
-    """With TensorBoard where trackio is not installed: the weekly tests have it."""
-    tracker = "trackio" if importlib.util.find_spec("trackio") else "tensorboard"
     with serve_hub({NAME: Repository({"main": model})}) as hub:
         environment = make_environment(1)
         environment.pop("PYTHONPATH", None)
@@ -83,13 +80,11 @@ def test_the_first_hour_runs_from_the_wheel(installed, model, tmp_path):
             "HF_ENDPOINT": hub.endpoint,
             "HF_HOME": str(tmp_path / "hf"),
             "HF_HUB_OFFLINE": "0",
-            "TRACKIO_DIR": str(tmp_path / "trackio"),
             "XDG_CACHE_HOME": str(tmp_path / "cache"),
         }
         printed = []
         for kind, source in list_steps():
             program = ["bash", "-euo", "pipefail", "-c"] if kind == "bash" else ["python", "-c"]
-            source = source.replace("--track trackio", f"--track {tracker}")
             done = subprocess.run(
                 [*program, source], env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=600
             )

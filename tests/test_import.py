@@ -29,7 +29,6 @@ HEAVY = {
     "tokamax",
     "tokenizers",
     "tyro",
-    "zstandard",
 }
 
 PROBE = """

@@ -115,6 +115,7 @@ FEWER_BY_DEFAULT = ["attention", pytest.param("recurrence", marks=pytest.mark.sl
 ARGUMENTS = [(name, argument) for name, entrance in ENTRANCES.items() for argument in ("tokens", *entrance.takes)]
 
 
+@pytest.mark.one_case("slow")
 @pytest.mark.parametrize("model", FEWER_BY_DEFAULT)
 @pytest.mark.parametrize("entrance, argument", ARGUMENTS)
 @pytest.mark.parametrize("kinds", ["one of each", pytest.param("all", marks=pytest.mark.slow)])
@@ -127,6 +128,7 @@ def test_integers_of_any_dtype_are_taken(no_type_checks, entrance, argument, mod
         compare(entrance, model, argument, tokens, given)
 
 
+@pytest.mark.one_case("slow")
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("entrance", [name for name, entrance in ENTRANCES.items() if "mask" in entrance.takes])
 def test_boolean_masks_of_numpy_and_jax_are_taken(entrance, model):
@@ -202,6 +204,7 @@ def test_other_inputs_are_refused_by_name(no_type_checks, entrance, argument, mo
         assert "\n" not in str(raised.value), label
 
 
+@pytest.mark.one_case("slow")
 @pytest.mark.parametrize("model", FEWER_BY_DEFAULT)
 @pytest.mark.parametrize("entrance, argument", [pair for pair in ARGUMENTS if pair[0] not in ("place_batch", "value")])
 def test_programs_compute_the_same(entrance, argument, model):
@@ -219,6 +222,7 @@ def test_programs_compute_the_same(entrance, argument, model):
         np.testing.assert_allclose(np.asarray(result), np.asarray(expected), atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.one_case("slow")
 @pytest.mark.parametrize("model", MODELS)
 def test_states_take_positions_only(no_type_checks, model):
     model = make_model(model)
@@ -256,6 +260,7 @@ KEYED = {
 }
 
 
+@pytest.mark.one_case("slow")
 @pytest.mark.parametrize("entrance", KEYED)
 def test_keys_of_both_styles_are_one_key(no_type_checks, entrance):
     call, model = KEYED[entrance], make_model("attention")

@@ -46,10 +46,10 @@ def make_files(directory: Path) -> list[Path]:
         "b.json": lines,
         "a.jsonl.gz": gzip.compress(lines),
     }
-    if importlib.util.find_spec("zstandard"):
-        import zstandard
+    if importlib.util.find_spec("pyarrow"):
+        import pyarrow
 
-        contents["a.jsonl.zst"] = zstandard.compress(lines)
+        contents["a.jsonl.zst"] = pyarrow.compress(lines, codec="zstd", asbytes=True)
     paths = [directory / name.replace(".", "_") / name for name in contents]
     for path in paths:
         path.parent.mkdir()

@@ -155,6 +155,7 @@ def list_meshes():
     yield pytest.param("transformer", ("lora", "dora"), "tokens", marks=pytest.mark.slow)
 
 
+@pytest.mark.one_case("slow")
 @pytest.mark.parametrize(
     ("kind", "methods", "layout"), list(list_meshes()), ids=lambda x: x if isinstance(x, str) else str(len(x))
 )

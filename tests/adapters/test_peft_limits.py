@@ -33,6 +33,7 @@ def equal(a, b):
     return jax.tree.reduce(jnp.logical_and, jax.tree.map(lambda x, y: jnp.allclose(x, y, atol=1e-5), *merged))
 
 
+@pytest.mark.one_case("slow")
 @pytest.mark.parametrize(
     ("family", "left_out"),
     [
@@ -75,6 +76,7 @@ def test_models_of_no_family_have_no_limits(caplog):
     assert caplog.messages == []
 
 
+@pytest.mark.one_case("slow")
 @pytest.mark.parametrize("family", ["glm4_moe", "afmoe"])
 def test_lora_of_shared_experts_is_saved_by_parameter(family, tmp_path):
     """PEFT takes `target_modules` with names of experts for the experts, also shared ones and dense layers."""
@@ -111,6 +113,7 @@ def test_lora_of_shared_experts_is_read_by_module(tmp_path):
     assert equal(adapters.load(base, tmp_path, adapter_name="lora"), adapted)
 
 
+@pytest.mark.one_case("slow")
 @pytest.mark.parametrize(
     ("make", "target", "message"),
     [

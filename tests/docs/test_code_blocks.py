@@ -1,4 +1,5 @@
-"""Run every block of Python in the README and the documentation, and every `$ zoo ...` in a console block.
+"""Run every block of Python in the README and the documentation, and every `$ zoo ...` in a console block. The build of
+the site runs those of the tutorials, for their notebooks.
 
 The blocks of one page share a namespace, in order. A block of Python below `<!-- no-run: why -->` is skipped; commands
 below `<!-- fails: why -->` must fail. A mark in the info string is an error: the site would not render the block.
@@ -20,7 +21,6 @@ PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]
 FOR_EIGHT_DEVICES = (
     *("README.md", "docs/add-a-layer.md", "docs/export.md", "docs/ideas.md", "docs/layout.md"),
     *("docs/parallelism.md", "docs/pipelines.md", "docs/profile.md", "docs/read-a-program.md", "docs/residuals.md"),
-    *("docs/tutorials/devices.md", "docs/tutorials/from-pytorch-3.md"),
 )
 """Pages that ask for eight devices, or are about them."""
 RUN_BY_OTHER_TESTS = ("docs/look-inside.md",)
@@ -43,7 +43,7 @@ def list_cases():
     """Each page, on one device as most readers have; where it says so on eight, and the others on eight too if slow."""
     for page in PAGES:
         name, code = str(page.relative_to(ROOT)), list_code(page.read_text(encoding="utf-8"))
-        if name in RUN_BY_OTHER_TESTS:
+        if name in RUN_BY_OTHER_TESTS or name.startswith("docs/tutorials/"):
             continue
         if name in FOR_EIGHT_DEVICES:
             yield pytest.param(page, 8, id=name)

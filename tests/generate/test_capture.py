@@ -31,6 +31,7 @@ def take_new(value, name):
     return jnp.take(value, jnp.arange(4, 4 + NEW), axis=axis)
 
 
+@pytest.mark.ci
 def test_values_are_those_of_the_whole_text(model, generated):
     text = jnp.concatenate([TOKENS, generated.tokens], axis=1)
     _, seen = zoo.capture(model, *NAMES, PROBABILITIES)(text)

@@ -43,7 +43,7 @@ def count_read(monkeypatch):
     return seen
 
 
-@pytest.mark.one_case
+@pytest.mark.one_case("slow")
 @pytest.mark.parametrize("name", MIXERS)
 def test_turns_give_the_tokens_of_generate(name, count_read):
     model = make(name)

@@ -70,6 +70,7 @@ def test_ragged_turns_equal_a_fresh_call(name):
     assert len(ends) > 1
 
 
+@pytest.mark.one_case("slow")
 @pytest.mark.parametrize("name", [*MIXERS][:1])
 def test_one_prefix_serves_many_rows(name):
     model = make_model(name)

@@ -384,6 +384,7 @@ def test_padded_prompts_have_positions_of_each_row_alone():
         assert jnp.array_equal(got[row], zoo.generate(model, alone, max_new_tokens=8)[0])
 
 
+@pytest.mark.one_case("slow")
 @pytest.mark.parametrize("options", [{}, {"temperature": 1.0, "key": jax.random.key(2)}], ids=["greedy", "sampled"])
 def test_logits_that_are_not_finite_are_an_error(options):
     """The embedding of one token is NaN: a row that reads it ends, and other rows go on."""

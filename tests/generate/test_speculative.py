@@ -40,7 +40,7 @@ DRAFTS = {"the model": lambda model: model, "another": lambda model: make_model(
 """The proposals of the first are all accepted without penalties, and those of the second hardly ever."""
 
 
-@pytest.mark.one_case
+@pytest.mark.one_case("slow")
 @pytest.mark.parametrize(
     ("name", "drafts"),
     [
@@ -86,6 +86,7 @@ def test_states_after_rejections_go_on():
     np.testing.assert_array_equal(found, expected)
 
 
+@pytest.mark.ci
 def test_prompt_lookup_reads_a_repeated_text_in_fewer_steps():
     """The first n-gram that matches; copied text is accepted at once, and a prefix is looked up, too."""
     model = make_model()
@@ -100,7 +101,7 @@ def test_prompt_lookup_reads_a_repeated_text_in_fewer_steps():
         assert found.steps <= 20
 
 
-@pytest.mark.one_case
+@pytest.mark.one_case("slow")
 @pytest.mark.parametrize("draft", ["another", "prompt"])
 def test_samples_follow_the_distribution_of_the_model(draft):
     """p(a, b, c) by chi-square over 6,000 rows of one prompt with fixed keys, after temperature, top-k and min-p. The
@@ -144,6 +145,7 @@ def test_samples_follow_the_distribution_of_the_model(draft):
     assert measure_fit(0.5 * expected + 0.5 * rows * find_probabilities(other)) < 1e-9
 
 
+@pytest.mark.ci
 def test_samples_do_not_depend_on_other_rows():
     model = make_model()
     tokens, _ = draw_prompt()

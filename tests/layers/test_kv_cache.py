@@ -121,6 +121,7 @@ def test_padding_takes_no_slot():
     assert latent.positions[:, :3].tolist() == [[0, 1, -1], [0, 1, -1]] and latent.written.tolist() == [2, 2]
 
 
+@pytest.mark.one_case("slow")
 @pytest.mark.parametrize("name, split", [("full", (9,)), ("full", (3, 3, 3)), ("latent", (4, 1))], ids=str)
 def test_row_that_does_not_fit_raises_and_is_nan_under_jit(name, split):
     """One row of two has too many tokens for a cache of 4; the other has padding instead."""

@@ -102,6 +102,7 @@ def test_layers_are_the_hidden_states(name):
         np.testing.assert_allclose(value, state, atol=2e-5)
 
 
+@pytest.mark.ci
 def test_names_are_all_captured(model):
     names = zoo.capture_names(model, TOKENS)
     _, seen = zoo.capture(model, *names)(TOKENS)
@@ -166,6 +167,7 @@ def test_a_row_of_an_edit_is_of_the_layer_at_its_place(loop):
         np.testing.assert_allclose(seen[name][place], expected, atol=2e-6)
 
 
+@pytest.mark.ci
 def test_patterns_name_several_fields(model):
     _, seen = zoo.capture(model, "layers.*.*_norm", "layers.0.gated_mlp.*")(TOKENS)
     mlp = {f"layers.0.gated_mlp.{name}" for name in ("input", "gate", "up", "down")}
@@ -198,6 +200,7 @@ def test_edits_change_the_layers_after_them(model, expected):
         assert jnp.abs(seen["layers.*"][2] - before["layers.*"][2]).max() > 0.1
 
 
+@pytest.mark.ci
 def test_an_ablated_head_gives_nothing(model):
     name = "layers.1.attention"
     ablated = zoo.patch(model, {f"{name}.probabilities": lambda p: p.at[:, 2].set(0)})
@@ -233,6 +236,7 @@ def test_without_names_the_program_is_unchanged(model):
     assert lower(lambda model, tokens: zoo.capture(model, "norm")(tokens)[0]) == plain
 
 
+@pytest.mark.ci
 def test_a_captured_layer_adds_one_activation():
     model = make(layers=12, loop="plain")
     sizes = []

@@ -21,7 +21,7 @@ KEY = jax.random.key(0)
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "models"
 
 
-@pytest.mark.one_case
+@pytest.mark.one_case("slow")
 @pytest.mark.parametrize("layers", [[0, 2, 4], [5, 0]])
 def test_kept_layers_are_layers_of_the_model(layers):
     """Of two kinds, in any order."""
@@ -93,7 +93,7 @@ def test_a_model_with_replaced_mixers_decodes(hybrid):
     np.testing.assert_array_equal(logits[:, 5:-1].argmax(-1), new)
 
 
-@pytest.mark.one_case
+@pytest.mark.one_case("slow")
 @pytest.mark.parametrize("sizes", [{"fsdp": 2, "tensor": 2}, {"context": 2, "tensor": 2}], ids=str)
 def test_replaced_mixers_train_on_a_mesh(hybrid, sizes):
     """Loss and gradient are those of one device; the model was placed before its mixers were replaced."""

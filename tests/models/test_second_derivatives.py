@@ -259,6 +259,7 @@ def check_derivatives(row, loss, point, expected_loss=None):
             jax.jit(partial(differentiate, mode, loss)).lower(point, direction)
 
 
+@pytest.mark.one_case("slow")
 @pytest.mark.parametrize(("row", "make"), CASES)
 def test_each_derivative_is_right_or_raises_by_name(row, make):
     check_derivatives(row, *make())

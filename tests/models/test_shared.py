@@ -254,6 +254,7 @@ def make_repeating(numbers):
     return partial(build_decoder, vocab=SIZES["vocab_size"], embed=16, layers=layers, **options)
 
 
+@pytest.mark.ci
 def test_layers_that_are_one_block_equal_copies():
     model = eqx.filter_jit(make_repeating([0, 1] * 3 + [1]))(key=KEY)
     copies = swap_stack(model, lambda layers: UnrolledStack(tuple(layers.iter_blocks())))
@@ -271,6 +272,7 @@ def test_layers_that_are_one_block_equal_copies():
 CALLS = [(0, 2, 4), (1, 3, 5, 6)]
 
 
+@pytest.mark.ci
 def test_layers_that_are_one_block_are_observed_and_decoded():
     model = zoo.configure(eqx.filter_jit(make_repeating([0, 0, 1, 1]))(key=KEY), loop="scan")
     mesh = zoo.make_mesh(devices=jax.devices()[:1])

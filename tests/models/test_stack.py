@@ -97,6 +97,7 @@ def test_an_unknown_remat_is_refused_when_the_model_is_made():
         zoo.configure(zoo.models.Transformer(**SIZES, key=KEY), remat="all")
 
 
+@pytest.mark.one_case("slow")
 @pytest.mark.parametrize("remat", ["none", pytest.param("elementwise", marks=pytest.mark.slow)])
 def test_loops_equal_in_gradients_dropout_and_routing(remat):
     options = {"experts": 4, "top": 2, "dense_layers": 1, "dropout": 0.2, "remat": remat}
@@ -463,6 +464,7 @@ def test_gathering_ahead_refuses_what_it_does_not_cover():
         extending(Hidden(jnp.zeros((1, 2, 3))), TokenInfo())
 
 
+@pytest.mark.ci
 def test_gathering_ahead_is_a_scan_where_values_are_read():
     model = zoo.models.Transformer(**SIZES, loop="ahead", remat="full", key=KEY)
     logits, values = zoo.capture(model, "layers.*")(TOKENS)

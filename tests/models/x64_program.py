@@ -73,11 +73,11 @@ def run_training() -> dict[str, Any]:
     make = partial(zoo.models.Transformer, vocab=16, embed=16, layers=1, heads=2, mlp=16)
     base, mesh = make(key=KEY), zoo.make_mesh(devices=jax.devices()[:1])
     lora = partial(adapters.lora, base, rank=2, key=KEY)
-    moments = {"first": train.BlockwiseMoment(min_size=16), "second": train.FactoredMoment()}
+    moments = {"first": train.BlockwiseMoment(min_size=16), "second": train.BlockwiseMoment(min_size=16, signed=False)}
     optimizers = {
         "adamw": (lora(), optax.adamw(1e-2, mask=train.decay_mask)),
         "moments": (adapters.dora(base, rank=2, key=KEY), train.adamw(1e-2, b1=0.0, **moments)),
-        "skips": (lora(init="pissa"), train.skip_spikes(train.skip_nonfinite(train.adamw(1e-2)))),
+        "skips": (lora(init="pissa"), train.skip_nonfinite(train.adamw(1e-2))),
         "loss scale": (lora(init="olora"), train.dynamic_loss_scale(optax.adafactor(1e-2, min_dim_size_to_factor=2))),
     }
     batch = zoo.place_batch(BATCH | {"positions": np.tile(np.arange(12, dtype=np.int32), (2, 1))}, mesh)
@@ -88,8 +88,7 @@ def run_training() -> dict[str, Any]:
         def step(batch, model, state, optimizer=optimizer):
             gradient = zoo.value_and_grad(zoo.cross_entropy, mesh, microbatches=2)
             loss, grads = gradient(model, batch, loss_scale=train.loss_scale(state))
-            values = {"value": loss} if isinstance(optimizer, optax.GradientTransformationExtraArgs) else {}
-            updates, state = optimizer.update(grads, state, zoo.trainable(model), **values)
+            updates, state = optimizer.update(grads, state, zoo.trainable(model))
             return zoo.place(eqx.apply_updates(model, updates), mesh), zoo.place(state, mesh.optimizer), loss
 
         model = zoo.place(model, mesh)

@@ -159,5 +159,5 @@ def test_place_still_raises_for_a_model_that_does_not_fit():
 def test_place_refuses_rows_and_columns_of_layers_in_rounds():
     mesh = zoo.make_mesh(pipe=2, data=-1, layout=zoo.Layout(rounds=2))
     model = eqx.filter_eval_shape(functools.partial(make_model, layers=4), KEY)
-    with pytest.raises(ValueError, match=r"v_row.*cannot be dealt out in rounds=2.*FactoredMoment"):
+    with pytest.raises(ValueError, match=r"v_row.*cannot be dealt out in rounds=2.*per moment"):
         zoo.place(eqx.filter_eval_shape(optax.adafactor(1e-2).init, zoo.trainable(model)), mesh.optimizer)

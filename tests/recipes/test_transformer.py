@@ -88,6 +88,7 @@ def test_transformer_learns_exports_and_reports(unbroken):
     assert (facts["model_type"], facts["max_position_embeddings"], facts["bos_token_id"]) == ("qwen3", 16, 0)
 
 
+@pytest.mark.ci
 def test_transformer_profile_holds_a_few_steps(unbroken):
     out, printed = unbroken
     assert f"a trace of steps 3 to 7 is in {out / 'profile'}" in printed

@@ -21,18 +21,17 @@ def same_bits(first, second):
     return jax.tree.all(jax.tree.map(equal, first, second))
 
 
-def run(optimizer, gradients, params=PARAMS, values=None):
+def run(optimizer, gradients, params=PARAMS):
     """Return parameters and state after each of the steps."""
 
     @jax.jit
-    def step(gradients, params, state, value):
-        extra = {} if value is None else {"value": value}
-        updates, state = optimizer.update(gradients, state, params, **extra)
+    def step(gradients, params, state):
+        updates, state = optimizer.update(gradients, state, params)
         return optax.apply_updates(params, updates), state
 
     state, history = optimizer.init(params), []
-    for number, gradient in enumerate(gradients):
-        params, state = step(gradient, params, state, None if values is None else values[number])
+    for gradient in gradients:
+        params, state = step(gradient, params, state)
         history.append((params, state))
     return history
 
@@ -58,32 +57,6 @@ def test_negative_zeros_survive_a_skipped_step():
     history = run(train.skip_nonfinite(optax.sgd(0.1)), [make_gradients(np.nan)])
     assert same_bits(history[0][0], PARAMS)  # with the -0.0 of `w`
     assert train.count_skips(optax.sgd(0.1).init(PARAMS)) == {}
-
-
-def test_spike_is_skipped_and_a_new_level_accepted():
-    random = np.random.default_rng(0)
-    near = lambda level, count: list(level + 0.1 * random.standard_normal(count))
-    losses = [*near(2, 30), 9.0, *near(2, 5), *near(4, 60)]
-    optimizer = train.skip_spikes(optax.sgd(0.1), window=20)
-    history = run(optimizer, [make_gradients()] * len(losses), values=[jnp.float32(x) for x in losses])
-    skipped = np.array([int(state.skips.skipped) for _, state in history])
-    assert skipped[29] == 0 and skipped[30] == 1 and skipped[35] == 1
-    assert same_bits(history[29][0], history[30][0])
-    assert 1 < skipped[-1] < 60 and skipped[-1] == skipped[-20]  # the higher loss is no spike for long
-
-
-def test_first_nan_loss_is_a_spike():
-    values = [jnp.float32(x) for x in [1.0, 1.1, 0.9, np.nan]]
-    history = run(train.skip_spikes(optax.sgd(0.1), window=3), [make_gradients()] * 4, values=values)
-    assert int(history[-1][1].skips.skipped) == 1 and np.isfinite(history[-1][1].statistics.mean)
-
-
-def test_wrong_options_and_missing_losses_raise():
-    with pytest.raises(ValueError, match="window=1"):
-        train.skip_spikes(optax.sgd(0.1), window=1)
-    optimizer = train.skip_spikes(optax.sgd(0.1))
-    with pytest.raises(TypeError, match="value=loss"):
-        optimizer.update(make_gradients(), optimizer.init(PARAMS), PARAMS)
 
 
 class Targets:
@@ -128,18 +101,3 @@ def test_run_goes_on_after_a_skipped_step(tmp_path):
     with train.Checkpoints(tmp_path / "many" / "checkpoints") as checkpoints:
         _, (params, _), _, _ = checkpoints.restore(like)
     assert params.tolist() == [1, 1] and np.isfinite(params).all()
-
-
-@pytest.mark.parametrize("poison", [np.nan, np.inf])
-@pytest.mark.parametrize("at", [1, 6])
-def test_spikes_are_found_after_a_loss_that_is_not_finite(poison, at):
-    """It enters no average: neither while they are gathered, nor later."""
-    optimizer = train.skip_spikes(optax.sgd(0.1), window=4)
-    values = [1.0, 1.1, 0.9, 1.0, 1.1, 0.9, 1.0, 1.1, 50.0, 1.0]
-    poisoned = [*values[:at], poison, *values[at:]]
-    history = run(optimizer, [make_gradients()] * len(poisoned), values=poisoned)
-    skipped = [int(train.count_skips(state)["skipped_steps"]) for _, state in history]
-    steps = [number for number, (a, b) in enumerate(zip([0, *skipped], skipped, strict=False)) if b > a]
-    assert steps == ([at] if at >= 4 else []) + [9]
-    clean = run(optimizer, [make_gradients()] * len(values), values=values)
-    assert same_bits(history[-1][1].statistics, clean[-1][1].statistics)

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from zoo.train import TensorBoard, Trackio, WeightsAndBiases
+from zoo.train import TensorBoard, WeightsAndBiases
 from zoo.train.trackers import PACKAGES, Tracker, flatten_values
 
 ROOT = Path(__file__).parents[2]
-READERS = {"tensorboard": "tensorboard.backend", "wandb": "wandb", "trackio": "trackio"}
+READERS = {"tensorboard": "tensorboard.backend", "wandb": "wandb"}
 
 
 def test_values_are_flat_numbers():
@@ -83,12 +83,6 @@ def test_tensorboard_hides_steps_that_come_again(tmp_path, calls):
     assert [args for name, args, _ in calls if name == "add_scalar"] == [("loss", 1.5, s) for s in (1, 2, 2, 1, 4)]
 
 
-def test_trackio_runs_of_one_name_differ(calls):
-    first, second = (Trackio(config={}, name="x") for _ in range(2))
-    assert first.run_id != second.run_id and first.run_id.startswith("x-")
-    assert Trackio(config={}, name="x", run_id=first.run_id).run_id == calls[-1][1][1] == first.run_id
-
-
 @pytest.mark.parametrize("name, make", [("wandb", WeightsAndBiases), ("tensorboard", TensorBoard)])
 def test_tracker_missing_package_names_its_command(tmp_path, monkeypatch, name, make):
     monkeypatch.setitem(sys.modules, PACKAGES[name], None)
@@ -103,11 +97,7 @@ def test_packages_read_a_resumed_run(tmp_path, name):
         command = [sys.executable, "-c", f"import {module}"]
         if subprocess.run(command, capture_output=True).returncode:
             pytest.skip(f"{module} is not installed: the extra {name}")
-    settings = {
-        "PYTHONPATH": str(ROOT),
-        "WANDB_MODE": "offline",
-        "TRACKIO_DIR": str(tmp_path / "trackio"),
-    }
+    settings = {"PYTHONPATH": str(ROOT), "WANDB_MODE": "offline"}
     command = [sys.executable, str(Path(__file__).with_name("tracked_run.py")), name, str(tmp_path / "many")]
     done = subprocess.run(command, env=os.environ | settings, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr

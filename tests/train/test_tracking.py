@@ -46,11 +46,11 @@ class Fake:
 
 @pytest.fixture
 def fake(monkeypatch):
-    """The class that stands in for Weights & Biases and Trackio, whose packages need not be installed."""
+    """The class that stands in for those of TensorBoard and Weights & Biases."""
     monkeypatch.setattr(Fake, "made", [], raising=False)
     monkeypatch.setattr(Fake, "fails", "")
     monkeypatch.setattr(tracking, "WeightsAndBiases", Fake)
-    monkeypatch.setattr(tracking, "Trackio", Fake)
+    monkeypatch.setattr(tracking, "TensorBoard", Fake)
     monkeypatch.setattr(tracking, "import_tracker", lambda name: None)
     return Fake
 
@@ -93,7 +93,7 @@ def lost(caplog) -> list[str]:
 def test_options_name_the_trackers():
     (names, _) = get_args(get_type_hints(train.RunOptions)["track"])
     assert set(get_args(names)) == set(PACKAGES)
-    with pytest.raises(ValueError, match="name trackers out of tensorboard, wandb, trackio, not comet"):
+    with pytest.raises(ValueError, match="name trackers out of tensorboard, wandb, not comet"):
         tracking.import_trackers(["comet"])
 
 
@@ -109,7 +109,7 @@ def test_tracker_gets_config_metrics_and_report(tmp_path, fake, caplog):
 
 def test_resumed_run_goes_on_in_its_trackers(tmp_path, fake):
     count(tmp_path, "wandb", steps=2)
-    count(tmp_path, "wandb", "trackio", steps=4, resume=True)
+    count(tmp_path, "wandb", "tensorboard", steps=4, resume=True)
     count(tmp_path, "wandb", steps=6, resume=2)
     assert [tracker.given for tracker in fake.made] == [None, "run-1", None, "run-1"]
     assert [call[1] for call in fake.made[-1].calls[1:-1]] == [3, 4, 5, 6]
@@ -187,6 +187,7 @@ def test_flag_takes_several_and_a_resumed_run_keeps_them(tmp_path, fake):
         return config.run.track
 
     words = ["--out", str(tmp_path)]
-    assert train.run_cli(main, Config, arguments=[*words, "--track", "wandb", "trackio"]) == ("wandb", "trackio")
-    assert train.run_cli(main, Config, arguments=[*words, "--resume"]) == ("wandb", "trackio")
+    names = ("wandb", "tensorboard")
+    assert train.run_cli(main, Config, arguments=[*words, "--track", *names]) == names
+    assert train.run_cli(main, Config, arguments=[*words, "--resume"]) == names
     assert train.run_cli(main, Config, arguments=[*words, "--resume", "--track"]) == ()

@@ -7,7 +7,6 @@ of the samples, and whether there is a report.
 """
 
 import json
-import os
 import re
 import sys
 from pathlib import Path
@@ -103,24 +102,6 @@ def read_wandb(folder: Path) -> dict:
         "group": runs[-1].run_group,
         "rate": next(json.loads(item.value_json) for item in runs[-1].config.update if item.key == "rate"),
         "loss": sorted({row["step"]: row["loss"] for row in rows}.items()),
-    }
-
-
-def read_trackio(folder: Path) -> dict:
-    import trackio
-
-    (run,) = trackio.Api().runs("equizoo")
-    logs = trackio.SQLiteStorage.get_logs("equizoo", run.name)
-    last = logs[-1]
-    assert logs[0]["rows/3"] == 3 and "load/0" not in logs[0]
-    page = Path(os.environ["TRACKIO_DIR"]) / "media" / last["report"]["file_path"]
-    return {
-        "runs": 1,
-        "group": run.config["_Group"],
-        "rate": run.config["rate"],
-        "loss": sorted({row["step"]: row["loss"] for row in logs if "loss" in row}.items()),
-        "samples": last["samples"]["_value"],
-        "report": "Ten steps" in page.read_text(),
     }
 
 

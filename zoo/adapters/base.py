@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from zoo.layers import AbstractLinear, TokenInfo
-from zoo.parallel import Dim, Module
+from zoo.parallel import Dim, Module, buffer
+from zoo.parallel.fields import wrapped
 
 Matrix = Float[Array, "out in"]
 BiasVector = Float[Array, "out"]
@@ -71,10 +72,18 @@ class AbstractLinearAdapter(AbstractAdapter, AbstractLinear):
     The adapter's arrays use the dims `in_` and `out` of the base, so that they are sharded as its weight is.
     """
 
-    base: eqx.AbstractVar[AbstractLinear]
+    base: AbstractLinear = wrapped()
+    strength: Strength = buffer()
 
-    in_: eqx.AbstractVar[Dim]
-    out: eqx.AbstractVar[Dim]
+    in_: Dim = eqx.field(static=True)
+    out: Dim = eqx.field(static=True)
+    adapter_name: str = eqx.field(static=True)
+
+    def __init__(self, base: AbstractLinear, *, adapter_name: str):
+        self.base = base
+        self.in_, self.out = get_dims(base)
+        self.strength = jnp.ones((), jnp.float32)
+        self.adapter_name = adapter_name
 
     def merge_weight(self, weight: Matrix) -> Matrix:
         """Return the base's weight with the update merged, in float32."""
@@ -116,8 +125,12 @@ class AbstractLinearAdapter(AbstractAdapter, AbstractLinear):
 class AbstractUniformAdapter(AbstractLinearAdapter):
     """An adapter of a linear layer with arrays of one size in all layers: a layer has it, or does not."""
 
-    applies: eqx.AbstractVar[Bool[Array, ""]]
+    applies: Bool[Array, ""]
     """False in a layer without the adapter that is stacked with others that have it."""
+
+    def __init__(self, base: AbstractLinear, *, applies: bool | Array, adapter_name: str):
+        super().__init__(base, adapter_name=adapter_name)
+        self.applies = jnp.asarray(applies)
 
     @property
     def has_adapter(self) -> Bool[Array, "*stacked"]:
@@ -154,8 +167,3 @@ def get_dims(base: AbstractLinear) -> tuple[Dim, Dim]:
     if not isinstance(in_, Dim) or not isinstance(out, Dim):
         raise TypeError(f"{type(base).__name__} does not say what it multiplies (`in_`, `out`): no adapter fits it")
     return in_, out
-
-
-def full_strength() -> Float[Array, ""]:
-    """Return the strength 1 of a new adapter."""
-    return jnp.ones((), jnp.float32)

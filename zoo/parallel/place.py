@@ -68,7 +68,7 @@ def _check_rounds(tree: PyTree, mesh: Mesh) -> None:
             raise ValueError(
                 f"{leaf.name}: an array of this optimizer does not have the dims of its parameter, so its layers "
                 f"cannot be dealt out in rounds={mesh.layout.rounds}: take rounds=1, or an optimizer with one array of "
-                "the parameter's shape per moment; train.adamw(second=train.FactoredMoment()) has Adafactor's"
+                "the parameter's shape per moment"
             )
 
 

@@ -20,7 +20,6 @@ from .command import check_names, run_cli
 from .ema import update_ema
 from .evaluation import Evaluation
 from .export import export
-from .health import measure_updates
 from .interrupt import Interrupt
 from .loss_scale import dynamic_loss_scale, loss_scale
 from .metrics import Metrics, read_metrics
@@ -31,7 +30,7 @@ from .optimizer.apply_updates import apply_updates
 from .optimizer.by_name import OptimizerName, make_optimizer
 from .optimizer.eval_params import eval_params
 from .optimizer.masks import decay_mask, linear_mask, matrix_mask
-from .optimizer.moments import BFloat16Moment, BlockwiseMoment, FactoredMoment, Float32Moment
+from .optimizer.moments import BFloat16Moment, BlockwiseMoment, Float32Moment
 from .optimizer.muon import muon
 from .optimizer.parameter_groups import by_dim, format_groups
 from .optimizer.schedules import warmup_stable_decay
@@ -43,22 +42,19 @@ from .reinforcement.group_sampler import GroupSampler
 from .reinforcement.grouped_samples import make_sampler, sample_groups
 from .reinforcement.rewards import Rewards, match_answer
 from .reinforcement.rollouts import pack_rollouts
-from .remat import fit_remat
 from .run import Run
 from .samples import continue_prompts, find_prompts
-from .skip import count_skips, skip_nonfinite, skip_spikes
-from .spikes import SpikeDetector
+from .skip import count_skips, skip_nonfinite
 from .stored_teacher import split_top_k, store_top_k
 from .summary import summary
 from .sweep import sweep_grid, sweep_map, sweep_models, sweep_step
-from .trackers import TensorBoard, Trackio, WeightsAndBiases
+from .trackers import TensorBoard, WeightsAndBiases
 
 __all__ = [
     "BFloat16Moment",
     "BlockwiseMoment",
     "Checkpoints",
     "Evaluation",
-    "FactoredMoment",
     "Float32Moment",
     "GroupSampler",
     "Interrupt",
@@ -73,10 +69,8 @@ __all__ = [
     "Run",
     "RunOptions",
     "ShuffledBatches",
-    "SpikeDetector",
     "TensorBoard",
     "TokenWindows",
-    "Trackio",
     "WeightsAndBiases",
     "adamw",
     "apply_updates",
@@ -92,7 +86,6 @@ __all__ = [
     "export",
     "find_prompts",
     "fingerprint",
-    "fit_remat",
     "format_groups",
     "linear_mask",
     "load_records",
@@ -102,7 +95,6 @@ __all__ = [
     "make_sampler",
     "match_answer",
     "matrix_mask",
-    "measure_updates",
     "mix",
     "muon",
     "objectives",
@@ -115,7 +107,6 @@ __all__ = [
     "sample_groups",
     "scale_by_width",
     "skip_nonfinite",
-    "skip_spikes",
     "split_top_k",
     "stack_rows",
     "store_top_k",

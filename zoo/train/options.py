@@ -113,7 +113,7 @@ class RunOptions:
     """On GPUs, take only kernels that give the same bits in every run; slower. CPUs and TPUs always do."""
     checkpoint_url: str | None = None
     """Checkpoints below a URL, `gs://bucket/run`, instead of in `out`/checkpoints."""
-    track: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()
+    track: tuple[Literal["tensorboard", "wandb"], ...] = ()
     """Experiment trackers that get configuration, metrics, samples and report: one or several."""
 
     def __post_init__(self):

@@ -44,7 +44,6 @@ from .progress import LineProgress, Progress, SilentProgress, Throughput, make_p
 from .results import write_results
 from .resume import read_learning_rate
 from .samples import HeldOutPrompt, continue_prompts
-from .spikes import SpikeDetector
 from .trackers import Tracker
 from .tracking import Trackers, import_trackers
 
@@ -68,9 +67,8 @@ class Run:
 
     A run stops with `FloatingPointError` at the first metrics that are not finite, and saves no state that holds NaN.
     Metrics of a step that the optimizer skipped may hold any numbers (`zoo.train.count_skips`): the run stops only once
-    more than `max_skipped` steps in a row were skipped. `spikes` looks for loss spikes: `spike` is the step of one, and
-    `rewind` goes back to before it. If the disk has no room for a checkpoint, the run warns and goes on; for the last
-    checkpoint it raises.
+    more than `max_skipped` steps in a row were skipped. If the disk has no room for a checkpoint, the run warns and
+    goes on; for the last checkpoint it raises.
 
     **Raises** `OSError`, before anything is written, if the directory cannot hold a run (`FileExistsError` if it holds
     something else, or checkpoints and `resume` is not set), if another run is in it (`BlockingIOError`), or if all
@@ -89,7 +87,6 @@ class Run:
         keep_last: int = 2,
         keep_best: int = 1,
         max_skipped: int = 20,
-        spikes: SpikeDetector | None = None,
         trackers: Sequence[Tracker] = (),
         frozen: PyTree = None,
     ):
@@ -108,8 +105,6 @@ class Run:
         self.step = 0
         self.total = 0
         self.stopped = False
-        self.spike: int | None = None
-        self._spikes = spikes
         run_on_first(lambda: import_trackers(options.track))
         self._trackers = Trackers(
             self.directory,
@@ -215,30 +210,6 @@ class Run:
                 self._rate_before = read_learning_rate(self.directory / "metrics.jsonl")
             else:
                 self._rate_before = None
-        return state
-
-    def rewind(self, like: PyTree) -> PyTree:
-        """Return the state of the newest whole checkpoint before the step `spike`, and go on after that step. The run
-        skips the rows read since, and takes new ones (Chowdhery et al., arXiv:2204.02311, section 5.1).
-
-        `like` is the present state, which is returned if there is no such checkpoint. Metrics of the steps since are
-        truncated, and the next checkpoint deletes later ones. **Raises** `RuntimeError` without a spike.
-        """
-        if self.spike is None:
-            raise RuntimeError("nothing to go back from: run.spike is the step of a loss spike, and None without one")
-        spike = self.spike
-        self.spike = None
-        self._show_metrics(self.metrics.flush())
-        before = [step for step in self.checkpoints.restorable_steps() if step < spike]
-        if not before:
-            _log.warning(
-                "%s: a loss spike in step %d, and no checkpoint before it: the run goes on", self.directory, spike
-            )
-            return like
-        self.print_line(f"a loss spike in step {spike}: back to step {before[-1]}, without the rows since")
-        self.step, state, _, _ = self.checkpoints.restore(like, before[-1])
-        if jax.process_index() == 0:
-            self._truncate_metrics(self.step)
         return state
 
     def steps(self, batches: BatchIterator, total: int, *, tokens: int = 0, flops: float | int = 0) -> Iterator[Any]:
@@ -391,8 +362,6 @@ class Run:
         if lines:
             newest = lines[-1]
             pace = self._pace.tick(newest["step"])
-            if self._spikes is not None and self.spike is None:
-                self.spike = self._spikes.find(lines)
             values = {name: value for line in lines for name, value in line.items() if name != "step"}
             if self._rate_before is not None and "learning_rate" in values:
                 first = np.max(next(line["learning_rate"] for line in lines if "learning_rate" in line))

@@ -1,6 +1,6 @@
-"""Optimizers that skip steps: steps with gradients that are not finite, and steps with a spike of the loss."""
+"""Optimizers that skip steps with gradients that are not finite."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -19,22 +19,6 @@ class SkipState(NamedTuple):
     """Steps skipped in a row, up to the newest step."""
 
 
-class SpikeState(NamedTuple):
-    """Running mean and variance of the loss, to which each step contributes 1 / `window`."""
-
-    mean: Float[Array, ""]
-    variance: Float[Array, ""]
-    steps: Int[Array, ""]
-    """Steps so far."""
-
-
-class SpikeSkipState(NamedTuple):
-    """State of `skip_spikes`."""
-
-    skips: SkipState
-    statistics: SpikeState
-
-
 def skip_nonfinite(optimizer: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
     """Skip each step whose gradient holds NaN or infinity: parameters and the state of `optimizer` stay bit for bit as
     they were, weight decay and schedules included, and the step is counted.
@@ -50,79 +34,19 @@ def skip_nonfinite(optimizer: optax.GradientTransformation) -> optax.GradientTra
         return SkipState(optimizer.init(params), jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32))
 
     def update(updates: PyTree, state: Any, params: PyTree = None, **extra: Any) -> tuple[PyTree, Any]:
+        is_skipped = ~all_finite(updates)
         run = lambda: optimizer.update(updates, state.inner, params, **extra)
-        return update_unless(~all_finite(updates), run, state)
+        shapes, _ = jax.eval_shape(run)
+
+        def skip() -> tuple[PyTree, Any]:
+            # x + -0.0 is x for every x, bit for bit; -0.0 + 0.0 is 0.0.
+            return jax.tree.map(lambda x: jnp.full(x.shape, -0.0, x.dtype), shapes), state.inner
+
+        new_updates, inner = jax.lax.cond(is_skipped, skip, run)
+        in_a_row = jnp.where(is_skipped, state.in_a_row + 1, 0)
+        return new_updates, SkipState(inner, state.skipped + is_skipped, in_a_row)
 
     return optax.GradientTransformationExtraArgs(init, update)
-
-
-def skip_spikes(
-    optimizer: optax.GradientTransformation, *, sigmas: float | int = 6.0, window: int = 100
-) -> optax.GradientTransformationExtraArgs:
-    """Skip the rows of a loss spike: a step whose loss is more than `sigmas` standard deviations above its running
-    mean. `optimizer.update(grads, opt_state, params, value=loss)` passes the loss, or another measure of the step.
-
-    Mean and variance are exponential averages over about `window` steps; no step is skipped in the first `window`. A
-    spike enters them clipped to the threshold, so that a loss that stays at a higher level is accepted after some
-    steps.
-    Chowdhery et al. (arXiv:2204.02311, section 5.1) skip the rows around a spike, and go back to an earlier checkpoint,
-    as `Run.rewind` does.
-
-    **Raises** `ValueError` for a window below 2 or sigmas that are not above 0; `TypeError`, in the update, without a
-    `value`.
-    """
-    if window < 2 or not sigmas > 0:
-        raise ValueError(f"a spike is some sigmas above 0 above the mean of 2 steps or more, not {sigmas=}, {window=}")
-    optimizer = optax.with_extra_args_support(optimizer)
-
-    def init(params: PyTree) -> SpikeSkipState:
-        zero = jnp.zeros((), jnp.int32)
-        mean, variance = (jnp.zeros((), jnp.float32) for _ in range(2))  # donated separately
-        statistics = SpikeState(mean, variance, zero)
-        return SpikeSkipState(SkipState(optimizer.init(params), zero, zero), statistics)
-
-    def update(
-        updates: PyTree,
-        state: Any,
-        params: PyTree = None,
-        *,
-        value: Float[Array, ""] | float | None = None,
-        **extra: Any,
-    ) -> tuple[PyTree, Any]:
-        if value is None:
-            raise TypeError("skip_spikes reads the loss: optimizer.update(grads, opt_state, params, value=loss)")
-        value = jnp.asarray(value, jnp.float32)
-        mean, variance, steps = state.statistics
-        threshold = mean + sigmas * jnp.sqrt(variance)
-        is_spike = (steps >= window) & ~(value <= threshold)
-        run = lambda: optimizer.update(updates, state.skips.inner, params, value=value, **extra)
-        new_updates, skips = update_unless(is_spike, run, state.skips)
-        cut = jnp.where(is_spike, threshold, value)
-        rate = 1 / jnp.minimum(steps + 1, window)  # the plain average, until there are `window` steps
-        difference = cut - mean
-        counted = SpikeState(mean + rate * difference, (1 - rate) * (variance + rate * difference**2), steps + 1)
-        # A loss of NaN or infinity would stay in the averages forever, and every later one would count as a spike.
-        is_counted = jnp.isfinite(value)
-        statistics = jax.tree.map(lambda new, old: jnp.where(is_counted, new, old), counted, state.statistics)
-        return new_updates, SpikeSkipState(skips, statistics)
-
-    return optax.GradientTransformationExtraArgs(init, update)
-
-
-def update_unless(
-    is_skipped: Bool[Array, ""], run: Callable[[], tuple[PyTree, Any]], state: SkipState
-) -> tuple[PyTree, SkipState]:
-    """Return the updates and the state of `run()`, or updates that change nothing and `state`; count the steps
-    skipped."""
-    shapes, _ = jax.eval_shape(run)
-
-    def skip() -> tuple[PyTree, Any]:
-        # x + -0.0 is x for every x, bit for bit; -0.0 + 0.0 is 0.0.
-        return jax.tree.map(lambda x: jnp.full(x.shape, -0.0, x.dtype), shapes), state.inner
-
-    updates, inner = jax.lax.cond(is_skipped, skip, run)
-    in_a_row = jnp.where(is_skipped, state.in_a_row + 1, 0)
-    return updates, SkipState(inner, state.skipped + is_skipped, in_a_row)
 
 
 def all_finite(tree: PyTree) -> Bool[Array, ""]:

@@ -1,4 +1,4 @@
-"""Experiment trackers: TensorBoard, Weights & Biases, Trackio, any object with `log` and `close`.
+"""Experiment trackers: TensorBoard, Weights & Biases, any object with `log` and `close`.
 
     with train.Run(folder, config=config, trackers=[train.WeightsAndBiases(folder, mode="offline")]) as run: ...
 
@@ -8,7 +8,6 @@ Recipes name theirs, `--track wandb`, and `Trackers` makes them.
 import contextlib
 import math
 import os
-import secrets
 import textwrap
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,12 +17,12 @@ from typing import Any, Protocol, runtime_checkable
 from zoo._optional import import_optional
 
 PROJECT = "equizoo"
-"""Project of Weights & Biases and Trackio, unless `WANDB_PROJECT` names another."""
+"""Project of Weights & Biases, unless `WANDB_PROJECT` names another."""
 
 LARGEST = 64
 """Values of the largest array that is tracked. Larger ones, such as the load of each expert, are in `metrics.jsonl`."""
 
-PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb", "trackio": "trackio"}
+PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb"}
 """The package that each tracker writes with."""
 
 Samples = Sequence[Sequence[str]]
@@ -126,34 +125,6 @@ class WeightsAndBiases:
 
     def close(self) -> None:
         self._run.finish()
-
-
-class Trackio:
-    """Log to a Trackio run, a new one or that of `run_id`, which is its name."""
-
-    def __init__(
-        self,
-        *,
-        config: Mapping[str, Any] | None = None,
-        name: str = "run",
-        group: str | None = None,
-        run_id: str | None = None,
-    ):
-        self._trackio = import_tracker("trackio")
-        self.run_id = run_id or f"{name}-{secrets.token_hex(3)}"  # Trackio resumes the latest run of a name
-        self._run = self._trackio.init(PROJECT, self.run_id, group=group, config=config, resume="allow", embed=False)
-
-    def log(self, step: int, values: Mapping[str, Any]) -> None:
-        self._run.log(flatten_values(values), step=step)
-
-    def log_report(self, report: Path, samples: Samples) -> None:
-        values = {"report": self._trackio.Html(report)}
-        if samples:
-            values["samples"] = self._trackio.Markdown(_format_samples(samples))
-        self._run.log(values)
-
-    def close(self) -> None:
-        self._trackio.finish()  # which unlike the run's own lets go of it
 
 
 def flatten_values(values: Mapping[str, Any]) -> dict[str, float]:

@@ -15,7 +15,7 @@ from typing import Any
 
 from zoo._files import read_json, to_jsonable, write_json
 
-from .trackers import PACKAGES, Samples, TensorBoard, Tracker, Trackio, WeightsAndBiases, import_tracker
+from .trackers import PACKAGES, Samples, TensorBoard, Tracker, WeightsAndBiases, import_tracker
 
 _log = logging.getLogger("zoo")
 
@@ -90,10 +90,8 @@ class Trackers:
         config = to_jsonable(self._config)
         if name == "tensorboard":
             return TensorBoard(self._directory / "tensorboard", config=config)
-        run = dict(config=config, name=self._directory.absolute().name, group=self._group, run_id=run_id)
-        if name == "wandb":
-            return WeightsAndBiases(self._directory, **run)
-        return Trackio(**run)
+        run_name = self._directory.absolute().name
+        return WeightsAndBiases(self._directory, config=config, name=run_name, group=self._group, run_id=run_id)
 
     @contextlib.contextmanager
     def _drop_on_error(self, name: str) -> Iterator[None]:

@@ -7,14 +7,11 @@ weights and no code.
 
 import json
 import logging
-import os
 import re
 import shutil
-from collections.abc import Collection, Mapping
-from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NoReturn
 
 from zoo._optional import import_optional
 from zoo._terminal import format_bytes
@@ -24,14 +21,12 @@ from .tokenizer_files import TOKENIZER_FILES
 
 _logger = logging.getLogger("zoo")
 _INSTALL = "pip install 'equizoo[hub]'"
-_CONFIGS = ("config.json", "adapter_config.json")
-"""A snapshot with one of these is a model, or an adapter."""
-_WEIGHTS = (SAFE_WEIGHTS_NAME, "adapter_model.safetensors")
 _SMALL_FILES = (
     *("config.json", "adapter_config.json", SAFE_WEIGHTS_INDEX_NAME, *TOKENIZER_FILES),
     *("modules.json", "*sentence*.json", "[0-9]_*/config.json", "LICENSE*", "README.md"),
 )
 """Patterns of files without weights: configs, the tokenizer, the chat template, modules of sentence-transformers."""
+_NOT_READ = ("*.py", *(f"*{suffix}" for suffix in PICKLE_SUFFIXES))
 _NAME = re.compile(r"(?P<repository>[\w-][\w.-]*/[\w-][\w.-]*)(@(?P<revision>[\w.-][\w./-]*))?")
 _SECONDS = 20.0
 """Timeout of the first request."""
@@ -50,8 +45,8 @@ def download(name: str, revision: str | None = None, *, weights: bool = True) ->
     resumed by the next call. Without `weights`, only the config, the tokenizer and other small files are downloaded.
 
     **Raises** `ImportError` without the package `huggingface_hub`; `CheckpointError` for a repository or revision that
-    does not exist or that the token may not see, one without safetensors, too little room on the disk, and, without a
-    network, for files that are not in the cache.
+    does not exist or that the token may not see, too little room on the disk, and, without a network, for files that
+    are not in the cache.
     """
     found = _NAME.fullmatch(name)
     assert found is not None
@@ -63,26 +58,36 @@ def download(name: str, revision: str | None = None, *, weights: bool = True) ->
         import_optional(module, _INSTALL)
     hub = import_optional("huggingface_hub", _INSTALL)
     failures = hub.errors.HTTPError, hub.errors.HFValidationError, OSError
-    try:
+    sizes = {}
+    silence = None
+    try:  # snapshot_download does not say that the hub is silent, and waits two minutes for it
         info = hub.HfApi().model_info(repository, revision=revision, files_metadata=True, timeout=_SECONDS)
+        sizes = {file.rfilename: file.size or 0 for file in info.siblings}
     except failures as error:
         _raise_if_refused(hub, error, repository, revision)
-        return _find_cached(hub, repository, revision, error, weights)
-    sizes = {file.rfilename: file.size or 0 for file in info.siblings}
-    options = {"repo_id": repository, "revision": revision}
+        silence = f"the Hugging Face hub does not answer ({_summarize(error)})"
+    # Another library may have cached less than the small files.
+    small = _SMALL_FILES if silence is None else ("config.json", "adapter_config.json")
+    fetch = partial(hub.snapshot_download, repository, ignore_patterns=_NOT_READ, local_files_only=silence is not None)
     try:
-        plain = [file for file in sizes if not file.endswith((*PICKLE_SUFFIXES, ".py"))]
-        files = [file for file in plain if any(fnmatchcase(file, pattern) for pattern in _SMALL_FILES)]
+        path = Path(fetch(revision=revision, allow_patterns=small))
         if weights:
-            files += _list_weights(hub, sizes, options)
-        _check_room(hub, sizes, files, options | {"revision": info.sha})
-        path = Path(hub.snapshot_download(**options, allow_patterns=files))
+            files = _list_weights(path, whole=SAFE_WEIGHTS_NAME in sizes)
+            _check_room(path, sum(sizes.get(file, 0) for file in files if not (path / file).exists()))
+            fetch(revision=path.name, allow_patterns=files)
     except failures as error:
         _raise_if_refused(hub, error, repository, revision)
-        raise CheckpointError(
-            f"the download of {repository} broke off: {_summarize(error)}. The same call resumes it"
-        ) from None
-    _logger.info("%s is commit %s", repository, info.sha)
+        if silence is None:
+            reason = f"the download of {name} broke off: {_summarize(error)}. The same call resumes it"
+        else:
+            reason = (
+                f"there is no directory {name}, {silence}, and the cache {hub.constants.HF_HUB_CACHE} does not have "
+                f"all of it. Where there is a network, `hf download {repository} --local-dir DIRECTORY` makes one"
+            )
+        raise CheckpointError(reason) from None
+    if silence is not None:
+        _logger.warning("%s: %s is read from the cache", silence, name)
+    _logger.info("%s is commit %s", repository, path.name)
     return path
 
 
@@ -103,69 +108,25 @@ def _raise_if_refused(hub: ModuleType, error: Exception, repository: str, revisi
     raise CheckpointError(reason) from None
 
 
-def _list_weights(hub: ModuleType, sizes: Mapping[str, int], options: Mapping[str, Any]) -> list[str]:
-    """Return the files of weights that this library reads. **Raises** `CheckpointError` without safetensors."""
-    weights = [name for name in _WEIGHTS if name in sizes]
-    if SAFE_WEIGHTS_NAME not in sizes and SAFE_WEIGHTS_INDEX_NAME in sizes:
-        index = Path(hub.hf_hub_download(**options, filename=SAFE_WEIGHTS_INDEX_NAME))
-        weights += _list_shards(index)
-    if not weights:
-        others = [name for name in sizes if name.endswith((".bin", ".pt", ".pth", ".gguf", ".safetensors"))]
-        held = f"only {', '.join(others[:3])}" if others else "no weights"
-        raise CheckpointError(
-            f"{options['repo_id']} has {held} on the Hugging Face hub, and {SAFE_WEIGHTS_NAME} or "
-            f"{SAFE_WEIGHTS_INDEX_NAME} is read"
-        )
-    return weights
-
-
-def _list_shards(index: Path) -> list[str]:
+def _list_weights(path: Path, *, whole: bool) -> list[str]:
+    """Return the names of the files of weights that this library reads: the `whole` one, or the shards of an index."""
+    index = path / SAFE_WEIGHTS_INDEX_NAME
+    if whole or (path / SAFE_WEIGHTS_NAME).exists() or not index.exists():
+        return [SAFE_WEIGHTS_NAME, "adapter_model.safetensors"]
     try:
         return sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
     except (ValueError, LookupError, TypeError, AttributeError):
         raise CheckpointError(f"{index} is not an index of safetensors files") from None
 
 
-def _check_room(hub: ModuleType, sizes: Mapping[str, int], files: Collection[str], options: Mapping[str, Any]) -> None:
+def _check_room(path: Path, needed: int) -> None:
     """**Raises** `CheckpointError` if the disk of the cache has less room than the files that it lacks."""
-    missing = [file for file in files if hub.try_to_load_from_cache(**options, filename=file) is None]
-    needed = sum(sizes.get(file, 0) for file in missing)
-    cache = _get_cache(hub)
-    existing = next(folder for folder in (cache, *cache.parents) if folder.exists())
-    free = shutil.disk_usage(existing).free
+    free = shutil.disk_usage(path).free
     if needed > free:
         raise CheckpointError(
-            f"{options['repo_id']} needs {format_bytes(needed)} more in {cache}, which has {format_bytes(free)} free: "
-            "set HF_HOME to a folder on another disk"
+            f"{path} needs {format_bytes(needed)} more, and its disk has {format_bytes(free)} free: set HF_HOME to a "
+            "folder on another disk"
         )
-
-
-def _find_cached(hub: ModuleType, repository: str, revision: str | None, error: Exception, weights: bool) -> Path:
-    """Return the cached directory of a repository. **Raises** `CheckpointError`, with what is cached, if it is not
-    there, or only in part."""
-    found = [hub.try_to_load_from_cache(repository, name, revision=revision) for name in _CONFIGS]
-    folders = [Path(path).parent for path in found if isinstance(path, str)]
-    wanted = repository if revision is None else f"{repository}@{revision}"
-    if not folders:
-        _raise_uncached(hub, wanted, f"{wanted} is not in the cache {_get_cache(hub)}", error)
-    folder = folders[0]
-    index = folder / SAFE_WEIGHTS_INDEX_NAME
-    shards = _list_shards(index) if index.exists() else []
-    is_whole = any((folder / name).exists() for name in _WEIGHTS)
-    if weights and not is_whole and not (shards and all((folder / name).exists() for name in shards)):
-        _raise_uncached(hub, wanted, f"only a part of {wanted} is in the cache {_get_cache(hub)}", error)
-    _logger.warning("the Hugging Face hub does not answer (%s): %s is read from the cache", _summarize(error), wanted)
-    return folder
-
-
-def _raise_uncached(hub: ModuleType, wanted: str, problem: str, error: Exception) -> NoReturn:
-    cached = sorted(path.name.removeprefix("models--").replace("--", "/") for path in _get_cache(hub).glob("models--*"))
-    held = f" It has {', '.join(cached[:8])}{', ...' if cached[8:] else ''}." if cached else ""
-    raise CheckpointError(
-        f"there is no directory {wanted}, the Hugging Face hub does not answer ({_summarize(error)}), and {problem}."
-        f"{held} Where there is a network, `hf download {wanted.partition('@')[0]} --local-dir DIRECTORY` makes a "
-        "directory to copy"
-    ) from None
 
 
 def _summarize(error: Exception) -> str:
@@ -175,7 +136,3 @@ def _summarize(error: Exception) -> str:
         return "HF_HUB_OFFLINE is set"
     lines = str(error).strip().splitlines()
     return f"{kind}: {lines[0][:200]}" if lines else kind
-
-
-def _get_cache(hub: ModuleType) -> Path:
-    return Path(os.path.expanduser(hub.constants.HF_HUB_CACHE))

@@ -39,6 +39,7 @@ def rewrite(directory, change):
     write_safetensors(path, tensors)
 
 
+@pytest.mark.ci
 def test_it_is_written_under_each_caller_and_read_once(base, saved):
     wrapped, directory = saved
     names = open_safetensors(directory / "adapter_model.safetensors")
@@ -52,6 +53,7 @@ def test_it_is_written_under_each_caller_and_read_once(base, saved):
     np.testing.assert_allclose(loaded(TOKENS), wrapped(TOKENS), atol=1e-6)
 
 
+@pytest.mark.ci
 def test_adapters_that_differ_between_calls_are_refused(base, saved):
     _, directory = saved
     name = "base_model.model.model.layers.4.shared_transformer.self_attn.q_proj.lora_B.weight"

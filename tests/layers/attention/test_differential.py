@@ -74,6 +74,7 @@ def test_lambda_init_grows_with_the_depth():
 CHECKED = partial(DifferentialAttention, 16, 4, kv_heads=2, rotary=Rotary(2), window=4)
 
 
+@pytest.mark.ci
 def test_differential_attention_keeps_its_promises():
     check_mixer(CHECKED, meshes=[zoo.make_mesh(data=2, context=2, tensor=2)])
 
@@ -83,6 +84,7 @@ def test_more_meshes_equal_one_device():
     check_mixer(CHECKED, meshes=[zoo.make_mesh(data=2, fsdp=2, tensor=2), zoo.make_mesh(1, context=4, tensor=2)])
 
 
+@pytest.mark.one_case("slow")
 @pytest.mark.skipif(not MORE, reason="ZOO_PARITY names no folder of reference cases")
 @pytest.mark.parametrize("implementation", ["grouped", "blockwise"])
 @pytest.mark.parametrize("variant", mark_slow(["base", "even", "one"], but=["base"]))

@@ -93,7 +93,7 @@ MIXERS = {
 QUICK_MIXERS = MIXERS_ON_A_MESH | {"mamba2"}
 
 
-@pytest.mark.one_case
+@pytest.mark.one_case("slow")
 @pytest.mark.parametrize("name", mark_slow(MIXERS, but=QUICK_MIXERS))
 def test_mixer_keeps_its_promises(name):
     """One mixer also on a mesh; presets of the others are compared on meshes by tests of models."""

@@ -136,6 +136,7 @@ def test_passes_save_no_copy_of_the_parameters():
     assert max(len(shape) for shape in shapes if shape[-2:] == weight) == 3, "gradients of the two layers"
 
 
+@pytest.mark.ci
 def test_any_order_runs():
     """As layers with these parameters one after the other."""
     order = (0, 1, 0, 2, 2)

@@ -33,7 +33,7 @@ def test_mamba_save_and_load_roundtrip(name, tmp_path):
     assert all(map(np.array_equal, states, zoo.hidden_states(loaded, tokens)))
 
 
-@pytest.mark.one_case
+@pytest.mark.one_case("slow")
 @EACH
 def test_mamba_save_refuses_options_without_a_config(name, tmp_path):
     model = eqx.filter_jit(MODELS[name])(key=KEY)

@@ -44,7 +44,7 @@ def expected_of(x, weight, sizes, cotangent):
     return y, *back(cotangent)
 
 
-@pytest.mark.one_case
+@pytest.mark.one_case("slow")
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("case", GROUP_SIZES)
 def test_grouped_packed_matmul_equals_the_reference(case, dtype):
@@ -62,7 +62,7 @@ def test_grouped_packed_matmul_equals_the_reference(case, dtype):
         np.testing.assert_allclose(ours, theirs, atol=tolerance)
 
 
-@pytest.mark.one_case
+@pytest.mark.one_case("slow")
 @pytest.mark.parametrize(("quantize", "dequantize"), FORMATS.values(), ids=FORMATS)
 @pytest.mark.parametrize("subscripts", ["oi", "io"])
 @pytest.mark.parametrize(

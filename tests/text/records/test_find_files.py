@@ -10,10 +10,9 @@ import pytest
 from tests.text.records.reading import read_records
 from zoo.text.records import find_files
 from zoo.text.records.array_record import ArrayRecords
-from zoo.text.records.arrow import ArrowTable
 from zoo.text.records.find_files import digest_files, find_record_files, holds_records
 from zoo.text.records.json_lines import JsonLines
-from zoo.text.records.parquet import Parquet
+from zoo.text.records.tables import ArrowTable, Parquet
 
 STATE = {"_data_files": [{"filename": "data-0.arrow"}, {"filename": "data-1.arrow"}], "_fingerprint": "f"}
 

@@ -118,7 +118,7 @@ TEXT = "".join(f'{{"n": {number}}}\n' for number in range(20_000)).encode() + b'
 def compress(content: bytes, suffix: str) -> bytes:
     if suffix == ".gz":
         return gzip.compress(content)
-    return pytest.importorskip("zstandard").compress(content)
+    return pytest.importorskip("pyarrow").compress(content, codec="zstd", asbytes=True)
 
 
 @pytest.mark.parametrize("suffix", [".gz", ".zst"])

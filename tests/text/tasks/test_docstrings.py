@@ -2,9 +2,12 @@
 
 import ast
 
+import pytest
+
 from zoo.text.tasks.docstrings import _walk_docstrings, read_docstrings
 
 
+@pytest.mark.ci
 def test_chats_of_the_standard_library():
     chats = read_docstrings()
     assert len(chats) > 3000 and chats == read_docstrings()

@@ -156,6 +156,7 @@ def test_number_of_tokens(text, count):
     assert _parse_count(text) == count
 
 
+@pytest.mark.ci
 def test_qlora_and_decoding_on_one_card(run):
     """The base in 4 bits and float32 adapters; then the model in 4 bits and its cache."""
     sizes = ("--on", "rtx4090:1", "--quantization", "nf4")

@@ -27,7 +27,7 @@ def lm() -> LanguageModel:
     return load_language_model(FOLDER / "model", batch=4, length=LENGTH)
 
 
-@pytest.mark.one_case
+@pytest.mark.one_case("slow")
 @pytest.mark.parametrize("sizes", MESHES.values(), ids=MESHES)
 def test_requests_match_lm_eval(sizes):
     mesh = zoo.make_mesh(**sizes) if sizes else None

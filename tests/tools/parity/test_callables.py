@@ -76,6 +76,7 @@ def script(model):
     return {name: np.asarray(x) for name, x in values.items()}, np.asarray(logits)
 
 
+@pytest.mark.ci
 def test_values_are_compared_in_the_order_of_the_forward_pass(model, script):
     values, logits = script
     theirs = Replayed(values, logits)

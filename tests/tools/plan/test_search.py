@@ -48,6 +48,7 @@ def test_meshes_that_barely_fit_come_after_those_with_room():
     assert [next(iter(candidate.sizes)) for candidate in ordered] == ["fast", "slow", "barely", "no"]
 
 
+@pytest.mark.one_case("slow")
 @pytest.mark.parametrize(
     ("memory", "mesh"), [(10**9, "data 2"), (180_000, "fsdp 2"), (145_000, "data 2"), (120_000, "fsdp 2")]
 )

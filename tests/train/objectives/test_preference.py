@@ -80,6 +80,7 @@ PAIR_LOSSES = (
 ).split()
 
 
+@pytest.mark.one_case("slow")
 @needs_parity
 @on_each_mesh
 def test_losses_of_pairs_are_those_of_trl(mesh_name):
@@ -155,6 +156,7 @@ def estimate_divergence(policy, reference, mesh_name):
     return jnp.maximum(jax.device_get(mean), 0)
 
 
+@pytest.mark.one_case("slow")
 @needs_parity
 @on_each_mesh
 def test_losses_of_single_texts_are_those_of_trl(mesh_name):

@@ -68,6 +68,7 @@ def test_only_the_parameters_of_a_group_move(problem):
     assert {name for name, moved in zip(names, labels, strict=True) if moved} == {"gate", "up", "down"}
 
 
+@pytest.mark.one_case("slow")
 @pytest.mark.parametrize("name", typing.get_args(OptimizerName))
 def test_each_optimizer_learns_and_keeps_the_model(problem, name):
     """From a warmup that starts at 0, and with state and model donated, as recipes do."""

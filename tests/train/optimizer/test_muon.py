@@ -144,7 +144,7 @@ def test_stacked_matrices_are_updated_one_by_one():
     assert measure_gap(stacked, run("one device", is_stacked=False)) < 1e-6
 
 
-@pytest.mark.one_case
+@pytest.mark.one_case("slow")
 @pytest.mark.parametrize("name", MESHES)
 def test_a_mesh_equals_one_device(name):
     """Experts are sharded over `expert`, and three layers are divided by no mesh."""

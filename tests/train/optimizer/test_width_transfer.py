@@ -75,6 +75,7 @@ def check_slopes(slopes, *, leave_out=()):
     assert not steep
 
 
+@pytest.mark.ci
 def test_activations_do_not_depend_on_the_width():
     """With heads of any size: 8 to 64 features each."""
     check_slopes(fit_slopes(make, (32, 64, 128, 256), 3e-3))

@@ -2,10 +2,9 @@
 
 from typing import Any, TypeVar
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Key
+from jaxtyping import Array, Float, Int, Key
 
 from zoo._keywords import check_keywords
 from zoo.layers import AbstractLinear, Linear
@@ -13,11 +12,11 @@ from zoo.models.parameter_paths import IndexRanges
 from zoo.models.targets import Targets, find_linears, get_linear_shape, vmap_stacked
 from zoo.ops.moe.grouped_matmul import expand_group_values
 from zoo.parallel import Dim, buffer, gather, reduce
-from zoo.parallel.fields import adapter_parameter, wrapped
+from zoo.parallel.fields import adapter_parameter
 from zoo.parallel.tokens import match_tokens
 
 from ..apply import apply_uniform, compute_scale
-from ..base import AbstractUniformAdapter, Matrix, Strength, full_strength, get_dims, is_adapter
+from ..base import AbstractUniformAdapter, Matrix, is_adapter
 from ..merged_layers import require_unmerged
 from ..peft_limits import resolve_targets
 from .low_rank import linear_from_weight
@@ -38,7 +37,6 @@ class AdaLoRA(AbstractUniformAdapter):
     FLOPs: 2 rank (in + out) per token, in addition to the base's 2 in out.
     """
 
-    base: AbstractLinear = wrapped()
     down: Linear = adapter_parameter()
     """A."""
     up: Linear = adapter_parameter()
@@ -46,13 +44,7 @@ class AdaLoRA(AbstractUniformAdapter):
     values: Float[Array, "rank"] = adapter_parameter(full_precision=True)
     """e."""
     rank: Int[Array, ""]
-    applies: Bool[Array, ""]
     scale: Float[Array, ""] = buffer()
-    strength: Strength = buffer()
-
-    in_: Dim = eqx.field(static=True)
-    out: Dim = eqx.field(static=True)
-    adapter_name: str = eqx.field(static=True)
 
     def __init__(
         self,
@@ -64,18 +56,16 @@ class AdaLoRA(AbstractUniformAdapter):
         adapter_name: str = "adalora",
         key: Key[Array, ""],
     ):
-        (self.in_, self.out), (out_size, in_size), keys = get_dims(base), get_linear_shape(base), jax.random.split(key)
+        super().__init__(base, applies=applies, adapter_name=adapter_name)
+        out_size, in_size = get_linear_shape(base)
+        keys = jax.random.split(key)
         down = 0.02 * jax.random.normal(keys[0], (rank, in_size), jnp.float32)
         up = 0.02 * jax.random.normal(keys[1], (out_size, rank), jnp.float32)
-        self.base = base
         self.values = jnp.zeros(rank, jnp.float32)
         self.down = linear_from_weight(down, in_=self.in_, out=Dim("rank"))
         self.up = linear_from_weight(up, in_=Dim("rank"), out=self.out)
         self.rank = jnp.asarray(rank, jnp.int32)
-        self.applies = jnp.asarray(applies)
         self.scale = jnp.asarray(scale, jnp.float32)
-        self.strength = full_strength()
-        self.adapter_name = adapter_name
 
     def _scale_singular_values(self, strength: Float[Array, "..."]) -> Float[Array, "*rows rank"]:
         """Return strength scale e, or zeros if the adapter does not apply."""

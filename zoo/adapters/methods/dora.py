@@ -11,14 +11,14 @@ from jax import lax
 from jaxtyping import Array, Float, Int, Key
 
 from zoo._keywords import check_keywords
-from zoo.layers import AbstractLinear, Linear
+from zoo.layers import AbstractLinear
 from zoo.models.targets import Targets
 from zoo.ops.moe.grouped_matmul import expand_group_values
-from zoo.parallel import Dim, buffer, implementation_option, reduce
-from zoo.parallel.fields import adapter_parameter, wrapped
+from zoo.parallel import buffer, reduce
+from zoo.parallel.fields import adapter_parameter
 from zoo.parallel.tokens import match_tokens
 
-from ..base import Matrix, Strength, is_adapter
+from ..base import Matrix, is_adapter
 from .lora import LoRA, LoRAInit, apply_low_rank
 from .low_rank import AbstractLowRankAdapter, check_dropout_rate, linear_from_weight, low_rank_product
 from .modules_to_save import BiasOption
@@ -45,21 +45,9 @@ class DoRA(AbstractLowRankAdapter):
     Rounding: where W and V nearly cancel in a whole row, the sum has the rounding of its largest term.
     """
 
-    base: AbstractLinear = wrapped()
-    down: Linear = adapter_parameter()
-    up: Linear = adapter_parameter()
     magnitude: Float[Array, "out"] = adapter_parameter(full_precision=True)
     squares: Float[Array, "out"] = buffer()
     """|W|². Not used around another adapter."""
-    rank: Int[Array, ""]
-    scale: Float[Array, ""] = buffer()
-    strength: Strength = buffer()
-    keys: Key[Array, "batch"] | None
-
-    in_: Dim = eqx.field(static=True)
-    out: Dim = eqx.field(static=True)
-    adapter_name: str = eqx.field(static=True)
-    dropout: float = implementation_option()
 
     def __init__(
         self,
@@ -89,19 +77,17 @@ class DoRA(AbstractLowRankAdapter):
             adapter_name=adapter_name,
             key=key,
         )
-        self.base = base
-        self.down = lora.down
-        self.up = lora.up
-        self.rank = lora.rank
-        self.scale = lora.scale
+        super().__init__(
+            base,
+            down=lora.down.weight,
+            up=lora.up.weight,
+            rank=lora.rank,
+            scale=lora.scale,
+            dropout=dropout,
+            adapter_name=adapter_name,
+        )
         self.squares = _sum_squares(base.dense_weight)
         self.magnitude = jnp.sqrt(self.squares)
-        self.strength = lora.strength
-        self.keys = lora.keys
-        self.dropout = lora.dropout
-        self.in_ = lora.in_
-        self.out = lora.out
-        self.adapter_name = adapter_name
 
     def with_base(self: _Adapter, base: AbstractLinear) -> _Adapter:
         dora = super().with_base(base)

@@ -13,7 +13,7 @@ from zoo.parallel.fields import adapter_parameter, wrapped
 from zoo.parallel.trainable_copy import materialize
 from zoo.shapes import ResidualStream, Tokens
 
-from ..base import AbstractAdapter, Strength, full_strength
+from ..base import AbstractAdapter, Strength
 from .low_rank import linear_from_weight
 
 
@@ -55,7 +55,7 @@ class EmbeddingLoRA(AbstractAdapter, AbstractEmbedding):
         up = jnp.where(jnp.arange(max_rank) < rank, jax.random.normal(key, (embed, max_rank), jnp.float32), 0)
         self.down = jnp.zeros((vocab, max_rank), jnp.float32)
         self.up = linear_from_weight(up, in_=Dim("rank"), out=Dim("embed"))
-        self.strength = full_strength()
+        self.strength = jnp.ones((), jnp.float32)
         self.adapter_name = adapter_name
 
     @property

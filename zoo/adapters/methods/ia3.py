@@ -2,19 +2,17 @@
 
 from typing import Any, TypeVar
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Key
+from jaxtyping import Array, Float, Int, Key
 
 from zoo.layers import AbstractLinear
 from zoo.models.targets import LinearSite, Targets, find_linears, get_linear_shape, match_targets
 from zoo.ops.moe.grouped_matmul import expand_group_values
-from zoo.parallel import Dim, buffer
-from zoo.parallel.fields import adapter_parameter, wrapped
+from zoo.parallel.fields import adapter_parameter
 
 from ..apply import apply_adapters, refuse_embedding
-from ..base import AbstractUniformAdapter, BiasVector, Matrix, Strength, full_strength, get_dims
+from ..base import AbstractUniformAdapter, BiasVector, Matrix
 from ..names import translate_targets
 from ..peft_limits import resolve_targets
 
@@ -25,27 +23,17 @@ class IA3(AbstractUniformAdapter):
     """y = l ∘ (W x + b), or W (l ∘ x) + b for the down projection of a feed-forward layer; l is initialized with ones
     (Liu et al., arXiv:2205.05638, section 3.3, for keys, values and the inner activations)."""
 
-    base: AbstractLinear = wrapped()
     of_out: Float[Array, "out"] | None = adapter_parameter(full_precision=True)
     """l of the outputs."""
     of_in: Float[Array, "in"] | None = adapter_parameter(full_precision=True)
     """l of the inputs."""
-    applies: Bool[Array, ""]
-    strength: Strength = buffer()
-
-    in_: Dim = eqx.field(static=True)
-    out: Dim = eqx.field(static=True)
-    adapter_name: str = eqx.field(static=True)
 
     def __init__(self, base: AbstractLinear, *, inputs: bool, applies: bool | Array = True, adapter_name: str = "ia3"):
         """`inputs`: multiply the inputs instead of the outputs."""
-        (self.in_, self.out), (out_size, in_size) = get_dims(base), get_linear_shape(base)
-        self.base = base
-        self.applies = jnp.asarray(applies)
-        self.strength = full_strength()
+        super().__init__(base, applies=applies, adapter_name=adapter_name)
+        out_size, in_size = get_linear_shape(base)
         self.of_in = jnp.ones(in_size, jnp.float32) if inputs else None
         self.of_out = None if inputs else jnp.ones(out_size, jnp.float32)
-        self.adapter_name = adapter_name
 
     def __call__(self, x: Float[Array, "*rows in"]) -> Float[Array, "*tokens out"]:
         """Return l ∘ (W x + b), or W (l ∘ x) + b."""

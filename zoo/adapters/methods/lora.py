@@ -4,27 +4,25 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, TypeVar
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Key
 
 from zoo._keywords import check_keywords
-from zoo.layers import AbstractLinear, Linear
+from zoo.layers import AbstractLinear
 from zoo.layers.embedding import AbstractEmbedding
 from zoo.models.targets import LinearSite, Targets, find_linears, get_linear_shape, lookup_by_pattern, match_targets
 from zoo.ops.moe.grouped_matmul import expand_group_values
-from zoo.parallel import Dim, buffer, implementation_option
-from zoo.parallel.fields import adapter_parameter, wrapped
+from zoo.parallel import buffer
 from zoo.parallel.tokens import match_tokens
 
 from ..apply import apply_adapters, check_rank, refuse_embedding
-from ..base import Matrix, Strength, full_strength, get_dims
+from ..base import Matrix
 from ..names import translate_patterns
 from ..peft_limits import resolve_targets
 from .embedding import EmbeddingLoRA
-from .low_rank import AbstractLowRankAdapter, check_dropout_rate, linear_from_weight, low_rank_product
+from .low_rank import AbstractLowRankAdapter, check_dropout_rate, low_rank_product
 from .modules_to_save import BiasOption, train_biases_and_modules
 
 _Model = TypeVar("Model")
@@ -46,23 +44,9 @@ class LoRA(AbstractLowRankAdapter):
     FLOPs: 2 rank (in + out) per token, in addition to the base's 2 in out.
     """
 
-    base: AbstractLinear = wrapped()
-    down: Linear = adapter_parameter()
-    """A."""
-    up: Linear = adapter_parameter()
-    """B."""
     first_down: Float[Array, "rank in"] | None = buffer()
     first_up: Float[Array, "out rank"] | None = buffer()
     """Initial A and B if they were subtracted from the base, whose original weight is W + scale B A of these."""
-    rank: Int[Array, ""]
-    scale: Float[Array, ""] = buffer()
-    strength: Strength = buffer()
-    keys: Key[Array, "batch"] | None
-
-    in_: Dim = eqx.field(static=True)
-    out: Dim = eqx.field(static=True)
-    adapter_name: str = eqx.field(static=True)
-    dropout: float = implementation_option()
 
     def __init__(
         self,
@@ -81,7 +65,7 @@ class LoRA(AbstractLowRankAdapter):
           or both are a part of W ("pissa", "olora").
         - `dropout`: dropout rate of the inputs of A while the model is called with a key.
         """
-        (self.in_, self.out), (out_size, in_size) = get_dims(base), get_linear_shape(base)
+        out_size, in_size = get_linear_shape(base)
         rank = jnp.asarray(rank, jnp.int32)
         scale = jnp.where(rank > 0, jnp.asarray(scale, jnp.float32), 0)
         is_used = jnp.arange(max_rank) < rank
@@ -98,15 +82,8 @@ class LoRA(AbstractLowRankAdapter):
             base = _subtract_from_base(base, scale * jnp.matmul(up, down, precision="highest"))
             self.first_down = jnp.where(is_used[:, None], down, 0)
             self.first_up = up
-        self.base = base
-        self.down = linear_from_weight(jnp.where(is_used[:, None], down, 0), in_=self.in_, out=Dim("rank"))
-        self.up = linear_from_weight(up, in_=Dim("rank"), out=self.out)
-        self.rank = rank
-        self.scale = scale
-        self.strength = full_strength()
-        self.keys = None
-        self.dropout = check_dropout_rate(dropout)
-        self.adapter_name = adapter_name
+        down = jnp.where(is_used[:, None], down, 0)
+        super().__init__(base, down=down, up=up, rank=rank, scale=scale, dropout=dropout, adapter_name=adapter_name)
 
     def __call__(self, x: Float[Array, "*rows in"]) -> Float[Array, "*tokens out"]:
         """Return W x + b + scale B A x."""

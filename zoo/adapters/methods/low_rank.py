@@ -5,10 +5,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from zoo.layers import Linear, TokenInfo
+from zoo.layers import AbstractLinear, Linear, TokenInfo
 from zoo.ops.dropout import dropout
-from zoo.parallel import Dim
+from zoo.parallel import Dim, buffer, implementation_option
 from zoo.parallel.collectives import shard_offset
+from zoo.parallel.fields import adapter_parameter
 
 from ..base import AbstractLinearAdapter, Matrix
 
@@ -19,17 +20,37 @@ _BASE_SITE_OFFSET = 2**20
 class AbstractLowRankAdapter(AbstractLinearAdapter):
     """An adapter with the low-rank update scale B A, with A of shape [rank, in] and B of shape [out, rank]."""
 
-    down: eqx.AbstractVar[Linear]
+    down: Linear = adapter_parameter()
     """A."""
-    up: eqx.AbstractVar[Linear]
+    up: Linear = adapter_parameter()
     """B."""
-    rank: eqx.AbstractVar[Int[Array, ""]]
+    rank: Int[Array, ""]
     """Rank of this layer. The arrays have the largest rank of all stacked layers, padded with zeros."""
-    scale: eqx.AbstractVar[Float[Array, ""]]
-    keys: eqx.AbstractVar[Key[Array, "batch"] | None]
+    scale: Float[Array, ""] = buffer()
+    keys: Key[Array, "batch"] | None
     """PRNG keys of dropout, one per row of the batch, in training."""
-    dropout: eqx.AbstractVar[float]
+
+    dropout: float = implementation_option()
     """Dropout rate of the inputs of A, applied if there are keys (Hu et al., arXiv:2106.09685, appendix D)."""
+
+    def __init__(
+        self,
+        base: AbstractLinear,
+        *,
+        down: Float[Array, "rank in"],
+        up: Float[Array, "out rank"],
+        rank: Int[Array, ""],
+        scale: Float[Array, ""],
+        dropout: float | int,
+        adapter_name: str,
+    ):
+        super().__init__(base, adapter_name=adapter_name)
+        self.down = linear_from_weight(down, in_=self.in_, out=Dim("rank"))
+        self.up = linear_from_weight(up, in_=Dim("rank"), out=self.out)
+        self.rank = rank
+        self.scale = scale
+        self.keys = None
+        self.dropout = check_dropout_rate(dropout)
 
     @property
     def has_adapter(self) -> Bool[Array, "*stacked"]:

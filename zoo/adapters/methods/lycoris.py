@@ -8,17 +8,17 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int, Key
+from jaxtyping import Array, Float, Int, Key
 
 from zoo.layers import AbstractLinear, Linear
 from zoo.models.targets import Targets, find_linears, get_linear_shape
 from zoo.ops.moe.grouped_matmul import expand_group_values
 from zoo.parallel import Dim, buffer
 from zoo.parallel.collectives import shard_offset
-from zoo.parallel.fields import adapter_parameter, wrapped
+from zoo.parallel.fields import adapter_parameter
 
 from ..apply import apply_uniform, compute_scale
-from ..base import AbstractUniformAdapter, Matrix, Strength, full_strength, get_dims
+from ..base import AbstractUniformAdapter, Matrix
 from ..peft_limits import resolve_targets
 from .low_rank import linear_from_weight
 
@@ -29,7 +29,13 @@ class _AbstractDeltaAdapter(AbstractUniformAdapter):
     """y = W x + b + scale D x, where D is computed from its factors once per call. FLOPs: the base's again, and those
     of D."""
 
-    scale: eqx.AbstractVar[Float[Array, ""]]
+    scale: Float[Array, ""] = buffer()
+
+    def __init__(
+        self, base: AbstractLinear, *, scale: float | Float[Array, ""], applies: bool | Array, adapter_name: str
+    ):
+        super().__init__(base, applies=applies, adapter_name=adapter_name)
+        self.scale = jnp.asarray(scale, jnp.float32)
 
     @abc.abstractmethod
     def get_delta_weight(self) -> Matrix:
@@ -64,7 +70,6 @@ class LoHa(_AbstractDeltaAdapter):
     """D = (B1 A1) ∘ (B2 A2), a Hadamard product whose rank is at most the square of the factors' (FedPara, Hyeon-Woo et
     al., arXiv:2108.06098, section 2.2; as an adapter: LyCORIS, arXiv:2309.14859)."""
 
-    base: AbstractLinear = wrapped()
     up: Float[Array, "out rank"] = adapter_parameter()
     """B1."""
     down: Float[Array, "rank in"] = adapter_parameter()
@@ -73,13 +78,6 @@ class LoHa(_AbstractDeltaAdapter):
     """B2."""
     other_down: Float[Array, "rank in"] = adapter_parameter()
     """A2."""
-    applies: Bool[Array, ""]
-    scale: Float[Array, ""] = buffer()
-    strength: Strength = buffer()
-
-    in_: Dim = eqx.field(static=True)
-    out: Dim = eqx.field(static=True)
-    adapter_name: str = eqx.field(static=True)
 
     def __init__(
         self,
@@ -92,17 +90,13 @@ class LoHa(_AbstractDeltaAdapter):
         key: Key[Array, ""],
     ):
         """Initialize as PEFT does: A1 and A2 normal with standard deviation 1, B1 with 0.1, B2 zero."""
-        (self.in_, self.out), (out_size, in_size) = get_dims(base), get_linear_shape(base)
+        super().__init__(base, scale=scale, applies=applies, adapter_name=adapter_name)
+        out_size, in_size = get_linear_shape(base)
         keys = jax.random.split(key, 3)
-        self.base = base
         self.other_up = jnp.zeros((out_size, rank), jnp.float32)
         self.down = jax.random.normal(keys[0], (rank, in_size), jnp.float32)
         self.up = 0.1 * jax.random.normal(keys[1], (out_size, rank), jnp.float32)
         self.other_down = jax.random.normal(keys[2], (rank, in_size), jnp.float32)
-        self.scale = jnp.asarray(scale, jnp.float32)
-        self.applies = jnp.asarray(applies)
-        self.strength = full_strength()
-        self.adapter_name = adapter_name
 
     def get_delta_weight(self) -> Matrix:
         return _matmul_fp32(self.up, self.down) * _matmul_fp32(self.other_up, self.other_down)
@@ -115,20 +109,12 @@ class LoKr(_AbstractDeltaAdapter):
     The factors are replicated. If W is sharded, each device computes the full D and slices its shard.
     """
 
-    base: AbstractLinear = wrapped()
     left: Float[Array, "left_out left_in"] | None = adapter_parameter()
     left_up: Float[Array, "left_out rank"] | None = adapter_parameter()
     left_down: Float[Array, "rank left_in"] | None = adapter_parameter()
     right: Float[Array, "right_out right_in"] | None = adapter_parameter()
     right_up: Float[Array, "right_out rank"] | None = adapter_parameter()
     right_down: Float[Array, "rank right_in"] | None = adapter_parameter()
-    applies: Bool[Array, ""]
-    scale: Float[Array, ""] = buffer()
-    strength: Strength = buffer()
-
-    in_: Dim = eqx.field(static=True)
-    out: Dim = eqx.field(static=True)
-    adapter_name: str = eqx.field(static=True)
 
     def __init__(
         self,
@@ -148,11 +134,11 @@ class LoKr(_AbstractDeltaAdapter):
 
         L is initialized with zeros, or with a zero factor; R as PyTorch initializes a Linear.
         """
-        (self.in_, self.out), (out_size, in_size) = get_dims(base), get_linear_shape(base)
+        super().__init__(base, scale=scale, applies=applies, adapter_name=adapter_name)
+        out_size, in_size = get_linear_shape(base)
         keys = jax.random.split(key, 3)
         (left_out, right_out), (left_in, right_in) = factorize(out_size, factor), factorize(in_size, factor)
         uniform = lambda key, *shape: jax.random.uniform(key, shape, jnp.float32, -1.0, 1.0) * shape[-1] ** -0.5
-        self.base = base
         self.left = self.left_up = self.left_down = self.right = self.right_up = self.right_down = None
         if decompose_both and rank < max(left_out, left_in) / 2:
             self.left_up = jnp.zeros((left_out, rank), jnp.float32)
@@ -164,10 +150,6 @@ class LoKr(_AbstractDeltaAdapter):
             self.right_down = uniform(keys[2], rank, right_in)
         else:
             self.right = uniform(keys[1], right_out, right_in)
-        self.scale = jnp.asarray(scale, jnp.float32)
-        self.applies = jnp.asarray(applies)
-        self.strength = full_strength()
-        self.adapter_name = adapter_name
 
     def get_delta_weight(self) -> Matrix:
         if self.left is None:

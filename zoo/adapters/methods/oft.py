@@ -6,17 +6,17 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, Key
+from jaxtyping import Array, Float, Int, Key
 
 from zoo.layers import AbstractLinear
 from zoo.models.targets import Targets, find_linears, get_linear_shape
 from zoo.ops.matmul import einsum_fp32_accum
 from zoo.ops.moe.grouped_matmul import grouped_matmul
-from zoo.parallel import Dim, buffer
-from zoo.parallel.fields import adapter_parameter, wrapped
+from zoo.parallel import Dim
+from zoo.parallel.fields import adapter_parameter
 
 from ..apply import apply_uniform
-from ..base import AbstractUniformAdapter, Matrix, Strength, full_strength, get_dims
+from ..base import AbstractUniformAdapter, Matrix
 from ..peft_limits import resolve_targets
 
 _Model = TypeVar("Model")
@@ -37,20 +37,14 @@ class OFT(AbstractUniformAdapter):
     FLOPs: 2 block_size in per token, in addition to the base's 2 in out, and a few block_size² in per call.
     """
 
-    base: AbstractLinear = wrapped()
     blocks: Float[Array, "in_blocks pairs"] | None = adapter_parameter(full_precision=True, no_weight_decay=True)
     """Entries above the diagonal of each block, in row-major order."""
     shared: Float[Array, "pairs"] | None = adapter_parameter(full_precision=True)
     """Entries of a single block that is used for all, instead of `blocks`."""
-    applies: Bool[Array, ""]
-    strength: Strength = buffer()
 
-    in_: Dim = eqx.field(static=True)
-    out: Dim = eqx.field(static=True)
     in_blocks: Dim = eqx.field(static=True)
     block_size: int = eqx.field(static=True)
     neumann_terms: int | None = eqx.field(static=True)
-    adapter_name: str = eqx.field(static=True)
 
     def __init__(
         self,
@@ -70,12 +64,10 @@ class OFT(AbstractUniformAdapter):
         **Raises** `ValueError` unless exactly one of the first two is given, if the block size does not divide the
         number of inputs, and for blocks of one input, which have no rotation.
         """
-        (self.in_, self.out), (_, in_size) = get_dims(base), get_linear_shape(base)
+        super().__init__(base, applies=applies, adapter_name=adapter_name)
+        _, in_size = get_linear_shape(base)
         self.block_size = size = _resolve_block_size(in_size, block_size, blocks)
         pairs = size * (size - 1) // 2
-        self.base = base
-        self.applies = jnp.asarray(applies)
-        self.strength = full_strength()
         if shared:
             self.blocks = None
         else:
@@ -84,7 +76,6 @@ class OFT(AbstractUniformAdapter):
         divides_unit = self.in_.unit % size == 0
         self.in_blocks = Dim(self.in_.name, self.in_.unit // size if divides_unit else 1)
         self.neumann_terms = neumann_terms
-        self.adapter_name = adapter_name
 
     def __call__(self, x: Float[Array, "*rows in"]) -> Float[Array, "*tokens out"]:
         """Return W Rᵀ x + b."""

@@ -2,21 +2,20 @@
 
 from typing import Any, TypeVar
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Key
+from jaxtyping import Array, Float, Int, Key
 
 from zoo._checks import wrap_key
 from zoo.layers import AbstractLinear, Linear
 from zoo.models.targets import Targets, find_linears, get_linear_shape, match_targets
 from zoo.ops.moe.grouped_matmul import expand_group_values
 from zoo.parallel import Dim, buffer
-from zoo.parallel.fields import adapter_parameter, wrapped
+from zoo.parallel.fields import adapter_parameter
 from zoo.parallel.tokens import match_tokens
 
 from ..apply import apply_uniform, check_rank
-from ..base import AbstractUniformAdapter, Matrix, Strength, full_strength, get_dims
+from ..base import AbstractUniformAdapter, Matrix
 from ..peft_limits import resolve_targets
 from .low_rank import linear_from_weight
 
@@ -31,19 +30,12 @@ class VeRA(AbstractUniformAdapter):
     layer uses the first `out` rows and `in` columns of the largest.
     """
 
-    base: AbstractLinear = wrapped()
     down: Linear = buffer()
     """A."""
     up: Linear = buffer()
     """B."""
     down_scale: Float[Array, "rank"] = adapter_parameter(full_precision=True)
     up_scale: Float[Array, "out"] = adapter_parameter(full_precision=True)
-    applies: Bool[Array, ""]
-    strength: Strength = buffer()
-
-    in_: Dim = eqx.field(static=True)
-    out: Dim = eqx.field(static=True)
-    adapter_name: str = eqx.field(static=True)
 
     def __init__(
         self,
@@ -56,16 +48,13 @@ class VeRA(AbstractUniformAdapter):
     ):
         """`shared` are A and B of the largest linear layer. `down_scale` is initialized with `d_initial`, `up_scale`
         with zeros. If `applies` is False the adapter has no effect."""
-        (self.in_, self.out), (out_size, in_size) = get_dims(base), get_linear_shape(base)
+        super().__init__(base, applies=applies, adapter_name=adapter_name)
+        out_size, in_size = get_linear_shape(base)
         down, up = shared
-        self.base = base
         self.down = linear_from_weight(down[:, :in_size], in_=self.in_, out=Dim("rank"))
         self.up = linear_from_weight(up[:out_size], in_=Dim("rank"), out=self.out)
         self.down_scale = d_initial * jnp.ones(len(down), jnp.float32)
         self.up_scale = jnp.zeros(out_size, jnp.float32)
-        self.applies = jnp.asarray(applies)
-        self.strength = full_strength()
-        self.adapter_name = adapter_name
 
     def _get_output_scale(self, strength: Float[Array, "..."]) -> Float[Array, "*rows out"]:
         """Return strength `up_scale`, or zeros if the adapter does not apply."""

@@ -4,7 +4,7 @@ import contextlib
 import difflib
 import glob
 import hashlib
-import json
+import itertools
 import logging
 import os
 import re
@@ -19,10 +19,9 @@ from zoo._files import open_regular, read_json, walk_files, write_json
 from zoo._optional import import_optional
 
 from .array_record import ArrayRecords
-from .arrow import ArrowTable
 from .json_lines import JsonLines
-from .parquet import Parquet
 from .record_file import INSTALL, RecordFile, quote
+from .tables import ArrowTable, Parquet
 
 _logger = logging.getLogger("zoo")
 
@@ -41,7 +40,6 @@ _DICT = "dataset_dict.json"
 _METADATA = (_INFO, _STATE, _DICT, "dataset_infos.json")
 _HUB_NAME = re.compile(r"(?P<name>[\w-][\w.-]*/[\w-][\w.-]*)(:(?P<split>.*))?")
 _FIELDS = {"text", "messages", "prompt", "conversations", "instruction"}
-_FIRST_BYTES = 16 * 2**20
 _DIGESTS = "digests.json"
 _SETTLED_SECONDS = 2.0
 
@@ -298,30 +296,17 @@ def _download_dataset(name: str, split: str, path: Path) -> list[Path]:
 
 
 def _read_first_record(path: Path) -> dict[str, Any]:
-    """Return the object on the first line, or the first one of an array; an empty one if there is none."""
+    """Return the first record of JSON lines; an empty one if it has a fault, or there is none."""
+    file = JsonLines(path)
     try:
-        with open_regular(path) as file:
-            begin = file.read(_FIRST_BYTES).decode("utf-8-sig", errors="ignore").lstrip()
-        if begin.startswith("["):
-            record, _ = json.JSONDecoder().raw_decode(begin[1:].lstrip())
-        else:
-            record = json.loads(begin.partition("\n")[0])
-    except (OSError, ValueError, RecursionError):
+        records = [record for unit in file.split()[:1] for _, record in itertools.islice(file.read(unit), 1)]
+    except (OSError, ValueError):
         return {}
-    return record if isinstance(record, dict) else {}
+    return records[0] if records and isinstance(records[0], dict) else {}
 
 
 def _read_table(path: Path) -> dict[str, list[Any]]:
     """Return the entries of a table of digests: size, time and digest by path. A damaged table counts as empty."""
-    try:
-        table = read_json(path)
-    except (OSError, ValueError):
-        return {}
-    if not isinstance(table, dict):
-        return {}
-    return {name: entry for name, entry in table.items() if _is_entry(entry)}
-
-
-def _is_entry(entry: Any) -> bool:
-    is_complete = isinstance(entry, list) and len(entry) == 3
-    return is_complete and [type(value) for value in entry] == [int, int, str]
+    with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
+        return {name: entry for name, entry in read_json(path).items() if list(map(type, entry)) == [int, int, str]}
+    return {}

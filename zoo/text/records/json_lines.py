@@ -23,7 +23,7 @@ _UNIT_BYTES = 4 * 2**20
 _LINE_BYTES = JSON_BYTES
 _ARRAY_BYTES = 2**30
 _CHUNK_BYTES = 2**20
-_ZSTD_BYTES = 2**13  # they may expand ten thousandfold
+_BEGIN_BYTES = 2**16
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _SPACE = b" \t\r\n"
 _SPACES = re.compile(r"[ \t\r\n]*")
@@ -48,10 +48,10 @@ class JsonLines:
 
     def split(self) -> list[Unit]:
         """**Raises** `ValueError` for a file in UTF-16, a `.json` file of anything else, and as `RecordFile` does."""
-        self._check_encoding()
+        begin = self._read_begin()
         is_array = self._is_array()
         if self._is_json() and not is_array:
-            self._check_first_line()
+            self._check_first_line(begin)
         with open_regular(self.path) as file:
             size = os.fstat(file.fileno()).st_size
             if is_array or self._is_compressed():
@@ -87,16 +87,20 @@ class JsonLines:
                 lines_before += file.read(min(_CHUNK_BYTES, unit.start - start)).count(b"\n")
         return f"{self.path}:{lines_before + number + 1}"
 
-    def _check_encoding(self) -> None:
-        """**Raises** `ValueError` for a file in UTF-16 or UTF-32, in which line ends are no bytes of their own."""
+    def _read_begin(self) -> bytes:
+        """Return the beginning of the file, from the first byte that is not space.
+
+        **Raises** `ValueError` for a file in UTF-16 or UTF-32, in which line ends are no bytes of their own.
+        """
         with self._open() as file:
-            begin = file.read(4)
-        encoding = json.detect_encoding(begin)
-        if any(begin) and encoding.startswith(("utf-16", "utf-32")):
+            begin = file.read(_BEGIN_BYTES)
+        encoding = json.detect_encoding(begin[:4])
+        if any(begin[:4]) and encoding.startswith(("utf-16", "utf-32")):
             name = encoding.upper().replace("-LE", "LE").replace("-BE", "BE")
             raise ValueError(
                 f"{self.path}: UTF-8 was expected, and this file is in {name}: `iconv -f {name} -t UTF-8` converts it"
             )
+        return begin.removeprefix(_BYTE_ORDER_MARK).lstrip(_SPACE)
 
     def _is_json(self) -> bool:
         return self.path.name.lower().endswith((".json", ".json.gz", ".json.zst"))
@@ -113,32 +117,27 @@ class JsonLines:
                 with name_damage(self.path, EOFError, zlib.error), gzip.open(file) as text:
                     yield text  # type: ignore[misc]
             elif suffix == ".zst":
-                zstandard = import_optional("zstandard", INSTALL)
-                with name_damage(self.path, zstandard.ZstdError):
-                    yield io.BufferedReader(_ZstdReader(file, zstandard))  # type: ignore[misc]
+                pyarrow = import_optional("pyarrow", INSTALL)
+                with (
+                    name_damage(self.path),
+                    pyarrow.CompressedInputStream(pyarrow.PythonFile(file, mode="r"), "zstd") as stream,
+                ):
+                    yield io.BufferedReader(stream)  # type: ignore[misc]
             else:
                 file.seek(start)
                 yield file
 
     def _is_array(self) -> bool:
-        if not self._is_json():
-            return False
-        with self._open() as file:
-            begin = file.read(len(_BYTE_ORDER_MARK)).removeprefix(_BYTE_ORDER_MARK)
-            while not begin.strip(_SPACE) and (chunk := file.read(_CHUNK_BYTES)):
-                begin = chunk
-        return begin.lstrip(_SPACE).startswith(b"[")
+        return self._is_json() and self._read_begin().startswith(b"[")
 
-    def _check_first_line(self) -> None:
-        """**Raises** `ValueError` unless the first line of a `.json` file is an object."""
-        line = b""
-        with self._open() as file:
-            while not line.strip(_SPACE) and (line := file.readline(_LINE_BYTES)):
-                line = line.removeprefix(_BYTE_ORDER_MARK)
+    def _check_first_line(self, begin: bytes) -> None:
+        """**Raises** `ValueError` unless the first line of a `.json` file is an object. Of a longer line only the first
+        byte counts."""
+        line, line_end, _ = begin.partition(b"\n")
         try:
             is_object = not line or isinstance(parse_json(line), dict)
         except ValueError:
-            is_object = False
+            is_object = line.startswith(b"{") and not line_end
         if not is_object:
             came = quote(line.decode(errors="backslashreplace").rstrip())
             raise ValueError(
@@ -273,36 +272,3 @@ def _skip_space(text: str, at: int) -> int:
     found = _SPACES.match(text, at)
     assert found is not None
     return found.end()
-
-
-class _ZstdReader(io.RawIOBase):
-    """Decompresses frame by frame. The package's own reader takes a truncated frame for the end of the file."""
-
-    def __init__(self, file: BinaryIO, zstandard: Any):
-        self._file = file
-        self._decompressor = zstandard.ZstdDecompressor()
-        self._frame: Any = None
-        self._compressed = b""
-        self._text = b""
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        while not self._text:
-            content = self._compressed or self._file.read(_ZSTD_BYTES)
-            if not content and self._frame is not None:
-                raise ValueError("it ends within a frame of zstd")
-            if not content:
-                return 0
-            self._compressed = b""
-            if self._frame is None:
-                self._frame = self._decompressor.decompressobj()
-            self._text = self._frame.decompress(content)
-            if self._frame.eof:
-                self._compressed = self._frame.unused_data
-                self._frame = None
-        part = self._text[: len(buffer)]
-        self._text = self._text[len(part) :]
-        buffer[: len(part)] = part
-        return len(part)

@@ -10,15 +10,16 @@ Every record is checked before the first batch.
 """
 
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Unpack
 
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Integer
 
 from zoo._files import user_cache_folder
+from zoo._keywords import check_keywords
 from zoo._optional import import_optional
 from zoo._terminal import format_count
 from zoo.text.batches import OrderedBatches, ShuffledBatches, spread_rows
@@ -26,31 +27,27 @@ from zoo.text.chat.encode import find_end_of_turn
 from zoo.text.chat.template import ChatTemplate
 from zoo.text.chat.write import write_chat_files
 from zoo.text.mixture import Mixture
-from zoo.text.packing import PackedRows, TooLong
+from zoo.text.packing import PackedRows
 from zoo.text.records.token_store import TokenStore, count_default_processes, write_store
 from zoo.text.run_data import LossUnit
 from zoo.text.token_cache import open_cache
-from zoo.text.tokenizers import Tokenizer, require_tokenizer
+from zoo.text.tokenizers import Tokenizer
 
 from .find_files import digest_files
 from .in_memory import InMemory
 from .prompt_rows import PromptRows
-from .record_file import RecordFile
-from .record_kinds import KINDS, Encoding, RecordKind
+from .record_kinds import KINDS
 from .source import (
+    Reading,
+    ReadingOptions,
     Source,
     Weights,
-    check_kind,
-    check_template,
-    check_too_long,
-    choose_kind,
     describe_encoding,
     digest_values,
-    find_source_files,
     find_weights,
-    fix_date,
     list_chosen,
     name_files,
+    open_sources,
 )
 
 _STORE_VERSION = 2  # raised whenever the format of the store changes, or the tokens that a record becomes
@@ -216,25 +213,18 @@ _OMITTED = {
 }
 
 
+@check_keywords
 def load_records(
     source: Source | Mapping[str, float] | Sequence[tuple[int, Mapping[str, float]]],
     *,
     tokenizer: Tokenizer,
     seq_len: int,
-    template: ChatTemplate | None = None,
-    kind: Literal["auto", "text", "chat", "completion", "preference", "labeled", "prompts"] = "auto",
-    kinds: Collection[str] | None = None,
-    field: str = "text",
-    train_on: Literal["all", "last"] = "all",
-    too_long: TooLong | None = None,
     pack: bool = True,
     whole: bool = False,
     validation: float = 0.05,
-    bad_records: Literal["stop", "skip"] = "stop",
-    chat_date: str | None = None,
-    variables: Mapping[str, Any] = {},
     processes: int | None = None,
     cache: str | Path | None = None,
+    **reading: Unpack[ReadingOptions],
 ) -> Records:
     """Load, check, tokenize and pack records. They are tokenized once, into a cache.
 
@@ -263,124 +253,98 @@ def load_records(
     with its file and line, what was expected and what came; `ValueError` for a source without records, for records of
     none of the `kinds`, and for parts of a mixture of different kinds.
     """
-    require_tokenizer(tokenizer)
     if processes is not None and processes < 1:
         raise ValueError(f"processes is {processes}: 1 or more workers tokenize")
-    if whole and too_long == "cut":
+    if whole and reading.get("too_long") == "cut":
         raise ValueError("whole texts are not cut: leave too_long out, or take a longer seq_len")
     if not 0 <= validation < 1:
         raise ValueError(f"validation is {validation}: a share from 0 up to, but not including, 1 is held out")
     options = _Options(
-        tokenizer=tokenizer,
-        template=fix_date(template, chat_date),
         seq_len=seq_len,
-        kind=kind,
-        kinds=kinds,
-        field=field,
-        train_on=train_on,
-        too_long=too_long,
         pack=pack,
         whole=whole,
         validation=validation,
-        skips=bad_records == "skip",
-        variables=variables,
         processes=processes or count_default_processes(),
         cache=Path(cache or user_cache_folder() / "records"),
     )
     weights = find_weights(source)
+    names: list[Any] = [source]
+    if weights is not None:
+        names = list(weights if isinstance(weights, Mapping) else weights[0][1])
+    opened = open_sources(names, tokenizer=tokenizer, **reading)  # all, before the first is tokenized
+    parts = [_load_source(part, options) for part in opened]
     if weights is None:
-        return _load_source(*_open_source(source, options), options)
-    names = list(weights if isinstance(weights, Mapping) else weights[0][1])
-    opened = {name: _open_source(name, options) for name in names}  # all, before the first is tokenized
-    return mix({name: _load_source(*source, options) for name, source in opened.items()}, weights)
+        return parts[0]
+    return mix(dict(zip(names, parts, strict=True)), weights)
 
 
 @dataclass(frozen=True)
 class _Options:
-    """The arguments of `load_records`, completed."""
+    """The arguments of `load_records` for rows, completed."""
 
-    tokenizer: Tokenizer
-    template: ChatTemplate | None
     seq_len: int
-    kind: str
-    kinds: Collection[str] | None
-    field: str
-    train_on: Literal["all", "last"]
-    too_long: TooLong | None
     pack: bool
     whole: bool
     validation: float
-    skips: bool
-    variables: Mapping[str, Any]
     processes: int
     cache: Path
 
 
-def _open_source(source: Any, options: _Options) -> tuple[list[RecordFile], RecordKind]:
-    """Return the files of one source, and the kind of its records."""
-    files = find_source_files(source)
-    kind = choose_kind(files, options.kind, options.field)
-    if options.kinds is not None:
-        check_kind(files, kind, options.kinds)
-    return files, kind
-
-
-def _load_source(files: Sequence[RecordFile], kind: RecordKind, options: _Options) -> Records:
+def _load_source(reading: Reading, options: _Options) -> Records:
     """Load the records of one source."""
-    check_too_long(options.too_long, kind)
-    check_template(options.template, kind, files)
+    kind = reading.kind
+    tokenizer = reading.encoding.tokenizer
+    template = reading.encoding.template
     if options.whole and kind.has_fields:
         raise ValueError(f"whole is for texts with a score, and {kind.noun}s are to be completed: leave it out")
-    encoding = Encoding(
-        tokenizer=options.tokenizer,
-        template=options.template,  # for a later record of messages, too
-        text_field=options.field,
-        train_on=options.train_on,
-        variables=options.variables,
-    )
-    name = _fingerprint(files, kind, encoding, options)
-    rejected = options.cache / f"rejected-{name}.jsonl" if options.skips else None
+    name = _fingerprint(reading, options.cache)
+    rejected = options.cache / f"rejected-{name}.jsonl" if reading.skips else None
 
     def write(directory: Path) -> dict[str, Any]:
-        return write_store(directory, files, kind, encoding, processes=options.processes, rejected=rejected)
+        return write_store(
+            directory, reading.files, kind, reading.encoding, processes=options.processes, rejected=rejected
+        )
 
     about, digests = open_cache(options.cache / name, write)
-    store = TokenStore.open(options.cache / name, options.tokenizer.vocab, is_labeled=kind.is_labeled)
+    store = TokenStore.open(options.cache / name, tokenizer.vocab, is_labeled=kind.is_labeled)
     if not len(store.shares):
-        raise ValueError(f"{name_files(files)}: no records there")
-    template = options.template if about.get("messages") else None
-    shape = [options.seq_len, options.too_long, options.pack, options.validation]
+        raise ValueError(f"{name_files(reading.files)}: no records there")
+    chosen = list_chosen(template)
+    if not about.get("messages"):
+        template = None
+    shape = [options.seq_len, reading.too_long, options.pack, options.validation]
     if options.whole:
         shape.append("whole")
     digest = digest_values(digests, *shape)
     held_out = _hold_out(store.shares, options.validation)
     items_of = {"train": ~held_out, "validation": held_out}
-    rows = {name: _make_rows(store, items, kind, options) for name, items in items_of.items()}
+    rows = {name: _make_rows(store, items, reading, options) for name, items in items_of.items()}
     counts = _count(about, rows)
     if options.whole:
         counts["whole"] = True
-    token_bytes = options.tokenizer.token_bytes
-    chosen = list_chosen(options.template)
-    splits = {name: RecordSplit(name, part, token_bytes, digest, counts, chosen) for name, part in rows.items()}
+    splits = {
+        name: RecordSplit(name, part, tokenizer.token_bytes, digest, counts, chosen) for name, part in rows.items()
+    }
     return Records(
         train=splits["train"],
         validation=splits["validation"],
         kind=kind.name,
-        tokenizer=options.tokenizer,
+        tokenizer=tokenizer,
         template=template,
-        stop_tokens=_find_stop_tokens(options.tokenizer, template),
+        stop_tokens=_find_stop_tokens(tokenizer, template),
         digest=digest,
         counts=counts,
     )
 
 
-def _fingerprint(files: Sequence[RecordFile], kind: RecordKind, encoding: Encoding, options: _Options) -> str:
+def _fingerprint(reading: Reading, cache: Path) -> str:
     """Return a hash of everything that the tokens depend on."""
+    files = reading.files
     parts = {
         "version": _STORE_VERSION,
-        "files": [file.digest() for file in files if isinstance(file, InMemory)] or digest_files(files, options.cache),
-        "skips": options.skips,
-        **describe_encoding(kind, encoding),
+        "files": [file.digest() for file in files if isinstance(file, InMemory)] or digest_files(files, cache),
+        "skips": reading.skips,
+        **describe_encoding(reading.kind, reading.encoding),
     }
     return digest_values(parts)
 
@@ -398,11 +362,11 @@ def _hold_out(shares: Float[np.ndarray, "items"], fraction: float) -> Bool[np.nd
 
 
 def _make_rows(
-    store: TokenStore, items: Bool[np.ndarray, "items"], kind: RecordKind, options: _Options
+    store: TokenStore, items: Bool[np.ndarray, "items"], reading: Reading, options: _Options
 ) -> PackedRows | PromptRows:
-    if kind.has_fields:
+    if reading.kind.has_fields:
         return PromptRows(store, options.seq_len, items=items)
-    too_long = options.too_long or kind.too_long
+    too_long = reading.too_long or reading.kind.too_long
     if options.whole:
         too_long = "drop"
     return PackedRows(
@@ -411,7 +375,7 @@ def _make_rows(
         store.starts,
         options.seq_len,
         items=items,
-        texts_per_item=kind.texts_per_item,
+        texts_per_item=reading.kind.texts_per_item,
         too_long=too_long,
         pack=options.pack,
         whole=options.whole,

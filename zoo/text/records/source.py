@@ -4,21 +4,86 @@ import datetime
 import hashlib
 import json
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypedDict
 
 from zoo._files import to_jsonable
 from zoo.text.chat.template import ChatTemplate
 from zoo.text.packing import TooLong
 from zoo.text.records.token_store import RecordsError
+from zoo.text.tokenizers import Tokenizer, require_tokenizer
 
 from .find_files import find_record_files
 from .in_memory import InMemory
 from .record_file import RecordError, RecordFile
 from .record_kinds import KINDS, NO_TEMPLATE, Encoding, RecordKind, find_kind
 
+KindName = Literal["auto", "text", "chat", "completion", "preference", "labeled", "prompts"]
 Weights = Mapping[str, float] | Sequence[tuple[int, Mapping[str, float]]]
 Source = str | Path | Sequence[str | Path] | Sequence[Mapping[str, Any]]
+
+
+class ReadingOptions(TypedDict, total=False):
+    """Keywords that `load_records` and `stream_records` have in common: how records become tokens."""
+
+    template: ChatTemplate | None
+    kind: KindName
+    kinds: Collection[str] | None
+    field: str
+    train_on: Literal["all", "last"]
+    too_long: TooLong | None
+    bad_records: Literal["stop", "skip"]
+    chat_date: str | None
+    variables: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Records of one kind, and how they become tokens.
+
+    - `too_long`: as it was asked for; None for the default of the kind.
+    - `skips`: True if records with faults may be left out.
+    """
+
+    files: Sequence[RecordFile]
+    kind: RecordKind
+    encoding: Encoding
+    too_long: TooLong | None
+    skips: bool
+
+
+def open_sources(
+    sources: Sequence[Any],
+    *,
+    tokenizer: Tokenizer,
+    template: ChatTemplate | None = None,
+    kind: KindName = "auto",
+    kinds: Collection[str] | None = None,
+    field: str = "text",
+    train_on: Literal["all", "last"] = "all",
+    too_long: TooLong | None = None,
+    bad_records: Literal["stop", "skip"] = "stop",
+    chat_date: str | None = None,
+    variables: Mapping[str, Any] = {},
+) -> list[Reading]:
+    """Find the files of each source and the kind of its records, before any is read. **Raises** as `load_records`
+    does."""
+    require_tokenizer(tokenizer)
+    template = fix_date(template, chat_date)
+    encoding = Encoding(
+        tokenizer=tokenizer, template=template, text_field=field, train_on=train_on, variables=variables
+    )
+    readings = []
+    for source in sources:
+        files = find_source_files(source)
+        record_kind = choose_kind(files, kind, field)
+        if kinds is not None:
+            check_kind(files, record_kind, kinds)
+        check_too_long(too_long, record_kind)
+        check_template(template, record_kind, files)
+        readings.append(Reading(files, record_kind, encoding, too_long, skips=bad_records == "skip"))
+    return readings
 
 
 def find_source_files(source: Any) -> list[RecordFile]:

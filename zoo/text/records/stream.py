@@ -15,35 +15,30 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import jax
 import numpy as np
 from jaxtyping import Int, Integer, Shaped, UInt8
 
+from zoo._keywords import check_keywords
 from zoo._optional import import_optional
 from zoo.text.batches import assign_rows
-from zoo.text.chat.template import ChatTemplate
 from zoo.text.packing import PackedRows, TooLong
 from zoo.text.token_cache import choose_token_dtype
-from zoo.text.tokenizers import Tokenizer, require_tokenizer
+from zoo.text.tokenizers import Tokenizer
 
 from .in_memory import InMemory
-from .record_file import RecordFile
-from .record_kinds import Encoding, RecordKind
 from .source import (
+    Reading,
+    ReadingOptions,
     Source,
-    check_template,
-    check_too_long,
-    choose_kind,
     describe_encoding,
     digest_values,
-    find_source_files,
     find_weights,
-    fix_date,
     list_chosen,
     name_files,
+    open_sources,
 )
 from .token_store import (
     MAX_LISTED,
@@ -63,24 +58,18 @@ _BATCHES_AHEAD = 4
 _INSTEAD = "write the tokens once instead: train.load_records"
 
 
+@check_keywords
 def stream_records(
     source: Source,
     *,
     tokenizer: Tokenizer,
     seq_len: int,
     batch_size: int,
-    template: ChatTemplate | None = None,
-    kind: Literal["auto", "text", "chat", "completion", "preference", "labeled", "prompts"] = "auto",
-    field: str = "text",
-    train_on: Literal["all", "last"] = "all",
-    too_long: TooLong | None = None,
-    bad_records: Literal["stop", "skip"] = "stop",
-    chat_date: str | None = None,
-    variables: Mapping[str, Any] = {},
     seed: int = 0,
     window: int = 1024,
     process: tuple[int, int] | None = None,
     workers: int = 0,
+    **reading: Unpack[ReadingOptions],
 ) -> "RecordStream":
     """Stream records as infinite batches of packed rows. Nothing is written: tokens are made again in each pass.
 
@@ -110,43 +99,13 @@ def stream_records(
     for name, value, least in (("seq_len", seq_len, 1), ("window", window, 1), ("workers", workers, 0)):
         if value < least:
             raise ValueError(f"{name} is {value}: at least {least} was expected")
-    require_tokenizer(tokenizer)
     if find_weights(source) is not None:
         raise NotImplementedError(f"a mixture of sources is not streamed: {_INSTEAD}")
-    files = find_source_files(source)
-    record_kind = choose_kind(files, kind, field)
-    if record_kind.is_labeled or record_kind.has_fields:
-        raise NotImplementedError(f"records of the kind {record_kind.name} are not streamed: {_INSTEAD}")
-    check_too_long(too_long, record_kind)
-    check_template(template, record_kind, files)
-    encoding = Encoding(
-        tokenizer=tokenizer,
-        template=fix_date(template, chat_date),
-        text_field=field,
-        train_on=train_on,
-        variables=variables,
-    )
-    options = _Options(
-        seq_len=seq_len,
-        too_long=too_long or record_kind.too_long,
-        skips=bad_records == "skip",
-        seed=seed,
-        window=window,
-        workers=workers,
-    )
-    return RecordStream(files, record_kind, encoding, options, batch_size=batch_size, process=process)
-
-
-@dataclass(frozen=True)
-class _Options:
-    """Arguments of `stream_records`, completed."""
-
-    seq_len: int
-    too_long: TooLong
-    skips: bool
-    seed: int
-    window: int
-    workers: int
+    (opened,) = open_sources([source], tokenizer=tokenizer, **reading)
+    if opened.kind.is_labeled or opened.kind.has_fields:
+        raise NotImplementedError(f"records of the kind {opened.kind.name} are not streamed: {_INSTEAD}")
+    options = {"seq_len": seq_len, "seed": seed, "window": window, "workers": workers}
+    return RecordStream(opened, batch_size=batch_size, process=process, **options)
 
 
 class _Item(NamedTuple):
@@ -170,31 +129,34 @@ class RecordStream(Iterator):
 
     def __init__(
         self,
-        files: Sequence[RecordFile],
-        kind: RecordKind,
-        encoding: Encoding,
-        options: _Options,
+        reading: Reading,
         *,
+        seq_len: int,
         batch_size: int,
+        seed: int,
+        window: int,
         process: tuple[int, int] | None,
+        workers: int,
     ):
         self._process, self._rows = assign_rows(batch_size, process)
         self._grain = import_optional("grain", "pip install 'equizoo[train]'")
-        self._files = files
-        self._jobs: list[Job] = [(file, unit) for file in files for unit in file.split()]
+        self._jobs: list[Job] = [(file, unit) for file in reading.files for unit in file.split()]
         _, num_processes = self._process
         if len(self._jobs) < num_processes:
             raise ValueError(
-                f"{name_files(files)}: {len(self._jobs)} units for {num_processes} processes, and each process reads "
-                f"units of its own: split the records into more files, or {_INSTEAD}"
+                f"{name_files(reading.files)}: {len(self._jobs)} units for {num_processes} processes, and each process "
+                f"reads units of its own: split the records into more files, or {_INSTEAD}"
             )
-        self._kind = kind
-        self._encoding = encoding
-        self._options = options
-        self.kind = kind.name
+        self._reading = reading
+        self._seq_len = seq_len
+        self._too_long: TooLong = reading.too_long or reading.kind.too_long
+        self._workers = workers
+        self._setting = {"processes": num_processes, "seed": seed, "window": window}
+        """What a position is only valid with."""
+        self.kind = reading.kind.name
         self.batch_size = batch_size
-        self.digest = _digest(files, kind, encoding, options)
-        self.chosen = list_chosen(encoding.template)
+        self.digest = _digest(reading, seq_len, self._too_long)
+        self.chosen = list_chosen(reading.encoding.template)
         self.counts: Counter[str] = Counter()
         self._empty_units: set[int] | None = set()
         """Units without an item, until there is one."""
@@ -213,14 +175,14 @@ class RecordStream(Iterator):
         if jax.process_count() > 1:
             for gathered in _gather_json(positions):
                 positions.update(gathered)
-        return {**self._describe_setting(), "positions": dict(sorted(positions.items()))}
+        return {**self._setting, "positions": dict(sorted(positions.items()))}
 
     def restore(self, state: Any) -> None:
         """Continue from a saved `state`, bit for bit. Other `workers` and another `batch_size` give the same rows.
 
         **Raises** `ValueError` if it was saved on another number of processes, or with another seed or window.
         """
-        setting = self._describe_setting()
+        setting = self._setting
         index, count = self._process
         if not isinstance(state, Mapping) or not {*setting, "positions"} <= state.keys():
             raise ValueError(f"the state of a stream of records was expected, and {str(state)[:60]!r} came")
@@ -264,23 +226,18 @@ class RecordStream(Iterator):
             self._iterator.close()
             self._iterator = None
 
-    def _describe_setting(self) -> dict[str, int]:
-        """Return what a position is only valid with."""
-        _, count = self._process
-        return {"processes": count, "seed": self._options.seed, "window": self._options.window}
-
     def _make_iterator(self) -> Any:
         """Return an iterator of grain over the batches, from the first on."""
         grain = self._grain
         flatten = grain.experimental.FlatMapIterDataset
-        options = self._options
+        seed = self._setting["seed"]
         index, count = self._process
-        threads = max(options.workers, 1)
+        threads = max(self._workers, 1)
         reading = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=2 * threads)
-        units = grain.MapDataset.range(len(self._jobs)).seed(options.seed).shuffle().repeat(None)[index::count]
+        units = grain.MapDataset.range(len(self._jobs)).seed(seed).shuffle().repeat(None)[index::count]
         encoded = units.map(self._start_encoder()).to_iter_dataset(reading)
         items = flatten(encoded, _FlatMap(self._list_items))
-        packed = items.batch(options.window, batch_fn=list).random_map(self._pack, seed=options.seed + index)
+        packed = items.batch(self._setting["window"], batch_fn=list).random_map(self._pack, seed=seed + index)
         rows = flatten(packed, _FlatMap(_keep))
         batches = rows.batch(self._rows, drop_remainder=True)
         ahead = grain.experimental.ThreadPrefetchIterDataset(batches, prefetch_buffer_size=_BATCHES_AHEAD)
@@ -289,15 +246,17 @@ class RecordStream(Iterator):
 
     def _start_encoder(self) -> Callable[[int], tuple[int, EncodedUnit]]:
         """Return the function that reads and encodes the unit with a number: in a worker, or where it is called."""
-        if not self._options.workers:
+        kind = self._reading.kind
+        encoding = self._reading.encoding
+        if not self._workers:
             # A tokenizer is told at each call whether to find special tokens: two threads may not share one.
-            encoding = copy.deepcopy(self._encoding)
+            encoding = copy.deepcopy(encoding)
 
             def encode(number: int) -> tuple[int, EncodedUnit]:
-                return number, encode_unit(self._jobs[number], self._kind, encoding)
+                return number, encode_unit(self._jobs[number], kind, encoding)
 
             return encode
-        pool = self._pool or start_workers(self._options.workers, self._kind, self._encoding)
+        pool = self._pool or start_workers(self._workers, kind, encoding)
         self._pool = pool
 
         def encode_elsewhere(number: int) -> tuple[int, EncodedUnit]:
@@ -314,16 +273,16 @@ class RecordStream(Iterator):
         self.counts["records"] += encoded.num_records
         if encoded.faults:
             self._report_faults(encoded.faults)
-        lengths = np.array(encoded.lengths, np.int64).reshape(-1, self._kind.texts_per_item)
-        is_long = (lengths - 1).sum(axis=1) > self._options.seq_len
+        lengths = np.array(encoded.lengths, np.int64).reshape(-1, self._reading.kind.texts_per_item)
+        is_long = (lengths - 1).sum(axis=1) > self._seq_len
         is_kept = np.ones(len(lengths), bool)
-        if self._options.too_long == "drop":
+        if self._too_long == "drop":
             is_kept = ~is_long
             self.counts["dropped"] += int(is_long.sum())
         else:
             self.counts["cut"] += int(is_long.sum())
         self._require_items(number, bool(is_kept.any()))
-        tokens = np.frombuffer(encoded.tokens, choose_token_dtype(self._encoding.tokenizer.vocab))
+        tokens = np.frombuffer(encoded.tokens, choose_token_dtype(self._reading.encoding.tokenizer.vocab))
         mask = np.frombuffer(encoded.mask, np.uint8)
         stops = np.cumsum(lengths.sum(axis=1))
         starts = stops - lengths.sum(axis=1)
@@ -337,9 +296,9 @@ class RecordStream(Iterator):
             np.concatenate([item.tokens for item in window]),
             np.concatenate([item.mask for item in window]),
             np.concatenate([[0], np.cumsum(lengths)]),
-            self._options.seq_len,
-            texts_per_item=self._kind.texts_per_item,
-            too_long=self._options.too_long,
+            self._seq_len,
+            texts_per_item=self._reading.kind.texts_per_item,
+            too_long=self._too_long,
         )
         return self._grain.MapDataset.source(rows).seed(int(rng.integers(2**31))).shuffle()
 
@@ -348,7 +307,7 @@ class RecordStream(Iterator):
 
         **Raises** `RecordsError` if none may be left out.
         """
-        if not self._options.skips:
+        if not self._reading.skips:
             raise RecordsError(
                 f"{list_faults(faults)}\nMend them, or leave them out: bad_records='skip' logs and counts them"
             )
@@ -372,8 +331,8 @@ class RecordStream(Iterator):
         if len(self._empty_units) == len(self._jobs):
             counts = self.counts
             raise ValueError(
-                f"{name_files(self._files)}: no records there that make a row: of {counts['records']:,}, "
-                f"{counts['rejected']:,} have faults and {counts['dropped']:,} are longer than {self._options.seq_len} "
+                f"{name_files(self._reading.files)}: no records there that make a row: of {counts['records']:,}, "
+                f"{counts['rejected']:,} have faults and {counts['dropped']:,} are longer than {self._seq_len} "
                 "targets"
             )
 
@@ -388,15 +347,15 @@ def _keep(rows: Any) -> Any:
     return rows
 
 
-def _digest(files: Sequence[RecordFile], kind: RecordKind, encoding: Encoding, options: _Options) -> str:
+def _digest(reading: Reading, seq_len: int, too_long: TooLong) -> str:
     """Return a hash of everything that the rows depend on, but the bytes of the files."""
     described = []
-    for file in files:
+    for file in reading.files:
         if isinstance(file, InMemory):
             described.append(file.digest())
         else:
             described.append([file.path.name, file.path.stat().st_size])
-    return digest_values(described, describe_encoding(kind, encoding), options.seq_len, options.too_long, options.skips)
+    return digest_values(described, describe_encoding(reading.kind, reading.encoding), seq_len, too_long, reading.skips)
 
 
 def _gather_json(value: Any) -> list[Any]:

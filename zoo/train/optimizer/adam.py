@@ -95,8 +95,8 @@ def scale_by_adam(
             v = b2 * second.decode(leaf, second_stored) + (1 - b2) * gradient**2
             m_stored = first.encode(leaf, m, fold_in_path(first_key, leaf))
             v_stored = second.encode(leaf, v, fold_in_path(second_key, leaf))
-            m_hat = first.read(leaf, m, m_stored) / correct_bias(b1, count)
-            v_hat = second.read(leaf, v, v_stored) / correct_bias(b2, count)
+            m_hat = m / correct_bias(b1, count)
+            v_hat = v / correct_bias(b2, count)
             return m_hat / (jnp.sqrt(v_hat) + eps), m_stored, v_stored
 
         results = map_leaves(scale, updates, state.first, state.second)

@@ -1,11 +1,10 @@
-"""Storage formats for the moments of Adam: float32, bfloat16, 8 bits in blocks, factored.
+"""Storage formats for the moments of Adam: float32, bfloat16, 8 bits in blocks.
 
 A format encodes a float32 array and decodes it again. Bytes per parameter:
 
     Float32Moment      4
     BFloat16Moment     2                            rounded stochastically: an average does not stall
     BlockwiseMoment    1 + 4 / block                8-bit codes with one scale per block (arXiv:2110.02861)
-    FactoredMoment     4 / rows + 4 / columns       row and column means of a second moment (arXiv:1804.04235)
 """
 
 import abc
@@ -36,11 +35,6 @@ class AbstractMoment(abc.ABC):
     @abc.abstractmethod
     def decode(self, leaf: Leaf, stored: Any) -> Float[Array, "..."]:
         """Return the moment in float32."""
-
-    def read(self, leaf: Leaf, fresh: Float[Array, "..."], stored: Any) -> Float[Array, "..."]:
-        """Return the moment that this step's update is computed from: `fresh`, before it is stored, or the stored
-        one."""
-        return fresh
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,42 +132,6 @@ class BlockwiseMoment(AbstractMoment):
 def _find_block_axis(dims: tuple[Dim, ...]) -> int:
     """Return the last axis that is not `embed`, or the last one."""
     return max((axis for axis, dim in enumerate(dims) if dim.name != "embed"), default=len(dims) - 1)
-
-
-class _Factored(Module):
-    """Row and column means of a matrix."""
-
-    rows: Float[Array, "first"]
-    columns: Float[Array, "last"]
-
-    first: Dim = eqx.field(static=True)
-    last: Dim = eqx.field(static=True)
-
-
-@dataclasses.dataclass(frozen=True)
-class FactoredMoment(AbstractMoment):
-    """The second moment of a matrix as rows x columns / mean, of its row and column means: Adafactor's approximation
-    (Shazeer & Stern, arXiv:1804.04235, section 3), exact for a matrix of rank one.
-
-    Each layer and each expert is a matrix of its own; arrays that are not matrices stay in float32. It is for second
-    moments: `optax.scale_by_factored_rms` computes the same for a tree of plain matrices, but mistakes a stacked dim
-    for a dim of the matrix if it is larger.
-    """
-
-    def encode(self, leaf: Leaf, x: Float[Array, "..."], key: Key[Array, ""]) -> Any:
-        dims = _unstacked_dims(leaf, x.ndim)
-        if len(dims) != 2:
-            return x
-        return _vmap(lambda x: _Factored(x.mean(1), x.mean(0), *dims), x.ndim - 2)(x)
-
-    def decode(self, leaf: Leaf, stored: Any) -> Float[Array, "..."]:
-        if not isinstance(stored, _Factored):
-            return stored
-        mean = stored.rows.mean(-1)[..., None, None]
-        return stored.rows[..., :, None] * stored.columns[..., None, :] / jnp.where(mean == 0, 1, mean)
-
-    def read(self, leaf: Leaf, fresh: Float[Array, "..."], stored: Any) -> Float[Array, "..."]:
-        return self.decode(leaf, stored)
 
 
 def make_dynamic_map(*, signed: bool) -> Float[np.ndarray, "256"]:

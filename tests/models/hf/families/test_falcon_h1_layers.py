@@ -21,6 +21,7 @@ def make(key):
     return SideBySide(attention, recurrent, **multipliers, key=key)
 
 
+@pytest.mark.one_case("slow")
 @pytest.mark.parametrize("cached", [False, True])
 def test_side_by_side_is_the_sum_of_two_mixers(cached):
     layer, x = randomize(make), activations(2, SEQ, EMBED)
