@@ -38,10 +38,6 @@ def test_command_help_describes_every_option(capsys, name):
         assert text.count("".join(filter(str.isalnum, words))) == 1, option
 
 
-def test_a_file_to_evaluate_needs_its_option(refused):
-    assert "text is --data file.txt, and a file of tasks is --task file.txt" in refused("evaluate", "x", "file.txt")
-
-
 def test_version(run, capsys):
     with pytest.raises(SystemExit, match="0"):
         cli.main(["--help"])

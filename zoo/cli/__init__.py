@@ -76,8 +76,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.stdout.reconfigure(errors="replace")
     try:
         try:
-            if name == "evaluate" and len(arguments) > 2 and not any(word.startswith("-") for word in arguments[1:3]):
-                raise ValueError(f"text is --data {arguments[2]}, and a file of tasks is --task {arguments[2]}")
             tyro.cli(build_subcommands(name), args=arguments, prog="zoo", description=DESCRIPTION, config=TYRO_OPTIONS)
         finally:  # after --help too, which exits
             sys.stdout.flush()

@@ -13,9 +13,9 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from zoo._terminal import align_columns, format_bytes
-from zoo.models import Decoder, Stack, count_active_parameters, list_parameter_paths
+from zoo.models import Decoder, Stack, count_active_parameters
 from zoo.models.hf.config import read_config
-from zoo.models.parameter_paths import ParameterPath
+from zoo.models.parameter_paths import ParameterPath, list_parameters
 from zoo.models.stack import is_stack, swap_stack
 from zoo.parallel import Mesh
 from zoo.parallel.mesh import is_array_or_shape
@@ -43,6 +43,7 @@ class ParameterSummary:
     tensors: tuple[str, ...]
     """Names in the checkpoint."""
     spec: PartitionSpec | None
+    bytes: int
     bytes_per_device: int
     trainable: bool = True
 
@@ -162,40 +163,48 @@ def summary(model: Any, mesh: Mesh | None = None) -> ModelSummary:
     With a `mesh`, whose devices need not exist, also the sharding of each parameter and its bytes on a device.
     **Raises** `ValueError` for a mesh that does not divide the model.
     """
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), eqx.filter(model, is_array_or_shape))
-    shapes = merge_rounds(shapes)
-    dtypes = [(str(x.dtype),) for x in jax.tree.leaves(shapes)]
+    shapes = list_shapes(model)
     origin = getattr(model, "origin", None)
     if origin is None:
         config = {}
     else:
         config = read_config(origin.family, json.loads(origin.config))
-    return summarize_model(shapes, dtypes, mesh, cached_model=shapes, max_length=config.get("max_position_embeddings"))
+    return summarize_model(shapes, None, mesh, cached_model=shapes, max_length=config.get("max_position_embeddings"))
+
+
+def list_shapes(model: Any) -> Any:
+    """Return the arrays of a model in shapes, with layers in one round."""
+    arrays = eqx.filter(model, is_array_or_shape)
+    return merge_rounds(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arrays))
 
 
 def summarize_model(
     model: Any,
-    dtypes: Sequence[tuple[str, ...]],
+    dtypes: Sequence[tuple[str, ...]] | None,
     mesh: Mesh | None,
     *,
     cached_model: Any,
     max_length: int | None,
     name_tensor: Callable[[ParameterPath], str] | None = None,
 ) -> ModelSummary:
-    """Summarize a model in shapes. `dtypes` are those of each array, as stored or as initialized, `name_tensor` returns
-    the name of a parameter's tensor in a checkpoint, and `cached_model` decodes."""
-    leaves = list(zip(list_parameter_paths(model), jax.tree.leaves(model), strict=True))
+    """Summarize a model in shapes.
+
+    - `dtypes`: of each array, as stored or as initialized; None for the dtypes of the shapes.
+    - `cached_model`: the model that decodes.
+    - `name_tensor`: returns the name of a parameter's tensor in a checkpoint.
+    """
+    parameters = list_parameters(model)
     return ModelSummary(
         tied=isinstance(model, Decoder) and model.head is None,
         active=count_active_parameters(model),
-        num_parameters=sum(x.size for path, x in leaves if is_parameter(path.leaf, x)) + count_packed(model),
+        num_parameters=sum(x.size for path, x in parameters if is_parameter(path.leaf, x)) + count_packed(model),
         dtypes=count_by_dtype(jax.tree.leaves(model)),
         segments=[
             [len(segment.blocks), segment.local_repeats] for stack in _find_stacks(model) for segment in stack.segments
         ],
         cache=_measure_cache(cached_model, max_length),
         mesh=mesh,
-        rows=tuple(_summarize_parameters(leaves, dtypes, mesh, name_tensor)),
+        rows=tuple(summarize_parameters(model, mesh, dtypes, name_tensor)),
     )
 
 
@@ -203,48 +212,49 @@ def _find_stacks(model: Any) -> list[Stack]:
     return [x for x in jax.tree.leaves(model, is_leaf=is_stack) if isinstance(x, Stack)]
 
 
-def _summarize_parameters(
-    leaves: Sequence[tuple[ParameterPath, jax.ShapeDtypeStruct]],
-    dtypes: Sequence[tuple[str, ...]],
+def summarize_parameters(
+    model: Any,
     mesh: Mesh | None,
-    name_tensor: Callable[[ParameterPath], str] | None,
+    dtypes: Sequence[tuple[str, ...]] | None = None,
+    name_tensor: Callable[[ParameterPath], str] | None = None,
 ) -> list[ParameterSummary]:
-    """Return a row per parameter name and shape: arrays of the same parameter in different layers share a row."""
-    groups = {}
+    """Return a row per parameter name and shape: arrays of the same parameter in different layers share a row.
+
+    Arguments are as for `summarize_model`. Outside of a `Module`, arrays have the names of the tree, and no mesh shards
+    them.
+    """
+    parameters = list_parameters(model)
+    if dtypes is None:
+        dtypes = [(str(x.dtype),) for _, x in parameters]
+    groups: dict[tuple, list] = {}
     trained = set()
-    for (path, x), array_dtypes in zip(leaves, dtypes, strict=True):
-        key = path.name, tuple(x.shape[_is_stacked(path) :])
-        groups.setdefault(key, []).append((path, x.shape, array_dtypes))
+    for (path, x), array_dtypes in zip(parameters, dtypes, strict=True):
+        name = path.name or path.leaf.name
+        spec = None if mesh is None else PartitionSpec()
+        if mesh is not None and path.dims:
+            spec = mesh.spec(path.dims, x.shape, path.name)
+        num_bytes = x.size * np.dtype(array_dtypes[0]).itemsize
+        groups.setdefault((name, x.shape[_is_stacked(path) :]), []).append((path, array_dtypes, spec, num_bytes))
         if is_trainable(path.leaf, x):
-            trained.add(path.name)
+            trained.add(name)
     rows = []
     for (name, shape), arrays in groups.items():
-        path, _, _ = arrays[0]
-        if _is_stacked(path):
-            layers = [number for path, _, _ in arrays for number in path.ranges[0]]
-        else:
-            layers = []
-        row_dtypes = tuple(dict.fromkeys(dtype for _, _, array_dtypes in arrays for dtype in array_dtypes))
-        if mesh is None:
-            specs = [None] * len(arrays)
-        else:
-            specs = [mesh.spec(path.dims, full, path.name) for path, full, _ in arrays]
-        tensors = () if name_tensor is None else (name_tensor(path),)
+        layers = [number for path, *_ in arrays if _is_stacked(path) for number in path.ranges[0]]
         if layers:
             shape = (len(layers), *shape)
-        largest = max(range(len(arrays)), key=lambda i: math.prod(arrays[i][1]))  # its segment has the dim `layers`
-        sizes = [math.prod(full) // _count_shards(spec, mesh) for (_, full, _), spec in zip(arrays, specs, strict=True)]
+        path, _, spec, _ = max(arrays, key=lambda array: array[-1])  # its segment has the dim `layers`
         rows.append(
             ParameterSummary(
                 name=name,
                 part=_get_part_name(name),
                 layers=tuple(sorted(layers)),
-                dims=" ".join(dim.name for dim in arrays[largest][0].dims),
+                dims=" ".join(dim.name for dim in path.dims),
                 shape=shape,
-                dtypes=row_dtypes,
-                tensors=tensors,
-                spec=specs[largest],
-                bytes_per_device=sum(sizes) * np.dtype(row_dtypes[0]).itemsize,
+                dtypes=tuple(dict.fromkeys(dtype for _, array_dtypes, *_ in arrays for dtype in array_dtypes)),
+                tensors=() if name_tensor is None else (name_tensor(arrays[0][0]),),
+                spec=spec,
+                bytes=sum(num_bytes for *_, num_bytes in arrays),
+                bytes_per_device=sum(num_bytes // _count_shards(spec, mesh) for _, _, spec, num_bytes in arrays),
                 trainable=name in trained,
             )
         )
@@ -260,16 +270,16 @@ def _is_stacked(path: ParameterPath) -> bool:
     return path.leaf.num_stacked > 0 and path.dims[0].name in ("layers", "ends")
 
 
+def list_axes(spec: PartitionSpec | None) -> list[tuple[str, ...]]:
+    """Return the mesh axes of each dim. JAX unpacks single axes."""
+    return [(axes,) if isinstance(axes, str) else tuple(axes or ()) for axes in spec or ()]
+
+
 def _count_shards(spec: PartitionSpec | None, mesh: Mesh | None) -> int:
     """Return the number of shards of an array."""
-    if spec is None or mesh is None:
+    if mesh is None:
         return 1
-    shards = 1
-    for axes in spec:
-        if isinstance(axes, str):
-            axes = (axes,)
-        shards *= math.prod(mesh.shape[axis] for axis in axes or ())
-    return shards
+    return math.prod(mesh.shape[axis] for axes in list_axes(spec) for axis in axes)
 
 
 def _get_part_name(name: str) -> str:

@@ -62,16 +62,16 @@ def test_evaluate_passes_windows_through_a_pipeline(run, bytes_model, file):
 def test_evaluate_many_windows_and_a_mesh(run, bytes_model, file):
     words = ["evaluate", bytes_model, "--data", file, "--length", 16, "--batch", 4]
     windows = split_into_windows(TEXT, ByteTokenizer(), 16)
-    rows = np.array([np.pad(window.tokens, (0, 16 - len(window.tokens))) for window in windows])
-    scores = np.asarray(zoo.score(zoo.load(bytes_model), jnp.asarray(rows)))
-    counted = [scores[i, window.first - 1 : len(window.tokens) - 1] for i, window in enumerate(windows)]
+    model = zoo.load(bytes_model)
+    rows = [[*window.context, *window.continuation] for window in windows]
+    counted = [-nats(model, row)[len(window.context) - 1 :] for row, window in zip(rows, windows, strict=True)]
     found = run_json(run, *words[1:])
     assert found["windows"] == len(windows) > 4 and found["tokens"] == found["bytes"] == len(TEXT.encode())
     assert found["nats_per_token"] == pytest.approx(-np.concatenate(counted).mean(), rel=1e-5)
     split = run_json(run, *words[1:], "--data-axis", 2, "--tensor", 2)
     assert split["bits_per_byte"] == pytest.approx(found["bits_per_byte"], rel=1e-5)
     odd = [*words[1:4], "--length", 15, "--batch", 4]
-    whole, shared = run_json(run, *odd), run_json(run, *odd, "--context", 2)  # windows are padded to 16 tokens
+    whole, shared = run_json(run, *odd), run_json(run, *odd, "--context", 4)  # windows are padded to 16 tokens
     assert shared["tokens"] == whole["tokens"]
     assert shared["bits_per_byte"] == pytest.approx(whole["bits_per_byte"], rel=1e-5)
     few = run_json(run, *words[1:], "--limit", 2)
@@ -90,15 +90,14 @@ class NoPrefix(ByteTokenizer):
 def test_windows_tile_the_text(text, length):
     tokens = list(TEXT.encode())
     windows = split_into_windows(TEXT, text, length)
-    scored = [token for window in windows for token in window.tokens[window.first :].tolist()]
+    scored = [token for window in windows for token in window.continuation]
     lost = 0 if text.prefix else 1  # the first token has no context
     assert scored == tokens[lost:] and sum(window.bytes for window in windows) == len(tokens) - lost
     start = lost
     for window in windows:
-        assert 1 <= window.first < len(window.tokens) <= length
-        before = tokens[max(start - 1, 0) : start]
-        assert window.tokens[: window.first].tolist() == [*text.prefix, *before]
-        start += len(window.tokens) - window.first
+        assert window.context and len(window.context) + len(window.continuation) <= length
+        assert window.context == [*text.prefix, *tokens[max(start - 1, 0) : start]]
+        start += len(window.continuation)
 
 
 def test_read_texts_in_directories(tmp_path):

@@ -11,7 +11,7 @@ import pytest
 
 import zoo
 from zoo.cli import main
-from zoo.tools.parity.comparison import relative_error
+from zoo.tools.parity.comparison import norm_error, relative_error
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "models"
 RUN = Path(__file__).parents[3] / "docs" / "fixtures" / "llama_training"
@@ -73,6 +73,7 @@ def test_relative_error_of_non_finite_or_other_shape_is_infinite():
     wanted = np.ones((2, 3), np.float32)
     assert relative_error(wanted, wanted) == 0
     assert relative_error(wanted[:1], wanted) == relative_error(wanted * np.nan, wanted) == float("inf")
+    assert relative_error(None, wanted) == norm_error(None, wanted) == norm_error(wanted[:1], wanted) == float("inf")
 
 
 def test_training_run_is_compared_step_by_step(tmp_path, capsys):

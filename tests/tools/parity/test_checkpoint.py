@@ -134,6 +134,8 @@ def test_parity_with_pytorch(folder: Path, tmp_path: Path):
     report = compare_checkpoint(folder, in_float32, gradient_norms=meta["grad_norm"])
     assert report.passed, report.first_failure
     assert len(report.comparisons) >= len(model.stack.init_state(1, 1)) + 3 + len(meta["grad_norm"])
+    states = [name for name in expected if name.startswith("hidden_states.")]
+    assert sum(line.own is not None for line in report.comparisons) == len(states) - 1  # each layer by itself, too
     routed = {name for name in expected if name.startswith("router_logits.")}
     assert routed == {line.name for line in report.comparisons if line.name.startswith("router_logits.")}
 

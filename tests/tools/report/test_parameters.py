@@ -21,20 +21,26 @@ def make_shapes(make, **options):
 
 def test_report_shows_public_names_and_every_digit(tmp_path):
     mesh = zoo.make_mesh(devices=jax.devices()[:1])
-    model = make_shapes(zoo.models.Transformer, heads=2, windows=(None, 4))
-    rows = tabulate_parameters(model, mesh)
-    assert len({row.name for row in rows}) == len(rows) and rows[0].name == "embedding.weight"
-    names = {row.name for row in rows}
-    assert names >= {f"layers.*.attention.query.weight ({first}-{first + 2} by 2)" for first in (0, 1)}
+    model = make_shapes(
+        zoo.models.Hybrid, pattern=[partial(Attention, heads=2), partial(Attention, heads=2, kv_heads=1)]
+    )
+    rows = {row.name: row for row in tabulate_parameters(model, mesh)}
+    names = [*rows]
+    assert names[0] == "embedding.weight" and rows["layers.*.attention.query.weight"].shape == "4 x 16 x 16"
+    for name, size in {"(0-2 by 2)": 16, "(1-3 by 2)": 8}.items():
+        row = rows[f"layers.*.attention.key.weight {name}"]
+        assert row.shape == f"2 x {size} x 16" and row.bytes == 4 * row.count == 4 * 2 * size * 16
     assert not any("segments" in name for name in names)
     assert tabulate_parameters({"a": np.ones(3), "b": np.ones(2)}, mesh)[1].name == "b"
-    page = write_report(tmp_path, title="t", summary="s", curves={}, unit="nats", parameters=rows).read_text()
+    page = write_report(
+        tmp_path, title="t", summary="s", curves={}, unit="nats", parameters=[*rows.values()]
+    ).read_text()
     table = ET.fromstring(page.removeprefix("<!DOCTYPE html>")).find(
         ".//div[@class='scroll']/table[@class='parameters']"
     )
     cells = [["".join(cell.itertext()) for cell in row] for row in table.iter("tr")]
     assert cells[0] == ["name, dims, layout", "shape", "dtype", "count", "bytes"]
-    for row, cell in zip(rows, cells[1:-1], strict=True):
+    for row, cell in zip(rows.values(), cells[1:-1], strict=True):
         assert cell[0] == f"{row.name}{row.dims}; {row.layout}" and cell[-2:] == [f"{row.count:,}", f"{row.bytes:,}"]
 
 

@@ -13,6 +13,7 @@ from tests.tools.testing.planted import FAULTS, Planted, WrongDtypes
 from zoo.layers import Attention, Linear
 from zoo.ops.attention import reference_attention
 from zoo.tools.testing import check_mixer
+from zoo.tools.testing.checks import Check, CheckReport, Difference
 from zoo.tools.testing.meshes import check_meshes, choose_meshes
 from zoo.tools.testing.properties import check_dtypes
 from zoo.tools.testing.subject import list_implementations, make_subject
@@ -69,6 +70,15 @@ def test_check_mixer_refuses_a_planted_fault(fault, mesh):
     head, *lines = str(refusal.value).splitlines()
     assert {line.strip().partition(":")[0] for line in lines} == names
     assert head.startswith(f"Planted fails {len(lines)} of 1")
+
+
+def test_a_report_is_a_table():
+    checks = (Check("causal", "gradients", Difference(1e-7, "")), Check("pieces = whole", "", cause="one device"))
+    assert str(CheckReport("Mixer", checks)).splitlines() == [
+        "Mixer passes 1 checks, 1 not made",
+        "causal          1.0e-07  gradients",
+        "pieces = whole        -  not checked: one device",
+    ]
 
 
 def test_check_mixer_refuses_other_dtypes():

@@ -13,19 +13,14 @@ from zoo._compile_cache import enable_compile_cache
 from zoo._optional import require_installed
 from zoo._processes import initialize, is_first_process
 from zoo._terminal import show
-from zoo.parallel import Mesh
 from zoo.parallel.devices import make_device_mesh
 from zoo.parallel.fingerprint import fingerprint
-from zoo.text.tokenizer_file import TOKENIZER_FILE
-from zoo.text.tokenizers import find_tokenizer
-from zoo.tools.evaluate.bits_per_byte import evaluate_windows, read_texts, split_into_windows
+from zoo.tools.evaluate.bits_per_byte import evaluate_texts, read_texts
 from zoo.tools.evaluate.language_model import LanguageModel
 from zoo.tools.evaluate.loading import load_language_model
 from zoo.tools.evaluate.results import RESULTS_FILE, TaskResult, format_table, summarize_results, write_results
 from zoo.tools.evaluate.run_tasks import TaskOptions, evaluate_task
 from zoo.tools.evaluate.tasks import Question, Task, read_tasks
-from zoo.weights.directory import resolve_directory
-from zoo.weights.load import load
 
 _WINDOW = 512
 _PACKAGES = ("equizoo", "jax", "jaxlib", "tokenizers", "lm_eval")
@@ -105,34 +100,29 @@ def evaluate(
     for name, number, least in [*bounds, ("max-new-tokens", max_new_tokens, 1)]:
         if number is not None and number < least:
             raise ValueError(f"--{name} must be at least {least}")
-    axes = {"data": data_axis, "fsdp": fsdp, "expert": expert, "context": context, "tensor": tensor, "pipe": pipe}
-    if data:
-        given = {"shots": shots, "chat": chat, "adapter": adapter, "out": out, "include-path": include_path}
-        if unused := [name for name, value in given.items() if value]:
-            raise ValueError(f"--{unused[0]} is for tasks, and --data is text: leave it out, or pass --task or --tasks")
-        path = resolve_directory(directory)
-        texts = read_texts(data)
-        bits = _evaluate_texts(path, texts, make_device_mesh(**axes), length or _WINDOW, batch, limit, dtype)
-        if as_json:
-            show(json.dumps(bits, indent=2))
-        else:
-            show(_format_bits(bits))
-        return
+    given = {"shots": shots, "chat": chat, "out": out, "include-path": include_path}
+    if data and (unused := [name for name, value in given.items() if value]):
+        raise ValueError(f"--{unused[0]} is for tasks, and --data is text: leave it out, or pass --task or --tasks")
     initialize()
     options = TaskOptions(shots=shots or 0, limit=limit, chat=chat, max_new_tokens=max_new_tokens)
+    texts = read_texts(data) if data else []
     files = read_tasks(task)
     _check_tasks(files, options, pipe)
     if include_path is not None and not names:
         raise ValueError("--include-path has tasks for lm_eval, and none is named: pass --tasks NAME")
+    if out is not None and (out / RESULTS_FILE).exists():
+        raise ValueError(f"{out / RESULTS_FILE} is there already: pass another directory as --out, or remove it")
     manager = None
     if names:
         require_installed("lm_eval", extra="eval")
         from zoo.tools.evaluate.lm_eval_tasks import find_lm_eval_tasks
 
         manager = find_lm_eval_tasks(names, include_path)
-    if out is not None and (out / RESULTS_FILE).exists():
-        raise ValueError(f"{out / RESULTS_FILE} is there already: pass another directory as --out, or remove it")
-    mesh = make_device_mesh(**axes)
+    mesh = make_device_mesh(data=data_axis, fsdp=fsdp, expert=expert, context=context, tensor=tensor, pipe=pipe)
+    window = length or _WINDOW
+    if data:  # a mesh with context cuts no window short
+        shards = 1 if mesh is None else mesh.count_shards("seq")
+        length = max(-(-window // shards), 2) * shards
     lm = load_language_model(
         directory,
         mesh=mesh,
@@ -143,6 +133,10 @@ def evaluate(
         chat=chat,
         progress=is_first_process(),
     )
+    if data:
+        bits = evaluate_texts(lm, texts, window, limit)
+        _show(bits, _format_bits(bits), as_json)
+        return
     facts = {} if out is None else _collect_facts(lm, directory, adapter, options)
     results: list[TaskResult] = []
     for found in _run_tasks(lm, files, names, options, shots, manager):
@@ -150,12 +144,7 @@ def evaluate(
         if out is not None and is_first_process():
             out.mkdir(parents=True, exist_ok=True)
             write_results(out, results, facts)
-    if not is_first_process():
-        return
-    if as_json:
-        show(json.dumps(summarize_results(results), indent=2))
-    else:
-        show(format_table(results))
+    _show(summarize_results(results), format_table(results), as_json)
 
 
 def _check_source(data: Sequence[Path], task: Sequence[Path], names: Sequence[str]) -> None:
@@ -213,31 +202,10 @@ def _collect_facts(lm: LanguageModel, directory: Path, adapter: Path | None, opt
     }
 
 
-def _evaluate_texts(
-    path: Path,
-    texts: Sequence[str],
-    mesh: Mesh | None,
-    length: int,
-    batch: int,
-    limit: int | None,
-    dtype: str | None,
-) -> dict[str, Any]:
-    """Evaluate perplexity and bits per byte of texts."""
-    model = load(path, mesh=mesh, dtype=dtype)
-    vocab, _ = model.embedding.table_shape
-    tokenizer = find_tokenizer(path, vocab)
-    if tokenizer is None:
-        raise ValueError(
-            f"{path} has no {TOKENIZER_FILE}, and a vocabulary of {vocab} is not bytes: text cannot be tokenized"
-        )
-    windows = [window for content in texts for window in split_into_windows(content, tokenizer, length)]
-    if (top := max((int(window.tokens.max()) for window in windows), default=0)) >= vocab:
-        raise ValueError(f"{path / TOKENIZER_FILE} gives token {top}, and the model's vocabulary has {vocab}")
-    if not windows:
-        raise ValueError("the text is too short: no token has context to be predicted from")
-    if limit is not None and limit < len(windows):
-        windows = [windows[i * len(windows) // limit] for i in range(limit)]
-    return {"files": len(texts), "windows": len(windows), **evaluate_windows(model, windows, length, batch, mesh)}
+def _show(facts: dict[str, Any], text: str, as_json: bool) -> None:
+    """Print results, in the first of several processes."""
+    if is_first_process():
+        show(json.dumps(facts, indent=2) if as_json else text)
 
 
 def _format_bits(results: dict[str, Any]) -> str:
@@ -245,5 +213,5 @@ def _format_bits(results: dict[str, Any]) -> str:
         f"{results['bits_per_byte']:.4f} bits per byte, perplexity {results['perplexity']:.4f} "
         f"({results['nats_per_token']:.4f} nats per token)\n"
         f"{results['tokens']:,} tokens, {results['bytes']:,} bytes, {results['windows']:,} windows, "
-        f"{results['files']:,} files; {results['tokens_per_second']:,.0f} tokens/s"
+        f"{results['files']:,} files"
     )

@@ -10,16 +10,14 @@ import tyro
 from zoo._compile_cache import enable_compile_cache
 from zoo._terminal import show
 from zoo.models.hf.spec import Family
-from zoo.models.hf.values import NON_NEGATIVE_NUMBER, optional, table_of
 from zoo.tools.parity import compare_checkpoint, compare_training, read_expectations
+from zoo.tools.parity.checkpoint import EXPECTED_FILE, read_gradient_norms
 from zoo.tools.parity.comparison import TOLERANCE, ParityReport
-from zoo.tools.parity.training_report import ComparedStep, TrainingReport
+from zoo.tools.parity.training_report import TrainingReport
 from zoo.weights import load_family
 from zoo.weights.directory import resolve_directory
 from zoo.weights.from_torch import compute_expectations
-from zoo.weights.safetensors import CheckpointError, read_json
-
-_EXPECTED_FILE = "expected.safetensors"
+from zoo.weights.safetensors import CheckpointError
 
 
 def parity(
@@ -87,8 +85,8 @@ def _compare_checkpoint(
 ) -> ParityReport:
     """Compare with stored results, or else with transformers."""
     directory = resolve_directory(directory)
-    if expected is None and (directory / _EXPECTED_FILE).exists():
-        stored = directory / _EXPECTED_FILE
+    if expected is None and (directory / EXPECTED_FILE).exists():
+        stored = directory / EXPECTED_FILE
     else:
         stored = expected
     if stored is not None and not stored.is_file():
@@ -98,34 +96,22 @@ def _compare_checkpoint(
         results = compute_expectations(directory)
     else:
         results = read_expectations(stored)
-    meta = directory / "meta.json"
     norms = None
-    if stored == directory / _EXPECTED_FILE and meta.exists():
-        norms = _read_gradient_norms(meta)
+    if stored == directory / EXPECTED_FILE:
+        norms = read_gradient_norms(directory)
     return compare_checkpoint(directory, results, gradient_norms=norms, tolerance=tolerance, family=family)
-
-
-def _read_gradient_norms(file: Path) -> dict[str, float] | None:
-    """Return the norms of PyTorch's gradients by tensor name, if the file has them."""
-    norms = read_json(file).get("grad_norm")
-    if error := optional(table_of(NON_NEGATIVE_NUMBER)).find_error(norms):
-        raise CheckpointError(f"{file}: grad_norm {error}")
-    return norms
 
 
 def _format_json(report: ParityReport | TrainingReport) -> str:
     if isinstance(report, TrainingReport):
         first = report.first_failure
         named = None if first is None else {**first._asdict(), "comparison": first.comparison.name}
-        steps = [{"step": step.number, "loss": step.loss, **_list_errors(step)} for step in report.steps]
+        steps = []
+        for step in report.steps:
+            errors = {part: {line.name: line.error for line in lines} for part, lines in step.parts.items()}
+            steps.append({"step": step.number, "loss": step.loss, **errors})
         return json.dumps({"passed": report.passed, "first": named, "steps": steps})
     lines = [{**vars(line), "passed": line.passed} for line in report.comparisons]
     return json.dumps(
         {"passed": report.passed, "first": report.first_failure and report.first_failure.name, "lines": lines}
     )
-
-
-def _list_errors(step: ComparedStep) -> dict[str, dict[str, float]]:
-    """Return the errors of a step by name."""
-    parts = {"forward": step.forward, "gradients": step.gradients, "moments": step.moments, "updates": step.updates}
-    return {part: {line.name: line.error for line in lines} for part, lines in parts.items()}

@@ -17,7 +17,7 @@ from zoo.text.chat.template import ChatTemplate
 from zoo.text.tokenizers import Tokenizer
 
 from .generation import GenerationOptions, generate_texts
-from .progress import EvaluationProgress
+from .progress import show_progress
 from .rows import pad_rows, split_rolling
 from .scores import score_targets
 
@@ -102,6 +102,12 @@ class LanguageModel:
         else:
             self._score = spmd(score_targets, mesh, out=("batch seq", "batch seq", "batch"))
 
+    def require_template(self) -> ChatTemplate:
+        """Return the chat template. **Raises** `ValueError` without one."""
+        if self.template is None:
+            raise ValueError("a chat was asked for, and there is no chat template: load the model with chat=True")
+        return self.template
+
     def encode(self, text: str) -> list[int]:
         """Tokenize a text behind the tokenizer's prefix, which a rendered chat may begin with already."""
         tokens = self.tokenizer.encode(text).tolist()
@@ -135,7 +141,7 @@ class LanguageModel:
         rows = [self._join(number, *pair) for number, pair in enumerate(pairs)]
         results: list[Any] = [None] * len(rows)
         order = sorted(range(len(rows)), key=lambda i: (-len(rows[i]), rows[i]))
-        with EvaluationProgress(len(rows), shown=self.progress) as bar:
+        with show_progress(len(rows), "log-likelihoods", shown=self.progress) as advance:
             for start in range(0, len(order), self._rows):
                 numbers = order[start : start + self._rows]
                 scores, is_likeliest = self._score_rows([rows[i] for i in numbers])
@@ -146,7 +152,7 @@ class LanguageModel:
                     if math.isnan(total):
                         raise ValueError(f"request {i}: its log-likelihood is not a number: try --dtype float32")
                     results[i] = LogLikelihood(total, bool(row_flags[scored].all()))
-                bar.advance(len(numbers), "log-likelihoods")
+                advance(len(numbers))
         return results
 
     def rolling_log_likelihoods(self, texts: Sequence[str]) -> list[float]:
@@ -178,7 +184,7 @@ class LanguageModel:
             )
         rows = [self._truncate(number, prompt) for number, prompt in enumerate(prompts)]
         texts = [""] * len(prompts)
-        with EvaluationProgress(len(prompts), shown=self.progress) as bar:
+        with show_progress(len(prompts), "texts", shown=self.progress) as advance:
             for numbers in self._batch_by_options(prompts):
                 found = generate_texts(
                     self.model,
@@ -191,7 +197,7 @@ class LanguageModel:
                 )
                 for i, text in zip(numbers, found, strict=True):
                     texts[i] = text
-                bar.advance(len(numbers), "texts")
+                advance(len(numbers))
         return texts
 
     def _join(self, number: int, context: Sequence[int], continuation: Sequence[int]) -> list[int]:

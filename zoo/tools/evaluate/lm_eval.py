@@ -117,10 +117,10 @@ class ZooLM(_model_api.TemplateLM):
     def chat_template(self, chat_template: bool | str = False) -> str | None:
         if not chat_template:
             return None
-        return self._require_template().source
+        return self.lm.require_template().source
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        template = self._require_template()
+        template = self.lm.require_template()
         options: dict[str, Any] = {
             "add_generation_prompt": add_generation_prompt,
             "continue_final_message": not add_generation_prompt,
@@ -130,11 +130,6 @@ class ZooLM(_model_api.TemplateLM):
         except ChatError:  # as lm_eval's Hugging Face model: some templates refuse a system prompt
             asked = [message for message in chat_history if message["role"] != "system"]
             return template.render(asked, **options).text
-
-    def _require_template(self) -> ChatTemplate:
-        if self.lm.template is None:
-            raise ValueError("a chat was asked for, and there is no chat template: load the model with chat=True")
-        return self.lm.template
 
 
 def _has_template(directory: str) -> bool:

@@ -47,16 +47,17 @@ def run_lm_eval(
     names: Sequence[str],
     options: TaskOptions,
     *,
+    manager: Any,
     shots: int | None = None,
-    manager: Any = None,
 ) -> Iterator[list[TaskResult]]:
     """Yield the results of each name, a task or a group of tasks, by lm_eval's `simple_evaluate`.
 
-    `shots` is None for each task's own number. Standard errors are those that lm_eval gives: by formula for means, for
-    some other metrics by bootstrap over items, and for the rest none.
+    - `manager`: as `find_lm_eval_tasks` returns it.
+    - `shots`: None for each task's own number.
+
+    Standard errors are those that lm_eval gives: by formula for means, for some other metrics by bootstrap over items,
+    and for the rest none.
     """
-    if manager is None:
-        manager = find_lm_eval_tasks(names)
     model = ZooLM(lm=lm, max_gen_toks=options.max_new_tokens)
     for name in names:
         with _without_pools(), contextlib.redirect_stdout(sys.stderr):

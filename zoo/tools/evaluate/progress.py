@@ -1,36 +1,20 @@
 """A progress bar of an evaluation on the terminal."""
 
+import contextlib
 import sys
-from typing import Any
+from collections.abc import Callable, Iterator
 
 
-class EvaluationProgress:
-    """Progress bar on standard error, if it is a terminal and the bar is `shown`."""
+@contextlib.contextmanager
+def show_progress(total: int, unit: str, *, shown: bool) -> Iterator[Callable[[int], object]]:
+    """Show a bar on standard error, if it is a terminal and the bar is `shown`. Yields a function that advances it."""
+    if not (shown and sys.stderr.isatty()):
+        yield lambda count: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    def __init__(self, total: int, *, shown: bool = True):
-        self._progress: Any = None
-        if shown and sys.stderr.isatty():
-            from rich.console import Console
-            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-            columns = (
-                MofNCompleteColumn(),
-                BarColumn(),
-                TimeRemainingColumn(),
-                TextColumn("{task.description}", markup=False),
-            )
-            self._progress = Progress(*columns, console=Console(stderr=True), transient=True)
-            self._task = self._progress.add_task("first batch (compiles, unless cached)", total=total)
-
-    def __enter__(self) -> "EvaluationProgress":
-        if self._progress is not None:
-            self._progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._progress is not None:
-            self._progress.stop()
-
-    def advance(self, count: int, message: str) -> None:
-        if self._progress is not None:
-            self._progress.update(self._task, advance=count, description=message)
+    columns = MofNCompleteColumn(), BarColumn(), TimeRemainingColumn(), TextColumn("{task.description}", markup=False)
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("first batch (compiles, unless cached)", total=total)
+        yield lambda count: bar.update(task, advance=count, description=unit)

@@ -162,14 +162,13 @@ def _encode_prompt(
     """Return the tokens of a question behind its examples, as text or as turns of a chat."""
     if not chat:
         return lm.encode(_write_prompt(item, examples))
-    if lm.template is None:
-        raise ValueError("a chat was asked for, and there is no chat template: load the model with chat=True")
+    template = lm.require_template()
     messages = []
     for example in examples:
         messages.append({"role": "user", "content": example.question})
         messages.append({"role": "assistant", "content": example.answer.strip()})
     messages.append({"role": "user", "content": item.question})
-    return lm.template.encode(messages, lm.tokenizer, add_generation_prompt=True).tolist()
+    return template.encode(messages, lm.tokenizer, add_generation_prompt=True).tolist()
 
 
 def _write_prompt(item: MultipleChoice | Question, examples: Sequence[MultipleChoice | Question]) -> str:

@@ -52,27 +52,16 @@ def join_streams(model: Any, expected: Mapping[str, np.ndarray]) -> dict[str, np
 
 def run_decoder(model: Decoder, blocks: Sequence[Any], tokens: Array, inputs: Mapping[int, np.ndarray]) -> Activations:
     """Run a decoder on tokens, and each layer by itself on its input in `inputs`, by the number of the hidden state."""
-    skip_embedding = model.hidden_states_skip_embedding
-    hidden = _embed(model, tokens)
-    alone = {}
-    routings = []
-    outputs = [hidden.x]
-    for layer, block in enumerate(blocks):
-        number = layer if skip_embedding else layer + 1
-        if number - 1 in inputs:
-            given = dataclasses.replace(hidden, x=jnp.asarray(inputs[number - 1]))
-            alone[number] = _run_block(block, given, TokenInfo())[0].x
-        hidden, routing = _run_block(block, hidden, TokenInfo())
-        outputs.append(hidden.x)
-        routings += routing
+    skipped = int(model.hidden_states_skip_embedding)
+    given = {number + skipped: x for number, x in inputs.items()}
+    outputs, alone, routings = _run_layers(blocks, _embed(model, tokens), TokenInfo(), given)
+    alone = {number - skipped: x for number, x in alone.items()}
     last = len(blocks)
-    if skip_embedding and last - 1 in inputs:
-        alone[last], _ = _run_head(model, jnp.asarray(inputs[last - 1]))
-    elif not skip_embedding and last in alone:
-        alone[last], _ = _run_head(model, alone[last])
+    before_norm = given.get(last) if skipped else alone.get(last)
+    if before_norm is not None:
+        alone[last], _ = _run_head(model, jnp.asarray(before_norm))
     final, logits = _run_head(model, outputs[-1])
-    before = outputs[1:] if skip_embedding else outputs[:-1]
-    states = [*before, final]
+    states = [*outputs[skipped : last + skipped], final]
     router_logits = [np.asarray(routing.logits).reshape(-1, routing.logits.shape[-1]) for routing in routings]
     return Activations(states, alone, {"logits": logits}, router_logits)
 
@@ -82,28 +71,16 @@ def run_image_encoder(
 ) -> Activations:
     """Run a vision Transformer on images, and each layer by itself on its input in `inputs`, by the number of the
     hidden state."""
-    hidden, info = _embed_images(model, images)
-    states = [hidden.x]
-    alone = {}
-    for layer, block in enumerate(blocks):
-        hidden, _ = _run_block(block, hidden, info)
-        states.append(hidden.x)
-        if layer in inputs:
-            alone[layer + 1] = _run_block(block, Hidden(jnp.asarray(inputs[layer])), info)[0].x
-    result = _run_image_head(model, states[-1])
-    if isinstance(result, EncoderFeatures):
-        outputs = {"last_hidden_state": result.last_hidden_state, "pooler_output": result.pooler_output}
-    else:
-        outputs = {"logits": result}
-    return Activations(states, alone, {name: x for name, x in outputs.items() if x is not None}, [])
+    states, alone, _ = _run_layers(blocks, *_embed_images(model, images), inputs)
+    return Activations(states, alone, _name_results(_run_image_head(model, states[-1])), [])
 
 
 class TextInputs(NamedTuple):
     """Inputs of an encoder of texts."""
 
     tokens: Array
-    mask: Array | None
-    token_types: Array | None
+    mask: Array | None = None
+    token_types: Array | None = None
 
     def zero_padding(self, x: Any) -> Any:
         """Set the features of padding, "batch seq features" or "batch seq", to 0, since models do not define them."""
@@ -121,22 +98,42 @@ def run_encoder(
 ) -> Activations:
     """Run an encoder on texts, and each layer by itself on its input in `inputs`, by the number of the hidden state.
     Features of padding are 0."""
-    hidden, info = _embed_texts(model, texts)
+    outputs, alone, _ = _run_layers(blocks, *_embed_texts(model, texts), inputs)
+    last = len(blocks)
+    final, result = _run_encoder_head(model, outputs[-1], texts.mask)
+    if last in alone:
+        alone[last], _ = _run_encoder_head(model, alone[last], texts.mask)
+    states = [texts.zero_padding(x) for x in (*outputs[:-1], final)]
+    alone = {number: texts.zero_padding(x) for number, x in alone.items()}
+    return Activations(states, alone, {name: texts.zero_padding(x) for name, x in _name_results(result).items()}, [])
+
+
+def _run_layers(
+    blocks: Sequence[Any], hidden: Hidden, info: TokenInfo, inputs: Mapping[int, np.ndarray]
+) -> tuple[list[Array], dict[int, Array], list[Routing]]:
+    """Run every layer on the output of the layer before it, and by itself on its input in `inputs`, by layer.
+
+    Returns the first input and all outputs, the outputs of layers by themselves, numbered from 1, and the routings.
+    """
     outputs = [hidden.x]
     alone = {}
+    routings = []
     for layer, block in enumerate(blocks):
         if layer in inputs:
             given = dataclasses.replace(hidden, x=jnp.asarray(inputs[layer]))
             alone[layer + 1] = _run_block(block, given, info)[0].x
-        hidden, _ = _run_block(block, hidden, info)
+        hidden, routing = _run_block(block, hidden, info)
         outputs.append(hidden.x)
-    last = len(blocks)
-    final, results = _run_encoder_head(model, outputs[-1], texts.mask)
-    if last in alone:
-        alone[last] = _run_encoder_head(model, alone[last], texts.mask)[0]
-    states = [texts.zero_padding(x) for x in (*outputs[:-1], final)]
-    alone = {number: texts.zero_padding(x) for number, x in alone.items()}
-    return Activations(states, alone, {name: texts.zero_padding(x) for name, x in results.items()}, [])
+        routings += routing
+    return outputs, alone, routings
+
+
+def _name_results(result: Array | EncoderFeatures) -> dict[str, Array]:
+    """Return the results of an encoder by their names in transformers."""
+    if not isinstance(result, EncoderFeatures):
+        return {"logits": result}
+    found = {"last_hidden_state": result.last_hidden_state, "pooler_output": result.pooler_output}
+    return {name: x for name, x in found.items() if x is not None}
 
 
 @eqx.filter_jit
@@ -157,13 +154,9 @@ def _embed_texts(model: Encoder, texts: TextInputs) -> tuple[Hidden, TokenInfo]:
 
 
 @eqx.filter_jit
-def _run_encoder_head(model: Encoder, x: Array, mask: Array | None) -> tuple[Array, dict[str, Array]]:
+def _run_encoder_head(model: Encoder, x: Array, mask: Array | None) -> tuple[Array, Array | EncoderFeatures]:
     x = model.norm(x)
-    result = model.read_head(x, mask)
-    if not isinstance(result, EncoderFeatures):
-        return x, {"logits": result}
-    found = {"last_hidden_state": result.last_hidden_state, "pooler_output": result.pooler_output}
-    return x, {name: value for name, value in found.items() if value is not None}
+    return x, model.read_head(x, mask)
 
 
 @eqx.filter_jit

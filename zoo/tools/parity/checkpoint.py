@@ -17,6 +17,7 @@ import numpy as np
 
 from zoo.models import Decoder
 from zoo.models.hf.spec import Family, replace_ending
+from zoo.models.hf.values import NON_NEGATIVE_NUMBER, optional, table_of
 from zoo.models.parameter_paths import to_snake_case
 from zoo.models.scoring import unstack_blocks
 from zoo.parallel.fields import NAMED_BY_CLASS
@@ -28,13 +29,16 @@ from zoo.weights.load import load
 from zoo.weights.packed import BLOCKS_SUFFIX
 from zoo.weights.plan import plan_tensors
 from zoo.weights.resolve import LoadedModel
-from zoo.weights.safetensors import CheckpointError, open_safetensors
+from zoo.weights.safetensors import CheckpointError, open_safetensors, read_json
 from zoo.weights.save import export_tensors
 from zoo.weights.stages import read_name_map
 
 from .activations import TextInputs, join_streams
 from .comparison import GRADIENT_FLOOR, TOLERANCE, Comparison, ParityReport, norm_error, relative_error
 from .model_kinds import LossAndBatch, ModelKind, find_model_kind
+
+EXPECTED_FILE = "expected.safetensors"
+"""Results of PyTorch in a checkpoint directory."""
 
 
 def compare_checkpoint(
@@ -99,48 +103,34 @@ def _compare_activations(
         of_tokens = {name: x for name, x in expected.items() if _has_tokens(name)}
         padded = {name: np.asarray(model_inputs.zero_padding(x)) for name, x in of_tokens.items()}
         expected = {**expected, **padded}
-    inputs = {
-        number: expected[f"hidden_states.{number}"]
-        for number in range(len(blocks))
-        if f"hidden_states.{number}" in expected
-    }
-    ours = kind.run(model, blocks, model_inputs, inputs)
+    states = {number: f"hidden_states.{number}" for number in range(len(blocks) + 1)}
+    stored = {number: name for number, name in states.items() if name in expected}
+    ours = kind.run(model, blocks, model_inputs, {number: expected[name] for number, name in stored.items()})
     in_bfloat16 = None
     if bfloat16_model is not None:
         in_bfloat16 = kind.run(bfloat16_model, _unstack_blocks(bfloat16_model), model_inputs, {})
-    for number, state in enumerate(ours.hidden_states):
-        name = f"hidden_states.{number}"
-        if name in expected:
-            if in_bfloat16 is None:
-                state_in_bfloat16 = None
-            else:
-                state_in_bfloat16 = in_bfloat16.hidden_states[number]
-            alone = ours.layers_alone.get(number)
-            own = None if alone is None else relative_error(alone, expected[name])
-            yield Comparison(
-                _name_hidden_state(model, blocks, number),
-                relative_error(state, expected[name]),
-                tolerance,
-                own,
-                *_compute_bfloat16_errors(name, state_in_bfloat16, expected),
-            )
+    for number, name in stored.items():
+        own = None
+        if number in ours.layers_alone:
+            own = relative_error(ours.layers_alone[number], expected[name])
+        in_half = None if in_bfloat16 is None else in_bfloat16.hidden_states[number]
+        yield Comparison(
+            _name_hidden_state(model, blocks, number),
+            relative_error(ours.hidden_states[number], expected[name]),
+            tolerance,
+            own,
+            *_compute_bfloat16_errors(name, in_half, expected),
+        )
     for name in ("logits", "last_hidden_state", "pooler_output"):
         if name in expected:
             in_half = None if in_bfloat16 is None else in_bfloat16.outputs.get(name)
-            if name in ours.outputs:
-                error = relative_error(ours.outputs[name], expected[name])
-            else:
-                error = float("inf")
+            error = relative_error(ours.outputs.get(name), expected[name])
             yield Comparison(name, error, tolerance, None, *_compute_bfloat16_errors(name, in_half, expected))
+    routers = dict(enumerate(ours.router_logits))
     numbers = [int(name.partition(".")[2]) for name in expected if name.startswith("router_logits.")]
     for number in sorted(numbers):
         name = f"router_logits.{number}"
-        router_logits = ours.router_logits
-        if number < len(router_logits):
-            error = relative_error(router_logits[number], expected[name])
-        else:
-            error = float("inf")
-        yield Comparison(name, error, tolerance)
+        yield Comparison(name, relative_error(routers.get(number), expected[name]), tolerance)
 
 
 def _has_tokens(name: str) -> bool:
@@ -190,20 +180,14 @@ def _compare_gradients(
     stored_norms = {name: float(np.linalg.norm(x)) for name, x in stored.items()}
     smallest = max({**gradient_norms, **stored_norms}.values(), default=0.0) * GRADIENT_FLOOR / tolerance
     if "loss" in expected:
-        expected_loss = float(expected["loss"])
-        yield Comparison("loss", abs(float(loss) - expected_loss) / abs(expected_loss), tolerance / 2)
+        yield Comparison("loss", norm_error(float(loss), float(expected["loss"])), tolerance / 2)
     for name, gradient in stored.items():
-        ours = find_gradient(name)
-        error = float("inf")
-        if ours is not None:
-            error = norm_error(ours, gradient, smallest)
+        error = norm_error(find_gradient(name), gradient, smallest)
         yield Comparison(f"gradient of {name}", error, tolerance)
     for name in sorted(gradient_norms.keys() - stored.keys()):
         ours = find_gradient(name)
-        error = float("inf")
-        if ours is not None:
-            norm = gradient_norms[name]
-            error = abs(float(np.linalg.norm(ours)) - norm) / max(norm, smallest)
+        norm = None if ours is None else np.linalg.norm(ours)
+        error = norm_error(norm, gradient_norms[name], smallest)
         yield Comparison(f"norm of the gradient of {name}", error, tolerance)
 
 
@@ -232,3 +216,17 @@ def _compute_loss_and_gradients(
 def read_expectations(file: str | Path) -> dict[str, np.ndarray]:
     """Read the arrays of a safetensors file, by name."""
     return {name: tensor.read() for name, tensor in open_safetensors(Path(file)).items()}
+
+
+def read_gradient_norms(directory: Path) -> dict[str, float] | None:
+    """Return the norms of PyTorch's gradients by tensor name, if `meta.json` of a directory has them.
+
+    **Raises** `CheckpointError` for a file of another form.
+    """
+    file = directory / "meta.json"
+    if not file.is_file():
+        return None
+    norms = read_json(file).get("grad_norm")
+    if error := optional(table_of(NON_NEGATIVE_NUMBER)).find_error(norms):
+        raise CheckpointError(f"{file}: grad_norm {error}")
+    return norms

@@ -1,6 +1,7 @@
 """Errors of what was compared with PyTorch, in the order of the forward pass, and the table that shows them."""
 
 import dataclasses
+import math
 from typing import Any
 
 import numpy as np
@@ -91,22 +92,26 @@ def _format_error(error: float | None) -> str:
 
 
 def relative_error(ours: Any, expected: Any) -> float:
-    """Return max |ours - expected| / max |expected|, and 0 for equal arrays; infinite if shapes differ or `ours` is not
-    finite."""
+    """Return max |ours - expected| / max |expected|, and 0 for equal arrays; infinite if `ours` is None, has another
+    shape or is not finite."""
+    if ours is None:
+        return math.inf
     ours = _widen(ours)
     expected = _widen(expected)
     if ours.shape != expected.shape or not np.isfinite(ours).all():
-        return float("inf")
+        return math.inf
     return _divide(np.abs(ours - expected).max(initial=0), np.abs(expected).max(initial=0))
 
 
 def norm_error(ours: Any, expected: Any, floor: float = 0.0) -> float:
     """Return norm of the difference / norm of `expected`, which counts as `floor` where it is smaller; infinite if
-    shapes differ."""
+    `ours` is None or has another shape."""
+    if ours is None:
+        return math.inf
     ours = _widen(ours)
     expected = _widen(expected)
     if ours.shape != expected.shape:
-        return float("inf")
+        return math.inf
     return _divide(np.linalg.norm(ours - expected), max(float(np.linalg.norm(expected)), floor))
 
 
@@ -114,7 +119,7 @@ def _divide(difference: Any, scale: Any) -> float:
     if difference == 0:
         return 0.0
     if scale == 0:
-        return float("inf")
+        return math.inf
     return float(difference / scale)
 
 

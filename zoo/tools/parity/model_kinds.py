@@ -72,22 +72,21 @@ def _make_image_loss(expected: Mapping[str, np.ndarray]) -> LossAndBatch:
     return classification_loss, {**batch, "labels": expected["labels"].astype(np.int32)}
 
 
-def _read_texts(expected: Mapping[str, np.ndarray]) -> TextInputs:
-    mask = None
-    token_types = None
-    if "attention_mask" in expected:
-        mask = jnp.asarray(expected["attention_mask"]) > 0
-    if "token_type_ids" in expected:
-        token_types = jnp.asarray(expected["token_type_ids"])
-    return TextInputs(jnp.asarray(expected["input_ids"]), mask, token_types)
-
-
-def _make_text_loss(expected: Mapping[str, np.ndarray]) -> LossAndBatch:
+def _make_text_batch(expected: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     batch: dict[str, np.ndarray] = {"tokens": expected["input_ids"]}
     if "attention_mask" in expected:
         batch["mask"] = expected["attention_mask"] > 0
     if "token_type_ids" in expected:
         batch["token_types"] = expected["token_type_ids"]
+    return batch
+
+
+def _read_texts(expected: Mapping[str, np.ndarray]) -> TextInputs:
+    return TextInputs(**{name: jnp.asarray(x) for name, x in _make_text_batch(expected).items()})
+
+
+def _make_text_loss(expected: Mapping[str, np.ndarray]) -> LossAndBatch:
+    batch = _make_text_batch(expected)
     if "last_hidden_state" in expected:
         return text_feature_loss, batch
     labels = expected.get("labels", expected["input_ids"]).astype(np.int32)
@@ -99,19 +98,21 @@ def text_loss(model: Encoder, batch: Mapping[str, Array], *, key: Any = None) ->
     types."""
     if not isinstance(model.head, MaskedLMHead):
         return classification_loss(model, batch, key=key)
-    inputs = {name: batch[name] for name in ("mask", "token_types") if name in batch}
-    logits: Any = model(batch["tokens"], key=key, **inputs)
-    losses = token_losses(logits, batch["labels"])
+    losses = token_losses(_run_encoder(model, batch, key), batch["labels"])
     return losses.sum(), (batch["labels"] >= 0).sum().astype(jnp.float32)
 
 
 def text_feature_loss(model: Encoder, batch: Mapping[str, Array], *, key: Any = None) -> tuple[Array, Array]:
     """Return `feature_loss` for texts, with features of padding as 0."""
-    inputs = {name: batch[name] for name in ("mask", "token_types") if name in batch}
-    features: Any = model(batch["tokens"], key=key, **inputs)
+    features = _run_encoder(model, batch, key)
     mask = batch.get("mask", jnp.ones(batch["tokens"].shape, bool))
     hidden = features.last_hidden_state * mask[..., None]
     return _sum_feature_squares(EncoderFeatures(hidden, features.pooler_output), len(hidden))
+
+
+def _run_encoder(model: Encoder, batch: Mapping[str, Array], key: Any) -> Any:
+    inputs = {name: batch[name] for name in ("mask", "token_types") if name in batch}
+    return model(batch["tokens"], key=key, **inputs)
 
 
 _TOKENS = ModelKind(

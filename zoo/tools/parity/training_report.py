@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 from zoo._terminal import align_columns
@@ -10,6 +9,12 @@ from zoo._terminal import align_columns
 from .comparison import Comparison
 
 Phase = Literal["forward", "gradient", "optimizer"]
+_PHASES: dict[str, Phase] = {
+    "forward": "forward",
+    "gradients": "gradient",
+    "moments": "optimizer",
+    "updates": "optimizer",
+}
 _SHOWN_STEPS = 10
 _ADVICE = {
     "forward": "It starts from the same weights: look at the forward pass, which zoo parity compares layer by layer",
@@ -44,17 +49,17 @@ class ComparedStep:
     """Error of the loss in a run of our own, from the first weights on."""
 
     @property
+    def parts(self) -> dict[str, tuple[Comparison, ...]]:
+        """All comparisons by their field."""
+        return {name: getattr(self, name) for name in _PHASES}
+
+    @property
     def first_failure(self) -> FirstFailure | None:
         """The first comparison out of tolerance: everything before it agrees."""
-        phases: tuple[tuple[Phase, Sequence[Comparison]], ...] = (
-            ("forward", self.forward),
-            ("gradient", self.gradients),
-            ("optimizer", (*self.moments, *self.updates)),
-        )
-        for phase, lines in phases:
+        for name, lines in self.parts.items():
             for line in lines:
                 if not line.passed:
-                    return FirstFailure(self.number, phase, line)
+                    return FirstFailure(self.number, _PHASES[name], line)
         return None
 
 
@@ -92,7 +97,7 @@ class TrainingReport:
     def _summarize(self) -> str:
         first = self.first_failure
         if first is None:
-            comparisons = sum(len(step.forward + step.gradients + step.moments + step.updates) for step in self.steps)
+            comparisons = sum(len(lines) for step in self.steps for lines in step.parts.values())
             return f"{len(self.steps)} of {self.stored} steps, {comparisons} comparisons, all within tolerance"
         line = first.comparison
         return (
@@ -103,8 +108,7 @@ class TrainingReport:
 
 def _format_step(step: ComparedStep) -> list[str]:
     worst = max(step.gradients, key=_order)
-    parts = (step.forward, step.gradients, step.moments, step.updates)
-    errors = [*(max(lines, key=_order).error for lines in parts), step.drift]
+    errors = [*(max(lines, key=_order).error for lines in step.parts.values()), step.drift]
     mark = "" if step.first_failure is None else "  <- out of tolerance"
     return [str(step.number), f"{step.loss:.5f}", *(f"{error:.1e}" for error in errors), f"{worst.name}{mark}"]
 

@@ -4,16 +4,15 @@ import collections
 import itertools
 from typing import Any
 
-import equinox as eqx
 import jax
 from jaxtyping import PyTree
 
+from zoo.inspect.implementations import format_ranges
+from zoo.inspect.parameters import ParameterSummary, list_axes, list_shapes, summarize_parameters
 from zoo.models import Stack
 from zoo.models.decoder import insert_shared
-from zoo.models.parameter_paths import ParameterPath, list_parameters
 from zoo.models.stack import is_stack
 from zoo.parallel import Mesh
-from zoo.parallel.mesh import is_array_or_shape
 from zoo.parallel.module import count
 
 from .page import ParameterRow
@@ -54,45 +53,34 @@ def _describe_block(block: Any) -> str:
 
 
 def tabulate_parameters(model: PyTree, mesh: Mesh) -> list[ParameterRow]:
-    """Return a row per array of `model`: name, shape, dims, the mesh axes that shard each dim, dtype and size.
+    """Return a row per parameter of `model`, as in `zoo.summary`: name, shape, dims, the mesh axes that shard each dim,
+    dtype and size.
 
-    Names are as in `zoo.models.list_parameter_paths`: `layers.*.attention.query.weight`. Where blocks of several kinds
-    share a name, their layer numbers follow. Layers in rounds have the same shapes as in one round. Accepts abstract
-    models (`eqx.filter_eval_shape`), since nothing is computed.
+    Where layers of several shapes share a name, their numbers follow. Nothing is computed, so a model of
+    `eqx.filter_eval_shape` will do.
     """
-    arrays = eqx.filter(model, is_array_or_shape)
-    parameters = list_parameters(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arrays))
-    names = collections.Counter(path.name for path, _ in parameters)
+    found = summarize_parameters(list_shapes(model), mesh)
+    counts = collections.Counter(row.name for row in found)
     rows = []
-    for path, x in parameters:
-        sharded = []
-        if path.dims:
-            for dim, axes in zip(path.dims, mesh.spec(path.dims, x.shape, path.name), strict=False):
-                if isinstance(axes, str):  # JAX unpacks single axes
-                    axes = (axes,)
-                if axes:
-                    sharded.append(f"{dim.name} over {' x '.join(axes)}")
-        name = path.name if names[path.name] == 1 else _disambiguate_name(path)
+    for row in found:
+        name = row.name
+        if counts[name] > 1 and row.layers:
+            name = f"{name} ({format_ranges(row.layers)})"
         rows.append(
             ParameterRow(
                 name=name,
-                shape=" x ".join(map(str, x.shape)),
-                dims=" ".join(dim.name for dim in path.dims),
-                layout=", ".join(sharded) or "replicated",
-                dtype=x.dtype.name,
-                count=x.size,
-                bytes=x.size * x.dtype.itemsize,
+                shape=" x ".join(map(str, row.shape)),
+                dims=row.dims,
+                layout=_describe_sharding(row),
+                dtype=", ".join(row.dtypes),
+                count=row.count,
+                bytes=row.bytes,
             )
         )
     return rows
 
 
-def _disambiguate_name(path: ParameterPath) -> str:
-    """Return a parameter's name with its layers; outside of a `Module`, where all arrays share a name, the tree's."""
-    if not path.ranges:
-        return path.leaf.name
-    numbers = path.ranges[0]
-    if len(numbers) == 1:
-        return f"{path.name} ({numbers[0]})"
-    step = f" by {numbers.step}" if numbers.step > 1 else ""
-    return f"{path.name} ({numbers[0]}-{numbers[-1]}{step})"
+def _describe_sharding(row: ParameterSummary) -> str:
+    """Return the mesh axes of each sharded dim: `heads over tensor, embed over fsdp`."""
+    pairs = zip(row.dims.split(), list_axes(row.spec), strict=False)
+    return ", ".join(f"{dim} over {' x '.join(axes)}" for dim, axes in pairs if axes) or "replicated"

@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from zoo._terminal import align_columns
+
 TOLERANCE = 1e-4
 """Largest relative error of an output in float32, twice that for gradients: a thousand roundings of its largest number.
 Faults are 1e-2 and more."""
@@ -65,8 +67,7 @@ class CheckReport:
 
     def __str__(self) -> str:
         rows = [(check.name, *_describe_outcome(check)) for check in self.checks]
-        width = max(len(name) for name, *_ in rows)
-        return "\n".join([f"{self.subject} {self._summarize()}", *(f"{a:{width}}  {b:>7}  {c}" for a, b, c in rows)])
+        return "\n".join([f"{self.subject} {self._summarize()}", *align_columns(rows, right=(1,))])
 
     def _summarize(self) -> str:
         skipped = sum(check.difference is None for check in self.checks)

@@ -23,7 +23,7 @@ from zoo.weights.load import load
 from zoo.weights.safetensors import open_tensors, read_json
 from zoo.weights.save import save
 
-from ..parity.checkpoint import compare_checkpoint, read_expectations
+from ..parity.checkpoint import EXPECTED_FILE, compare_checkpoint, read_expectations, read_gradient_norms
 from .checks import Check, CheckReport, Difference, join_flaws, run_checks
 from .mixer import check_subject
 from .subject import DecoderSubject
@@ -31,7 +31,6 @@ from .subject import DecoderSubject
 _PROMPT = ((5, 4, 3, 2), (6, 7, 8, 9))
 _PADDING = (0, 2)
 _NEW_TOKENS = 4
-_EXPECTED_FILE, _META_FILE = "expected.safetensors", "meta.json"
 
 
 def check_family(
@@ -141,15 +140,13 @@ def _is_bitwise_equal(first: Any, second: Any) -> bool:
 
 def _check_parity(directory: Path, family: Family | None) -> Iterator[Check]:
     """Compare with stored results of PyTorch, in float32."""
-    file = directory / _EXPECTED_FILE
-    meta = directory / _META_FILE
+    file = directory / EXPECTED_FILE
     if not file.is_file():
-        cause = f"there is no {_EXPECTED_FILE} next to the weights; `zoo parity` computes one with transformers"
+        cause = f"there is no {EXPECTED_FILE} next to the weights; `zoo parity` computes one with transformers"
         yield Check("PyTorch", "", cause=cause)
         return
     expected = {name: x for name, x in read_expectations(file).items() if not name.startswith("bfloat16.")}
-    norms = read_json(meta).get("grad_norm") if meta.is_file() else None
-    report = compare_checkpoint(directory, expected, gradient_norms=norms, family=family)
+    report = compare_checkpoint(directory, expected, gradient_norms=read_gradient_norms(directory), family=family)
     worst = report.first_failure or max(report.comparisons, key=lambda line: line.error / line.tolerance)
     error = max(worst.error, worst.own or 0.0)
     compared = f"{len(report.comparisons)} activations and gradients, and PyTorch's"
