@@ -56,4 +56,5 @@ def draw_svg(draw: Callable[[Any], None], *, width: float, height: float, title:
     head, _, body = element.partition(">")
     (box,) = re.findall(r'viewBox="[^"]*"', head)
     body = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>", "", body, flags=re.DOTALL)
-    return _ROOT.format(box=box, title=escape(title)) + body.replace(INK, "currentColor")
+    body = re.sub(r"\s*\n\s*", "\n", body.replace(INK, "currentColor"))  # a blank line ends the HTML of a Markdown page
+    return f"{_ROOT.format(box=box, title=escape(title))}{body.rstrip()}"
