@@ -9,7 +9,7 @@ from pathlib import Path
 
 import tyro
 
-PICTURE = re.compile(r'<figure class="(wide|narrow)">(<svg .*?</svg>)\s*</figure>', re.DOTALL)
+PICTURE = re.compile(r'<figure class="(wide|narrow)"><svg (.*?</svg>)\s*</figure>', re.DOTALL)
 
 
 def main(report: tyro.conf.Positional[Path], target: tyro.conf.Positional[Path]) -> None:
@@ -33,7 +33,7 @@ def iterate_pictures(page: str) -> Iterator[tuple[str, str]]:
     number = 0
     for width, picture in PICTURE.findall(page):
         number += width == "wide"
-        yield f"{number}{'-narrow' if width == 'narrow' else ''}", picture
+        yield f"{number}{'-narrow' if width == 'narrow' else ''}", f'<svg xmlns="http://www.w3.org/2000/svg" {picture}'
 
 
 if __name__ == "__main__":

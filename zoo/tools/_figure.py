@@ -30,7 +30,7 @@ _SETTINGS = {
     "axes.facecolor": "none",
 }
 _ROOT = (
-    '<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" {box} role="img" '
+    '<svg xmlns="http://www.w3.org/2000/svg" {box} role="img" '
     'aria-label="{title}" fill="currentColor" stroke-linejoin="round">\n'
     "<style>svg:root {{ color-scheme: light dark; color: CanvasText; background: Canvas }}</style>"
 )
@@ -56,5 +56,6 @@ def draw_svg(draw: Callable[[Any], None], *, width: float, height: float, title:
     head, _, body = element.partition(">")
     (box,) = re.findall(r'viewBox="[^"]*"', head)
     body = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>", "", body, flags=re.DOTALL)
-    body = re.sub(r"\s*\n\s*", "\n", body.replace(INK, "currentColor"))  # a blank line ends the HTML of a Markdown page
+    body = body.replace(INK, "currentColor").replace("xlink:href", "href")
+    body = re.sub(r"\s*\n\s*", "\n", body)  # a blank line ends the HTML of a Markdown page
     return f"{_ROOT.format(box=box, title=escape(title))}{body.rstrip()}"

@@ -22,7 +22,7 @@ def read_images(picture):
     """Return place, size and opacity of the cells of each square; the legend has an image of its own."""
     found = []
     for image in picture.iter(f"{SVG}image"):
-        data = image.get("{http://www.w3.org/1999/xlink}href").partition(",")[2]
+        data = image.get("href").partition(",")[2]
         cells = matplotlib.image.imread(io.BytesIO(base64.b64decode(data)))[..., 3]
         if cells.shape[0] == cells.shape[1]:
             found.append((image.get("transform", ""), cells))

@@ -124,7 +124,7 @@ def test_scatter_refuses_zero_and_groups_rows():
 def test_images_are_as_light_as_their_intensities():
     """And a frame is around the image that was missed, not around the others."""
     root = draw(CHARTS["images"])
-    data = [x.get("{http://www.w3.org/1999/xlink}href").partition(",")[2] for x in root.iter(f"{SVG}image")]
+    data = [x.get("href").partition(",")[2] for x in root.iter(f"{SVG}image")]
     images = [matplotlib.image.imread(io.BytesIO(base64.b64decode(x))) for x in data]
     assert len(images) == 3
     np.testing.assert_allclose(images[0][..., 0], np.eye(8), atol=1 / 128)

@@ -99,7 +99,7 @@ def write_report(
         """Draw a wide and a narrow picture; the style sheet shows the one that fits."""
         if not has_charts and not isinstance(chart, Picture):
             return ""
-        wide, narrow = (chart.draw_svg(width=width) for width in (_WIDE, _NARROW))
+        wide, narrow = (_draw_inline(chart, width) for width in (_WIDE, _NARROW))
         return f'<figure class="wide">{wide}</figure><figure class="narrow">{narrow}</figure>'
 
     lines = [line for line in (model, summary) if line]
@@ -115,7 +115,7 @@ def write_report(
     small = ""
     if has_charts:
         charts = _make_optimization_charts(metrics, tokens_per_step, x_label)
-        small = "".join(f"<figure>{chart.draw_svg(width=_NARROW)}</figure>" for chart in charts)
+        small = "".join(f"<figure>{_draw_inline(chart, _NARROW)}</figure>" for chart in charts)
     sections = [(name, draw(chart)) for name, chart in (plots or {}).items()]
     sections += [(name, _format_table(rows)) for name, rows in (tables or {}).items()]
     for metric, name in (loads or {}).items():
@@ -139,6 +139,11 @@ def write_report(
     write_text(path, _format_page(title, "\n".join(filter(None, parts))))
     track_report(directory, path, [*samples_before, *samples])
     return path
+
+
+def _draw_inline(chart: Chart, width: int) -> str:
+    """Draw a chart as an element of HTML, which needs no namespace."""
+    return chart.draw_svg(width=width).replace(' xmlns="http://www.w3.org/2000/svg"', "")
 
 
 def _make_curves(
