@@ -66,17 +66,31 @@ def test_labels_are_shown_as_they_are():
 
 
 def test_picture_was_drawn_elsewhere():
-    picture = Picture.of(lambda width: f"<svg>{width}</svg>")
+    picture = Picture(lambda width: f"<svg>{width}</svg>")
     assert (picture.draw_svg(width=860), picture.draw_svg(width=400)) == ("<svg>860</svg>", "<svg>400</svg>")
 
 
 def test_line_chart_thins_long_curves_and_skips_nan():
-    values = [float("nan"), *np.linspace(3, 1, 9998), float("inf")]
+    noise = np.random.default_rng(0).normal(size=9998)
+    values = [float("nan"), *noise, float("inf")]
     chart = LineChart([Curve("a", range(10_000), values, dots=False)], "nats")
     (line,) = [
         path for path in draw(chart).iter(f"{SVG}path") if COLORS[0] in path.get("style", "") and path.get("clip-path")
     ]
     assert 2 <= count_points(line) <= 1000
+
+
+def test_smoothed_line_lies_within_its_values():
+    chart = LineChart([Curve("a", range(200), np.resize([1.0, 3.0], 200), smooth=True)], "nats")
+    lines = [path for path in draw(chart).iter(f"{SVG}path") if COLORS[0] in path.get("style", "")]
+    values, smoothed = (path for path in lines if path.get("clip-path"))
+
+    def measure_height(path):
+        heights = [float(y) for _, y in re.findall(r"[ML] (\S+) (\S+)", path.get("d"))][20:]
+        return max(heights) - min(heights)
+
+    assert "opacity" in values.get("style") and "opacity" not in smoothed.get("style")
+    assert 0 < measure_height(smoothed) < 0.5 * measure_height(values)
 
 
 def test_line_chart_without_values_says_so():

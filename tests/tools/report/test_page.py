@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zoo._terminal import escape_controls
-from zoo.tools.report import write_report
-from zoo.tools.report.page import ParameterRow, _escape
+from zoo.tools.report import Picture, write_report
+from zoo.tools.report.page import ParameterRow, _escape, _make_load_curves
 
 
 @pytest.fixture
@@ -116,7 +116,10 @@ def test_report_draws_curve_and_baseline_in_two_sizes(run):
 
 
 def test_report_without_matplotlib_has_tables_and_a_line(run, without_matplotlib):
-    root = parse(write(run, best="lowest"))
+    def refuse(width):
+        raise ImportError("matplotlib")
+
+    root = parse(write(run, best="lowest", plots={"A layout": Picture(refuse)}))
     assert not root.findall(".//svg")
     text = "".join(root.itertext())
     assert "Charts need matplotlib: pip install 'equizoo[tools]'" in text
@@ -200,6 +203,13 @@ def test_report_compares_runs(two, tmp_path):
         [("b < c", None), ("5", "number"), ("none", "number")],
     ]
     assert [element.text for element in root.iter("h2")] == ["The & end", "Loads", "Configuration"]
+
+
+def test_loads_are_the_largest_of_any_layer():
+    lines = [{"step": 1, "visits": [[4, 0, 2, 2], [2, 2, 2, 2]]}, {"step": 2}, {"step": 3, "visits": [[0, 0], [0, 6]]}]
+    used, unused = _make_load_curves({"a": lines, "b": [{"step": 1}]}, "visits", 100)
+    assert (used.label, used.x, used.values) == ("a", [100, 300], [2.0, 2.0])
+    assert (unused.label, unused.values) == ("b", [])
 
 
 def test_report_labels_curves_by_run_and_metric(two, tmp_path):

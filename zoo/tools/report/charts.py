@@ -207,18 +207,12 @@ class ImageGrid(Chart):
 
 @dataclasses.dataclass(frozen=True)
 class Picture(Chart):
-    """SVG that was drawn elsewhere, wide and narrow, such as `zoo.tools.draw.draw_schedule` returns."""
+    """SVG that `make(width=...)` draws, such as `partial(zoo.tools.draw.draw_schedule, table)`."""
 
-    wide: str
-    narrow: str
-
-    @classmethod
-    def of(cls, draw: Callable[..., str]) -> "Picture":
-        """Draw both pictures by `draw(width=...)`."""
-        return cls(draw(width=860), draw(width=400))
+    make: Callable[..., str]
 
     def draw_svg(self, *, width: int) -> str:
-        return self.wide if width > 600 else self.narrow
+        return self.make(width=width)
 
 
 def _draw_curve(axes: Any, number: int, curve: Curve, x: np.ndarray, values: np.ndarray) -> None:

@@ -22,7 +22,7 @@ from zoo.train.progress import RATE_FORMATS, format_duration, format_si
 from zoo.train.tracking import track_report
 
 from .._figure import INSTALL
-from .charts import Chart, Curve, LineChart, Picture
+from .charts import Chart, Curve, LineChart
 
 _WIDE = 860
 _NARROW = 400
@@ -97,7 +97,7 @@ def write_report(
 
     def draw(chart: Chart) -> str:
         """Draw a wide and a narrow picture; the style sheet shows the one that fits."""
-        if not has_charts and not isinstance(chart, Picture):
+        if not has_charts:
             return ""
         wide, narrow = (_draw_inline(chart, width) for width in (_WIDE, _NARROW))
         return f'<figure class="wide">{wide}</figure><figure class="narrow">{narrow}</figure>'
