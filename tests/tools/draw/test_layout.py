@@ -1,6 +1,7 @@
 """Pictures of layouts: every parameter with its shards and its axes, every move, and all of it inside the frame."""
 
 import collections
+import dataclasses
 import re
 import xml.etree.ElementTree as ElementTree
 
@@ -95,3 +96,7 @@ def test_picture_escapes_its_title_and_checks_its_sizes(describe):
     assert "\x1b" not in svg and ElementTree.fromstring(svg).get("aria-label", "").startswith('<a> & "b"')
     with pytest.raises(ValueError, match="at least 320 wide, not 100"):
         draw_layout(make_shapes(), mesh, width=100)
+    drawing = describe(data=2, fsdp=2, tensor=2)
+    large = dataclasses.replace(drawing, axis_sizes=drawing.axis_sizes | {"fsdp": 64, "tensor": 128})
+    with pytest.raises(ValueError, match="has 8,192 shards, and a picture shows up to 4,096: draw a smaller mesh"):
+        render_drawing(large)

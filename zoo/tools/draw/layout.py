@@ -194,10 +194,10 @@ class _Sheet:
         for kind, rectangles in kinds.items():
             self._draw_shards(kind, rectangles)
         for number, (axis, count) in enumerate(_count_pieces(columns), 1):
-            bands = [(left + n * wide / count, top - _BAND * number, wide / count - 1, 4) for n in range(count)]
+            bands = [(left + n * wide / count, top - _BAND * number, 0.95 * wide / count, 4) for n in range(count)]
             self._draw_band(axis, bands)
         for number, (axis, count) in enumerate(_count_pieces(rows), 1):
-            bands = [(left - _BAND * number, top + n * high / count, 4, high / count - 1) for n in range(count)]
+            bands = [(left - _BAND * number, top + n * high / count, 4, 0.95 * high / count) for n in range(count)]
             self._draw_band(axis, bands)
         return top + high - self.y
 
@@ -216,7 +216,7 @@ class _Sheet:
         if not moves:
             return
         self._write_rule(heading)
-        is_narrow = self.width < 600
+        is_narrow = self.width < 800
         for move in moves:
             traffic = format_bytes(move.bytes / move.count)
             if move.count > 1:
@@ -225,7 +225,7 @@ class _Sheet:
             self._text(_MARGIN, f"{move.collective} over {' x '.join(move.axes)}", move.axes[-1])
             if is_narrow:
                 self.y += _LINE
-            self._text(_MARGIN if is_narrow else 240, f"{move.phase}, {move.subject}")
+            self._text(_MARGIN if is_narrow else 330, f"{move.phase}, {move.subject}")
             self.y += _LINE + 4
 
     def _write_rule(self, words: str) -> None:
