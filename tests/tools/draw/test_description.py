@@ -47,7 +47,7 @@ def test_describe_any_family(name):
     assert layers or any(x.startswith("shared.") for x in drawn), "ALBERT's layers have no parameters of their own"
     for group in drawing.groups:
         names = [x.name for x in group.parameters]
-        assert len(set(names)) == len(names)
+        assert len(set(names)) == len(names) or not group.layers, "Zamba2 updates its shared block in several layers"
 
 
 def test_parameters_are_sharded_as_they_are_placed(describe):
