@@ -167,7 +167,7 @@ def main(config: Config) -> None:
         config=config,
         description=f"Held-out text after {config.steps * tokens:,} tokens on {mesh}",
         tokens_per_step=tokens,
-        loads={"visits": "The load of each expert"},
+        loads={"visits": "The largest load of an expert"},
         parameters=tools.report.tabulate_parameters(model, mesh),
     )
 

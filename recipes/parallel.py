@@ -146,7 +146,7 @@ def main(config: Config) -> None:
         description=f"{config.steps} steps on one device and on {mesh}; bytes are those of one device in one step",
         curves={"loss": "loss"},
         unit="nats per token",
-        plots={"The layout": tools.report.Picture.of(partial(draw_layout, model, mesh, seq_len=config.seq_len))},
+        plots={"The layout": tools.report.Picture(partial(draw_layout, model, mesh, seq_len=config.seq_len))},
         tables={"Collectives of a step": collectives},
         parameters=tools.report.tabulate_parameters(model, mesh),
         tokens_per_step=tokens,

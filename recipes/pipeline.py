@@ -196,7 +196,7 @@ def draw_schedules(rounds, **sizes):
     for title, name in DRAWN.items():
         with contextlib.suppress(ValueError):  # rounds of micro-batches that the stages do not divide
             table = Schedule(name).table(**sizes, rounds=rounds if title == "Interleaved" else 1)
-            plots[title] = tools.report.Picture.of(partial(draw_schedule, table))
+            plots[title] = tools.report.Picture(partial(draw_schedule, table))
             rows.append({"schedule": title, "forward passes of a stage": f"{table.cost():g}"})
     return plots, rows
 

@@ -153,6 +153,22 @@ def list_site_pages() -> dict[str, Callable[[], str]]:
         "docs/families.md": functools.partial(build_families_page, NOTE),
         "docs/names.md": build_names_page,
         "docs/tree.md": build_tree_page,
+        **list_pipelines(),
+    }
+
+
+def list_pipelines() -> dict[str, Callable[[], str]]:
+    """Return the path of each picture of a pipeline, and the function that draws it: the bytes depend on matplotlib's
+    version."""
+
+    def draw_pipeline(name: str, rounds: int, width: int) -> str:
+        return draw_schedule(Schedule(name).table(stages=4, microbatches=8, rounds=rounds), width=width)
+
+    schedules = {"gpipe": ("gpipe", 1), "1f1b": ("1f1b", 1), "interleaved": ("1f1b", 2)}
+    return {
+        f"docs/pictures/pipelines/{title}{suffix}.svg": functools.partial(draw_pipeline, name, rounds, width)
+        for title, (name, rounds) in schedules.items()
+        for suffix, width in {"": 860, "-narrow": 360}.items()
     }
 
 
@@ -164,19 +180,10 @@ def list_repository_files() -> dict[str, Callable[[], str]]:
         assert mesh is not None
         return draw(mesh, embed=64, heads=8, kv_heads=4, mlp=128, device=5, narrow=narrow)
 
-    def draw_pipeline(name: str, rounds: int, width: int) -> str:
-        return draw_schedule(Schedule(name).table(stages=4, microbatches=8, rounds=rounds), width=width)
-
-    schedules = {"gpipe": ("gpipe", 1), "1f1b": ("1f1b", 1), "interleaved": ("1f1b", 2)}
     return {
         "zoo/models/hf/support.json": build_support,
         "docs/pictures/layer.svg": functools.partial(picture, False),
         "docs/pictures/layer-narrow.svg": functools.partial(picture, True),
-        **{
-            f"docs/pictures/pipeline-{title}{suffix}.svg": functools.partial(draw_pipeline, name, rounds, width)
-            for title, (name, rounds) in schedules.items()
-            for suffix, width in {"": 860, "-narrow": 360}.items()
-        },
     }
 
 
@@ -194,7 +201,7 @@ def write_stale(files: dict[str, Callable[[], str]]) -> list[str]:
     """Write the files that are out of date, and return their paths."""
     stale = find_stale(files)
     for path, text in stale.items():
-        (ROOT / path).parent.mkdir(exist_ok=True)
+        (ROOT / path).parent.mkdir(parents=True, exist_ok=True)
         (ROOT / path).write_text(text, encoding="utf-8")
     return list(stale)
 

@@ -1,8 +1,6 @@
 """Extract the pictures of a report as SVG files for a page of the documentation.
 
-    python scripts/take_pictures.py runs/moe/report.html docs/pictures/moe  # moe-1.svg, moe-1-narrow.svg, ...
-
-A picture has the report's colors, light and dark; CSS variables of the page, named `--zoo-...`, override them.
+python scripts/take_pictures.py runs/moe/report.html docs/pictures/moe  # moe-1.svg, moe-1-narrow.svg, ...
 """
 
 import re
@@ -11,12 +9,7 @@ from pathlib import Path
 
 import tyro
 
-from zoo.tools.report.style import CHART, COLORS
-
-PICTURE = re.compile(r'<figure class="(wide|narrow)">(<svg class="chart" .*?</svg>)</figure>', re.DOTALL)
-SITE_COLORS = {"train": "own", "held-out": "moves"}
-"""Names in docs/stylesheets/site.css of the report's colors, where they differ."""
-FONT = '.chart { font-family: system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", sans-serif; }'
+PICTURE = re.compile(r'<figure class="(wide|narrow)"><svg (.*?</svg>)\s*</figure>', re.DOTALL)
 
 
 def main(report: tyro.conf.Positional[Path], target: tyro.conf.Positional[Path]) -> None:
@@ -31,7 +24,7 @@ def main(report: tyro.conf.Positional[Path], target: tyro.conf.Positional[Path])
         raise ValueError(f"{report} has no pictures: is it the report of a recipe?")
     for name, picture in found:
         path = target.with_name(f"{target.name}-{name}.svg")
-        path.write_text(picture, encoding="utf-8")
+        path.write_text(f"{picture}\n", encoding="utf-8")
         print(f"{path} written")
 
 
@@ -40,26 +33,7 @@ def iterate_pictures(page: str) -> Iterator[tuple[str, str]]:
     number = 0
     for width, picture in PICTURE.findall(page):
         number += width == "wide"
-        yield f"{number}{'-narrow' if width == 'narrow' else ''}", make_standalone(picture)
-
-
-def make_standalone(picture: str) -> str:
-    """Return an `<svg>` element of a report as a standalone file, with one element per line."""
-    head, rest = picture.split(">", 1)
-    lines = f'{head} xmlns="http://www.w3.org/2000/svg">\n<style>\n{build_style()}\n</style>{rest}'.replace(
-        "><", ">\n<"
-    )
-    return f"{lines}\n"
-
-
-def build_style() -> str:
-    """Return the report's CSS, with the page's colors as overrides."""
-
-    def override(color: re.Match) -> str:
-        return f"--{color[1]}: var(--zoo-{SITE_COLORS.get(color[1], color[1])}, {color[2]})"
-
-    colors = re.sub(r"--([\w-]+): (#\w+)", override, COLORS.replace(":root", ".chart"))
-    return "\n".join(line for line in f"{colors}\n{CHART}\n{FONT}".splitlines() if line)
+        yield f"{number}{'-narrow' if width == 'narrow' else ''}", f'<svg xmlns="http://www.w3.org/2000/svg" {picture}'
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """MkDocs hook: write the pages that follow from the code before a site is built, and list those of the API in its menu.
 
-The pages are families, public names, the file tree and the API reference. Git ignores them: a clone has them after its
-first build. `mkdocs serve` writes them once, since it never imports changed code again.
+The pages are families, public names, the file tree, the API reference and pictures of pipelines. Git ignores them: a
+clone has them after its first build. `mkdocs serve` writes them once, since it never imports changed code again.
 """
 
 import functools

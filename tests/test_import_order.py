@@ -3,7 +3,7 @@
     shapes, _backend, _checks, _files, _keywords, _optional, _terminal, _workarounds
         < _processes < _compile_cache, ops
         < parallel < layers < models < weights, text, generate < adapters, train, inspect < precision
-        < tools.plan, tools.draw, tools.report, tools.parity, tools.export, tools.evaluate
+        < tools._figure < tools.plan, tools.draw, tools.report, tools.parity, tools.export, tools.evaluate
         < tools.testing, tools.commands < tools < testing, parity, cli, recipes
 
 Modules of one package may import one another; packages of one level may not. Imports inside functions and under
@@ -28,6 +28,7 @@ LEVELS = (
     ("weights", "text", "generate"),
     ("adapters", "train", "inspect"),
     ("precision",),
+    ("tools._figure",),
     ("tools.plan", "tools.draw", "tools.report", "tools.parity", "tools.export", "tools.evaluate"),
     ("tools.testing", "tools.commands"),
     ("tools",),
@@ -120,7 +121,7 @@ PLANTED = {
     "a recipe": ("zoo/train/a.py", "import recipes.transformer", 1, "upward"),
     "a recipe, from the command line": ("zoo/cli.py", "from recipes import transformer", 1, "sideways"),
     "tools, from the core": ("zoo/train/a.py", "from zoo.tools.report import write", 1, "upward"),
-    "one tool from another": ("zoo/tools/plan/a.py", "from ..draw.svg import draw_layout", 1, "sideways"),
+    "one tool from another": ("zoo/tools/plan/a.py", "from ..draw.layout import draw_layout", 1, "sideways"),
     "an unknown package": ("zoo/utils.py", "import jax", 1, "no level"),
 }
 

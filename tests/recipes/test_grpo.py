@@ -58,7 +58,6 @@ def test_grpo_logs_exports_and_reports(unbroken, start):
     assert np.abs(base(tokens) - merged(tokens)).max() > 1e-3
     np.testing.assert_allclose(zoo.adapters.load(base, unbroken / "adapter")(tokens), merged(tokens), atol=1e-4)
     report = (unbroken / "report.html").read_text()
-    assert json.loads((unbroken / "report.json").read_text())["best"] == "highest"
     for part in ("reward", " + 1 = ", "query.lora.down.weight", "validation_solved"):
         assert part in report
     assert "bits per byte" not in report

@@ -59,7 +59,7 @@ def test_moe_runs_and_their_report(text, tmp_path, runs):
         assert json.loads((out / name / "config.json").read_text())["run"] == name
     check_optimization(out, *runs)
     report = (out / "report.html").read_text()
-    drawn = "loss-free: multiple of an even share against tokens", f">{runs[1]}</text>", ">layer 2</text>"
+    drawn = "largest load, of an even share against tokens", f">{runs[1]}</text>"
     assert all(part in report for part in (*drawn, "layers.*.mixture_of_experts.router"))
     assert "http" not in report
 

@@ -31,7 +31,7 @@ def test_pipeline_compares_schedules(text, tmp_path, capsys):
     assert gpipe[:4] == ["gpipe", "20.0%", "10", "4"] and interleaved[:4] == ["interleaved", "11.1%", "12", "5"]
     assert int(gpipe[5]) == 10 and int(interleaved[5]) > 10
     assert all(f"<h2>{title}</h2>" in report for title in (*pipeline.DRAWN, "Cost of a step"))
-    assert report.count('<svg class="pipeline') == 2 * len(pipeline.DRAWN), "each in two widths"
+    assert report.count('in lockstep" ') == 2 * len(pipeline.DRAWN), "each in two widths"
 
 
 @pytest.mark.slow  # tests/train/test_checkpoint.py restores arrays in rounds

@@ -22,7 +22,6 @@ from zoo.tools.commands.evaluate import evaluate
 from zoo.tools.commands.export import export
 from zoo.tools.commands.parity import parity
 from zoo.tools.commands.plan import plan
-from zoo.tools.commands.report import report
 
 from .chat import chat
 from .convert import convert
@@ -48,7 +47,6 @@ COMMANDS: dict[str, Callable[..., None]] = {
         evaluate,
         parity,
         data,
-        report,
         fork,
     )
 }

@@ -114,4 +114,4 @@ def test_report_runs_prints_and_writes_its_table(tmp_path, capsys):
     assert printed[1:4] == ["run  parameters   bits", "  a      12,345  2.500", "  b      12,345  2.000"]
     report = (tmp_path / "report.html").read_text()
     assert "Two runs" in report and "Results" in report and "12,345" in report
-    assert "bits per byte against steps" in report and report.count('<svg class="chart"') == 2
+    assert "bits per byte against steps" in report and report.count("<svg ") == 2

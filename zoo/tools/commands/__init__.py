@@ -1,1 +1,1 @@
-"""The commands of `zoo` that plan, draw, compare, evaluate, export and report."""
+"""The commands of `zoo` that plan, draw, compare, evaluate and export."""

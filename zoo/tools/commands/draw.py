@@ -39,9 +39,9 @@ def draw(
 ) -> None:
     """Draw a model on a mesh as SVG: shards of parameters, and what moves in a step.
 
-    Each kind of layer is drawn once, with its parameters cut into the shards of the devices, and an arrow for every
-    collective of a training step: of parameters before their use, of partial sums, of tokens to experts, of keys
-    around a ring, of gradients. The step is traced, not run: no accelerator is needed, and the mesh need not exist.
+    Each kind of layer is drawn once, with its parameters cut into the shards of the devices. A list has the collectives
+    of a training step: of parameters before their use, of partial sums, of tokens to experts, of keys around a ring, of
+    gradients. The step is traced, not run: no accelerator is needed, and the mesh need not exist.
 
     Args:
         directory: Checkpoint directory with config.json and safetensors, of which only headers are read; or a

@@ -10,21 +10,100 @@ import jax
 import numpy as np
 from jaxtyping import PyTree
 
-from zoo.models.decoder import AbstractBlock
+from zoo.inspect.implementations import format_ranges
 from zoo.models.encoders.image import ImageEncoder
 from zoo.models.parameter_paths import ParameterPath, list_parameter_paths
-from zoo.models.stack import is_stack
 from zoo.parallel import Mesh
 from zoo.parallel.layout import AXES
 from zoo.parallel.mesh import is_array_or_shape
 from zoo.parallel.module import is_trainable
 from zoo.parallel.rounds import merge_rounds
 
-from .attach import attach_moves
-from .parts import AxisUse, Drawing, DrawnParameter, Group, Section
-from .traced_moves import TracedMove, choose_seq_len, count_microbatches, find_image_shape, trace_step
+from .moves import Move, choose_seq_len, count_microbatches, find_image_shape, trace_moves
 
 _LAYER = "layers.*."
+
+
+@dataclasses.dataclass(frozen=True)
+class DrawnParameter:
+    """A parameter of one layer, or outside of the layers."""
+
+    name: str
+    """`layers.*.attention.query.weight`, as `zoo.models.list_parameter_paths` has it."""
+    dims: tuple[str, ...]
+    """Names of the dims, except the dim of the layers."""
+    shape: tuple[int, ...]
+    sharded_axes: tuple[tuple[str, ...], ...]
+    """Mesh axes that shard each dim at rest, outermost first."""
+    gathered_axes: tuple[tuple[str, ...], ...]
+    """The axes among these over which it is all-gathered before use."""
+    dtype: str
+    bytes: int
+    bytes_per_device: int
+    trainable: bool
+    """False for buffers, and for parameters that adapters freeze."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """All layers with the same parameters, or the parameters outside of the layers."""
+
+    name: str
+    layers: tuple[int, ...]
+    """Numbers of the layers; () outside of them."""
+    stages: int
+    """Stages of the pipeline that share the layers out."""
+    parameters: tuple[DrawnParameter, ...]
+
+    @property
+    def bytes(self) -> int:
+        return max(len(self.layers), 1) * sum(parameter.bytes for parameter in self.parameters)
+
+    @property
+    def bytes_per_device(self) -> int:
+        one = sum(parameter.bytes_per_device for parameter in self.parameters)
+        return one * max(len(self.layers), 1) // self.stages
+
+
+@dataclasses.dataclass(frozen=True)
+class AxisUse:
+    """A mesh axis of more than one device, and its uses."""
+
+    name: str
+    size: int
+    shards: tuple[str, ...]
+    """Dims of parameters and batches that it shards."""
+    count: int
+    """Collectives along it in a step, on one device."""
+    bytes: int
+    """Bytes of these collectives per device in a step."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Drawing:
+    """A model on a mesh: the result of `describe_layout`."""
+
+    title: str
+    mesh: str
+    axis_sizes: dict[str, int]
+    axes: tuple[AxisUse, ...]
+    groups: tuple[Group, ...]
+    moves: tuple[Move, ...]
+    """Collectives of a training step, summed by place, phase and axes."""
+    batch: str
+    """The batch for which the moves are counted, in words; empty without moves."""
+
+    @property
+    def num_devices(self) -> int:
+        return math.prod(self.axis_sizes.values())
+
+    @property
+    def bytes(self) -> int:
+        return sum(group.bytes for group in self.groups)
+
+    @property
+    def bytes_per_device(self) -> int:
+        return sum(group.bytes_per_device for group in self.groups)
 
 
 def describe_layout(
@@ -41,19 +120,16 @@ def describe_layout(
     The arguments are the same as for `draw_layout`, which draws the result. **Raises** as it does.
     """
     shapes = merge_rounds(jax.tree.map(_to_shape, model))
-    kinds = _find_kinds(shapes)
-    groups = _make_groups(shapes, kinds, mesh)
-    step = trace_step(shapes, mesh, kinds.find_label, loss_fn=loss_fn, batch=batch, seq_len=seq_len)
-    groups, rest = attach_moves(_sort_sections(groups, step.calls), step.moves)
-    described_batch = _describe_batch(shapes, mesh, batch, seq_len) if step.moves else ""
+    groups = _make_groups(shapes, mesh)
+    moves = trace_moves(shapes, mesh, loss_fn=loss_fn, batch=batch, seq_len=seq_len)
     return Drawing(
         title=title or type(model).__name__,
         mesh=str(mesh),
         axis_sizes=mesh.shape,
-        axes=tuple(_describe_axis(axis, mesh, groups, step.moves) for axis in AXES if mesh.shape[axis] > 1),
+        axes=tuple(_describe_axis(axis, mesh, groups, moves) for axis in AXES if mesh.shape[axis] > 1),
         groups=tuple(groups),
-        moves=tuple(rest),
-        batch=described_batch,
+        moves=tuple(moves),
+        batch=_describe_batch(shapes, mesh, batch, seq_len) if moves else "",
     )
 
 
@@ -63,87 +139,29 @@ def _to_shape(x: Any) -> Any:
     return jax.ShapeDtypeStruct(x.shape, x.dtype)
 
 
-def _drop_layer_axis(x: Any) -> Any:
-    if not is_array_or_shape(x):
-        return x
-    return jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
-
-
-@dataclasses.dataclass
-class _LayerKinds:
-    """Kinds of layers. Layers of one kind have parameters with the same names, dims and shapes."""
-
-    keys: list[Any] = dataclasses.field(default_factory=list)
-    layers: list[list[int]] = dataclasses.field(default_factory=list)
-    """Numbers of the layers of each kind."""
-    names: list[str] = dataclasses.field(default_factory=list)
-
-    def find_label(self, block: AbstractBlock) -> int:
-        """Return the number of the kind of a stacked block."""
-        return self.keys.index(_make_key(block))
-
-    def add(self, block: AbstractBlock, layers: Sequence[int]) -> None:
-        if (key := _make_key(block)) not in self.keys:
-            self.keys.append(key)
-            self.layers.append([])
-            self.names.append(type(block).__name__)
-        self.layers[self.keys.index(key)] += layers
-
-    def find_kind(self, layer: int) -> int:
-        """Return the number of the kind of a layer."""
-        return next(kind for kind, layers in enumerate(self.layers) if layer in layers)
-
-
-def _make_key(block: AbstractBlock) -> Any:
-    """Return a key that is equal for layers of one kind."""
-    one = jax.tree.map(_drop_layer_axis, block)
-    arrays = zip(list_parameter_paths(one), jax.tree.leaves(eqx.filter(one, is_array_or_shape)), strict=True)
-    return type(block), tuple((path.name, path.dims, x.shape, str(x.dtype)) for path, x in arrays)
-
-
-def _find_kinds(model: PyTree) -> _LayerKinds:
-    kinds = _LayerKinds()
-    for stack in filter(is_stack, jax.tree.leaves(model, is_leaf=is_stack)):
-        start = 0
-        for segment in getattr(stack, "segments", ()):
-            period = len(segment.blocks)
-            repeats = segment.num_repeats
-            for i, block in enumerate(segment.blocks):
-                kinds.add(block, range(start + i, start + period * repeats, period))
-            start += period * repeats
-    return kinds
-
-
-def _make_groups(model: PyTree, kinds: _LayerKinds, mesh: Mesh) -> list[Group]:
+def _make_groups(model: PyTree, mesh: Mesh) -> list[Group]:
     """Return a group for the parts before the layers, one per kind of layer, and one for the parts after them."""
-    arrays = jax.tree.leaves(eqx.filter(model, is_array_or_shape))
     before: list[DrawnParameter] = []
     after: list[DrawnParameter] = []
-    in_layers: list[dict[str, DrawnParameter]] = [{} for _ in kinds.keys]
-    layer_axes: tuple[str, ...] = ()
-    for path, x in zip(list_parameter_paths(model), arrays, strict=True):
-        parameter, axes = _describe_parameter(path, x, mesh)
-        parameter = dataclasses.replace(parameter, trainable=is_trainable(path.leaf, x))
-        if not path.name.startswith(_LAYER):
-            side = before if _is_input(path.name) else after
-            side.append(parameter)
-            continue
-        layer_axes = layer_axes or axes
-        found = in_layers[kinds.find_kind(path.ranges[0][0])]
-        if parameter.name in found:
-            parameter = _add_layers(found[parameter.name], parameter)
-        found[parameter.name] = parameter
-    groups = [
-        Group(name, tuple(sorted(layers)), layer_axes, _split_sections(list(parameters.values())))
-        for name, layers, parameters in zip(kinds.names, kinds.layers, in_layers, strict=True)
-    ]
-    names = ("before the layers", "after the layers") if groups else ("input", "model")
-    first, last = (
-        Group(name, (), (), _split_sections(part)) for name, part in zip(names, (before, after), strict=True)
-    )
-    if before:
-        groups.insert(0, first)
-    return [*groups, last]
+    blocks: dict[Sequence[int], list[DrawnParameter]] = {}
+    stages = mesh.count_shards("layers")
+    for path, x in zip(list_parameter_paths(model), jax.tree.leaves(eqx.filter(model, is_array_or_shape)), strict=True):
+        parameter = _describe_parameter(path, x, mesh)
+        if path.name.startswith(_LAYER):
+            blocks.setdefault(path.ranges[0], []).append(parameter)
+        elif _is_input(path.name):
+            before.append(parameter)
+        else:
+            after.append(parameter)
+    kinds: dict[tuple[DrawnParameter, ...], list[int]] = {}
+    for layers, parameters in blocks.items():
+        kinds.setdefault(tuple(parameters), []).extend(layers)
+    groups = [Group("before the layers" if kinds else "input", (), 1, tuple(before))]
+    for parameters, layers in kinds.items():
+        name = f"layer {layers[0]}" if len(layers) == 1 else f"{len(layers):,} layers: {format_ranges(layers)}"
+        groups.append(Group(name, tuple(sorted(layers)), stages, parameters))
+    groups.append(Group("after the layers" if kinds else "model", (), 1, tuple(after)))
+    return [group for group in groups if group.parameters]
 
 
 def _is_input(name: str) -> bool:
@@ -151,31 +169,7 @@ def _is_input(name: str) -> bool:
     return "embedding" in word or "inputs" in word
 
 
-def _split_sections(parameters: Sequence[DrawnParameter]) -> tuple[Section, ...]:
-    """Return a section per first word of the parameters within their layer, in the order of the layer."""
-    sections: dict[str, list[DrawnParameter]] = {}
-    for parameter in parameters:
-        sections.setdefault(parameter.name.removeprefix(_LAYER).partition(".")[0], []).append(parameter)
-    return tuple(Section(name, tuple(found)) for name, found in sections.items())
-
-
-def _sort_sections(groups: Sequence[Group], calls: Sequence[tuple[int | None, str]]) -> list[Group]:
-    """Return the groups with their sections in the order of the calls, if all sections are called by name: a norm comes
-    before its attention, after it, or on both sides."""
-    labels = iter(range(len(groups)))
-    sorted_groups = []
-    for group in groups:
-        label = next(labels) if group.layers else None
-        order = {name: number for number, (layer, name) in enumerate(calls) if layer == label}
-        sections = group.sections
-        if order.keys() >= {section.name for section in sections}:
-            sections = tuple(sorted(sections, key=lambda section: order[section.name]))
-        sorted_groups.append(dataclasses.replace(group, sections=sections))
-    return sorted_groups
-
-
-def _describe_parameter(path: ParameterPath, x: Any, mesh: Mesh) -> tuple[DrawnParameter, tuple[str, ...]]:
-    """Return a parameter, and the mesh axes that shard its layers."""
+def _describe_parameter(path: ParameterPath, x: Any, mesh: Mesh) -> DrawnParameter:
     sharded = []
     if path.dims:
         for axes in mesh.spec(path.dims, x.shape, path.name):
@@ -184,46 +178,32 @@ def _describe_parameter(path: ParameterPath, x: Any, mesh: Mesh) -> tuple[DrawnP
             sharded.append(axes or ())
     sharded += [()] * (len(x.shape) - len(sharded))
     gathered = dict(mesh.find_gather_dims(path.dims))
-    shards = math.prod(mesh.shape[axis] for axes in sharded for axis in axes)
     first = int(path.name.startswith(_LAYER))
-    entries = list(enumerate(sharded))[first:]
-    used = [mesh.shape[axis] for index, axes in entries for axis in axes if axis not in gathered.get(index, ())]
-    size = x.size * np.dtype(x.dtype).itemsize
     dims = tuple(dim.name for dim in path.dims) or ("",) * len(x.shape)
-    parameter = DrawnParameter(
+    size = math.prod(x.shape[first:]) * np.dtype(x.dtype).itemsize
+    return DrawnParameter(
         name=path.name,
         dims=dims[first:],
         shape=tuple(x.shape[first:]),
         sharded_axes=tuple(sharded[first:]),
         gathered_axes=tuple(gathered.get(index, ()) for index in range(first, len(x.shape))),
-        gradient_axes=tuple(axis for _, axes in mesh.gradients.find_gather_dims(path.dims) for axis in axes),
-        size_in_use=math.prod(x.shape[first:]) // math.prod(used),
         dtype=str(x.dtype),
         bytes=size,
-        bytes_per_device=size // shards,
-    )
-    layer_axes = sharded[0] if first else ()
-    return parameter, layer_axes
-
-
-def _add_layers(first: DrawnParameter, second: DrawnParameter) -> DrawnParameter:
-    """Return a parameter with the layers of another segment."""
-    return dataclasses.replace(
-        first,
-        bytes=first.bytes + second.bytes,
-        bytes_per_device=first.bytes_per_device + second.bytes_per_device,
+        bytes_per_device=size // math.prod(mesh.shape[axis] for axes in sharded[first:] for axis in axes),
+        trainable=is_trainable(path.leaf, x),
     )
 
 
-def _describe_axis(axis: str, mesh: Mesh, groups: Sequence[Group], moves: Sequence[TracedMove]) -> AxisUse:
+def _describe_axis(axis: str, mesh: Mesh, groups: Sequence[Group], moves: Sequence[Move]) -> AxisUse:
     dims = [dim for dim in ("batch", "seq") if axis in mesh.axes(dim)]
-    if any(axis in group.layer_axes for group in groups):
-        dims.append("layers")
     for group in groups:
+        if group.layers and axis in mesh.axes("layers"):
+            dims.append("layers")
         for x in group.parameters:
             dims += [dim for dim, axes in zip(x.dims, x.sharded_axes, strict=True) if axis in axes]
     along = [move for move in moves if axis in move.axes]
-    count, size = (sum(numbers) for numbers in ([x.times for x in along], [x.times * x.bytes for x in along]))
+    count = sum(move.count for move in along)
+    size = sum(move.bytes for move in along)
     return AxisUse(axis, mesh.shape[axis], tuple(dict.fromkeys(dims)), count, size)
 
 

@@ -1,10 +1,7 @@
 """HTML report of one or several runs: a single file without scripts or external resources, light or dark.
 
-    write_report(out, title="Transformer", summary="...", curves={"bits_per_byte": "train", "validation": "validation"},
-                 baselines={"xz -9e": corpus.xz_bits_per_byte}, unit="bits per byte", samples=[(prompt, continuation)])
-
-It reads only files of the run's folder, and keeps its arguments there, in `report.json`: `redraw_report` writes the
-page again.
+write_report(out, title="Transformer", summary="...", curves={"bits_per_byte": "train", "validation": "validation"},
+             baselines={"xz -9e": corpus.xz_bits_per_byte}, unit="bits per byte", samples=[(prompt, continuation)])
 """
 
 import dataclasses
@@ -17,21 +14,22 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from zoo._files import read_json, to_jsonable, write_json, write_text
+from zoo._files import read_json, to_jsonable, write_text
 from zoo._terminal import escape_controls
 from zoo.train.checkpoint import Best
 from zoo.train.metrics import Record, read_metrics
 from zoo.train.progress import RATE_FORMATS, format_duration, format_si
 from zoo.train.tracking import track_report
 
-from .charts import INSTALL, Chart, Curve, LineChart, LoadChart, Picture, draw_svg, dump_chart, load_chart
-from .style import STYLE
+from .._figure import INSTALL
+from .charts import Chart, Curve, LineChart
 
 _WIDE = 860
 _NARROW = 400
 _NUMBER_CLASS = ' class="number"'
 _CONTROL_PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {0x7F: 0x2421}
 """The Unicode picture of each control character."""
+_STYLE = (Path(__file__).parent / "page.css").read_text(encoding="utf-8")
 
 
 class ParameterRow(NamedTuple):
@@ -44,29 +42,6 @@ class ParameterRow(NamedTuple):
     dtype: str
     count: int
     bytes: int
-
-
-@dataclasses.dataclass(frozen=True)
-class ReportContent:
-    """The content of a report besides the files of its runs: the arguments of `write_report`."""
-
-    title: str
-    summary: str
-    curves: Mapping[str, str]
-    unit: str
-    model: str = ""
-    baselines: Mapping[str, float | int] = dataclasses.field(default_factory=dict)
-    headline: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    samples: Sequence[Sequence[str]] = ()
-    samples_before: Sequence[Sequence[str]] = ()
-    parameters: Sequence[Sequence[Any]] = ()
-    runs: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    best: str | None = None
-    tokens_per_step: int = 0
-    tables: Mapping[str, Sequence[Mapping[str, Any]]] = dataclasses.field(default_factory=dict)
-    loads: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    plots: Mapping[str, Chart] = dataclasses.field(default_factory=dict)
-    defaults: Mapping[str, Any] | None = None
 
 
 def write_report(
@@ -108,144 +83,67 @@ def write_report(
       and the highest.
     - `tokens_per_step`: draw curves over tokens instead of steps.
     - `tables`: titles and rows, each row a mapping from column heads to values.
-    - `loads`: names of metrics that are counts "layers experts", and titles: their balance over time.
+    - `loads`: names of metrics that are counts "layers experts", and titles: the largest load of an expert over time.
     - `plots`: titles and charts.
     - `defaults`: defaults of the configuration; the values that differ come first.
     """
     directory = Path(directory)
-    content = ReportContent(
-        title=title,
-        summary=summary,
-        model=model,
-        curves=curves,
-        unit=unit,
-        baselines=baselines or {},
-        headline=headline or {},
-        samples=samples,
-        samples_before=samples_before,
-        parameters=parameters,
-        runs={label: _relate(Path(folder), directory) for label, folder in (runs or {}).items()},
-        best=best,
-        tokens_per_step=tokens_per_step,
-        tables=tables or {},
-        loads=loads or {},
-        plots=plots or {},
-        defaults=defaults,
-    )
-    kept = {field.name: to_jsonable(getattr(content, field.name)) for field in dataclasses.fields(content)}
-    kept["plots"] = {label: dump_chart(chart) for label, chart in content.plots.items()}
-    write_json(directory / "report.json", kept)
-    path = _write_page(directory, content)
+    folders = dict(runs or {"": directory})
+    metrics = {label: read_metrics(Path(folder) / "metrics.jsonl") for label, folder in folders.items()}
+    first, *others = (Path(folder) for folder in folders.values())
+    timing = [] if others else read_metrics(first / "timing.jsonl")
+    speed = {} if others else _summarize_speed(next(iter(metrics.values())), timing)
+    has_charts = importlib.util.find_spec("matplotlib") is not None
+
+    def draw(chart: Chart) -> str:
+        """Draw a wide and a narrow picture; the style sheet shows the one that fits."""
+        if not has_charts:
+            return ""
+        wide, narrow = (_draw_inline(chart, width) for width in (_WIDE, _NARROW))
+        return f'<figure class="wide">{wide}</figure><figure class="narrow">{narrow}</figure>'
+
+    lines = [line for line in (model, summary) if line]
+    if not has_charts:
+        lines.append(f"Charts need matplotlib: {INSTALL}")
+    paragraphs = "".join(f"<p>{_escape(line)}</p>" for line in lines)
+    x_label = "tokens" if tokens_per_step else "steps"
+    drawn = _make_curves(metrics, curves, tokens_per_step)
+    main = ""
+    if drawn:
+        main = draw(LineChart(drawn, unit, x_label, baselines or {}))
+        main = main or _format_table(_tabulate_curves(drawn, baselines or {}, best))
+    small = ""
+    if has_charts:
+        charts = _make_optimization_charts(metrics, tokens_per_step, x_label)
+        small = "".join(f"<figure>{_draw_inline(chart, _NARROW)}</figure>" for chart in charts)
+    sections = [(name, draw(chart)) for name, chart in (plots or {}).items()]
+    sections += [(name, _format_table(rows)) for name, rows in (tables or {}).items()]
+    for metric, name in (loads or {}).items():
+        largest = _make_load_curves(metrics, metric, tokens_per_step)
+        sections.append((name, draw(LineChart(largest, "largest load, of an even share", x_label))))
+    sections += [
+        ("Samples", _format_samples(samples, samples_before)),
+        ("Configuration", _format_configuration(_read_json_if_present(first / "config.json"), defaults)),
+        ("Parameters", _format_parameters([ParameterRow._make(row) for row in parameters])),
+        ("Timing", _format_pairs(_summarize_timing(timing))),
+        ("Environment", _format_pairs(_read_json_if_present(first / "env.json"))),
+    ]
+    parts = [
+        f"<header><h1>{_escape(title)}</h1>{paragraphs}</header>",
+        _format_headline({**(headline or {}), **speed}),
+        f"<section>{main}</section>" if main else "",
+        f'<section class="pair">{small}</section>' if small else "",
+        *(f"<section><h2>{_escape(name)}</h2>{body}</section>" for name, body in sections if body),
+    ]
+    path = directory / "report.html"
+    write_text(path, _format_page(title, "\n".join(filter(None, parts))))
     track_report(directory, path, [*samples_before, *samples])
     return path
 
 
-def redraw_report(directory: Path) -> Path:
-    """Write `report.html` again, from the files of a run.
-
-    A run that never wrote a report gets one with the metrics that it logged. **Raises** `FileNotFoundError` without
-    metrics, and `FileExistsError` for a report of an earlier version, which kept no `report.json`.
-    """
-    directory = Path(directory)
-    kept = _read_json_if_present(directory / "report.json")
-    if kept:
-        kept["plots"] = {label: load_chart(values) for label, values in kept.get("plots", {}).items()}
-        return _write_page(directory, ReportContent(**kept))
-    if (directory / "report.html").exists():
-        raise FileExistsError(
-            f"{directory / 'report.html'} was written by an earlier version, and has samples and tables that would be "
-            "lost: move it away to draw a new one"
-        )
-    metrics = read_metrics(directory / "metrics.jsonl")
-    if not metrics:
-        raise FileNotFoundError(f"{directory}: no metrics.jsonl with a logged step, so there is nothing to report")
-    logged = {name for line in metrics for name, value in line.items() if isinstance(value, float)}
-    curves = {name: name.replace("_", " ") for name in sorted(logged - {"gradient_norm", "learning_rate"})}
-    summary = f"{metrics[-1]['step']:,} steps"
-    content = ReportContent(title=directory.resolve().name, summary=summary, curves=curves, unit="value")
-    return _write_page(directory, content)
-
-
-def _relate(folder: Path, directory: Path) -> str:
-    """Return a run's folder relative to the report, so that both can be moved."""
-    if folder.is_relative_to(directory):
-        return str(folder.relative_to(directory))
-    return str(folder.absolute())
-
-
-def _write_page(directory: Path, content: ReportContent) -> Path:
-    folders = {label: directory / folder for label, folder in (content.runs or {"": ""}).items()}
-    metrics = {label: read_metrics(folder / "metrics.jsonl") for label, folder in folders.items()}
-    first, *others = folders.values()
-    timing = []
-    speed = {}
-    if not others:
-        timing = read_metrics(first / "timing.jsonl")
-        speed = _summarize_speed(next(iter(metrics.values())), timing)
-    page = _Page()
-    page.add_header(content)
-    page.add(_format_headline({**content.headline, **speed}))
-    page.add_curves(content, metrics)
-    for title, chart in content.plots.items():
-        page.add_section(title, page.draw(chart))
-    for title, rows in content.tables.items():
-        page.add_section(title, _format_table(rows))
-    for name, title in content.loads.items():
-        page.add_section(title, "".join(map(page.draw, _make_load_charts(metrics, name, content.tokens_per_step))))
-    page.add_section("Samples", _format_samples(content.samples, content.samples_before))
-    configuration = _read_json_if_present(first / "config.json")
-    page.add_section("Configuration", _format_configuration(configuration, content.defaults))
-    page.add_section("Parameters", _format_parameters([ParameterRow._make(row) for row in content.parameters]))
-    page.add_section("Timing", _format_pairs(_summarize_timing(timing)))
-    page.add_section("Environment", _format_pairs(_read_json_if_present(first / "env.json")))
-    path = directory / "report.html"
-    write_text(path, _format_page(content.title, "\n".join(page.parts)))
-    return path
-
-
-class _Page:
-    """The body of a page, part by part, with charts only if matplotlib is installed."""
-
-    def __init__(self) -> None:
-        self.parts: list[str] = []
-        self._has_charts = importlib.util.find_spec("matplotlib") is not None
-
-    def add(self, part: str) -> None:
-        if part:
-            self.parts.append(part)
-
-    def add_section(self, title: str, body: str) -> None:
-        if body:
-            self.add(f"<section><h2>{_escape(title)}</h2>{body}</section>")
-
-    def add_header(self, content: ReportContent) -> None:
-        lines = [f"<h1>{_escape(content.title)}</h1>"]
-        lines += [f"<p>{_escape(line)}</p>" for line in (content.model, content.summary) if line]
-        if not self._has_charts:
-            advice = f"{INSTALL}, then: zoo report DIRECTORY"
-            lines.append(f"<p>Charts need matplotlib: <code>{_escape(advice)}</code></p>")
-        self.add(f"<header>{''.join(lines)}</header>")
-
-    def add_curves(self, content: ReportContent, metrics: Mapping[str, Sequence[Record]]) -> None:
-        """Add the chart of the curves, then gradient norm and learning rate side by side."""
-        x_label = "tokens" if content.tokens_per_step else "steps"
-        curves = _make_curves(metrics, content.curves, content.tokens_per_step)
-        if curves:
-            body = self.draw(LineChart(curves, content.unit, x_label, content.baselines))
-            self.add(f"<section>{body or _format_table(_tabulate_curves(curves, content))}</section>")
-        if self._has_charts:
-            charts = _make_optimization_charts(metrics, content.tokens_per_step)
-            small = "".join(f"<figure>{draw_svg(chart, width=_NARROW)}</figure>" for chart in charts)
-            if small:
-                self.add(f'<section class="pair">{small}</section>')
-
-    def draw(self, chart: Chart) -> str:
-        """Draw a wide and a narrow picture; the style sheet shows the one that fits. "" without matplotlib, except for
-        pictures that need none."""
-        if not self._has_charts and not isinstance(chart, Picture):
-            return ""
-        wide, narrow = (draw_svg(chart, width=width) for width in (_WIDE, _NARROW))
-        return f'<figure class="wide">{wide}</figure><figure class="narrow">{narrow}</figure>'
+def _draw_inline(chart: Chart, width: int) -> str:
+    """Draw a chart as an element of HTML, which needs no namespace."""
+    return chart.draw_svg(width=width).replace(' xmlns="http://www.w3.org/2000/svg"', "")
 
 
 def _make_curves(
@@ -265,10 +163,12 @@ def _make_curves(
     return curves
 
 
-def _tabulate_curves(curves: Sequence[Curve], content: ReportContent) -> list[dict[str, Any]]:
+def _tabulate_curves(
+    curves: Sequence[Curve], baselines: Mapping[str, float | int], best: Best | None
+) -> list[dict[str, Any]]:
     """Return a row per curve: its first, best and last value."""
     columns = {"first": lambda values: values[0], "lowest": min, "highest": max, "last": lambda values: values[-1]}
-    unused = {"lowest", "highest"} - {content.best} if content.best else set()
+    unused = {"lowest", "highest"} - {best} if best else set()
     columns = {name: choose for name, choose in columns.items() if name not in unused}
     rows = [
         {"": curve.label, **{name: choose(curve.values) for name, choose in columns.items()}}
@@ -276,10 +176,12 @@ def _tabulate_curves(curves: Sequence[Curve], content: ReportContent) -> list[di
         if curve.values
     ]
     empty = dict.fromkeys(columns, "")
-    return rows + [{"": label, **empty, "last": float(value)} for label, value in content.baselines.items()]
+    return rows + [{"": label, **empty, "last": float(value)} for label, value in baselines.items()]
 
 
-def _make_optimization_charts(metrics: Mapping[str, Sequence[Record]], tokens_per_step: int) -> list[LineChart]:
+def _make_optimization_charts(
+    metrics: Mapping[str, Sequence[Record]], tokens_per_step: int, x_label: str
+) -> list[LineChart]:
     """Return charts of gradient norms, on a logarithmic axis, and of learning rates, if they were logged."""
     charts = []
     for name in ("gradient_norm", "learning_rate"):
@@ -290,10 +192,22 @@ def _make_optimization_charts(metrics: Mapping[str, Sequence[Record]], tokens_pe
         unit = name.replace("_", " ")
         if is_swept:
             unit += ", median"
-        x_label = "tokens" if tokens_per_step else "steps"
         if curves:
             charts.append(LineChart(curves, unit, x_label, log=name == "gradient_norm"))
     return charts
+
+
+def _make_load_curves(metrics: Mapping[str, Sequence[Record]], name: str, tokens_per_step: int) -> list[Curve]:
+    """Return a curve for each run, empty if it counted no tokens per expert: the largest load in any layer, as a
+    multiple of an even share."""
+    curves = []
+    for run, lines in metrics.items():
+        logged = [line for line in lines if name in line]
+        counts = [np.asarray(line[name], float) for line in logged]
+        largest = [float((each.max(-1) / np.maximum(each.mean(-1), 1e-9)).max()) for each in counts]
+        steps = [line["step"] * (tokens_per_step or 1) for line in logged]
+        curves.append(Curve(run, steps, largest, dots=False))
+    return curves
 
 
 def _to_number(value: Any) -> float:
@@ -301,16 +215,6 @@ def _to_number(value: Any) -> float:
     if isinstance(value, list):
         value = np.median([float(item) for item in value])
     return float(value)
-
-
-def _make_load_charts(runs: Mapping[str, Sequence[Record]], name: str, tokens_per_step: int) -> Iterable[LoadChart]:
-    x_label = "tokens" if tokens_per_step else "steps"
-    for label, lines in runs.items():
-        logged = [line for line in lines if name in line]
-        if logged:
-            steps = [line["step"] * (tokens_per_step or 1) for line in logged]
-            counts = np.array([line[name] for line in logged], float)
-            yield LoadChart(label, steps, counts, x_label)
 
 
 def _summarize_speed(metrics: Sequence[Record], timing: Sequence[Record]) -> dict[str, str]:
@@ -467,7 +371,7 @@ def _format_page(title: str, body: str) -> str:
 <meta name="viewport" content="width=device-width, initial-scale=1"/>
 <meta name="color-scheme" content="light dark"/>
 <title>{_escape(title)}</title>
-<style>{STYLE}</style>
+<style>{_STYLE}</style>
 </head>
 <body>
 <main>
