@@ -51,7 +51,7 @@ def test_faults_are_named_and_arguments_asked_for(model, chats, tmp_path, capsys
     bad = tmp_path / "bad.jsonl"
     bad.write_text(chats.read_text() + '{"messages": 3}\n')
     for words, said in [
-        ([str(bad), "--checkpoint", str(model)], f"{bad}:41: `messages` is a number, and a list was expected: 3"),
+        ([str(bad), "--checkpoint", str(model)], f"{bad}:41: `messages` is a number, expected a list: 3"),
         ([str(chats)], "zoo data show takes records and a model"),
         (["--checkpoint", str(model)], "zoo data show takes records and a model"),
     ]:

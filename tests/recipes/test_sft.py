@@ -136,7 +136,7 @@ def test_sft_bad_input_is_one_message(chats, start, text, tmp_path, monkeypatch,
     assert "bad.jsonl:1: a conversation to train on" in complaint(capsys, *given[:2], "--data", "bad.jsonl")
     (tmp_path / "pairs.jsonl").write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n')
     error = complaint(capsys, *given[:2], "--data", "pairs.jsonl")
-    assert "is preference, and one of text, chat, completion was expected: `zoo fork dpo`" in error
+    assert "is preference, expected one of text, chat, completion: `zoo fork dpo`" in error
     weighted = ("--checkpoint", start, "--data", f"{chats}=0.5", "bad.jsonl")
     assert "give each source a weight, PATH=WEIGHT, or none" in complaint(capsys, *weighted)
     assert "the train split has no rows" in complaint(capsys, *given, "--seq-len", 8)

@@ -152,8 +152,8 @@ def test_cli_takes_lr_for_the_learning_rate(tmp_path, capsys):
 def test_cli_refuses_epochs_with_steps_and_below_0(tmp_path, capsys):
     for words, said in (
         (["--epochs", "2", "--steps=3"], "--epochs and --steps both say how long to train: give one of them"),
-        (["--epochs", "0"], "--epochs 0.0: a number of passes above 0 was expected"),
-        (["--epochs", "inf"], "--epochs inf: a number of passes above 0 was expected"),
+        (["--epochs", "0"], "--epochs 0.0: expected a number of passes above 0"),
+        (["--epochs", "inf"], "--epochs inf: expected a number of passes above 0"),
     ):
         with pytest.raises(SystemExit, match="2"):
             train.run_cli(trains, Rated, arguments=["--out", str(tmp_path / "run"), *words])

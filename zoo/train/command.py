@@ -174,7 +174,7 @@ def _require_positive(config: Any) -> None:
             raise ValueError(f"--{name.replace('_', '-')} must be 1 or more, not {value}")
     epochs = getattr(config, "epochs", None)
     if epochs is not None and not 0 < epochs < math.inf:
-        raise ValueError(f"--epochs {epochs}: a number of passes above 0 was expected")
+        raise ValueError(f"--epochs {epochs}: expected a number of passes above 0")
 
 
 def _parse_config(default: _Config, program: str, description: str, words: Sequence[str]) -> _Config:
@@ -205,7 +205,7 @@ def _make_resume_spec(type_info: Any) -> Any:
 
     def parse(words: list[str]) -> bool | int:
         if len(words) > 1 or (words and not words[0].isdecimal()):
-            raise ValueError(f"one step or none was expected, not {' '.join(words)}")
+            raise ValueError(f"expected one step or none, got {' '.join(words)}")
         return int(words[0]) if words else True
 
     def describe(value: bool | int) -> list[str]:

@@ -34,8 +34,8 @@ def test_records_come_in_order_with_their_places(tmp_path, monkeypatch, count):
 def test_faults_are_named_and_reading_goes_on(tmp_path):
     found = read_records(write(tmp_path / "a.array_record", [b'{"n": 1}', b"\x08\xff", b"", b"[1]", b'{"n": 2}']))
     assert found[0][1] == {"n": 1} and found[4][1] == {"n": 2}
-    assert "UTF-8 was expected" in found[1][1] and "JSON was expected" in found[2][1]
-    assert found[3] == (f"{tmp_path}/a.array_record, record 3", "a JSON object was expected, and '[1]' came")
+    assert "expected UTF-8" in found[1][1] and "expected JSON" in found[2][1]
+    assert found[3] == (f"{tmp_path}/a.array_record, record 3", "expected a JSON object, got '[1]'")
 
 
 @pytest.mark.parametrize("damage", ["cut", "a bit", "text", "empty"])

@@ -94,10 +94,10 @@ def test_several_splits_name_the_choices(folder):
 
 DAMAGES = {
     "indices": ({**STATE, "_indices_data_files": [{"filename": "i.arrow"}]}, "a mapping of indices, which is not read"),
-    "no list": ({"_data_files": 3}, "state.json is damaged: a list of `_data_files` with names was expected"),
-    "no object": ([], "state.json is damaged: a list of `_data_files`"),
+    "no list": ({"_data_files": 3}, "state.json is damaged: expected a list of `_data_files` with names"),
+    "no object": ([], "state.json is damaged: expected a list of `_data_files`"),
     "elsewhere": ({"_data_files": [{"filename": "../data-0.arrow"}]}, "are not names of files in this folder"),
-    "no name": ({"_data_files": [{"filename": 7}]}, "state.json is damaged: a list of `_data_files`"),
+    "no name": ({"_data_files": [{"filename": 7}]}, "state.json is damaged: expected a list of `_data_files`"),
     "missing": ({"_data_files": [{"filename": "data-9.arrow"}]}, "data-9.arrow is missing, of 1 files of data"),
 }
 
@@ -111,7 +111,7 @@ def test_damaged_dataset_is_an_error(folder, damage):
 
 
 WRONG = {
-    "notes.txt": "notes.txt: a file of records was expected, and there is 1 .txt: `train.load_text` reads texts",
+    "notes.txt": "notes.txt: expected a file of records, and there is 1 .txt: `train.load_text` reads texts",
     "t.csv": r"there is 1 .csv: `pandas.read_csv\(path\).to_json\('t.jsonl', orient='records', lines=True\)` converts",
     "t.tsv": r"`pandas.read_csv\(path, sep='\\t'\).to_json",
     "model.safetensors": "1 .safetensors: records are read from .jsonl, .jsonl.gz, .jsonl.zst, .ndjson, .*.parquet",
@@ -145,18 +145,18 @@ def test_missing_file_is_named_with_its_neighbors(folder, source, message):
 
 @pytest.mark.parametrize("source", [7, None, ["all", 7], b"all"])
 def test_source_that_is_not_a_path_is_an_error(folder, no_type_checks, source):
-    with pytest.raises(TypeError, match="a path or a name was expected to read records from, not"):
+    with pytest.raises(TypeError, match="expected a path or a name to read records from, got"):
         find_record_files(source)
 
 
 def test_empty_sources_are_errors(folder):
     os.mkdir("none")
     make_files("blank", ["a.jsonl", "b.jsonl"], content="")
-    with pytest.raises(ValueError, match="an empty list came"):
+    with pytest.raises(ValueError, match="got an empty list"):
         find_record_files([])
-    with pytest.raises(ValueError, match="none: files of records were expected, and there are no files"):
+    with pytest.raises(ValueError, match="none: expected files of records, and there are no files"):
         find_record_files("none")
-    with pytest.raises(ValueError, match="blank: records were expected, and there are none: no file has a byte"):
+    with pytest.raises(ValueError, match="blank: expected records, and there are none: no file has a byte"):
         find_record_files("blank")
 
 

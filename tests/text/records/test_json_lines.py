@@ -49,23 +49,23 @@ def test_any_unit_size_gives_the_same_records(tmp_path_factory, lines, has_mark,
 
 
 FAULTS = {
-    "not UTF-8": (b'{"a": "caf\xe9"}', "UTF-8 was expected, and byte 0xe9 came as byte 11, in "),
-    "UTF-16": ('{"a": 1}'.encode("utf-16"), "UTF-8 was expected, and byte 0xff came as byte 1"),
-    "half a character in bytes": (b'{"a": "\xed\xa0\x80"}', "UTF-8 was expected, and byte 0xed"),
-    "not JSON": (b"{'a': 1}", "JSON was expected, and \"{'a': 1}\" came: Expecting property name"),
-    "two values": (b'{"a": 1} {"b": 2}', "came: Extra data at column 10"),
-    "a comma too many": (b'{"a": 1,}', "JSON was expected"),
-    "a later byte order mark": (b'\xef\xbb\xbf{"a": 1}', "JSON was expected"),
-    "a list": (b'["a"]', "a JSON object was expected, and '[\"a\"]' came"),
-    "a number": (b"12", "a JSON object was expected, and '12' came"),
-    "NaN": (b'{"a": [NaN]}', "a number of JSON was expected, and NaN came"),
-    "infinity": (b'{"a": -Infinity}', "a number of JSON was expected, and -Infinity came"),
-    "a key twice": (b'{"b": {"role": 1, "role": 1}}', "each key once was expected, and 'role' came twice"),
-    "half a pair": (b'{"a": "x\\ud83d"}', "half a surrogate pair came in"),
-    "half a pair as a key": (b'{"\\uDE00": 1}', "half a surrogate pair came in"),
+    "not UTF-8": (b'{"a": "caf\xe9"}', "expected UTF-8, got 0xe9 as byte 11, in "),
+    "UTF-16": ('{"a": 1}'.encode("utf-16"), "expected UTF-8, got 0xff as byte 1"),
+    "half a character in bytes": (b'{"a": "\xed\xa0\x80"}', "expected UTF-8, got 0xed"),
+    "not JSON": (b"{'a': 1}", "expected JSON, got \"{'a': 1}\": Expecting property name"),
+    "two values": (b'{"a": 1} {"b": 2}', "Extra data at column 10"),
+    "a comma too many": (b'{"a": 1,}', "expected JSON"),
+    "a later byte order mark": (b'\xef\xbb\xbf{"a": 1}', "expected JSON"),
+    "a list": (b'["a"]', "expected a JSON object, got '[\"a\"]'"),
+    "a number": (b"12", "expected a JSON object, got '12'"),
+    "NaN": (b'{"a": [NaN]}', "expected a number of JSON, got NaN"),
+    "infinity": (b'{"a": -Infinity}', "expected a number of JSON, got -Infinity"),
+    "a key twice": (b'{"b": {"role": 1, "role": 1}}', "expected each key once, got 'role' twice"),
+    "half a pair": (b'{"a": "x\\ud83d"}', "got half a surrogate pair in"),
+    "half a pair as a key": (b'{"\\uDE00": 1}', "got half a surrogate pair in"),
     "too deep": (b'{"a": ' + b"[" * 101 + b"]" * 101 + b"}", "values are nested more than 100 deep"),
     "much too deep": (b'{"a": ' + b"[" * 99_999, "values are nested more than 100 deep"),
-    "a long integer": (b'{"a": ' + b"1" * 5000 + b"}", "JSON within limits was expected"),
+    "a long integer": (b'{"a": ' + b"1" * 5000 + b"}", "expected JSON within limits"),
 }
 
 
@@ -84,7 +84,7 @@ def test_fault_is_named_and_reading_goes_on(tmp_path, line, message):
 def test_another_encoding_is_named(tmp_path, encoding, name):
     content = '{"text": "a"}\n{"text": "b"}\n'.encode(encoding)
     (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith("gz") else content)
-    message = rf"{name}: UTF-8 was expected, and this file is in {encoding}: `iconv -f {encoding} -t UTF-8` converts it"
+    message = rf"{name}: expected UTF-8, and this file is in {encoding}: `iconv -f {encoding} -t UTF-8` converts it"
     with pytest.raises(ValueError, match=message):
         JsonLines(tmp_path / name).split()
 
@@ -108,7 +108,7 @@ def test_line_above_the_limit(tmp_path, monkeypatch):
     path.write_bytes(b'{"a": "%s"}\n' % (b"x" * 50) + b'{"a": "0123456789"}\n' + b'{"a": "01234567890"}\n{"a": 1}')
     found = read_records(JsonLines(path, unit_bytes=30))
     assert [place for place, _ in found] == [f"{path}:{line}" for line in (1, 2, 3, 4)]
-    too_long = "a line of at most 20 bytes was expected, and a longer one came"
+    too_long = "expected a line of at most 20 bytes, got a longer one"
     assert [record for _, record in found] == [too_long, {"a": "0123456789"}, too_long, {"a": 1}]
 
 
@@ -167,7 +167,7 @@ def test_array_of_objects(tmp_path, suffix, mark):
     found = read_records(JsonLines(path))
     assert [place for place, _ in found] == [f"{path}, element {number}" for number in range(4)]
     assert [record for _, record in found[::2]] == [values[0], values[2]]
-    assert "a JSON object was expected, and '[" in found[1][1] and "NaN came" in found[3][1]
+    assert "expected a JSON object, got '[" in found[1][1] and "got NaN" in found[3][1]
 
 
 @pytest.mark.parametrize("content", [b"[]", b" [ ]\n", b'[{"a": 1}]', b'{"a": 1}\n{"a": 1}\n', b"\n \n", b""])
@@ -178,14 +178,14 @@ def test_json_with_few_records(tmp_path, content):
 
 
 ARRAYS = {
-    b'[{"a": 1}, ]': "element 1: an array of objects was expected, and '\\[{\"a\": 1}, \\]' came: Expecting value",
-    b'[{"a": 1} {"a": 2}]': "element 1: .* came: `,` or `\\]` was expected",
-    b'[{"a": 1}': "element 1: .* came: `,` or `\\]` was expected",
-    b'[{"a": 1}, {"a": ': "element 1: .* came: Expecting value",
+    b'[{"a": 1}, ]': "element 1: expected an array of objects, got '\\[{\"a\": 1}, \\]': Expecting value",
+    b'[{"a": 1} {"a": 2}]': "element 1: .*: expected `,` or `\\]`",
+    b'[{"a": 1}': "element 1: .*: expected `,` or `\\]`",
+    b'[{"a": 1}, {"a": ': "element 1: .*: Expecting value",
     b"[": "element 0",
-    b'[{"a": 1}] []': "element 1: .* the end of the file was expected",
-    b"[" * 99_999: "element 0: an array of objects was expected",
-    b'[{"a": "caf\xe9"}]': "UTF-8 was expected, and byte 0xe9",
+    b'[{"a": 1}] []': "element 1: .* expected the end of the file",
+    b"[" * 99_999: "element 0: expected an array of objects",
+    b'[{"a": "caf\xe9"}]': "expected UTF-8, got 0xe9",
 }
 
 
@@ -201,7 +201,7 @@ def test_damaged_array_is_an_error(tmp_path, content, message):
 def test_json_of_anything_else_is_an_error(tmp_path, content):
     path = tmp_path / "a.json"
     path.write_bytes(content)
-    with pytest.raises(ValueError, match="a.json: an object on each line, or one array of objects, was expected, and"):
+    with pytest.raises(ValueError, match="a.json: expected an object on each line, or one array of objects, and"):
         JsonLines(path).split()
 
 
@@ -209,7 +209,7 @@ def test_array_above_the_limit_says_how_to_write_lines(tmp_path, monkeypatch):
     monkeypatch.setattr(json_lines, "_ARRAY_BYTES", 10)
     path = tmp_path / "a.json"
     path.write_bytes(b'[{"a": 1}, {"a": 2}]')
-    with pytest.raises(ValueError, match=r"at most 10 B was expected. .* `jq -c '.\[\]' .*a.json > a.jsonl`"):
+    with pytest.raises(ValueError, match=r"expected an array of at most 10 B. .* `jq -c '.\[\]' .*a.json > a.jsonl`"):
         read_records(JsonLines(path))
 
 

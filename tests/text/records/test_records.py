@@ -173,7 +173,7 @@ def test_a_template_with_a_date_keeps_the_day_that_it_is_given(load):
     today = load(make_chats(30), template=dated, pack=False).train.batches(2).chosen["chat_date"]
     assert datetime.date.today() - datetime.date.fromisoformat(today) <= datetime.timedelta(days=1)
     assert load(make_chats(30), pack=False).train.batches(2).chosen == {}
-    with pytest.raises(ValueError, match="chat_date is 'today', and a day was expected, such as 2026-01-31"):
+    with pytest.raises(ValueError, match="chat_date is 'today': expected a day, such as 2026-01-31"):
         load(make_chats(30), template=dated, chat_date="today")
 
 
@@ -330,10 +330,10 @@ def test_records_of_another_kind_are_refused_untokenized(load, tmp_path):
     learned_by = ["`zoo fork dpo` learns from pairs", "docs/classify.md has a loss of labels", "`zoo fork grpo` learns"]
     for path, kind, said in zip(others, ("preference", "labeled", "prompts"), learned_by, strict=True):
         for source in (path, {str(texts): 0.5, str(path): 0.5}):
-            expected = f"{path.name}: the kind of the records is {kind}, and one of text, completion was expected: "
+            expected = f"{path.name}: the kind of the records is {kind}, expected one of text, completion: "
             with pytest.raises(ValueError, match=re.escape(expected + said)):
                 load(source, kinds=("text", "completion"))
-    with pytest.raises(ValueError, match="is text, and one of preference was expected: `zoo fork sft` trains"):
+    with pytest.raises(ValueError, match="is text, expected one of preference: `zoo fork sft` trains"):
         load(texts, kinds=("preference",))
     assert not (tmp_path / "cache").exists()
     assert load(others[1], kind="completion", kinds=("text", "completion")).kind == "completion"  # without its labels
@@ -381,8 +381,8 @@ def test_a_faulty_first_record_can_be_left_out(load, tmp_path):
     path = write_lines(tmp_path / "chats.jsonl", make_chats(120))
     path.write_text("{\n" + path.read_text())
     assert load(path, bad_records="skip").counts["rejected"] == 1
-    with pytest.raises(ValueError, match=r"chats\.jsonl:1: JSON was expected"):
+    with pytest.raises(ValueError, match=r"chats\.jsonl:1: expected JSON"):
         load(path)
     path.write_text("{\n")
-    with pytest.raises(ValueError, match=r"chats\.jsonl:1: JSON was expected"):
+    with pytest.raises(ValueError, match=r"chats\.jsonl:1: expected JSON"):
         load(path, bad_records="skip")

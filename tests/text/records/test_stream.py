@@ -225,7 +225,7 @@ def test_another_number_of_processes_is_refused(folder):
     ):
         with pytest.raises(ValueError, match=said):
             stream(folder, batch_size=2, process=(0, 2), **{"window": 8, **options}).restore(state)
-    with pytest.raises(ValueError, match="the state of a stream of records was expected, and '24' came"):
+    with pytest.raises(ValueError, match="expected the state of a stream of records, got '24'"):
         stream(folder).restore(24)
 
 
@@ -264,7 +264,7 @@ def test_too_few_units_and_bad_arguments_are_named(folder):
     with pytest.raises(ValueError, match="cannot be shared evenly by 2 processes"):
         stream(folder, batch_size=3, process=(0, 2))
     for name, value in {"seq_len": 0, "window": 0, "workers": -1}.items():
-        with pytest.raises(ValueError, match=f"{name} is {value}: at least"):
+        with pytest.raises(ValueError, match=f"{name} is {value}: expected at least"):
             stream(folder, **{name: value})
     for records in [{"prompt": "a", "completion": "b", "label": 1}], [{"prompt": "a", "answer": 1}]:
         with pytest.raises(NotImplementedError, match="are not streamed: write the tokens once instead"):
@@ -283,7 +283,7 @@ def test_a_fault_stops_the_stream_with_its_place(folder):
         for _ in range(1000):
             next(batches)
     first, second, advice = str(raised.value).split("\n")
-    assert first == f"{folder / '3.jsonl'}:2: `text` is a number, and text was expected: 1"
+    assert first == f"{folder / '3.jsonl'}:2: `text` is a number, expected text: 1"
     assert second.startswith(f"{folder / '3.jsonl'}:3: ") and "bad_records='skip'" in advice
     with pytest.raises(RecordsError):  # again: it is not passed over
         for _ in range(1000):
@@ -304,7 +304,7 @@ def test_faults_may_be_left_out_and_are_counted(tmp_path, caplog):
     assert passes >= 1 and batches.counts["rejected"] == 50 * passes
     lines = [record.getMessage() for record in caplog.records]
     assert lines[:20] == [
-        f"left out {path}:{2 * n + 2}: `text` is a number, and text was expected: {2 * n + 1}" for n in range(20)
+        f"left out {path}:{2 * n + 2}: `text` is a number, expected text: {2 * n + 1}" for n in range(20)
     ]
     assert lines[20] == "left out 50 of 100 records so far"
     assert len(lines) <= 20 + passes.bit_length() + 1

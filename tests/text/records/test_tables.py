@@ -140,7 +140,7 @@ def test_row_without_a_value_in_python_is_a_fault(tmp_path):
     (first, fault, last) = read_records(file)
     assert first[1]["text"] == "a" and last[1]["text"] == "c"
     assert fault[0].endswith("a.parquet, row 1")
-    assert fault[1].startswith("a value that converts to Python was expected in column 'when' (timestamp[")
+    assert fault[1].startswith("expected a value that converts to Python in column 'when' (timestamp[")
 
 
 def test_text_that_is_not_utf8_is_a_fault(tmp_path):
@@ -153,7 +153,7 @@ def test_text_that_is_not_utf8_is_a_fault(tmp_path):
 
 def test_two_columns_of_one_name_are_an_error(tmp_path):
     file = write_parquet(tmp_path / "a.parquet", pyarrow.table([["a"], ["b"]], names=["text", "text"]))
-    with pytest.raises(ValueError, match="a.parquet is damaged: each column once was expected, .* two named 'text'"):
+    with pytest.raises(ValueError, match="a.parquet is damaged: expected each column once, .* two named 'text'"):
         file.split()
 
 

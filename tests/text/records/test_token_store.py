@@ -76,7 +76,7 @@ def test_faults_are_listed_with_their_places(tmp_path):
     with pytest.raises(RecordsError) as raised:
         write(path, tmp_path / "store")
     first, second, last = str(raised.value).split("\n")
-    assert first == f"{path}:3: `text` is a number, and text was expected: 1"
+    assert first == f"{path}:3: `text` is a number, expected text: 1"
     assert second.startswith(f"{path}:4: ")
     assert "Nothing was written" in last and "--bad-records skip" in last
 
@@ -87,7 +87,7 @@ def test_equal_faults_have_one_line(tmp_path):
         write(path, tmp_path / "store")
     first, second, _ = str(raised.value).split("\n")
     assert first.startswith(f"{path}:1, {path}:2, {path}:4 and 2 more: nothing of it is trained on")
-    assert second == f"{path}:3: `text` is a number, and text was expected: 1"
+    assert second == f"{path}:3: `text` is a number, expected text: 1"
 
 
 def test_reading_stops_at_many_faults(tmp_path, monkeypatch):

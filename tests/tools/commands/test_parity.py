@@ -98,12 +98,12 @@ def test_training_run_is_compared_step_by_step(tmp_path, capsys):
 
 def test_options_of_training_name_what_they_need(tmp_path, capsys):
     for words, message in (
-        ([], "either a checkpoint directory or --train with the folder of a stored run was expected"),
+        ([], "expected either a checkpoint directory or --train with the folder of a stored run"),
         (["somewhere", "--train", str(RUN)], "either a checkpoint directory or --train"),
         (["--train", str(RUN), "--expected", "a.safetensors"], "leave it out with --train"),
         (["somewhere", "--steps", "2"], "it needs --train"),
         (["--train", str(RUN), "--steps", "21"], "steps should be from 1 to 20, and is 21"),
-        (["--train", str(tmp_path)], "a run of scripts/train_in_torch.py was expected"),
+        (["--train", str(tmp_path)], "expected a run of scripts/train_in_torch.py"),
     ):
         with pytest.raises(SystemExit) as stopped:
             main(["parity", *words])

@@ -141,7 +141,7 @@ def test_a_chat_asks_in_turns(recorder, tmp_path):
 
 
 BAD = {
-    "not JSON": ("{", "JSON was expected"),
+    "not JSON": ("{", "expected JSON"),
     "no question": ('{"choices": ["a", "b"], "answer": 0}', '"question" is missing, and the keys are'),
     "question": ('{"question": 3, "answer": "x"}', "\"question\" is a text, and '3' came: write it as in"),
     "empty question": ('{"question": " ", "answer": "x"}', '"question" is empty'),
@@ -168,9 +168,9 @@ def test_bad_records_are_named_by_file_and_line(tmp_path, line, message):
 
 
 def test_bad_files_are_named(tmp_path):
-    with pytest.raises(FileNotFoundError, match="nowhere.jsonl: a file of JSON lines was expected"):
+    with pytest.raises(FileNotFoundError, match="nowhere.jsonl: expected a file of JSON lines"):
         read_tasks([tmp_path / "nowhere.jsonl"])
-    with pytest.raises(ValueError, match="empty.jsonl: records were expected, and there are none"):
+    with pytest.raises(ValueError, match="empty.jsonl: expected records, and there are none"):
         read_tasks([write(tmp_path / "empty.jsonl", "")])
     (tmp_path / "two").mkdir()
     paths = [write(tmp_path / "a.jsonl", GOOD), write(tmp_path / "two" / "a.jsonl", GOOD)]

@@ -103,8 +103,8 @@ def test_names_without_one_value_are_refused(model, script):
     for names, message in (
         ({"model.layers.0.self_attention": "layers.0.attention"}, "no module 'model.layers.0.self_attention'; did you"),
         ({"model.layers.*.mixer": "layers.*.attention"}, "theirs has no module 'model.layers.*.mixer'; it has model"),
-        ({"model.layers.*": "layers.1"}, "'model.layers.*' and 'layers.1': one star on both sides was expected"),
-        ({"model.layers.*": "layers.*.*_norm"}, "one star on both sides was expected"),
+        ({"model.layers.*": "layers.1"}, "'model.layers.*' and 'layers.1': expected one star on both sides"),
+        ({"model.layers.*": "layers.*.*_norm"}, "expected one star on both sides"),
         ({"model.norm": "final_norm"}, "no value is named 'final_norm'"),
         ({"model.layers.0.mlp": "layers.0.gated_mlp"}, "model.layers.0.mlp of theirs does not run"),
         (

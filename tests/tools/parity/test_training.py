@@ -120,7 +120,7 @@ def test_damaged_runs_are_refused_by_name(run):
     raises = lambda words: pytest.raises(zoo.CheckpointError, match=words)
     with raises("has 20 steps: steps should be from 1 to 20, and is 21"):
         compare_training(run, 21)
-    with raises("run.json: a run of scripts/train_in_torch.py was expected"):
+    with raises("run.json: expected a run of scripts/train_in_torch.py"):
         compare_training(run / "initial")
     facts = change_facts(run, b2=1.5)
     with raises("run.json: b2 should be a number from 0 to below 1"):
@@ -137,7 +137,7 @@ def test_damaged_runs_are_refused_by_name(run):
         compare_training(run)
     change_facts(run, parameters=names)
     change_tensors(run / "step-0000.safetensors", lambda tensors: tensors.update(weights=tensors["weights"][1:]))
-    with raises(r"weights is \[711\], where \[712\] was expected"):
+    with raises(r"weights is \[711\]: expected \[712\]"):
         compare_training(run)
     change_tensors(run / "step-0000.safetensors", lambda tensors: tensors.pop("loss"))
     with raises("step-0000.safetensors has no loss, but "):

@@ -67,18 +67,16 @@ def find_record_files(source: str | Path | Sequence[str | Path]) -> list[RecordF
     if isinstance(source, Sequence) and not isinstance(source, str | bytes):
         sources = list(source)
     if not sources:
-        raise ValueError("files of records were expected, and an empty list came")
+        raise ValueError("expected files of records, got an empty list")
     paths = {}
     for each in sources:
         if not isinstance(each, str | Path):
-            raise TypeError(f"a path or a name was expected to read records from, not {type(each).__name__}")
+            raise TypeError(f"expected a path or a name to read records from, got {type(each).__name__}")
         for path in _find_paths(each):
             paths.setdefault(os.path.abspath(path), path)
     filled = [paths[name] for name in sorted(paths) if _get_size(paths[name]) > 0]
     if not filled:
-        raise ValueError(
-            f"{', '.join(map(str, sources))}: records were expected, and there are none: no file has a byte"
-        )
+        raise ValueError(f"{', '.join(map(str, sources))}: expected records, and there are none: no file has a byte")
     return [_READERS[_get_suffix(path)](path) for path in filled]
 
 
@@ -212,7 +210,7 @@ def _list_data_files(folder: Path) -> list[Path]:
         names = [entry["filename"] for entry in state["_data_files"]]
         are_names = all(Path(name).name == name for name in names)
     except (LookupError, TypeError, AttributeError):
-        raise ValueError(f"{folder / _STATE} is damaged: a list of `_data_files` with names was expected") from None
+        raise ValueError(f"{folder / _STATE} is damaged: expected a list of `_data_files` with names") from None
     if not are_names:
         raise ValueError(f"{folder / _STATE} is damaged: `_data_files` are not names of files in this folder: {names}")
     if indices:
@@ -231,16 +229,16 @@ def _raise_splits(path: Path) -> None:
     content = read_json(path)
     splits = content.get("splits") if isinstance(content, dict) else None
     if not isinstance(splits, list):
-        raise ValueError(f"{path} is damaged: a list of `splits` was expected")
+        raise ValueError(f"{path} is damaged: expected a list of `splits`")
     choices = " or ".join(str(path.parent / str(split)) for split in splits)
-    raise ValueError(f"{path.parent} holds several splits, and one was expected: take {choices}")
+    raise ValueError(f"{path.parent} holds several splits, expected one: take {choices}")
 
 
 def _raise_unreadable(origin: str, files: Sequence[Path]) -> None:
     """**Raises** `ValueError` for files of other kinds, with what reads or converts them."""
     suffixes = Counter(file.suffix.lower() or file.name for file in files)
     if not files:
-        raise ValueError(f"{origin}: files of records were expected, and there are no files")
+        raise ValueError(f"{origin}: expected files of records, and there are no files")
     first, _ = suffixes.most_common(1)[0]
     if first in _TEXT:
         advice = "`train.load_text` reads texts"
@@ -250,7 +248,7 @@ def _raise_unreadable(origin: str, files: Sequence[Path]) -> None:
     else:
         advice = f"records are read from {', '.join(_READERS)}"
     found = ", ".join(f"{count} {suffix}" for suffix, count in suffixes.most_common(5))
-    raise ValueError(f"{origin}: a file of records was expected, and there is {found}: {advice}")
+    raise ValueError(f"{origin}: expected a file of records, and there is {found}: {advice}")
 
 
 def _get_size(path: Path) -> int:

@@ -98,7 +98,7 @@ class JsonLines:
         if any(begin[:4]) and encoding.startswith(("utf-16", "utf-32")):
             name = encoding.upper().replace("-LE", "LE").replace("-BE", "BE")
             raise ValueError(
-                f"{self.path}: UTF-8 was expected, and this file is in {name}: `iconv -f {name} -t UTF-8` converts it"
+                f"{self.path}: expected UTF-8, and this file is in {name}: `iconv -f {name} -t UTF-8` converts it"
             )
         return begin.removeprefix(_BYTE_ORDER_MARK).lstrip(_SPACE)
 
@@ -141,7 +141,7 @@ class JsonLines:
         if not is_object:
             came = quote(line.decode(errors="backslashreplace").rstrip())
             raise ValueError(
-                f"{self.path}: an object on each line, or one array of objects, was expected, and the first line is "
+                f"{self.path}: expected an object on each line, or one array of objects, and the first line is "
                 f"{came}. `jq -c . {self.path}` writes values as lines"
             )
 
@@ -150,7 +150,7 @@ class JsonLines:
             content = file.read(_ARRAY_BYTES + 1)
         if len(content) > _ARRAY_BYTES:
             raise ValueError(
-                f"{self.path}: an array of at most {format_bytes(_ARRAY_BYTES)} was expected. As lines it may be "
+                f"{self.path}: expected an array of at most {format_bytes(_ARRAY_BYTES)}. As lines it may be "
                 f"larger: `jq -c '.[]' {self.path} > {self.path.stem}.jsonl`"
             )
         try:
@@ -173,14 +173,14 @@ class JsonLines:
             if is_open:
                 at = _skip_space(text, at + 1)
         if not text.startswith("]", at):
-            self._raise_bad_array(number, text, at, "`,` or `]` was expected")
+            self._raise_bad_array(number, text, at, "expected `,` or `]`")
         at = _skip_space(text, at + 1)
         if at < len(text):
-            self._raise_bad_array(number, text, at, "the end of the file was expected")
+            self._raise_bad_array(number, text, at, "expected the end of the file")
 
     def _raise_bad_array(self, number: int, text: str, at: int, reason: str) -> NoReturn:
         raise ValueError(
-            f"{self.path}, element {number}: an array of objects was expected, and {quote(text, at)} came: {reason}"
+            f"{self.path}, element {number}: expected an array of objects, got {quote(text, at)}: {reason}"
         ) from None
 
 
@@ -192,13 +192,13 @@ def parse_record(content: bytes) -> dict[str, Any]:
         raise RecordError(_describe_bytes(error)) from None
     except json.JSONDecodeError as error:
         came = quote(error.doc.rstrip(), error.pos)
-        raise RecordError(f"JSON was expected, and {came} came: {error.msg} at column {error.pos + 1}") from None
+        raise RecordError(f"expected JSON, got {came}: {error.msg} at column {error.pos + 1}") from None
     except RecordError:
         raise
     except ValueError as error:  # too deep, or an integer of thousands of digits
-        raise RecordError(f"JSON within limits was expected, and {quote(content.decode())} came: {error}") from None
+        raise RecordError(f"expected JSON within limits, got {quote(content.decode())}: {error}") from None
     if not isinstance(value, dict):
-        raise RecordError(f"a JSON object was expected, and {quote(content.decode().strip())} came")
+        raise RecordError(f"expected a JSON object, got {quote(content.decode().strip())}")
     if _SURROGATE.search(content):
         _check_surrogates(value)
     return value
@@ -209,12 +209,12 @@ def _make_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(value) < len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
-        raise RecordError(f"each key once was expected, and {quote(twice)} came twice in one object")
+        raise RecordError(f"expected each key once, got {quote(twice)} twice in one object")
     return value
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    raise RecordError(f"a number of JSON was expected, and {name} came")
+    raise RecordError(f"expected a number of JSON, got {name}")
 
 
 def _check_surrogates(value: dict[str, Any]) -> None:
@@ -222,13 +222,13 @@ def _check_surrogates(value: dict[str, Any]) -> None:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         came = quote(error.object, error.start)
-        raise RecordError(f"whole characters were expected, and half a surrogate pair came in {came}") from None
+        raise RecordError(f"expected whole characters, got half a surrogate pair in {came}") from None
 
 
 def _describe_bytes(error: UnicodeDecodeError) -> str:
     begin = error.object[max(error.start - 30, 0) : error.start + 30]
     return (
-        f"UTF-8 was expected, and byte 0x{error.object[error.start]:02x} came as byte {error.start + 1}, in "
+        f"expected UTF-8, got 0x{error.object[error.start]:02x} as byte {error.start + 1}, in "
         f"{quote(bytes(begin).decode(errors='backslashreplace'))}"
     )
 
@@ -242,7 +242,7 @@ def parse_or_fault(content: bytes) -> dict[str, Any] | RecordError:
 
 def _parse_line(line: bytes) -> dict[str, Any] | RecordError:
     if len(line) > _LINE_BYTES:
-        return RecordError(f"a line of at most {_LINE_BYTES:,} bytes was expected, and a longer one came")
+        return RecordError(f"expected a line of at most {_LINE_BYTES:,} bytes, got a longer one")
     record = parse_or_fault(line)
     if isinstance(record, RecordError) and not line.endswith(b"\n"):
         return RecordError(f"{record}. The file ends in this line: it may have been cut off")

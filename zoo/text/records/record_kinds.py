@@ -214,7 +214,7 @@ class LabeledKind(CompletionKind):
     def encode(self, record: _Record, encoding: Encoding) -> list[Item]:
         label = _get(record, "label", bool | int | float, self)
         if not abs(label) <= _LARGEST_LABEL:
-            raise RecordError(f"`label` is {_to_phrase(label)}, and a number of float32 was expected")
+            raise RecordError(f"`label` is {_to_phrase(label)}: expected a number of float32")
         (item,) = super().encode(record, encoding)
         return [item._replace(label=float(label))]
 
@@ -317,7 +317,7 @@ def _get(record: _Record, name: str, expected: Any, kind: RecordKind) -> Any:
     if not isinstance(value, expected):
         came = _name_types(type(value))
         types = _name_types(*getattr(expected, "__args__", (expected,)))
-        raise RecordError(f"`{name}` is {came}, and {types} was expected: {_to_phrase(value)}")
+        raise RecordError(f"`{name}` is {came}, expected {types}: {_to_phrase(value)}")
     if isinstance(value, str):
         _check_unicode(value, f"`{name}`")
     return value
@@ -334,24 +334,24 @@ def _get_messages(record: _Record, name: str, kind: RecordKind) -> list[dict[str
     """Return a list of messages. **Raises** `RecordError` for what is not one, and for unknown roles."""
     messages = _get(record, name, list, kind)
     if not messages:
-        raise RecordError(f"`{name}` is empty, and a list of messages was expected")
+        raise RecordError(f"`{name}` is empty: expected a list of messages")
     for number, message in enumerate(messages):
         where = f"`{name}`[{number}]"
         if not isinstance(message, dict):
             came = _name_types(type(message))
-            raise RecordError(f"{where} is {came}, and a message with `role` and `content` was expected")
+            raise RecordError(f"{where} is {came}: expected a message with `role` and `content`")
         role = message.get("role")
         if role not in _ROLES:
-            raise RecordError(f"{where} has the role {_to_phrase(role)}, and one of {', '.join(_ROLES)} was expected")
+            raise RecordError(f"{where} has the role {_to_phrase(role)}: expected one of {', '.join(_ROLES)}")
         content = message.get("content")
         if isinstance(content, list):
             raise RecordError(f"{where} has a list of parts as `content`: only text is read")
         if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
-            raise RecordError(f"{where} has {_name_types(type(content))} as `content`, and text was expected")
+            raise RecordError(f"{where} has {_name_types(type(content))} as `content`: expected text")
         _check_unicode(content or "", where)
         calls = message.get("tool_calls")
         if calls is not None and not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
-            raise RecordError(f"{where} has {_to_phrase(calls)} as `tool_calls`, and a list of objects was expected")
+            raise RecordError(f"{where} has {_to_phrase(calls)} as `tool_calls`: expected a list of objects")
     return messages
 
 
@@ -364,7 +364,7 @@ def _get_tools(record: _Record, kind: RecordKind) -> list[dict[str, Any]] | None
         except ValueError:
             parsed = tools
         if not isinstance(parsed, list):
-            raise RecordError(f"`tools` is text, and a list was expected, or its JSON: {_to_phrase(tools)}")
+            raise RecordError(f"`tools` is text, expected a list, or its JSON: {_to_phrase(tools)}")
         return parsed
     if tools is None:
         return None

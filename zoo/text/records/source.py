@@ -119,7 +119,7 @@ def choose_kind(files: Sequence[RecordFile], kind: str, field: str) -> RecordKin
     if kind in KINDS:
         return KINDS[kind]
     if kind != "auto":
-        raise ValueError(f"kind is {kind!r}, and one of auto, {', '.join(KINDS)} was expected")
+        raise ValueError(f"kind is {kind!r}: expected one of auto, {', '.join(KINDS)}")
     record, place = read_first_record(files)
     try:
         return find_kind(record, field)
@@ -131,7 +131,7 @@ def check_kind(files: Sequence[RecordFile], kind: RecordKind, kinds: Collection[
     """**Raises** `ValueError` for records of a kind that is none of `kinds`, with the recipe that learns from them."""
     if kind.name not in kinds:
         raise ValueError(
-            f"{name_files(files)}: the kind of the records is {kind.name}, and one of {', '.join(kinds)} was expected: "
+            f"{name_files(files)}: the kind of the records is {kind.name}, expected one of {', '.join(kinds)}: "
             f"{_LEARNED_BY[kind.name]}"
         )
 
@@ -184,7 +184,7 @@ def fix_date(template: ChatTemplate | None, chat_date: str | None) -> ChatTempla
     try:
         day = datetime.date.today() if chat_date is None else datetime.date.fromisoformat(chat_date)
     except ValueError:
-        raise ValueError(f"chat_date is {chat_date!r}, and a day was expected, such as 2026-01-31") from None
+        raise ValueError(f"chat_date is {chat_date!r}: expected a day, such as 2026-01-31") from None
     return template.on_date(day)
 
 

@@ -98,7 +98,7 @@ def stream_records(
     """
     for name, value, least in (("seq_len", seq_len, 1), ("window", window, 1), ("workers", workers, 0)):
         if value < least:
-            raise ValueError(f"{name} is {value}: at least {least} was expected")
+            raise ValueError(f"{name} is {value}: expected at least {least}")
     if find_weights(source) is not None:
         raise NotImplementedError(f"a mixture of sources is not streamed: {_INSTEAD}")
     (opened,) = open_sources([source], tokenizer=tokenizer, **reading)
@@ -185,7 +185,7 @@ class RecordStream(Iterator):
         setting = self._setting
         index, count = self._process
         if not isinstance(state, Mapping) or not {*setting, "positions"} <= state.keys():
-            raise ValueError(f"the state of a stream of records was expected, and {str(state)[:60]!r} came")
+            raise ValueError(f"expected the state of a stream of records, got {str(state)[:60]!r}")
         if state["processes"] != count:
             raise ValueError(
                 f"the stream was saved on {state['processes']} processes, and this run has {count}, which would read "

@@ -124,7 +124,7 @@ def _check_columns(schema: Any) -> None:
     """**Raises** `ValueError` if two columns have one name: a dict would keep the last."""
     twice = {name for name in schema.names if schema.names.count(name) > 1}
     if twice:
-        raise ValueError(f"each column once was expected, and there are two named {min(twice)!r}")
+        raise ValueError(f"expected each column once, and there are two named {min(twice)!r}")
 
 
 def _convert_rows(batch: Any) -> Iterator[dict[str, Any] | RecordError]:
@@ -139,7 +139,7 @@ def _convert_rows(batch: Any) -> Iterator[dict[str, Any] | RecordError]:
                 record[field.name] = column[row].as_py()
             except failures as error:
                 return RecordError(
-                    f"a value that converts to Python was expected in column {field.name!r} ({field.type}): {error}"
+                    f"expected a value that converts to Python in column {field.name!r} ({field.type}): {error}"
                 )
         return record
 

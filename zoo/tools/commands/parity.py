@@ -57,7 +57,7 @@ def parity(
         no_compile_cache: Compile anew: neither read compiled programs from the user's cache folder nor keep them there.
     """
     if (directory is None) == (train is None):
-        raise CheckpointError("either a checkpoint directory or --train with the folder of a stored run was expected")
+        raise CheckpointError("expected either a checkpoint directory or --train with the folder of a stored run")
     if train is not None and expected is not None:
         raise CheckpointError("--expected has results of a checkpoint: a run has its own, so leave it out with --train")
     if train is None and steps is not None:

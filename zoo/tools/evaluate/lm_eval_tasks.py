@@ -30,7 +30,7 @@ def find_lm_eval_tasks(names: Sequence[str], include_path: Path | None = None) -
     folder.
     """
     if include_path is not None and not include_path.is_dir():
-        raise FileNotFoundError(f"{include_path}: a folder of YAML files of tasks was expected")
+        raise FileNotFoundError(f"{include_path}: expected a folder of YAML files of tasks")
     manager = _tasks.TaskManager(include_path=None if include_path is None else str(include_path))
     for name in names:
         if not manager.match_tasks([name]):

@@ -83,7 +83,7 @@ def read_tasks(paths: Sequence[str | Path]) -> list[Task]:
     tasks: list[Task] = []
     for path in map(Path, paths):
         if not path.is_file():
-            raise FileNotFoundError(f"{path}: a file of JSON lines was expected, such as {CHOICE_EXAMPLE}")
+            raise FileNotFoundError(f"{path}: expected a file of JSON lines, such as {CHOICE_EXAMPLE}")
         name = path.name.partition(".")[0] or path.name
         if any(task.name == name for task in tasks):
             raise ValueError(f"{path}: another task is called {name} already: rename one of the two files")
@@ -107,7 +107,7 @@ def _read_items(path: Path) -> tuple[Any, ...]:
                 )
             items.append(item)
     if not items:
-        raise ValueError(f"{path}: records were expected, and there are none: write lines such as {CHOICE_EXAMPLE}")
+        raise ValueError(f"{path}: expected records, and there are none: write lines such as {CHOICE_EXAMPLE}")
     return tuple(items)
 
 

@@ -63,9 +63,7 @@ def get_moments(state: PyTree) -> tuple[PyTree, PyTree]:
     """
     found = [node for node in jax.tree.leaves(state, is_leaf=_has_moments) if _has_moments(node)]
     if len(found) != 1:
-        raise ValueError(
-            f"the optimizer has {len(found)} states with mu and nu, where one was expected, as of optax.adamw"
-        )
+        raise ValueError(f"the optimizer has {len(found)} states with mu and nu: expected one, as of optax.adamw")
     return found[0].mu, found[0].nu
 
 

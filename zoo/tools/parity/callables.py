@@ -103,7 +103,7 @@ def _list_pairs(names: Mapping[str, str], modules: Mapping[str, Any]) -> list[_P
             pairs.append(_Pair(theirs, ours))
             continue
         if theirs.count("*") != 1 or ours.count("*") != 1:
-            raise ValueError(f"{theirs!r} and {ours!r}: one star on both sides was expected, for the number of a layer")
+            raise ValueError(f"{theirs!r} and {ours!r}: expected one star on both sides, for the number of a layer")
         pattern = re.compile(re.escape(theirs.removesuffix(INPUT)).replace(r"\*", r"(\d+)"))
         matches = [match for match in map(pattern.fullmatch, modules) if match]
         if not matches:
@@ -123,7 +123,7 @@ def _run_ours(function: Callable, args: tuple, kwargs: Mapping[str, Any], names:
 
 def _take_row(pair: _Pair, pairs: list[_Pair], seen: Mapping[str, np.ndarray]) -> np.ndarray:
     if pair.ours not in seen:
-        raise ValueError(f"{pair.ours!r} means {', '.join(seen)}: one value was expected")
+        raise ValueError(f"{pair.ours!r} means {', '.join(seen)}: expected one value")
     value = seen[pair.ours]
     if pair.row is None:
         return value

@@ -50,7 +50,7 @@ def run_hooked(function: Callable, args: Sequence[Any], kwargs: Mapping[str, Any
     for name in names:
         if len(values.get(name, ())) != 1:
             runs = f"runs {len(values[name])} times" if name in values else "does not run"
-            raise ValueError(f"{name} of theirs {runs}, where one value was expected: name another module")
+            raise ValueError(f"{name} of theirs {runs}, expected one value: name another module")
     notes = ()
     if getattr(function, "training", False):
         notes = ("theirs ran in train mode",)
@@ -98,9 +98,7 @@ def _take_first(name: str, value: Any) -> Any:
         parts = value.values() if isinstance(value, Mapping) else value
         value = next(iter(parts))
     if not hasattr(value, "shape"):
-        raise ValueError(
-            f"{name} of theirs is {type(value).__name__}, where a tensor was expected: name another module"
-        )
+        raise ValueError(f"{name} of theirs is {type(value).__name__}, expected a tensor: name another module")
     return value
 
 

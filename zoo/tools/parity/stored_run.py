@@ -96,7 +96,7 @@ class StoredRun:
         sizes = [math.prod(shape) for shape in self.parameters.values()]
         if joined.shape != (sum(sizes),):
             raise CheckpointError(
-                f"{path}: {name} is {list(joined.shape)}, where [{sum(sizes)}] was expected, the numbers of all "
+                f"{path}: {name} is {list(joined.shape)}: expected [{sum(sizes)}], the numbers of all "
                 f"parameters of {_FACTS}"
             )
         stops = itertools.accumulate(sizes)
@@ -106,7 +106,7 @@ class StoredRun:
 
 def _read_number(path: Path, x: np.ndarray) -> float:
     if x.size != 1:
-        raise CheckpointError(f"{path}: a loss or a norm is {list(x.shape)}, where one number was expected")
+        raise CheckpointError(f"{path}: a loss or a norm is {list(x.shape)}: expected one number")
     return float(x.item())
 
 
@@ -117,7 +117,7 @@ def read_run(directory: str | Path) -> StoredRun:
     """
     path = Path(directory) / _FACTS
     if not path.is_file():
-        raise CheckpointError(f"there is no {path}: a run of scripts/train_in_torch.py was expected")
+        raise CheckpointError(f"there is no {path}: expected a run of scripts/train_in_torch.py")
     facts = read_json(path)
     for name, kind in _KINDS.items():
         if name not in facts:
