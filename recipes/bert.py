@@ -3,8 +3,8 @@
     python recipes/bert.py                                # this machine's own library, byte by byte
     python recipes/bert.py --data ~/books --vocab 4096 --fsdp 2 --tensor 2 --out runs/bert-books
 
-The objective is BERT's (arXiv:1810.04805), the layers are ModernBERT's (arXiv:2412.13663). A run's directory holds its
-configuration, metrics, checkpoints, report.html with held-out text filled in, and export/, a Hugging Face directory.
+The objective is BERT's (arXiv:1810.04805), the layers are ModernBERT's (arXiv:2412.13663). A run's directory holds
+metrics, checkpoints, report.html with held-out text filled in, and export/, a Hugging Face directory.
 """
 
 from dataclasses import dataclass
@@ -19,8 +19,6 @@ from jax.experimental import multihost_utils
 
 import zoo
 from zoo import tools, train
-
-SPECIAL_TOKENS = ("cls_token_id", "sep_token_id", "pad_token_id", "mask_token_id")
 
 
 @dataclass(frozen=True)
@@ -105,9 +103,8 @@ def main(config: Config) -> None:
     if run.stopped:
         return
 
-    guesses = predict(model, test["tokens"]).argmax(-1)
-    test, guesses = multihost_utils.process_allgather((test, guesses), tiled=True)
-    samples, right = fill_in(corpus, **test, guesses=guesses)
+    guessed = {**test, "guesses": predict(model, test["tokens"]).argmax(-1)}
+    samples, right = fill_in(corpus, **multihost_utils.process_allgather(guessed, tiled=True))
     tools.report_run(
         run,
         "A masked language model from scratch",
@@ -117,7 +114,8 @@ def main(config: Config) -> None:
         unit="nats per masked token",
         samples=samples,
     )
-    run.export(model, seq_len=config.seq_len, **dict.fromkeys(SPECIAL_TOKENS, mask_token))
+    special = dict.fromkeys(("cls_token_id", "sep_token_id", "pad_token_id", "mask_token_id"), mask_token)
+    run.export(model, seq_len=config.seq_len, **special)
 
 
 def fill_in(corpus, tokens, targets, guesses):

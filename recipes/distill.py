@@ -52,13 +52,6 @@ class Config(
     run: train.RunOptions = train.RunOptions(Path("runs/distill"))
 
 
-def load_data(config, directory, tokenizer):
-    template = config.records.read_template(directory, tokenizer) if config.data else None
-    reading = {"tokenizer": tokenizer, "template": template, "seq_len": config.seq_len}
-    source = config.data or read_standard_library()
-    return config.records.load(source, kinds=("text", "chat", "completion"), **reading)
-
-
 def make_student(config, tokenizer, key, mesh):
     """Return the student, and the size of the vocabulary that both models have."""
     if config.student is not None:
@@ -87,7 +80,7 @@ def main(config: Config) -> None:
     key, student_key = jax.random.split(jax.random.key(config.run.seed), 4)[:2]
 
     tokenizer = train.read_tokenizer(directory)
-    data = load_data(config, directory, tokenizer)
+    data = config.load_records(directory, config.data or read_standard_library(), kinds=("text", "chat", "completion"))
     batches = data.train.batches(config.batch_size, seed=config.run.seed, mesh=mesh)
     steps = config.steps if config.epochs is None else batches.count_steps(config.epochs)
     held_out = data.validation.ordered(config.batch_size, limit=16)

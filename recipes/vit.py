@@ -1,11 +1,10 @@
 """Train a vision Transformer on scikit-learn's digits: 600 steps, a minute on two cores, 98 to 99% of held-out right.
 
     python recipes/vit.py                                 # 1,413 images of 8 x 8 pixels, in patches of 2 x 2
-    python recipes/vit.py --resume                        # after Ctrl-C; on another mesh too
     python recipes/vit.py --fsdp 2 --tensor 2 --dtype bfloat16
 
-Needs `pip install 'equizoo[train,images]'`. A run's directory holds its configuration, metrics, checkpoints,
-report.html with digits and predictions, and export/, a Hugging Face directory that ViTForImageClassification reads.
+Needs `pip install 'equizoo[train,images]'`. A run's directory holds its metrics, checkpoints, report.html with digits
+and predictions, and export/, a Hugging Face directory that ViTForImageClassification reads.
 """
 
 from dataclasses import dataclass

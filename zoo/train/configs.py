@@ -90,9 +90,12 @@ class RecordConfig(TrainConfig):
         self, directory: Path, source: Sequence[str] | Sequence[Mapping[str, Any]], **options: Any
     ) -> Records:
         """Load a source, `data` or records in memory, with the tokenizer and the chat template of the checkpoint in
-        `directory`. `options` are further arguments of `load_records`, such as the `kinds` that the recipe takes."""
+        `directory`; plain texts in memory take no template. `options` are further arguments of `load_records`, such as
+        the `kinds` that the recipe takes."""
         tokenizer = read_tokenizer(directory)
-        template = self.records.read_template(directory, tokenizer)
+        template = None
+        if isinstance(source[0], str) or "text" not in source[0]:
+            template = self.records.read_template(directory, tokenizer)
         return self.records.load(source, tokenizer=tokenizer, template=template, seq_len=self.seq_len, **options)
 
 
