@@ -205,7 +205,7 @@ def main(config: Config) -> None:
     if run.stopped:
         return
 
-    merged = run.export_adapters(model, base=checkpoint)
+    merged = run.export_adapters(model, base=start)
     tools.report_run(
         run,
         "Reinforcement learning from rewards",

@@ -30,3 +30,5 @@ def test_flops_on_a_mesh_and_with_adapters():
     adapted = eqx.filter_eval_shape(zoo.adapters.lora, model, rank=2, key=jax.random.key(1))
     assert count_step_flops(adapted, TOKENS) == 0
     assert count_step_flops({"a table": TOKENS}, TOKENS) == 0
+    for implementation in ("cudnn", "splash"):  # which CPUs do not have
+        assert count_step_flops(zoo.configure(model, attention=implementation), TOKENS) == 0

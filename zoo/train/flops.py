@@ -17,14 +17,18 @@ def count_step_flops(model: Any, tokens: Any) -> int:
     "batch seq". What is computed again in the backward pass does not count.
 
     Both may be `jax.ShapeDtypeStruct`s. Returns 0 where the number is not known: for a model that is not a `Decoder`,
-    for one with adapters, which takes no gradient of its base, and for products in kernels.
+    for one with adapters, which takes no gradient of its base, for products in kernels, and for a model that names an
+    implementation which CPUs do not have, since products are counted as a CPU computes them.
     """
     if not isinstance(model, Decoder) or adapter_names(model):
         return 0
     model, tokens = to_shapes((model, tokens))  # without the mesh: numbers of one device
     step = eqx.filter_jit(_compute_logits)
     shapes = [x for x in jax.tree.leaves((model, tokens)) if isinstance(x, jax.ShapeDtypeStruct)]
-    jaxpr, _ = lowering.trace(step, (model, tokens), {}, shapes, "cpu")
+    try:
+        jaxpr, _ = lowering.trace(step, (model, tokens), {}, shapes, "cpu")
+    except (ValueError, NotImplementedError):
+        return 0
     flops = count_flops(jaxpr)
     if flops.uncounted:
         return 0

@@ -395,7 +395,9 @@ class Run:
 
     def export_adapters(self, model: Any, *, base: str | Path) -> Any:
         """Write the adapters of `model`, of the checkpoint `base`, to `adapter/`, with the run's tokenizer; return the
-        model with them merged. A model without adapters is returned as it is."""
+        model with them merged. A model without adapters, and the model of a stopped run, is returned as it is."""
+        if self.stopped:
+            return model
         return export_adapters(model, self.data, self.directory / "adapter", base=base)
 
     def _describe(self) -> str:
