@@ -20,6 +20,8 @@ from jax.experimental import multihost_utils
 import zoo
 from zoo import tools, train
 
+SPECIAL_TOKENS = ("cls_token_id", "sep_token_id", "pad_token_id", "mask_token_id")
+
 
 @dataclass(frozen=True)
 class Config(train.TextConfig):  # batch_size, steps, learning_rate, ..., mesh, data, seq_len
@@ -97,8 +99,9 @@ def main(config: Config) -> None:
             key = jax.random.fold_in(mask_key, run.step)
             model, opt_state, metrics = step((batch["tokens"], key), model, opt_state)
             run.log(**metrics, learning_rate=schedule(run.step - 1))
-            if run.due(config.eval_every):
+            if run.every(config.eval_every):
                 run.log(validation=evaluate(model, test))
+            if run.due(config.eval_every):
                 run.save((model, opt_state), batches)
     if run.stopped:
         return
@@ -114,8 +117,7 @@ def main(config: Config) -> None:
         unit="nats per masked token",
         samples=samples,
     )
-    special = dict.fromkeys(("cls_token_id", "sep_token_id", "pad_token_id", "mask_token_id"), mask_token)
-    run.export(model, seq_len=config.seq_len, **special)
+    run.export(model, seq_len=config.seq_len, **dict.fromkeys(SPECIAL_TOKENS, mask_token))
 
 
 def fill_in(corpus, tokens, targets, guesses):
