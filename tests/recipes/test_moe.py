@@ -96,7 +96,7 @@ def test_moe_combines_the_other_options(text, tmp_path):
         "seq_len": 20,
     }
     call(moe.main, data=(text,), out=tmp_path / "run", **TINY | options)
-    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["loss-free", "report.html"]
+    assert {"loss-free", "report.html"} <= {path.name for path in (tmp_path / "run").iterdir()}
 
 
 @pytest.mark.parametrize(
