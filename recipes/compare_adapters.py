@@ -33,7 +33,6 @@ import zoo
 from zoo import adapters, tools, train
 from zoo.models.targets import find_linears
 
-START = Path("runs/transformer/export")  # where transformer.py exports its model by default
 PROMPTS = ['The "with" statement\n', "An object is ", "When a function is called, "]
 Name = Literal["lora", "rslora", "dora", "pissa", "olora", "vera", "loha", "lokr", "ia3", "full"]
 METHODS: dict[str, tuple[Callable, float]] = {  # constructor, peak learning rate; the last two have no rank
@@ -52,163 +51,159 @@ MEASURED = ("lora", "dora", "full")  # the methods whose rows DoRA's paper compa
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(train.TextConfig):  # batch_size, steps, learning_rate, ..., data, seq_len
     """Search ranks, train each method, compare; merge and export the best adapter."""
 
     methods: tuple[Name, ...] = get_args(Name)  # Names of methods.
     # LoRA's ranks, each of which sets a number of trainable parameters for the other methods.
     ranks: tuple[int, ...] = (4,)
     max_rank: int = 256  # Largest rank of the search.
-    checkpoint: Path = START  # Model to start from: a Hugging Face directory, or a name on the hub, NAME[@REVISION].
-    data: tuple[Path, ...] = ()  # Files and directories of new text; by default Python's language reference, by topic.
+    # Model to start from: a Hugging Face directory, or a name on the hub, NAME[@REVISION].
+    checkpoint: Path = Path("runs/transformer/export")
+    data: tuple[Path, ...] = ()
+    """Files and directories of new text; by default Python's language reference, by topic."""
     # Text as the model was trained on, to measure forgetting; by default the standard library.
     pretraining_data: tuple[Path, ...] = ()
     # Linear layers to adapt: ends of names, patterns, or all-linear for all but the head. IA3 has its own.
     targets: tuple[str, ...] = ("all-linear",)
-    seq_len: int = 128  # Tokens per sequence.
-    batch_size: int = 8  # Sequences per step, over all devices.
-    steps: int = 40  # Optimizer steps of each run.
-    # Peak learning rate of all methods, after linear warmup; by default each has its own.
+    batch_size: int = 8
+    steps: int = 40
     learning_rate: float | None = None
-    warmup_steps: int = 5  # Steps of linear warmup, at most half of all.
-    weight_decay: float = 0.1  # AdamW's, of matrices and embeddings.
-    eval_every: int = 40  # Steps between evaluations, each with a checkpoint.
+    """Peak learning rate of all methods, after linear warmup; by default each has its own."""
+    warmup_steps: int = 5
+    eval_every: int = 40
     mesh: train.MeshOptions = train.MeshOptions(remat="none")
     run: train.RunOptions = train.RunOptions(Path("runs/compare_adapters"))
 
 
-def main(config: Config) -> None:
-    check(config)
-    checkpoint = zoo.weights.resolve_directory(config.checkpoint)
-    mesh = config.mesh.make_mesh()
+def adapt(config, mesh, method, rank, model):
+    """Return the model with the adapters of a method, or the model itself for full training."""
+    adapter, _ = METHODS[method]
     key = jax.random.key(config.run.seed)
+    if rank is None:
+        return zoo.place(adapter(model, key=key), mesh)
+    return zoo.place(adapter(model, targets=config.targets, rank=rank, key=key), mesh)
 
-    tokenizer = train.read_tokenizer(checkpoint)
-    corpus = train.load_text(config.data or topics, tokenizer=tokenizer)
-    old_corpus = train.load_text(config.pretraining_data, tokenizer=tokenizer)
-    reader = zoo.parallel.reader(mesh)
-    new = corpus.validation.ordered(config.seq_len, config.batch_size, limit=8)
-    old = old_corpus.validation.ordered(config.seq_len, config.batch_size, limit=8)
 
-    def load():
-        model = zoo.load(checkpoint, mesh=mesh, dtype="float32")
-        return config.mesh.apply(model)
+def find_ranks(config, mesh, base):
+    """Return pairs of a method and the rank at which it has as many parameters as LoRA has at one of `ranks`."""
 
-    def adapt(method, rank, model):
-        adapter, _ = METHODS[method]
-        if rank is None:
-            return zoo.place(adapter(model, key=key), mesh)
-        return zoo.place(adapter(model, targets=config.targets, rank=rank, key=key), mesh)
+    @cache
+    def count_trainable(method, rank):
+        return zoo.count(eqx.filter_eval_shape(partial(adapt, config, mesh, method, rank), base))
 
-    def make_optimizer(schedule):
-        adamw = optax.adamw(schedule, b2=0.95, weight_decay=config.weight_decay, mask=train.decay_mask)
-        return optax.chain(optax.clip_by_global_norm(1.0), adamw)
+    pairs = []
+    for method in config.methods:
+        for budget in [count_trainable("lora", rank) for rank in config.ranks]:
+            rank = None
+            if method not in ("ia3", "full"):
+                rank = adapters.find_rank(partial(count_trainable, method), budget, config.max_rank)
+            pairs.append((method, rank))
+    return list(dict.fromkeys(pairs))
 
-    def loss_fn(model, batch):
-        return zoo.cross_entropy(zoo.cast(model, config.mesh.dtype), batch)
 
+def train_method(config, mesh, corpus, evaluate, loss_fn, model, method, name):
+    """Train a model with adapters, in a run of its own; return it and the run."""
+    _, own_rate = METHODS[method]
+    peak = own_rate if config.learning_rate is None else config.learning_rate
+    schedule = train.warmup_cosine(peak, config.warmup_steps, config.steps)
+    adamw = optax.adamw(schedule, b2=0.95, weight_decay=config.weight_decay, mask=train.decay_mask)
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), adamw)
+    opt_state = zoo.place(optimizer.init(zoo.trainable(model)), mesh.optimizer)
     gradient = zoo.value_and_grad(loss_fn, mesh, **config.mesh.accumulation)
-    evaluate = train.Evaluation(loss_fn, mesh, new=new, old=old)
+    batches = corpus.train.batches(config.seq_len, config.batch_size, seed=config.run.seed, mesh=mesh)
 
     @eqx.filter_jit(donate="all-except-first")
-    def step(batch, model, opt_state, optimizer):
+    def step(batch, model, opt_state):
         loss, grads = gradient(model, batch)
         updates, opt_state = optimizer.update(grads, opt_state, zoo.trainable(model))
         model = zoo.place(eqx.apply_updates(model, updates), mesh)
         metrics = {"bits_per_byte": train.bits_per_byte(loss, corpus.train), "gradient_norm": optax.tree.norm(grads)}
         return model, opt_state, metrics
 
+    with train.Run(config, name=name, mesh=mesh, data=corpus, model=model, best_metric="new", frozen=model) as run:
+        trainable, opt_state = run.restore((zoo.trainable(model), opt_state), batches)
+        model = eqx.combine(trainable, model)
+        for batch in run.steps(batches, config.steps):
+            if run.step == 1:
+                memory = zoo.inspect.compiled(step, batch, model, opt_state).memory
+                if memory is not None:
+                    run.log(bytes_held=memory.arguments, bytes_at_work=memory.temporaries)
+            model, opt_state, metrics = step(batch, model, opt_state)
+            run.log(**metrics, learning_rate=schedule(run.step - 1))
+            if run.every(config.eval_every):
+                run.log(**evaluate(merge(method, model)))  # merged, all methods are one program
+            if run.due(config.eval_every):
+                run.save((zoo.trainable(model), opt_state), batches)
+    batches.close()
+    return model, run
+
+
+def main(config: Config) -> None:
+    train.check_names("methods", config.methods, METHODS)
+    if not config.ranks or min(config.ranks) < 1 or config.max_rank < max(config.ranks):
+        raise ValueError(
+            f"each of ranks={config.ranks} is at least 1, and max_rank={config.max_rank} at least the largest"
+        )
+    checkpoint = train.resolve_start(config.checkpoint, Config.checkpoint, "python recipes/transformer.py")
+    mesh = config.mesh.make_mesh()
+    key = jax.random.key(config.run.seed)
+
+    tokenizer = train.read_tokenizer(checkpoint)
+    corpus = train.load_text(config.data or topics, tokenizer=tokenizer)
+    old_corpus = train.load_text(config.pretraining_data, tokenizer=tokenizer)
+    new = corpus.validation.ordered(config.seq_len, config.batch_size, limit=8)
+    old = old_corpus.validation.ordered(config.seq_len, config.batch_size, limit=8)
+
+    def load():
+        return config.mesh.apply(zoo.load(checkpoint, mesh=mesh, dtype="float32"))
+
+    def loss_fn(model, batch):
+        return zoo.cross_entropy(zoo.cast(model, config.mesh.dtype), batch)
+
+    evaluate = train.Evaluation(loss_fn, mesh, new=new, old=old)
     base = load()
     before = evaluate(base)
     samples = train.continue_prompts(base, corpus, PROMPTS, mesh=mesh, key=key)
 
-    @cache
-    def count_trainable(method, rank):
-        return zoo.count(eqx.filter_eval_shape(partial(adapt, method, rank), base))
-
-    def find_rank(method, budget):
-        if method in ("ia3", "full"):
-            return None
-        return adapters.find_rank(partial(count_trainable, method), budget, config.max_rank)
-
-    budgets = [count_trainable("lora", rank) for rank in config.ranks]
-    plan = dict.fromkeys((method, find_rank(method, budget)) for method in config.methods for budget in budgets)
-
     rows = []
     moved = {}
-    best = float("inf")
-    best_merged = None
-    for method, rank in plan:
+    best = None
+    for method, rank in find_ranks(config, mesh, base):
         name = method if rank is None else f"{method}-{rank}"
-        batches = corpus.train.batches(config.seq_len, config.batch_size, seed=config.run.seed, process=reader)
-        model = adapt(method, rank, load())
-
-        _, own_rate = METHODS[method]
-        peak = own_rate if config.learning_rate is None else config.learning_rate
-        warmup = min(config.warmup_steps, config.steps // 2)
-        schedule = jax.jit(optax.warmup_cosine_decay_schedule(0.0, peak, warmup, config.steps, peak / 10))
-        optimizer = make_optimizer(schedule)
-        opt_state = zoo.place(optimizer.init(zoo.trainable(model)), mesh.optimizer)
-
-        with train.Run(config.run, config=config, name=name, best_metric="new", frozen=model) as run:
-            run.print_line(f"{name}: {zoo.count(model):,} trainable parameters, learning rate {peak:g}")
-            trainable, opt_state = run.restore((zoo.trainable(model), opt_state), batches)
-            model = eqx.combine(trainable, model)
-            for batch in run.steps(batches, config.steps, tokens=config.batch_size * config.seq_len):
-                batch = zoo.place_batch(batch, mesh, vocab=corpus.vocab)
-                if run.step == 1:
-                    memory = zoo.inspect.compiled(step, batch, model, opt_state, optimizer).memory
-                    if memory is not None:
-                        run.log(bytes_held=memory.arguments, bytes_at_work=memory.temporaries)
-                model, opt_state, metrics = step(batch, model, opt_state, optimizer)
-                run.log(**metrics, learning_rate=schedule(run.step - 1))
-                if run.every(config.eval_every):
-                    run.log(**evaluate(merge(method, model)))  # merged, all methods are one program
-                if run.due(config.eval_every):
-                    run.save((zoo.trainable(model), opt_state), batches)
-        batches.close()
+        model = adapt(config, mesh, method, rank, load())
+        model, run = train_method(config, mesh, corpus, evaluate, loss_fn, model, method, name)
         if run.stopped:
             return
-
-        last = train.summary(run.directory)
         merged = merge(method, model)
-        row = {
-            "run": name,
-            "method": method,
-            "rank": "none" if rank is None else str(rank),
-            "parameters": zoo.count(model),
-            "share": f"{zoo.count(model) / zoo.count(base):.2%}",
-            "new": last["new"],
-            "old": last["old"],
-            "bytes held": last.get("bytes_held", 0),
-            "bytes at work": last.get("bytes_at_work", 0),
-            "ms per step": round(last["milliseconds_per_step"]),
-        }
-        rows.append(row)
+        rows.append(tabulate(name, method, rank, model, base, train.summary(run.directory)))
         if method in MEASURED:
             moved[name] = measure_movements(base, merged)
         if method != "full":
             adapters.save(model, run.directory / "adapter", base=config.checkpoint)
-            if last["new"] < best or best_merged is None:
-                best = last["new"]
-                best_merged = merged
+            if best is None or rows[-1]["new"] < best[0]:
+                best = rows[-1]["new"], merged
 
-    if best_merged is not None:
-        samples += train.continue_prompts(best_merged, corpus, PROMPTS, mesh=mesh, key=key)
-        train.export(best_merged, corpus, config.run.out / "export", seq_len=config.seq_len)
+    if best is not None:
+        samples += train.continue_prompts(best[1], corpus, PROMPTS, mesh=mesh, key=key)
+        train.export(best[1], corpus, config.run.out / "export", seq_len=config.seq_len)
     report(config, before, rows, samples, moved)
 
 
-def check(config: Config) -> None:
-    """Refuse values that cannot be trained, before anything is loaded."""
-    train.check_names("methods", config.methods, METHODS)
-    if not config.ranks or min(config.steps, *config.ranks) < 1 or config.max_rank < max(config.ranks):
-        raise ValueError(
-            f"steps={config.steps} and each of ranks={config.ranks} are at least 1, and max_rank={config.max_rank} at "
-            "least the largest of them"
-        )
-    if config.checkpoint == START and not START.exists():
-        raise FileNotFoundError(f"{START}: no model there; `python recipes/transformer.py` makes one")
+def tabulate(name, method, rank, model, base, last):
+    """Return a row of the table of results."""
+    return {
+        "run": name,
+        "method": method,
+        "rank": "none" if rank is None else str(rank),
+        "parameters": zoo.count(model),
+        "share": f"{zoo.count(model) / zoo.count(base):.2%}",
+        "new": last["new"],
+        "old": last["old"],
+        "bytes held": last.get("bytes_held", 0),
+        "bytes at work": last.get("bytes_at_work", 0),
+        "ms per step": round(last["milliseconds_per_step"]),
+    }
 
 
 def merge(method, model):
@@ -267,10 +262,9 @@ def report(config, before, rows, samples, moved):
         results = {"before": before, "runs": rows, "correlations": correlations}
         (config.run.out / "results.json").write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
     tools.report_runs(
-        config.run.out,
+        config,
         "Adapters at equal trainable parameters",
         rows,
-        config=config,
         description=(
             f"Bits per byte after {config.steps} steps; before: {before['new']:.3f} new, {before['old']:.3f} old"
         ),

@@ -23,55 +23,45 @@ import optax
 import zoo
 from zoo import tools, train
 
-TITLE = "A checkpoint on new text"
-START = Path("runs/transformer/export")  # where transformer.py exports its model by default
 PROMPTS = ('The "with" statement\n', "An object is ", "When a function is called, ")
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(train.TextConfig):  # batch_size, steps, learning_rate, ..., mesh, data, seq_len
     """Load, train all parameters on new text, evaluate, sample, export."""
 
-    checkpoint: Path = START  # Model to start from: a Hugging Face directory, or a name on the hub, NAME[@REVISION].
-    data: tuple[Path, ...] = ()  # Files and directories of new text; by default Python's language reference, by topic.
+    # Model to start from: a Hugging Face directory, or a name on the hub, NAME[@REVISION].
+    checkpoint: Path = Path("runs/transformer/export")
+    data: tuple[Path, ...] = ()
+    """Files and directories of new text; by default Python's language reference, by topic."""
     # Text as the model was trained on, to measure forgetting; by default the standard library.
     pretraining_data: tuple[Path, ...] = ()
-    seq_len: int = 128  # Tokens per sequence.
-    batch_size: int = 16  # Sequences per step, over all devices.
-    steps: int = 200  # Optimizer steps.
+    steps: int = 200
     epochs: float | None = None  # Passes over the training rows, instead of steps.
-    learning_rate: float = 1e-3  # Peak learning rate, after linear warmup; cosine decay to a tenth.
-    warmup_steps: int = 20  # Steps of linear warmup, at most half of all.
-    weight_decay: float = 0.1  # AdamW's, of matrices and embeddings.
-    eval_every: int = 50  # Steps between evaluations, each with a checkpoint.
+    learning_rate: float = 1e-3
+    warmup_steps: int = 20
+    eval_every: int = 50
     prompts: tuple[str, ...] = PROMPTS  # Texts to continue, before and after; the first is printed.
     mesh: train.MeshOptions = train.MeshOptions(remat="full")
     run: train.RunOptions = train.RunOptions(Path("runs/finetune"))
 
 
 def main(config: Config) -> None:
-    if config.checkpoint == START and not START.exists():
-        raise FileNotFoundError(f"{START}: no model there; `python recipes/transformer.py` makes one")
-    checkpoint = zoo.weights.resolve_directory(config.checkpoint)
+    checkpoint = train.resolve_start(config.checkpoint, Config.checkpoint, "python recipes/transformer.py")
     mesh = config.mesh.make_mesh()
     key = jax.random.key(config.run.seed)
 
     tokenizer = train.read_tokenizer(checkpoint)
     corpus = train.load_text(config.data or topics, tokenizer=tokenizer)
     old_corpus = train.load_text(config.pretraining_data, tokenizer=tokenizer)
-    reader = zoo.parallel.reader(mesh)
-    batches = corpus.train.batches(config.seq_len, config.batch_size, seed=config.run.seed, process=reader)
+    batches = corpus.train.batches(config.seq_len, config.batch_size, seed=config.run.seed, mesh=mesh)
     steps = config.steps if config.epochs is None else batches.count_steps(config.epochs)
     new = corpus.validation.ordered(config.seq_len, config.batch_size, limit=16)
     old = old_corpus.validation.ordered(config.seq_len, config.batch_size, limit=16)
 
-    model = zoo.load(checkpoint, mesh=mesh, dtype="float32")
-    model = config.mesh.apply(model)
+    model = config.mesh.apply(zoo.load(checkpoint, mesh=mesh, dtype="float32"))
 
-    peak = config.learning_rate
-    warmup = min(config.warmup_steps, steps // 2)
-    schedule = optax.warmup_cosine_decay_schedule(0.0, peak, warmup, steps, peak / 10)
-    schedule = jax.jit(schedule)  # the log asks for it in each step: one program instead of ten
+    schedule = train.warmup_cosine(config.learning_rate, config.warmup_steps, steps)
     adamw = optax.adamw(schedule, b2=0.95, weight_decay=config.weight_decay, mask=train.decay_mask)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), adamw)
     opt_state = zoo.place(optimizer.init(zoo.trainable(model)), mesh.optimizer)
@@ -90,15 +80,11 @@ def main(config: Config) -> None:
         metrics = {"bits_per_byte": train.bits_per_byte(loss, corpus.train), "gradient_norm": optax.tree.norm(grads)}
         return model, opt_state, metrics
 
-    tokens = config.batch_size * config.seq_len
-    flops = 6 * tokens * zoo.count(model)
-    with train.Run(config.run, config=config, best_metric="new") as run:
-        run.print_line(f"{zoo.count(model):,} parameters from {config.checkpoint} on {mesh}; {corpus}; {batches}")
+    with train.Run(config, mesh=mesh, data=corpus, model=model, best_metric="new") as run:
         before = evaluate(model)
         samples = train.continue_prompts(model, corpus, config.prompts, mesh=mesh, key=key)
         model, opt_state = run.restore((model, opt_state), batches)
-        for batch in run.steps(batches, steps, tokens=tokens, flops=flops):
-            batch = zoo.place_batch(batch, mesh, vocab=corpus.vocab)
+        for batch in run.steps(batches, steps):
             model, opt_state, metrics = step(batch, model, opt_state)
             run.log(**metrics, learning_rate=schedule(run.step - 1))
             if run.every(config.eval_every):
@@ -108,11 +94,8 @@ def main(config: Config) -> None:
 
     tools.report_run(
         run,
-        TITLE,
+        "A checkpoint on new text",
         model,
-        mesh,
-        corpus,
-        config=config,
         before=before,
         samples=samples,
         prompts=config.prompts,

@@ -36,25 +36,19 @@ WITH_HEADS = {
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(train.TextConfig):  # batch_size, steps, learning_rate, ..., mesh, data, seq_len
     """Train a model of each mixer, compare."""
 
     # Names of mixers.
     mixers: tuple[str, ...] = ("attention", "retention", "gla", "gated-delta-net", "mamba2")
-    data: tuple[Path, ...] = ()  # Files and directories of text; by default this Python's standard library.
     vocab: int = 256  # 256 for bytes; more trains a byte-pair encoding on the text.
     embed: int = 64  # Width of the residual stream.
     layers: int = 2  # Number of blocks.
     heads: int = 2  # Heads of a mixer, embed / heads wide each.
     mlp_dim: int = 256  # Width of the gated MLP after attention; the widths after other mixers equalize the parameters.
-    seq_len: int = 128  # Tokens per sequence.
-    batch_size: int = 16  # Sequences per step, over all devices.
-    steps: int = 200  # Optimizer steps of each run.
-    learning_rate: float = 6e-3  # Peak learning rate, after linear warmup; cosine decay to a tenth.
-    warmup_steps: int = 30  # Steps of linear warmup, at most half of all.
-    weight_decay: float = 0.1  # AdamW's, of matrices and embeddings.
-    eval_every: int = 50  # Steps between evaluations, each with a checkpoint.
-    mesh: train.MeshOptions = train.MeshOptions()
+    steps: int = 200
+    learning_rate: float = 6e-3
+    eval_every: int = 50
     run: train.RunOptions = train.RunOptions(Path("runs/linear_attention"))
 
 
@@ -69,37 +63,45 @@ def mixer_factories(embed, heads):
     }
 
 
+def make_model(config, vocab, mixer, mlp_dim, key):
+    pattern = [mixer_factories(config.embed, config.heads)[mixer]]
+    sizes = {"vocab": vocab, "embed": config.embed, "layers": config.layers, "mlp": mlp_dim}
+    return config.mesh.apply(zoo.models.Hybrid(**sizes, pattern=pattern, key=key))
+
+
+def equalize_widths(config, vocab):
+    """Return the width of the MLP after each mixer that gives all models the parameters of the one with attention."""
+
+    def count(mixer, mlp_dim):
+        return zoo.count(eqx.filter_eval_shape(make_model, config, vocab, mixer, mlp_dim, jax.random.key(0)))
+
+    unit = 8 * config.mesh.tensor
+    target = count("attention", config.mlp_dim)
+    widths = {}
+    for name in config.mixers:
+        spare = target - count(name, unit)
+        width = unit + round(spare / (3 * config.embed * config.layers * unit)) * unit
+        if width < unit:
+            raise ValueError(
+                f"{name} has more parameters without an MLP than attention with one: raise mlp={config.mlp_dim}"
+            )
+        widths[name] = width
+    return widths
+
+
 def main(config: Config) -> None:
-    factories = mixer_factories(config.embed, config.heads)
-    train.check_names("mixers", config.mixers, factories)
-    if config.steps < 1:
-        raise ValueError(f"steps={config.steps} are at least 1")
+    train.check_names("mixers", config.mixers, mixer_factories(config.embed, config.heads))
     mesh = config.mesh.make_mesh()
     key = jax.random.key(config.run.seed)
 
     corpus = train.load_text(config.data, vocab=config.vocab)
-    reader = zoo.parallel.reader(mesh)
     validation = corpus.validation.ordered(config.seq_len, config.batch_size, limit=8)
+    makers = {}
+    for name, width in equalize_widths(config, corpus.vocab).items():
+        makers[name] = partial(make_model, config, corpus.vocab, name, width)
+        mesh.specs(eqx.filter_eval_shape(makers[name], key))  # sizes that do not fit raise now
 
-    def make_model(name, mlp_dim, key):
-        model = zoo.models.Hybrid(
-            vocab=corpus.vocab,
-            embed=config.embed,
-            layers=config.layers,
-            mlp=mlp_dim,
-            pattern=[factories[name]],
-            key=key,
-        )
-        return config.mesh.apply(model)
-
-    widths = equalize_widths(config, partial(eqx.filter_eval_shape, make_model, key=key))
-    for name, width in widths.items():
-        mesh.specs(eqx.filter_eval_shape(make_model, name, width, key))  # sizes that do not fit raise now
-
-    peak = config.learning_rate
-    warmup = min(config.warmup_steps, config.steps // 2)
-    schedule = optax.warmup_cosine_decay_schedule(0.0, peak, warmup, config.steps, peak / 10)
-    schedule = jax.jit(schedule)  # the log asks for it in each step: one program instead of ten
+    schedule = train.warmup_cosine(config.learning_rate, config.warmup_steps, config.steps)
     adamw = optax.adamw(schedule, b2=0.95, weight_decay=config.weight_decay, mask=train.decay_mask)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), adamw)
 
@@ -114,23 +116,19 @@ def main(config: Config) -> None:
         loss, grads = gradient(model, batch)
         updates, opt_state = optimizer.update(grads, opt_state, zoo.trainable(model))
         model = zoo.place(eqx.apply_updates(model, updates), mesh)
-        return model, opt_state, loss, optax.tree.norm(grads)
+        return model, opt_state, {"loss": loss, "gradient_norm": optax.tree.norm(grads)}
 
-    tokens = config.batch_size * config.seq_len
     rows = []
-    for name, width in widths.items():
-        model = zoo.init(partial(make_model, name, width), key, mesh)
+    for name, make in makers.items():
+        model = zoo.init(make, key, mesh)
         opt_state = zoo.place(optimizer.init(zoo.trainable(model)), mesh.optimizer)
-        batches = corpus.train.batches(config.seq_len, config.batch_size, seed=config.run.seed, process=reader)
-        flops = 6 * tokens * zoo.count(model)
+        batches = corpus.train.batches(config.seq_len, config.batch_size, seed=config.run.seed, mesh=mesh)
 
-        with train.Run(config.run, config=config, name=name) as run:
-            run.print_line(f"{name}: {zoo.count(model):,} parameters, an MLP of {width}; on {mesh}; {corpus}")
+        with train.Run(config, name=name, mesh=mesh, data=corpus, model=model) as run:
             model, opt_state = run.restore((model, opt_state), batches)
-            for batch in run.steps(batches, config.steps, tokens=tokens, flops=flops):
-                batch = zoo.place_batch(batch, mesh, vocab=corpus.vocab)
-                model, opt_state, loss, norm = step(batch, model, opt_state)
-                run.log(loss=loss, gradient_norm=norm, learning_rate=schedule(run.step - 1))
+            for batch in run.steps(batches, config.steps):
+                model, opt_state, metrics = step(batch, model, opt_state)
+                run.log(**metrics, learning_rate=schedule(run.step - 1))
                 if run.every(config.eval_every):
                     run.log(**evaluate(model))
                 if run.due(config.eval_every):
@@ -150,30 +148,13 @@ def main(config: Config) -> None:
         rows.append(row)
 
     tools.report_runs(
-        config.run.out,
+        config,
         "Recurrent mixers and attention",
         rows,
-        config=config,
         description=f"{config.steps} steps on {mesh}",
-        tokens_per_step=tokens,
+        tokens_per_step=config.batch_size * config.seq_len,
         parameters=tools.report.tabulate_parameters(model, mesh),
     )
-
-
-def equalize_widths(config, make_abstract):
-    """Return the width of the MLP after each mixer that gives all models the parameters of the one with attention."""
-    unit = 8 * config.mesh.tensor
-    target = zoo.count(make_abstract("attention", config.mlp_dim))
-    widths = {}
-    for name in config.mixers:
-        spare = target - zoo.count(make_abstract(name, unit))
-        width = unit + round(spare / (3 * config.embed * config.layers * unit)) * unit
-        if width < unit:
-            raise ValueError(
-                f"{name} has more parameters without an MLP than attention with one: raise mlp={config.mlp_dim}"
-            )
-        widths[name] = width
-    return widths
 
 
 if __name__ == "__main__":

@@ -37,11 +37,12 @@ from zoo.train import objectives
 from zoo.train.objectives.distillation import top_k_log_probs
 
 COPIES = {"gated-delta-net": copy_to_gated_delta_net, "mamba2": copy_to_mamba2}
+STATE_LENGTH = 8192  # tokens after which bytes of decoding state are counted
 PROMPTS = ("def main(", "class Node:\n    ", "import os\n")
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(train.TextConfig):  # batch_size, steps, learning_rate, ..., data, seq_len
     """Train or load a teacher, match a recurrence to each attention layer, rank the layers, distill hybrids."""
 
     mixer: Literal["gated-delta-net", "mamba2"] = "gated-delta-net"  # What takes the place of attention.
@@ -49,90 +50,79 @@ class Config:
     teacher: Path | None = None
     replace: tuple[int, ...] = ()  # Numbers of layers to replace, a hybrid for each; by default 1, 2, ... all.
     order: tuple[int, ...] = ()  # Layers in the order to replace them, from 0; by default by rank.
-    data: tuple[Path, ...] = ()  # Files and directories of text; by default this Python's standard library.
     embed: int = 64  # Width of the trained teacher.
     layers: int = 3  # Its blocks: a gated short convolution, attention, an MLP.
     heads: int = 2  # Its attention heads.
     recall_share: float = 0.7  # Share of the rows that are recall; the others are text.
     recall_vocab: int = 32  # Tokens of recall, half of them keys, half values.
     num_pairs: int = 8  # Key-value pairs per row of recall, and queries.
-    seq_len: int = 32  # Tokens per row.
-    batch_size: int = 32  # Rows per step, over all devices.
+    seq_len: int = 32
+    batch_size: int = 32
     teacher_steps: int = 500  # Optimizer steps of the teacher.
     match_steps: int = 200  # Optimizer steps in which mixers learn the outputs of attention; 0 for copies only.
-    steps: int = 200  # Optimizer steps in which each hybrid learns the teacher's logits.
-    teacher_rate: float = 1e-2  # Peak learning rates, after linear warmup; cosine decay to a tenth.
-    match_rate: float = 3e-3  # Of the mixers.
-    learning_rate: float = 1e-3  # Of the hybrids.
-    warmup_steps: int = 30  # Steps of linear warmup, at most half of all.
-    weight_decay: float = 0.1  # AdamW's, of matrices and embeddings.
-    eval_every: int = 100  # Steps between evaluations, each with a checkpoint.
+    steps: int = 200
+    """Optimizer steps in which each hybrid learns the teacher's logits."""
+    teacher_rate: float = 1e-2  # Peak learning rate of the teacher.
+    match_rate: float = 3e-3  # Peak learning rate of the mixers.
+    learning_rate: float = 1e-3
     eval_batches: int = 16  # Held-out batches of text, and of recall.
-    state_length: int = 8192  # Tokens after which bytes of decoding state are counted.
-    prompts: tuple[str, ...] = PROMPTS  # Prompts that the teacher and the last hybrid continue.
     mesh: train.MeshOptions = train.MeshOptions(remat="none")
     run: train.RunOptions = train.RunOptions(Path("runs/linearize"))
 
 
-def main(config: Config) -> None:
-    check(config)
-    mesh = config.mesh.make_mesh()
-    reader = zoo.parallel.reader(mesh)
-    seed = config.run.seed
-    teacher_key, mixer_key, sample_key = jax.random.split(jax.random.key(seed), 3)
-
-    directory = None
-    tokenizer = None
-    if config.teacher is not None:
-        directory = zoo.weights.resolve_directory(config.teacher)
-        tokenizer = train.read_tokenizer(directory)
-    corpus = train.load_text(config.data, tokenizer=tokenizer)
+def load_rows(config, corpus, mesh):
+    """Return the rows of training, text mixed with recall, and held-out batches of both."""
     if config.recall_vocab > corpus.vocab:
         raise ValueError(f"recall_vocab={config.recall_vocab} is more than the {corpus.vocab} tokens of the text")
-    text = train.TokenWindows(corpus.train.tokens, config.seq_len, separator=corpus.train.separator)
     recall = partial(AssociativeRecall, config.recall_vocab, config.seq_len, config.num_pairs)
+    text = train.TokenWindows(corpus.train.tokens, config.seq_len, separator=corpus.train.separator)
     shares = {"text": 1 - config.recall_share, "recall": config.recall_share}
-    rows = train.Mixture({"text": text, "recall": recall(seed=2 * seed)}, shares)
-    unseen = recall(seed=2 * seed + 1, rows=config.eval_batches * config.batch_size)
-    held_out = {
-        "text": corpus.validation.ordered(config.seq_len, config.batch_size, limit=config.eval_batches, process=reader),
-        "recall": OrderedBatches(unseen, config.batch_size, process=reader),
-    }
+    rows = train.Mixture({"text": text, "recall": recall(seed=2 * config.run.seed)}, shares)
+    unseen = recall(seed=2 * config.run.seed + 1, rows=config.eval_batches * config.batch_size)
+    reader = zoo.parallel.reader(mesh)
+    held_out = corpus.validation.ordered(config.seq_len, config.batch_size, limit=config.eval_batches, process=reader)
+    return rows, {"text": held_out, "recall": OrderedBatches(unseen, config.batch_size, process=reader)}
+
+
+def data_loss(dtype, model, batch, teacher):
+    return zoo.cross_entropy(zoo.cast(model, dtype), batch)
+
+
+def compare_mixers(dtype, mixers, batch, teacher):
+    """Return the squared error of each mixer on the teacher's inputs, and the power of the attention's output."""
+    mixers, teacher = zoo.cast((mixers, teacher), dtype)
+    found = objectives.mixer_matching(mixers, teacher, batch)
+    sums = {"error": found.errors.sum((1, 2)), "power": found.powers.sum((1, 2))}
+    return (found.errors.sum(), batch["tokens"].size), sums
+
+
+def match_loss(dtype, mixers, batch, teacher):
+    loss, _ = compare_mixers(dtype, mixers, batch, teacher)
+    return loss
+
+
+def distill_loss(dtype, model, batch, teacher):
+    model, teacher = zoo.cast((model, teacher), dtype)
+    losses = objectives.distillation(model, teacher, batch)
+    return (losses * batch["weights"]).sum(), batch["weights"].sum()
+
+
+def compare_models(dtype, model, batch, teacher):
+    """Return the divergence of a model from the teacher, and sums of its loss and of its right guesses."""
+    model, teacher = zoo.cast((model, teacher), dtype)
+    terms = objectives.distillation_terms(model, teacher, batch)
+    correct = top_k_log_probs(model, batch, 1).ids[..., 0] == batch["targets"]
+    found = {"nats": -terms.log_probs, "divergence": terms.divergence, "correct": correct}
+    sums = {name: (x * batch["weights"]).sum() for name, x in found.items()}
+    count = batch["weights"].sum()
+    return (sums["divergence"], count), {**sums, "count": count}
+
+
+def make_evaluations(config, mesh, held_out):
+    """Return the evaluation of mixers, and the evaluation of models."""
+    measure_mixers = zoo.value(partial(compare_mixers, config.mesh.dtype), mesh, has_aux=True)
+    measure_model = zoo.value(partial(compare_models, config.mesh.dtype), mesh, has_aux=True)
     placed = {name: [zoo.place_batch(batch, mesh) for batch in batches] for name, batches in held_out.items()}
-    teacher = make_teacher(config, directory, corpus.vocab, teacher_key, mesh)
-    attention = teacher.stack.find_layers("attention")
-    check_layers(config, attention)
-
-    def data_loss(model, batch, teacher):
-        return zoo.cross_entropy(zoo.cast(model, config.mesh.dtype), batch)
-
-    def compare_mixers(mixers, batch, teacher):
-        mixers, teacher = zoo.cast((mixers, teacher), config.mesh.dtype)
-        found = objectives.mixer_matching(mixers, teacher, batch)
-        sums = {"error": found.errors.sum((1, 2)), "power": found.powers.sum((1, 2))}
-        return (found.errors.sum(), batch["tokens"].size), sums
-
-    def match_loss(mixers, batch, teacher):
-        loss, _ = compare_mixers(mixers, batch, teacher)
-        return loss
-
-    def distill_loss(model, batch, teacher):
-        model, teacher = zoo.cast((model, teacher), config.mesh.dtype)
-        losses = objectives.distillation(model, teacher, batch)
-        return (losses * batch["weights"]).sum(), batch["weights"].sum()
-
-    def compare_models(model, batch, teacher):
-        model, teacher = zoo.cast((model, teacher), config.mesh.dtype)
-        terms = objectives.distillation_terms(model, teacher, batch)
-        likeliest = top_k_log_probs(model, batch, 1).ids[..., 0]
-        correct = likeliest == batch["targets"]
-        found = {"nats": -terms.log_probs, "divergence": terms.divergence, "correct": correct}
-        sums = {name: (x * batch["weights"]).sum() for name, x in found.items()}
-        count = batch["weights"].sum()
-        return (sums["divergence"], count), {**sums, "count": count}
-
-    measure_mixers = zoo.value(compare_mixers, mesh, has_aux=True)
-    measure_model = zoo.value(compare_models, mesh, has_aux=True)
 
     def explain(mixers, teacher):
         """Return the fraction of each layer's output that its mixer does not explain."""
@@ -149,39 +139,67 @@ def main(config: Config) -> None:
             "divergence": sum(divergences) / 2,
         }
 
-    def fit(name, tree, loss_fn, evaluate, steps, peak, frozen=None):
-        """Train a tree in a run of its own; return it and the run."""
-        warmup = min(config.warmup_steps, steps // 2)
-        schedule = jax.jit(optax.warmup_cosine_decay_schedule(0.0, peak, warmup, steps, peak / 10))
-        adamw = optax.adamw(schedule, b2=0.95, weight_decay=config.weight_decay, mask=train.decay_mask)
-        optimizer = optax.chain(optax.clip_by_global_norm(1.0), adamw)
-        opt_state = zoo.place(optimizer.init(zoo.trainable(tree)), mesh.optimizer)
-        gradient = zoo.value_and_grad(loss_fn, mesh, **config.mesh.accumulation)
-        batches = train.ShuffledBatches(rows, config.batch_size, seed=seed, process=reader, digest=corpus.digest)
+    return explain, evaluate
 
-        @eqx.filter_jit(donate="all-except-first")
-        def step(inputs, tree, opt_state):
-            loss, grads = gradient(tree, *inputs)
-            updates, opt_state = optimizer.update(grads, opt_state, zoo.trainable(tree))
-            tree = zoo.place(eqx.apply_updates(tree, updates), mesh)
-            return tree, opt_state, {"loss": loss, "gradient_norm": optax.tree.norm(grads)}
 
-        with train.Run(config.run, config=config, name=name, frozen=frozen) as run:
-            run.print_line(f"{name}: {steps} steps of {zoo.count(tree):,} parameters, on {mesh}")
-            tree, opt_state = run.restore((tree, opt_state), batches)
-            for batch in run.steps(batches, steps, tokens=config.batch_size * config.seq_len):
-                batch = zoo.place_batch(batch, mesh, vocab=corpus.vocab)
-                tree, opt_state, metrics = step((batch, frozen), tree, opt_state)
-                run.log(**metrics, learning_rate=schedule(run.step - 1))
-                if run.every(config.eval_every):
-                    run.log(**evaluate(tree, tree if frozen is None else frozen))
-                if run.due(config.eval_every):
-                    run.save((tree, opt_state), batches)
-        batches.close()
-        return tree, run
+def sum_over(measure, batches, tree, teacher):
+    """Sum what `measure` returns besides a loss over batches."""
+    sums = jax.device_get([measure(tree, batch, teacher)[1] for batch in batches])
+    return jax.tree.map(lambda *parts: np.sum(parts, axis=0), *sums)
+
+
+def replace_layers(teacher, mixers, layers, mesh):
+    """Return the teacher with these layers replaced."""
+    hybrid = zoo.models.replace_mixers(teacher, {layer: mixers[layer] for layer in layers})
+    return zoo.place(jax.tree.map(jnp.copy, hybrid), mesh)  # steps donate their arrays
+
+
+def fit(config, mesh, corpus, rows, name, tree, loss_fn, evaluate, steps, peak, frozen=None):
+    """Train a tree in a run of its own; return it and the run."""
+    schedule = train.warmup_cosine(peak, config.warmup_steps, steps)
+    adamw = optax.adamw(schedule, b2=0.95, weight_decay=config.weight_decay, mask=train.decay_mask)
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), adamw)
+    opt_state = zoo.place(optimizer.init(zoo.trainable(tree)), mesh.optimizer)
+    gradient = zoo.value_and_grad(partial(loss_fn, config.mesh.dtype), mesh, **config.mesh.accumulation)
+    batches = train.ShuffledBatches(rows, config.batch_size, seed=config.run.seed, mesh=mesh, digest=corpus.digest)
+
+    @eqx.filter_jit(donate="all-except-first")
+    def step(inputs, tree, opt_state):
+        loss, grads = gradient(tree, *inputs)
+        updates, opt_state = optimizer.update(grads, opt_state, zoo.trainable(tree))
+        tree = zoo.place(eqx.apply_updates(tree, updates), mesh)
+        return tree, opt_state, {"loss": loss, "gradient_norm": optax.tree.norm(grads)}
+
+    with train.Run(config, name=name, mesh=mesh, data=corpus, model=tree, frozen=frozen) as run:
+        tree, opt_state = run.restore((tree, opt_state), batches)
+        for batch in run.steps(batches, steps):
+            tree, opt_state, metrics = step((batch, frozen), tree, opt_state)
+            run.log(**metrics, learning_rate=schedule(run.step - 1))
+            if run.every(config.eval_every):
+                run.log(**evaluate(tree, tree if frozen is None else frozen))
+            if run.due(config.eval_every):
+                run.save((tree, opt_state), batches)
+    batches.close()
+    return tree, run
+
+
+def main(config: Config) -> None:
+    check(config)
+    mesh = config.mesh.make_mesh()
+    teacher_key, mixer_key, sample_key = jax.random.split(jax.random.key(config.run.seed), 3)
+
+    directory = None if config.teacher is None else zoo.weights.resolve_directory(config.teacher)
+    tokenizer = None if directory is None else train.read_tokenizer(directory)
+    corpus = train.load_text(config.data, tokenizer=tokenizer)
+    rows, held_out = load_rows(config, corpus, mesh)
+    teacher = make_teacher(config, directory, corpus.vocab, teacher_key, mesh)
+    attention = teacher.stack.find_layers("attention")
+    check_layers(config, attention)
+    explain, evaluate = make_evaluations(config, mesh, held_out)
+    train_run = partial(fit, config, mesh, corpus, rows)
 
     if directory is None:
-        teacher, run = fit("teacher", teacher, data_loss, evaluate, config.teacher_steps, config.teacher_rate)
+        teacher, run = train_run("teacher", teacher, data_loss, evaluate, config.teacher_steps, config.teacher_rate)
         if run.stopped:
             return
     goal = evaluate(teacher, teacher)
@@ -189,43 +207,38 @@ def main(config: Config) -> None:
     mixers = zoo.place(make_mixers(config, teacher, attention, mixer_key), mesh)
     copied = explain(mixers, teacher)["unexplained"]
     if config.match_steps:
-        mixers, run = fit("match", mixers, match_loss, explain, config.match_steps, config.match_rate, teacher)
+        mixers, run = train_run("match", mixers, match_loss, explain, config.match_steps, config.match_rate, teacher)
         if run.stopped:
             return
     matched = explain(mixers, teacher)["unexplained"]
 
-    def replace_layers(chosen):
-        """Return the teacher with these layers replaced."""
-        hybrid = zoo.models.replace_mixers(teacher, {layer: mixers[layer] for layer in chosen})
-        return zoo.place(jax.tree.map(jnp.copy, hybrid), mesh)  # steps donate their arrays
-
-    alone = {layer: evaluate(replace_layers([layer]), teacher) for layer in attention}
-    ranks = [
-        {"layer": layer, "unexplained, copied": float(before), "matched": float(after), **alone[layer]}
-        for layer, before, after in zip(attention, copied, matched, strict=True)
-    ]
+    ranks = []
+    for layer, before, after in zip(attention, copied, matched, strict=True):
+        unexplained = {"unexplained, copied": float(before), "matched": float(after)}
+        ranks.append(
+            {"layer": layer, **unexplained, **evaluate(replace_layers(teacher, mixers, [layer], mesh), teacher)}
+        )
     ranks.sort(key=lambda row: row["divergence"])
     order = config.order or [row["layer"] for row in ranks]
 
     results = [tabulate(config, "teacher", (), teacher, goal, goal)]
     for count in config.replace or range(1, len(order) + 1):
-        name = f"replaced-{count}"
-        model = replace_layers(order[:count])
+        model = replace_layers(teacher, mixers, order[:count], mesh)
         before = evaluate(model, teacher)
-        model, run = fit(name, model, distill_loss, evaluate, config.steps, config.learning_rate, teacher)
+        name = f"replaced-{count}"
+        model, run = train_run(name, model, distill_loss, evaluate, config.steps, config.learning_rate, teacher)
         if run.stopped:
             return
-        run.export(model, corpus, seq_len=config.seq_len)  # or says where its weights are
+        run.export(model, seq_len=config.seq_len)  # or says where its weights are
         results.append(tabulate(config, name, order[:count], model, before, train.summary(run.directory)))
 
     samples = []
     for shown in (teacher, model):
-        samples += train.continue_prompts(shown, corpus, config.prompts, mesh=mesh, key=sample_key)
+        samples += train.continue_prompts(shown, corpus, PROMPTS, mesh=mesh, key=sample_key)
     tools.report_runs(
-        config.run.out,
+        config,
         "A Transformer, linearized",
         results,
-        config=config,
         description=f"{config.mixer} in place of attention; {config.steps} steps of distillation, on {mesh}",
         curves={"validation": "validation"},
         plots=draw(results),
@@ -236,11 +249,8 @@ def main(config: Config) -> None:
 
 def check(config: Config) -> None:
     """Refuse values that cannot be trained, before anything is loaded."""
-    for name in ("teacher_steps", "steps", "batch_size", "eval_batches", "eval_every", "state_length"):
-        if getattr(config, name) < 1:
-            raise ValueError(f"{name}={getattr(config, name)} is not 1 or more")
-    if config.match_steps < 0:
-        raise ValueError(f"match_steps={config.match_steps} is not 0 or more")
+    if min(config.teacher_steps, config.eval_batches) < 1 or config.match_steps < 0:
+        raise ValueError("teacher_steps and eval_batches are 1 or more, match_steps 0 or more")
     if not 0 < config.recall_share < 1:
         raise ValueError(f"recall_share={config.recall_share}: a share of the rows between 0 and 1 was expected")
 
@@ -284,12 +294,6 @@ def make_mixers(config, teacher, attention, key):
     return zoo.set_implementations(mixers, recurrence=config.mesh.recurrence)
 
 
-def sum_over(measure, batches, tree, teacher):
-    """Sum what `measure` returns besides a loss over batches."""
-    sums = jax.device_get([measure(tree, batch, teacher)[1] for batch in batches])
-    return jax.tree.map(lambda *parts: np.sum(parts, axis=0), *sums)
-
-
 def tabulate(config, run, replaced, model, before, after):
     """Return a row of the table of results."""
     return {
@@ -299,7 +303,7 @@ def tabulate(config, run, replaced, model, before, after):
         "distilled": after["validation"],
         "recall, matched": before["recall"],
         "recall, distilled": after["recall"],
-        f"bytes of state after {config.state_length:,} tokens": zoo.inspect.state_bytes(model, config.state_length),
+        f"bytes of state after {STATE_LENGTH:,} tokens": zoo.inspect.state_bytes(model, STATE_LENGTH),
     }
 
 

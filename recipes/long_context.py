@@ -37,7 +37,7 @@ DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(train.TrainConfig):  # batch_size, steps, learning_rate, ..., mesh
     """Train on needle retrieval, evaluate by length and depth, count the bytes that cross devices."""
 
     # Names of mixers, repeated over the layers, which have no MLPs.
@@ -52,22 +52,22 @@ class Config:
     min_seq_len: int = 32
     num_pairs: int = 4  # Needles per document.
     num_queries: int = 8  # Queries at the end of a document.
-    batch_size: int = 8  # Rows per step, over all devices.
-    steps: int = 200  # Optimizer steps.
-    learning_rate: float = 1e-2  # Peak learning rate, after linear warmup; cosine decay to a tenth.
-    warmup_steps: int = 20  # Steps of linear warmup, at most half of all.
     eval_rows: int = 16  # Held-out rows of each length.
-    eval_every: int = 100  # Steps between evaluations, each with a checkpoint.
+    batch_size: int = 8
+    steps: int = 200
+    learning_rate: float = 1e-2
+    warmup_steps: int = 20
     mesh: train.MeshOptions = train.MeshOptions(context=8)
     run: train.RunOptions = train.RunOptions(Path("runs/long_context"))
 
 
-def mixer_factories(embed, heads):
-    """Mixers by name. Attention needs no positions: recurrences before it bring a key to its value's position."""
-    norm = partial(layers.RMSNorm, embed // heads, features=Dim("head_dim"))
-    factories = {name: partial(mixer, heads=heads) for name, mixer in MIXERS.items()}
-    factories["attention"] = partial(layers.Attention, heads=heads, qk_norm=norm)
-    return factories
+def make_mixer(config, name):
+    """Attention needs no positions: recurrences before it bring a key to its value's position."""
+    mixer = partial(MIXERS[name], heads=config.heads)
+    if name != "attention":
+        return mixer
+    norm = partial(layers.RMSNorm, config.embed // config.heads, features=Dim("head_dim"))
+    return partial(mixer, qk_norm=norm)
 
 
 def main(config: Config) -> None:
@@ -76,21 +76,17 @@ def main(config: Config) -> None:
     seed = config.run.seed
 
     needles = partial(NeedleRetrieval, config.vocab, num_pairs=config.num_pairs, num_queries=config.num_queries)
-    tests = {}
-    for length in config.eval_seq_lens:
-        tests[length] = train.stack_rows(needles(length, seed=2 * seed + 1), config.eval_rows)
     rows = needles(config.seq_len, min_seq_len=config.min_seq_len, seed=2 * seed)
-    reader = zoo.parallel.reader(mesh)
-    batches = train.ShuffledBatches(rows, config.batch_size, seed=seed, process=reader)
-
-    mixers = mixer_factories(config.embed, config.heads)
+    batches = train.ShuffledBatches(rows, config.batch_size, seed=seed, mesh=mesh)
+    unseen = {length: needles(length, seed=2 * seed + 1) for length in config.eval_seq_lens}
+    tests = {length: train.stack_rows(rows, config.eval_rows) for length, rows in unseen.items()}
 
     def make_model(key):
         model = zoo.models.Hybrid(
             vocab=config.vocab,
             embed=config.embed,
             layers=config.num_layers,
-            pattern=[mixers[name] for name in config.pattern],
+            pattern=[make_mixer(config, name) for name in config.pattern],
             tied=False,
             key=key,
         )
@@ -98,80 +94,57 @@ def main(config: Config) -> None:
 
     model = zoo.init(make_model, jax.random.key(seed), mesh)
 
-    peak = config.learning_rate
-    warmup = min(config.warmup_steps, config.steps // 2)
-    schedule = optax.warmup_cosine_decay_schedule(0.0, peak, warmup, config.steps, peak / 10)
-    schedule = jax.jit(schedule)  # the log asks for it in each step: one program instead of ten
-    adamw = optax.adamw(schedule, b2=0.95, weight_decay=0.1, mask=train.decay_mask)
+    schedule = train.warmup_cosine(config.learning_rate, config.warmup_steps, config.steps)
+    adamw = optax.adamw(schedule, b2=0.95, weight_decay=config.weight_decay, mask=train.decay_mask)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), adamw)
     opt_state = zoo.place(optimizer.init(zoo.trainable(model)), mesh.optimizer)
 
     def loss_fn(model, batch):
         return zoo.cross_entropy(zoo.cast(model, config.mesh.dtype), batch)
 
-    def get_logits(model, tokens):
-        return zoo.cast(model, config.mesh.dtype)(tokens)
-
     gradient = zoo.value_and_grad(loss_fn, mesh, **config.mesh.accumulation)
-    predict = zoo.spmd(get_logits, mesh, out="batch seq vocab")
+
+    @partial(zoo.spmd, mesh=mesh, out="batch seq vocab")
+    def predict(model, tokens):
+        return zoo.cast(model, config.mesh.dtype)(tokens)
 
     @eqx.filter_jit(donate="all-except-first")
     def step(batch, model, opt_state):
         loss, grads = gradient(model, batch)
         updates, opt_state = optimizer.update(grads, opt_state, zoo.trainable(model))
         model = zoo.place(eqx.apply_updates(model, updates), mesh)
-        return model, opt_state, loss, optax.tree.norm(grads)
+        return model, opt_state, {"loss": loss, "gradient_norm": optax.tree.norm(grads)}
 
-    def recall(model, test):
-        """Return the accuracy of all queries, and by the depth of their needles."""
-        index, count = reader
-        tokens = np.asarray(test["tokens"])
-        own = np.split(tokens, count)[index]
-        guesses = predict(model, zoo.place_batch(own, mesh)).argmax(-1)
-        guesses = multihost_utils.process_allgather(guesses, tiled=True)
-        correct = (guesses == np.asarray(test["targets"]))[:, 1 - 2 * config.num_queries :: 2]
-        depths = NeedleRetrieval.measure_depths(tokens, config.num_queries)
-        by_depth = [float(correct[(depths >= low) & (depths < high)].mean()) for low, high in pairwise(DEPTHS)]
-        return {"accuracy": float(correct.mean()), "by_depth": by_depth}
-
-    with train.Run(config.run, config=config, name="hybrid") as run:
-        run.print_line(f"{zoo.count(model):,} parameters on {mesh}")
+    with train.Run(config, name="hybrid", mesh=mesh, model=model) as run:
         model, opt_state = run.restore((model, opt_state), batches)
-        for batch in run.steps(batches, config.steps, tokens=config.batch_size * config.seq_len):
-            batch = zoo.place_batch(batch, mesh, vocab=config.vocab)
-            model, opt_state, loss, norm = step(batch, model, opt_state)
-            run.log(loss=loss, gradient_norm=norm, learning_rate=schedule(run.step - 1))
+        for batch in run.steps(batches, config.steps):
+            model, opt_state, metrics = step(batch, model, opt_state)
+            run.log(**metrics, learning_rate=schedule(run.step - 1))
             if run.every(config.eval_every):
-                run.log(accuracy=np.array([recall(model, test)["accuracy"] for test in tests.values()]))
+                found = [recall(config, predict, model, mesh, test) for test in tests.values()]
+                run.log(accuracy=np.array([accuracy for accuracy, _ in found]))
             if run.due(config.eval_every):
                 run.save((model, opt_state), batches)
     if run.stopped:
         return
 
-    found = {length: recall(model, test) for length, test in tests.items()}
-    report(config, mesh, mixers, found)
+    report(config, mesh, {length: recall(config, predict, model, mesh, test) for length, test in tests.items()})
 
 
-def report(config, mesh, mixers, found):
+def report(config, mesh, found):
     """Write report.html: accuracy by length and depth, and the bytes that a device sends in each kind of layer."""
     rows = []
     curves = []
-    for length, recalled in found.items():
-        row = {"run": "hybrid", "tokens": length, "retrieved": recalled["accuracy"]}
-        for low, accuracy in zip(DEPTHS[:-1], recalled["by_depth"], strict=True):
-            row[f"depth {low:.0%}"] = accuracy
-        for name in dict.fromkeys(config.pattern):
-            row[f"bytes, {name}"] = count_bytes(mixers[name], config.embed, config.batch_size, length, mesh)
-        rows.append(row)
-        percent = [int(100 * low) for low in DEPTHS[:-1]]
-        curves.append(tools.report.Curve(f"{length:,} tokens", percent, recalled["by_depth"]))
-    chance = {"chance": 4 / config.vocab}
-    chart = tools.report.LineChart(curves, "accuracy", "depth in percent", baselines=chance)
+    for length, (accuracy, by_depth) in found.items():
+        depths = {f"depth {low:.0%}": found for low, found in zip(DEPTHS[:-1], by_depth, strict=True)}
+        sent = {f"bytes, {name}": count_bytes(config, name, length, mesh) for name in dict.fromkeys(config.pattern)}
+        rows.append({"run": "hybrid", "tokens": length, "retrieved": accuracy, **depths, **sent})
+        curves.append(tools.report.Curve(f"{length:,} tokens", [int(100 * low) for low in DEPTHS[:-1]], by_depth))
+    chart = tools.report.LineChart(curves, "accuracy", "depth in percent", baselines={"chance": 4 / config.vocab})
     tools.report_runs(
-        config.run.out,
+        config,
         "Needles in a long context",
         rows,
-        config=config,
         description=f"{config.num_pairs} needles on {mesh}; bytes that a device sends in a layer's forward pass",
         curves={"loss": "training"},
         unit="nats per query",
@@ -179,14 +152,27 @@ def report(config, mesh, mixers, found):
     )
 
 
-def count_bytes(mixer, embed, batch_size, seq_len, mesh):
+def recall(config, predict, model, mesh, test):
+    """Return the accuracy of all queries, and by the depth of their needles."""
+    index, count = zoo.parallel.reader(mesh)
+    tokens = np.asarray(test["tokens"])
+    guesses = predict(model, zoo.place_batch(np.split(tokens, count)[index], mesh)).argmax(-1)
+    guesses = multihost_utils.process_allgather(guesses, tiled=True)
+    correct = (guesses == np.asarray(test["targets"]))[:, 1 - 2 * config.num_queries :: 2]
+    depths = NeedleRetrieval.measure_depths(tokens, config.num_queries)
+    by_depth = [float(correct[(depths >= low) & (depths < high)].mean()) for low, high in pairwise(DEPTHS)]
+    return float(correct.mean()), by_depth
+
+
+def count_bytes(config, name, seq_len, mesh):
     """Count the bytes that a device sends along `context` in one mixer's forward pass, from the compiled program."""
 
     def mix(layer, x):
         return layer(x, layers.TokenInfo())[0]
 
-    layer = zoo.place(eqx.filter_eval_shape(partial(mixer, embed), key=jax.random.key(0)), mesh)
-    x = zoo.place_batch(jax.ShapeDtypeStruct((batch_size, seq_len, embed), "float32"), mesh)
+    make = partial(make_mixer(config, name), config.embed)
+    layer = zoo.place(eqx.filter_eval_shape(make, key=jax.random.key(0)), mesh)
+    x = zoo.place_batch(jax.ShapeDtypeStruct((config.batch_size, seq_len, config.embed), "float32"), mesh)
     program = zoo.inspect.compiled(zoo.spmd(mix, mesh, out="batch seq embed"), layer, x)
     return sum(row.bytes for row in program.collectives if "context" in (row.axes or ()))
 

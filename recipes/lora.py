@@ -13,6 +13,7 @@ without quantization to 2.22 with `--steps 60`, to 2.15 with `finetune.py --step
 Unlike finetune.py it wraps linear layers in adapters, W x + scale B A x (Hu et al., arXiv:2106.09685), and trains only
 these, at a higher rate. With `--quantization` W is NF4 or int8, dequantized in each product (QLoRA, arXiv:2305.14314,
 section 3). A checkpoint holds the adapters and a fingerprint of the frozen base. The run writes adapter/, for PEFT.
+Replace `adapters.lora` by `dora`, `vera`, `loha`, ..., or give it `rank_stabilized=True` (rsLoRA): docs/adapters.md.
 """
 
 from dataclasses import dataclass
@@ -25,52 +26,44 @@ import jax
 import optax
 
 import zoo
-from zoo import tools, train
+from zoo import adapters, tools, train
 
-START = Path("runs/transformer/export")  # where transformer.py exports its model by default
 PROMPTS = ('The "with" statement\n', "An object is ", "When a function is called, ")
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(train.TextConfig):  # batch_size, steps, learning_rate, ..., mesh, data, seq_len
     """Load, quantize, train an adapter, evaluate, sample, merge, export."""
 
-    checkpoint: Path = START  # Model to start from: a Hugging Face directory, or a name on the hub, NAME[@REVISION].
-    data: tuple[Path, ...] = ()  # Files and directories of new text; by default Python's language reference, by topic.
+    # Model to start from: a Hugging Face directory, or a name on the hub, NAME[@REVISION].
+    checkpoint: Path = Path("runs/transformer/export")
+    data: tuple[Path, ...] = ()
+    """Files and directories of new text; by default Python's language reference, by topic."""
     # Text as the model was trained on, to measure forgetting; by default the standard library.
     pretraining_data: tuple[Path, ...] = ()
     quantization: Literal["none", "nf4", "int8"] = "none"  # Format of the base's linear layers.
-    quantize_targets: tuple[str, ...] = ("all-linear",)  # Linear layers to quantize, named like targets.
     # Linear layers to adapt: ends of names, patterns, or all-linear for all but the head.
     targets: tuple[str, ...] = ("all-linear",)
-    rank: int = 8  # Rank of B A.
-    alpha: float = 16.0  # B A is scaled by alpha / rank.
-    rank_stabilized: bool = False  # Scale by alpha / sqrt(rank) instead (rsLoRA).
-    seq_len: int = 128  # Tokens per sequence.
-    batch_size: int = 16  # Sequences per step, over all devices.
-    steps: int = 120  # Optimizer steps.
+    rank: int = 8  # Rank of B A, which is scaled by 2: alpha is 2 * rank.
+    steps: int = 120
     epochs: float | None = None  # Passes over the training rows, instead of steps.
-    learning_rate: float = 1e-2  # Peak learning rate, after linear warmup; cosine decay to a tenth.
-    warmup_steps: int = 12  # Steps of linear warmup, at most half of all.
-    weight_decay: float = 0.1  # AdamW's, of matrices.
-    eval_every: int = 40  # Steps between evaluations, each with a checkpoint.
+    learning_rate: float = 1e-2
+    warmup_steps: int = 12
+    eval_every: int = 40
     prompts: tuple[str, ...] = PROMPTS  # Texts to continue, before and after; the first is printed.
     mesh: train.MeshOptions = train.MeshOptions(remat="full")
     run: train.RunOptions = train.RunOptions(Path("runs/lora"))
 
 
 def main(config: Config) -> None:
-    if config.checkpoint == START and not START.exists():
-        raise FileNotFoundError(f"{START}: no model there; `python recipes/transformer.py` makes one")
-    checkpoint = zoo.weights.resolve_directory(config.checkpoint)
+    checkpoint = train.resolve_start(config.checkpoint, Config.checkpoint, "python recipes/transformer.py")
     mesh = config.mesh.make_mesh()
     key = jax.random.key(config.run.seed)
 
     tokenizer = train.read_tokenizer(checkpoint)
     corpus = train.load_text(config.data or topics, tokenizer=tokenizer)
     old_corpus = train.load_text(config.pretraining_data, tokenizer=tokenizer)
-    reader = zoo.parallel.reader(mesh)
-    batches = corpus.train.batches(config.seq_len, config.batch_size, seed=config.run.seed, process=reader)
+    batches = corpus.train.batches(config.seq_len, config.batch_size, seed=config.run.seed, mesh=mesh)
     steps = config.steps if config.epochs is None else batches.count_steps(config.epochs)
     new = corpus.validation.ordered(config.seq_len, config.batch_size, limit=16)
     old = old_corpus.validation.ordered(config.seq_len, config.batch_size, limit=16)
@@ -78,22 +71,11 @@ def main(config: Config) -> None:
     dtype = config.mesh.dtype if config.quantization == "none" else "float32"  # not rounded twice
     base = config.mesh.apply(zoo.load(checkpoint, mesh=mesh, dtype=dtype))
     if config.quantization != "none":
-        base = zoo.adapters.quantize(base, config.quantization, targets=config.quantize_targets)
-        base = zoo.place(base, mesh)
-    model = zoo.adapters.lora(
-        base,
-        targets=config.targets,
-        rank=config.rank,
-        alpha=config.alpha,
-        rank_stabilized=config.rank_stabilized,
-        key=key,
-    )
+        base = zoo.place(adapters.quantize(base, config.quantization), mesh)
+    model = adapters.lora(base, targets=config.targets, rank=config.rank, alpha=2 * config.rank, key=key)
     model = zoo.place(model, mesh)
 
-    peak = config.learning_rate
-    warmup = min(config.warmup_steps, steps // 2)
-    schedule = optax.warmup_cosine_decay_schedule(0.0, peak, warmup, steps, peak / 10)
-    schedule = jax.jit(schedule)  # the log asks for it in each step: one program instead of ten
+    schedule = train.warmup_cosine(config.learning_rate, config.warmup_steps, steps)
     adamw = optax.adamw(schedule, b2=0.95, weight_decay=config.weight_decay, mask=train.decay_mask)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), adamw)
     opt_state = zoo.place(optimizer.init(zoo.trainable(model)), mesh.optimizer)
@@ -112,18 +94,12 @@ def main(config: Config) -> None:
         metrics = {"bits_per_byte": train.bits_per_byte(loss, corpus.train), "gradient_norm": optax.tree.norm(grads)}
         return model, opt_state, metrics
 
-    size = zoo.inspect.measure_size(base)
-    with train.Run(config.run, config=config, best_metric="new", frozen=model) as run:
-        run.print_line(
-            f"{zoo.count(model):,} of {zoo.count(base):,} parameters trainable on {mesh}; "
-            f"{size.bits_per_parameter:.2f} bits per parameter of the base; {corpus}; {batches}"
-        )
+    with train.Run(config, mesh=mesh, data=corpus, model=model, best_metric="new", frozen=model) as run:
         before = evaluate(base)
         samples = train.continue_prompts(base, corpus, config.prompts, mesh=mesh, key=key)
         trainable, opt_state = run.restore((zoo.trainable(model), opt_state), batches)
         model = eqx.combine(trainable, model)
-        for batch in run.steps(batches, steps, tokens=config.batch_size * config.seq_len):
-            batch = zoo.place_batch(batch, mesh, vocab=corpus.vocab)
+        for batch in run.steps(batches, steps):
             model, opt_state, metrics = step(batch, model, opt_state)
             run.log(**metrics, learning_rate=schedule(run.step - 1))
             if run.every(config.eval_every):
@@ -131,15 +107,12 @@ def main(config: Config) -> None:
             if run.due(config.eval_every):
                 run.save((zoo.trainable(model), opt_state), batches)
 
-    zoo.adapters.save(model, run.directory / "adapter", base=config.checkpoint)
     tools.report_run(
         run,
         "LoRA on new text" if config.quantization == "none" else "QLoRA on new text",
-        zoo.adapters.merge(model, quantized="decode"),
-        mesh,
-        corpus,
-        config=config,
+        run.export_adapters(model, base=config.checkpoint),
         before=before,
+        headline={"bits per parameter of the base": f"{zoo.inspect.measure_size(base).bits_per_parameter:.2f}"},
         samples=samples,
         prompts=config.prompts,
         key=key,

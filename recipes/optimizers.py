@@ -53,58 +53,60 @@ class Config:
     run: train.RunOptions = train.RunOptions(Path("runs/optimizers"))
 
 
+def make_model(config, key):
+    sizes = {"vocab": 256, "embed": config.embed, "layers": config.layers, "heads": config.heads}
+    return zoo.models.Transformer(**sizes, mlp=config.mlp_dim, qk_norm=True, key=key)
+
+
+def make_schedule(config, name):
+    """Return a schedule that peaks at 1: warmup, and then a cosine to zero, for schedule_free a constant."""
+    if name != "schedule_free":
+        return train.warmup_cosine(1.0, config.warmup_steps, config.steps, end=0.0)
+    warmup = min(config.warmup_steps, config.steps // 2)
+    return jax.jit(train.warmup_stable_decay(1.0, warmup, config.steps, decay_steps=0))
+
+
+def make_optimizer(config, name, peak):
+    """Build an optimizer in the program that uses it: the peak learning rate is traced, one of a sweep's."""
+    schedule = make_schedule(config, name)
+    named = train.make_optimizer(name, lambda step: peak * schedule(step), weight_decay=config.weight_decay)
+    return optax.chain(optax.clip_by_global_norm(1.0), named)
+
+
+def start(config, name, keys):
+    """Return a model for each key, stacked, and the states of the optimizer."""
+    models = train.sweep_models(partial(make_model, config), keys)
+    initialize = train.sweep_map(lambda model: make_optimizer(config, name, 1.0).init(zoo.trainable(model)))
+    return models, initialize(models)
+
+
+def loss_fn(params, model, batch):
+    total, count = zoo.cross_entropy(eqx.combine(params, model), batch)
+    return total / count
+
+
+def step_run(config, name, batch, model, opt_state, peak):
+    params = zoo.trainable(model)
+    loss, grads = jax.value_and_grad(loss_fn)(params, model, batch)
+    updates, opt_state = make_optimizer(config, name, peak).update(grads, opt_state, params)
+    model = eqx.apply_updates(model, updates)
+    return model, opt_state, {"losses": loss, "gradient_norm": optax.tree.norm(grads)}
+
+
 def main(config: Config) -> None:
-    check(config)
+    train.check_names("optimizers", config.optimizers, OPTIMIZERS)
     seed = config.run.seed
     peaks, keys = train.sweep_grid(config.rates, seeds=range(seed, seed + config.num_seeds))
     corpus = train.load_text(config.data)
     (held_out,) = corpus.validation.ordered(config.seq_len, config.eval_rows, limit=1)
-
-    def make_model(key):
-        return zoo.models.Transformer(
-            vocab=corpus.vocab,
-            embed=config.embed,
-            layers=config.layers,
-            heads=config.heads,
-            mlp=config.mlp_dim,
-            qk_norm=True,
-            key=key,
-        )
-
-    parameters = zoo.count(eqx.filter_eval_shape(make_model, jax.random.key(seed)))
-
-    warmup = min(config.warmup_steps, config.steps // 2)
-    decaying = optax.warmup_cosine_decay_schedule(0.0, 1.0, warmup, config.steps)
-    stable = train.warmup_stable_decay(1.0, warmup, config.steps, decay_steps=0)
-    schedules = {name: jax.jit(stable if name == "schedule_free" else decaying) for name in config.optimizers}
-
-    def make_optimizer(name, peak):
-        """Build an optimizer in the program that uses it: the peak learning rate is traced, one of a sweep's."""
-        named = train.make_optimizer(name, lambda step: peak * schedules[name](step), weight_decay=config.weight_decay)
-        return optax.chain(optax.clip_by_global_norm(1.0), named)
-
-    def loss_fn(params, model, batch):
-        total, count = zoo.cross_entropy(eqx.combine(params, model), batch)
-        return total / count
-
-    def step_run(name, batch, model, opt_state, peak):
-        params = zoo.trainable(model)
-        loss, grads = jax.value_and_grad(loss_fn)(params, model, batch)
-        updates, opt_state = make_optimizer(name, peak).update(grads, opt_state, params)
-        model = eqx.apply_updates(model, updates)
-        return model, opt_state, {"losses": loss, "gradient_norm": optax.tree.norm(grads)}
 
     @eqx.filter_jit(donate="all-except-first")
     def step(inputs, models, opt_states):
         """Step all runs, which are stacked: every array of their models has a leading dim."""
         name, batch, peaks = inputs
         stacked = eqx.if_array(0)
-        step_runs = eqx.filter_vmap(partial(step_run, name), in_axes=(None, stacked, stacked, 0))
+        step_runs = eqx.filter_vmap(partial(step_run, config, name), in_axes=(None, stacked, stacked, 0))
         return step_runs(batch, models, opt_states, peaks)
-
-    @train.sweep_map
-    def initialize(model, name):
-        return make_optimizer(name, 1.0).init(zoo.trainable(model))
 
     @train.sweep_map
     def evaluate(run, batch):
@@ -113,38 +115,17 @@ def main(config: Config) -> None:
         loss = loss_fn(zoo.trainable(model), model, batch)
         return train.bits_per_byte(loss, corpus.validation)
 
-    def time_steps():
-        """Time steps of one model in seconds, "optimizers steps". They take turns: other work slows all alike."""
-        batches = corpus.train.batches(config.seq_len, config.batch_size, seed=seed)
-        batch = next(batches)
-        batches.close()
-        peaks, keys = train.sweep_grid([1e-3], seeds=[seed])
-        states = {}
-        for name in config.optimizers:
-            models = train.sweep_models(make_model, keys)
-            states[name] = (models, initialize(models, name))
-        seconds = np.zeros((len(states), 1 + config.timed_steps))
-        for turn in range(1 + config.timed_steps):
-            for number, name in enumerate(states):
-                start = time.perf_counter()
-                models, opt_states, _ = jax.block_until_ready(step((name, batch, peaks), *states[name]))
-                seconds[number, turn] = time.perf_counter() - start
-                states[name] = (models, opt_states)
-        return seconds[:, 1:]  # the first step compiles
-
     rows = []
     curves = []
     for name in config.optimizers:
         batches = corpus.train.batches(config.seq_len, config.batch_size, seed=seed)
-        models = train.sweep_models(make_model, keys)
-        opt_states = initialize(models, name)
-
-        with train.Run(config.run, config=config, name=name) as run:
+        schedule = make_schedule(config, name)
+        with train.Run(config, name=name, data=corpus) as run:
             run.print_line(f"{name}: {len(config.rates)} learning rates, {config.num_seeds} seeds; {corpus}")
-            models, opt_states = run.restore((models, opt_states), batches)
+            models, opt_states = run.restore(start(config, name, keys), batches)
             for batch in run.steps(batches, config.steps, tokens=config.batch_size * config.seq_len * len(keys)):
                 models, opt_states, metrics = step((name, batch, peaks), models, opt_states)
-                run.log(**metrics, learning_rate=peaks * schedules[name](run.step - 1))
+                run.log(**metrics, learning_rate=peaks * schedule(run.step - 1))
                 if run.every(config.eval_every):
                     losses = evaluate((models, opt_states), held_out).reshape(len(config.rates), config.num_seeds)
                     run.log(held_out=losses, validation=jnp.nanmin(losses.mean(1)))
@@ -153,47 +134,57 @@ def main(config: Config) -> None:
         batches.close()
         if run.stopped:
             return
-
         losses = np.array(train.summary(run.directory)["held_out"], float)
-        by_rate = losses.mean(1)
-        best = np.nan_to_num(by_rate, nan=np.inf).argmin()
-        state_bytes = sum(x.nbytes for x in jax.tree.leaves(opt_states)) / len(keys)
-        row = {
-            "run": name,
-            "best rate": f"{config.rates[best]:.2g}",
-            "bits per byte": by_rate[best],
-            "spread of seeds": np.ptp(losses[best]),
-            "bytes of state per parameter": state_bytes / parameters,
-        }
-        rows.append(row)
-        curves.append(tools.report.Curve(name, config.rates, by_rate))
+        model = eqx.filter_eval_shape(make_model, config, keys[0])
+        size = sum(x.nbytes for x in jax.tree.leaves(opt_states)) / len(keys) / zoo.count(model)
+        rows.append(tabulate(config, name, losses, size))
+        curves.append(tools.report.Curve(name, config.rates, losses.mean(1)))
 
-    seconds = time_steps()
-    first = config.optimizers[0]
+    seconds = time_steps(config, step, {name: start(config, name, keys[:1]) for name in config.optimizers}, corpus)
     relative = np.median(seconds / seconds[0], axis=1)
-    rows = [row | {f"time per step, {first} = 1": x} for row, x in zip(rows, relative, strict=True)]
-
-    chart = tools.report.ScatterChart(curves, "bits per byte", "peak learning rate", from_zero=False)
+    unit = f"time per step, {config.optimizers[0]} = 1"
     tools.report_runs(
-        config.run.out,
+        config,
         "Optimizers at equal tokens",
-        rows,
-        config=config,
+        [row | {unit: x} for row, x in zip(rows, relative, strict=True)],
         description=(
-            f"{parameters:,} parameters, {config.steps * config.batch_size * config.seq_len:,} bytes of text; best "
-            f"rate, mean of {config.num_seeds} seeds; {1000 * np.median(seconds[0]):.1f} ms per step of {first}"
+            f"{config.steps * config.batch_size * config.seq_len:,} bytes of text; best rate, mean of "
+            f"{config.num_seeds} seeds; {1000 * np.median(seconds[0]):.1f} ms per step of {config.optimizers[0]}"
         ),
         curves={},
-        plots={"Held-out loss at each learning rate": chart},
+        plots={
+            "Held-out loss at each learning rate": tools.report.ScatterChart(
+                curves, "bits per byte", "peak learning rate", from_zero=False
+            )
+        },
     )
 
 
-def check(config: Config) -> None:
-    """Refuse values that cannot be trained, before any text is read."""
-    train.check_names("optimizers", config.optimizers, OPTIMIZERS)
-    for name in ("steps", "num_seeds", "eval_rows", "eval_every", "batch_size", "seq_len", "timed_steps"):
-        if getattr(config, name) < 1:
-            raise ValueError(f"{name}={getattr(config, name)} is not 1 or more")
+def tabulate(config, name, losses, size):
+    """Return a row of the table, from held-out losses "rates seeds"."""
+    by_rate = losses.mean(1)
+    best = np.nan_to_num(by_rate, nan=np.inf).argmin()
+    return {
+        "run": name,
+        "best rate": f"{config.rates[best]:.2g}",
+        "bits per byte": by_rate[best],
+        "spread of seeds": np.ptp(losses[best]),
+        "bytes of state per parameter": size,
+    }
+
+
+def time_steps(config, step, states, corpus):
+    """Time steps of one model in seconds, "optimizers steps". They take turns: other work slows all alike."""
+    (batch,) = corpus.train.ordered(config.seq_len, config.batch_size, limit=1)
+    rates = jnp.full(1, 1e-3)
+    seconds = np.zeros((len(states), 1 + config.timed_steps))
+    for turn in range(1 + config.timed_steps):
+        for number, name in enumerate(states):
+            start = time.perf_counter()
+            models, opt_states, _ = jax.block_until_ready(step((name, batch, rates), *states[name]))
+            seconds[number, turn] = time.perf_counter() - start
+            states[name] = (models, opt_states)
+    return seconds[:, 1:]  # the first step compiles
 
 
 if __name__ == "__main__":

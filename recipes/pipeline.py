@@ -8,7 +8,6 @@ Emulated devices share a CPU: idle time is read from the timetable, whose unit i
 backward passes take two.
 """
 
-import contextlib
 import dataclasses
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +15,7 @@ from pathlib import Path
 
 import equinox as eqx
 import jax
+import numpy as np
 import optax
 
 import zoo
@@ -30,139 +30,26 @@ RUNS = {
     "interleaved": Schedule("1f1b"),
     "residuals": Schedule("1f1b", keep="residuals"),
 }
-DRAWN = {"GPipe": "gpipe", "1F1B": "1f1b", "Interleaved": "1f1b"}
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(train.TextConfig):  # batch_size, steps, learning_rate, ..., data, seq_len
     """Train by each schedule, compare."""
 
-    data: tuple[Path, ...] = ()  # Files and directories of text; by default this Python's standard library.
     runs: tuple[str, ...] = tuple(RUNS)  # Schedules to run; interleaved takes --rounds, all others one round.
     vocab: int = 256  # 256 for bytes; more trains a byte-pair encoding on the text.
     embed: int = 64  # Width of the residual stream.
     layers: int = 8  # Number of blocks, a multiple of pipe x rounds.
     heads: int = 4  # Attention heads, embed / heads wide each.
     mlp_dim: int = 256  # Width of the gated MLP.
-    seq_len: int = 64  # Tokens per sequence.
-    batch_size: int = 32  # Sequences per step, over all devices and micro-batches.
-    steps: int = 10  # Optimizer steps of each run.
-    learning_rate: float = 3e-3  # Peak learning rate, after linear warmup; cosine decay to a tenth.
-    warmup_steps: int = 5  # Steps of linear warmup, at most half of all.
-    weight_decay: float = 0.1  # AdamW's, of matrices and embeddings.
-    save_every: int = 5  # Steps between checkpoints.
+    seq_len: int = 64
+    batch_size: int = 32
+    steps: int = 10
+    warmup_steps: int = 5
+    eval_every: int = 5
+    """Steps between checkpoints."""
     mesh: train.MeshOptions = train.MeshOptions(pipe=4, schedule="1f1b", rounds=2, microbatches=16)
     run: train.RunOptions = train.RunOptions(Path("runs/pipeline"))
-
-
-def main(config: Config) -> None:
-    train.check_names("runs", config.runs, RUNS)
-    if config.mesh.schedule != "1f1b" or config.mesh.pipe < 2 or min(config.steps, config.save_every) < 1:
-        raise ValueError("pipe is at least 2, steps and save_every 1; schedules are chosen by runs")
-    meshes = {name: make_mesh(config, name) for name in config.runs}
-    key = jax.random.key(config.run.seed)
-    corpus = train.load_text(config.data, vocab=config.vocab)
-
-    def make_model(key):
-        model = zoo.models.Transformer(
-            vocab=corpus.vocab,
-            embed=config.embed,
-            layers=config.layers,
-            heads=config.heads,
-            mlp=config.mlp_dim,
-            key=key,
-        )
-        return config.mesh.apply(model)
-
-    tables = {}
-    for name, mesh in meshes.items():
-        zoo.place(eqx.filter_eval_shape(make_model, key), mesh)  # sizes that do not fit raise now
-        stages = mesh.shape["pipe"]
-        tables[name] = RUNS[name].table(stages=stages, rounds=mesh.layout.rounds, microbatches=config.mesh.microbatches)
-
-    peak = config.learning_rate
-    warmup = min(config.warmup_steps, config.steps // 2)
-    schedule = optax.warmup_cosine_decay_schedule(0.0, peak, warmup, config.steps, peak / 10)
-    schedule = jax.jit(schedule)  # the log asks for it in each step: one program instead of ten
-    adamw = optax.adamw(schedule, b2=0.95, weight_decay=config.weight_decay, mask=train.decay_mask)
-    optimizer = optax.chain(optax.clip_by_global_norm(1.0), adamw)
-
-    def loss_fn(model, batch):
-        return zoo.cross_entropy(zoo.cast(model, config.mesh.dtype), batch)
-
-    def make_step(mesh, order):
-        gradient = zoo.value_and_grad(loss_fn, mesh, microbatches=config.mesh.microbatches, schedule=order)
-
-        @eqx.filter_jit(donate="all-except-first")
-        def step(batch, model, opt_state):
-            loss, grads = gradient(model, batch)
-            updates, opt_state = optimizer.update(grads, opt_state, zoo.trainable(model))
-            model = zoo.place(eqx.apply_updates(model, updates), mesh)
-            return model, opt_state, loss, optax.tree.norm(grads)
-
-        return step
-
-    tokens = config.batch_size * config.seq_len
-    rows = []
-    first_losses = None
-    for name, mesh in meshes.items():
-        step = make_step(mesh, RUNS[name])
-        model = zoo.init(make_model, key, mesh)
-        opt_state = zoo.place(optimizer.init(zoo.trainable(model)), mesh.optimizer)
-        program = zoo.inspect.compiled(step, abstract_batch(config, mesh), model, opt_state)
-
-        reader = zoo.parallel.reader(mesh)
-        batches = corpus.train.batches(config.seq_len, config.batch_size, seed=config.run.seed, process=reader)
-        flops = 6 * tokens * zoo.count(model)
-        with train.Run(config.run, config=config, name=name) as run:
-            run.print_line(f"{name}: {zoo.count(model):,} parameters on {mesh}; {corpus}\n{program}")
-            model, opt_state = run.restore((model, opt_state), batches)
-            for batch in run.steps(batches, config.steps, tokens=tokens, flops=flops):
-                batch = zoo.place_batch(batch, mesh, vocab=corpus.vocab)
-                model, opt_state, loss, norm = step(batch, model, opt_state)
-                run.log(loss=loss, gradient_norm=norm, learning_rate=schedule(run.step - 1))
-                if run.due(config.save_every):
-                    run.save((model, opt_state), batches)
-        if run.stopped:
-            return
-
-        losses = [line["loss"] for line in train.read_metrics(run.directory / "metrics.jsonl")]
-        if first_losses is None:
-            first_losses = losses
-        table = tables[name]
-        over_pipe = [each for each in program.collectives if "pipe" in (each.axes or ())]
-        row = {
-            "run": name,
-            "idle": f"{table.bubble:.1%}",
-            "ticks": len(table.forward),
-            "inputs kept": table.num_slots,
-            "temporaries": program.memory and program.memory.temporaries,
-            "collective-permutes": count_collectives(over_pipe, "collective-permute"),
-            "all-reduces": count_collectives(over_pipe, "all-reduce"),
-            "bytes over pipe": sum(each.bytes for each in over_pipe),
-            "loss": losses[-1],
-            "largest difference": f"{largest_difference(losses, first_losses):.1e}",
-        }
-        if program.exposed_seconds is not None:
-            row["exposed seconds"] = program.exposed_seconds
-        rows.append(row)
-
-    plots, costs = draw_schedules(config.mesh.rounds, stages=config.mesh.pipe, microbatches=config.mesh.microbatches)
-    tools.report_runs(
-        config.run.out,
-        "Pipeline schedules",
-        rows,
-        config=config,
-        description=(
-            f"{config.steps} steps, {config.mesh.microbatches} micro-batches; collectives over pipe and bytes are of "
-            "one device and step"
-        ),
-        curves={"loss": "loss"},
-        unit="nats per token",
-        tokens_per_step=tokens,
-        plots=plots,
-        tables={"Cost of a step": costs},
-    )
 
 
 def make_mesh(config, name):
@@ -174,31 +61,93 @@ def make_mesh(config, name):
     return dataclasses.replace(config.mesh, rounds=1).make_mesh()
 
 
-def abstract_batch(config, mesh):
-    """Return a batch without numbers, to compile the step for."""
-    shape = (config.batch_size, config.seq_len)
-    dtypes = {"tokens": "int32", "targets": "int32", "weights": "float32"}
-    return zoo.place_batch({name: jax.ShapeDtypeStruct(shape, dtype) for name, dtype in dtypes.items()}, mesh)
+def make_model(config, vocab, key):
+    sizes = {"vocab": vocab, "embed": config.embed, "layers": config.layers, "heads": config.heads}
+    return config.mesh.apply(zoo.models.Transformer(**sizes, mlp=config.mlp_dim, key=key))
 
 
-def count_collectives(collectives, kind):
-    return sum(each.count for each in collectives if each.kind == kind)
+def train_by(order, mesh, name, config, corpus):
+    """Train the model by a schedule, in a run of its own; return the run and the compiled step."""
+    model = zoo.init(partial(make_model, config, corpus.vocab), jax.random.key(config.run.seed), mesh)
+    schedule = train.warmup_cosine(config.learning_rate, config.warmup_steps, config.steps)
+    adamw = optax.adamw(schedule, b2=0.95, weight_decay=config.weight_decay, mask=train.decay_mask)
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), adamw)
+    opt_state = zoo.place(optimizer.init(zoo.trainable(model)), mesh.optimizer)
+
+    def loss_fn(model, batch):
+        return zoo.cross_entropy(zoo.cast(model, config.mesh.dtype), batch)
+
+    gradient = zoo.value_and_grad(loss_fn, mesh, microbatches=config.mesh.microbatches, schedule=order)
+
+    @eqx.filter_jit(donate="all-except-first")
+    def step(batch, model, opt_state):
+        loss, grads = gradient(model, batch)
+        updates, opt_state = optimizer.update(grads, opt_state, zoo.trainable(model))
+        model = zoo.place(eqx.apply_updates(model, updates), mesh)
+        return model, opt_state, {"loss": loss, "gradient_norm": optax.tree.norm(grads)}
+
+    program = zoo.inspect.compiled(step, config.make_abstract_batch(mesh), model, opt_state)
+    batches = corpus.train.batches(config.seq_len, config.batch_size, seed=config.run.seed, mesh=mesh)
+    with train.Run(config, name=name, mesh=mesh, data=corpus, model=model) as run:
+        run.print_line(str(program))
+        model, opt_state = run.restore((model, opt_state), batches)
+        for batch in run.steps(batches, config.steps):
+            model, opt_state, metrics = step(batch, model, opt_state)
+            run.log(**metrics, learning_rate=schedule(run.step - 1))
+            if run.due(config.eval_every):
+                run.save((model, opt_state), batches)
+    return run, program
 
 
-def largest_difference(losses, others):
-    return max(abs(loss - other) for loss, other in zip(losses, others, strict=True))
+def main(config: Config) -> None:
+    train.check_names("runs", config.runs, RUNS)
+    if config.mesh.schedule != "1f1b" or config.mesh.pipe < 2:
+        raise ValueError("pipe is at least 2, and schedules are chosen by runs")
+    meshes = {name: make_mesh(config, name) for name in config.runs}
+    corpus = train.load_text(config.data, vocab=config.vocab)
+    tables = {}
+    for name, mesh in meshes.items():
+        zoo.place(eqx.filter_eval_shape(make_model, config, corpus.vocab, jax.random.key(0)), mesh)  # or raises now
+        sizes = {"stages": mesh.shape["pipe"], "microbatches": config.mesh.microbatches}
+        tables[name] = RUNS[name].table(**sizes, rounds=mesh.layout.rounds)
 
-
-def draw_schedules(rounds, **sizes):
-    """Return pictures of all schedules, and a table of their costs, in forward passes of a stage."""
-    plots = {}
     rows = []
-    for title, name in DRAWN.items():
-        with contextlib.suppress(ValueError):  # rounds of micro-batches that the stages do not divide
-            table = Schedule(name).table(**sizes, rounds=rounds if title == "Interleaved" else 1)
-            plots[title] = tools.report.Picture(partial(draw_schedule, table))
-            rows.append({"schedule": title, "forward passes of a stage": f"{table.cost():g}"})
-    return plots, rows
+    losses = {}
+    for name, mesh in meshes.items():
+        run, program = train_by(RUNS[name], mesh, name, config, corpus)
+        if run.stopped:
+            return
+        losses[name] = np.array([line["loss"] for line in train.read_metrics(run.directory / "metrics.jsonl")])
+        sent = [each for each in program.collectives if "pipe" in (each.axes or ())]
+        row = {
+            "run": name,
+            "idle": f"{tables[name].bubble:.1%}",
+            "ticks": len(tables[name].forward),
+            "inputs kept": tables[name].num_slots,
+            "temporaries": program.memory and program.memory.temporaries,
+            "collective-permutes": sum(each.count for each in sent if each.kind == "collective-permute"),
+            "all-reduces": sum(each.count for each in sent if each.kind == "all-reduce"),
+            "bytes over pipe": sum(each.bytes for each in sent),
+            "forward passes of a stage": f"{tables[name].cost():g}",
+            "exposed seconds": program.exposed_seconds or "not known",
+            "loss": losses[name][-1],
+            "largest difference": f"{np.abs(losses[name] - losses[config.runs[0]]).max():.1e}",
+        }
+        rows.append(row)
+
+    tools.report_runs(
+        config,
+        "Pipeline schedules",
+        rows,
+        description=(
+            f"{config.steps} steps, {config.mesh.microbatches} micro-batches; collectives over pipe and bytes are of "
+            "one device and step"
+        ),
+        curves={"loss": "loss"},
+        unit="nats per token",
+        tokens_per_step=config.batch_size * config.seq_len,
+        plots={name: tools.report.Picture(partial(draw_schedule, table)) for name, table in tables.items()},
+    )
 
 
 if __name__ == "__main__":

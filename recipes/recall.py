@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import equinox as eqx
-import jax
 import numpy as np
 import optax
 
@@ -104,41 +103,21 @@ def make_model(mixer, width, vocab, key):
 
 
 def main(config: Config) -> None:
-    check(config)
+    train.check_names("mixers", config.mixers, MIXERS)
+    if not config.widths or min(config.widths) < 1:
+        raise ValueError(f"widths={config.widths}: one or more numbers above 0 were expected")
     seed = config.run.seed
-    learning_rates, keys = train.sweep_grid(config.rates, seeds=range(seed, seed + config.num_seeds))
+    rates, keys = train.sweep_grid(config.rates, seeds=range(seed, seed + config.num_seeds))
+    sizes = (config.vocab, config.seq_len, config.num_pairs)
+    task = AssociativeRecall(*sizes, gap_exponent=config.gap_exponent, seed=2 * seed)
+    unseen = AssociativeRecall(*sizes, gap_exponent=config.gap_exponent, seed=2 * seed + 1)
+    test = train.stack_rows(unseen, config.eval_rows)
 
-    dataset = partial(
-        AssociativeRecall, config.vocab, config.seq_len, config.num_pairs, gap_exponent=config.gap_exponent
-    )
-    task = dataset(seed=2 * seed)
-    test = train.stack_rows(dataset(seed=2 * seed + 1), config.eval_rows)
-
-    # The schedule peaks at 1, and the learning rate multiplies the updates: one program serves all rates.
-    warmup = min(config.warmup_steps, config.steps // 2)
-    schedule = optax.warmup_cosine_decay_schedule(0.0, 1.0, warmup, config.steps)
-    schedule = jax.jit(schedule)  # the log asks for it in each step: one program instead of ten
+    # The schedule peaks at 1, and each run's rate multiplies its updates: one program serves all rates and seeds.
+    schedule = train.warmup_cosine(1.0, config.warmup_steps, config.steps, end=0.0)
     adamw = optax.adamw(schedule, b2=0.95, weight_decay=config.weight_decay, mask=train.decay_mask)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), adamw)
-
-    def loss_fn(params, model, batch):
-        total, count = zoo.cross_entropy(eqx.combine(params, model), batch)
-        return total / count
-
-    def step_run(batch, model, opt_state, learning_rate):
-        params = zoo.trainable(model)
-        loss, grads = jax.value_and_grad(loss_fn)(params, model, batch)
-        updates, opt_state = optimizer.update(grads, opt_state, params)
-        updates = optax.tree.scale(learning_rate, updates)
-        model = eqx.apply_updates(model, updates)
-        return model, opt_state, {"losses": loss, "gradient_norm": optax.tree.norm(grads)}
-
-    @eqx.filter_jit(donate="all-except-first")
-    def step(batch, models, opt_states):
-        """Step all runs, which are stacked: every array of their models has a leading dim."""
-        stacked = eqx.if_array(0)
-        step_runs = eqx.filter_vmap(step_run, in_axes=(None, stacked, stacked, 0))
-        return step_runs(batch, models, opt_states, learning_rates)
+    step = train.sweep_step(zoo.cross_entropy, optimizer)
 
     @train.sweep_map
     def initialize(model):
@@ -151,18 +130,17 @@ def main(config: Config) -> None:
 
     rows = []
     for mixer, width in [(mixer, width) for mixer in config.mixers for width in config.widths]:
-        name = f"{mixer}-{width}"
         init_fn = partial(make_model, mixer, width, config.vocab)
         models = train.sweep_models(init_fn, keys)
         opt_states = initialize(models)
         batches = train.ShuffledBatches(task, config.batch_size, seed=seed)
 
-        with train.Run(config.run, config=config, name=name) as run:
-            run.print_line(f"{name}: {len(config.rates)} learning rates, {config.num_seeds} seeds")
+        with train.Run(config, name=f"{mixer}-{width}") as run:
+            run.print_line(f"{run.name}: {len(config.rates)} learning rates, {config.num_seeds} seeds")
             models, opt_states = run.restore((models, opt_states), batches)
             for batch in run.steps(batches, config.steps, tokens=config.batch_size * config.seq_len * len(keys)):
-                models, opt_states, metrics = step(batch, models, opt_states)
-                run.log(**metrics, learning_rate=learning_rates * schedule(run.step - 1))
+                models, opt_states, metrics = step(batch, models, opt_states, rates)
+                run.log(**metrics, learning_rate=rates * schedule(run.step - 1))
                 if run.every(config.eval_every):
                     accuracies = accuracy(models, test).reshape(len(config.rates), config.num_seeds)
                     run.log(accuracies=accuracies, accuracy=accuracies.mean(1).max())
@@ -176,7 +154,7 @@ def main(config: Config) -> None:
         by_rate = np.mean(last["accuracies"], axis=1)
         model = eqx.filter_eval_shape(init_fn, keys[0])
         row = {
-            "run": name,
+            "run": run.name,
             "mixer": mixer,
             "parameters": zoo.count(model),
             "bytes of state": zoo.inspect.state_bytes(model, config.seq_len),
@@ -186,33 +164,20 @@ def main(config: Config) -> None:
         }
         rows.append(row)
 
-    chart = tools.report.ScatterChart.of_rows(
-        rows, "mixer", x="bytes of state", values="accuracy", unit="accuracy", x_label="bytes of state per row"
-    )
     tools.report_runs(
-        config.run.out,
+        config,
         "Recall and bytes of state",
         rows,
-        config=config,
-        description=(
-            f"{config.num_pairs} pairs in {config.seq_len} tokens; best learning rate, mean of {config.num_seeds} seeds"
-        ),
+        description=f"{config.num_pairs} pairs in {config.seq_len} tokens; best rate, mean of {config.num_seeds} seeds",
         curves={},
         unit="accuracy",
-        plots={"Accuracy": chart},
+        plots={"Accuracy": draw(rows)},
     )
 
 
-def check(config: Config) -> None:
-    """Refuse values that cannot be trained, before any row is made."""
-    train.check_names("mixers", config.mixers, MIXERS)
-    if not config.widths:
-        raise ValueError("widths are one or more numbers")
-    for name in ("steps", "num_seeds", "eval_rows", "batch_size"):
-        if getattr(config, name) < 1:
-            raise ValueError(f"{name}={getattr(config, name)} is not 1 or more")
-    if min(config.widths) < 1:
-        raise ValueError(f"each of widths={config.widths} is at least 1")
+def draw(rows):
+    options = {"unit": "accuracy", "x_label": "bytes of state per row"}
+    return tools.report.ScatterChart.of_rows(rows, "mixer", x="bytes of state", values="accuracy", **options)
 
 
 if __name__ == "__main__":

@@ -14,8 +14,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import equinox as eqx
-import jax
 import numpy as np
 import optax
 
@@ -86,47 +84,31 @@ class Config:
     run: train.RunOptions = train.RunOptions(Path("runs/state_tracking"))
 
 
+def make_model(config, group, mixer, key):
+    return zoo.models.Hybrid(
+        vocab=len(GROUPS[group]),
+        embed=config.embed,
+        layers=config.layers,
+        mlp=config.mlp_dim,
+        pattern=(mixer_factories(config.embed, config.heads)[mixer],),
+        tied=False,
+        key=key,
+    )
+
+
 def main(config: Config) -> None:
-    check(config)
+    train.check_names("groups", config.groups, GROUPS)
+    train.check_names("mixers", config.mixers, MIXERS)
+    if config.eval_seq_len <= config.seq_len:
+        raise ValueError(f"eval_seq_len={config.eval_seq_len} is not more than seq_len={config.seq_len}")
     seed = config.run.seed
-    learning_rates, keys = train.sweep_grid(config.rates, seeds=range(seed, seed + config.num_seeds))
+    rates, keys = train.sweep_grid(config.rates, seeds=range(seed, seed + config.num_seeds))
 
-    def make_model(group, mixer, key):
-        return zoo.models.Hybrid(
-            vocab=len(GROUPS[group]),
-            embed=config.embed,
-            layers=config.layers,
-            mlp=config.mlp_dim,
-            pattern=(mixer_factories(config.embed, config.heads)[mixer],),
-            tied=False,
-            key=key,
-        )
-
-    # The schedule peaks at 1, and the learning rate multiplies the updates: one program serves all rates.
-    warmup = min(config.warmup_steps, config.steps // 2)
-    schedule = optax.warmup_cosine_decay_schedule(0.0, 1.0, warmup, config.steps)
-    schedule = jax.jit(schedule)  # the log asks for it in each step: one program instead of ten
+    # The schedule peaks at 1, and each run's rate multiplies its updates: one program serves all rates and seeds.
+    schedule = train.warmup_cosine(1.0, config.warmup_steps, config.steps, end=0.0)
     adamw = optax.adamw(schedule, b2=0.95, weight_decay=config.weight_decay, mask=train.decay_mask)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), adamw)
-
-    def loss_fn(params, model, batch):
-        total, count = zoo.cross_entropy(eqx.combine(params, model), batch)
-        return total / count
-
-    def step_run(batch, model, opt_state, learning_rate):
-        params = zoo.trainable(model)
-        loss, grads = jax.value_and_grad(loss_fn)(params, model, batch)
-        updates, opt_state = optimizer.update(grads, opt_state, params)
-        updates = optax.tree.scale(learning_rate, updates)
-        model = eqx.apply_updates(model, updates)
-        return model, opt_state, {"losses": loss, "gradient_norm": optax.tree.norm(grads)}
-
-    @eqx.filter_jit(donate="all-except-first")
-    def step(batch, models, opt_states):
-        """Step all runs, which are stacked: every array of their models has a leading dim."""
-        stacked = eqx.if_array(0)
-        step_runs = eqx.filter_vmap(step_run, in_axes=(None, stacked, stacked, 0))
-        return step_runs(batch, models, opt_states, learning_rates)
+    step = train.sweep_step(zoo.cross_entropy, optimizer)
 
     @train.sweep_map
     def initialize(model):
@@ -137,26 +119,22 @@ def main(config: Config) -> None:
         return (model(batch["tokens"]).argmax(-1) == batch["targets"]).mean(0)
 
     rows = []
-    curves = {group: [] for group in config.groups}
+    best = {group: {} for group in config.groups}
     for group, mixer in [(group, mixer) for group in config.groups for mixer in config.mixers]:
-        name = f"{group}-{mixer}"
         test = train.stack_rows(GroupWords(group, config.eval_seq_len, seed=2 * seed + 1), config.eval_rows)
-        task = GroupWords(group, config.seq_len, seed=2 * seed)
-        batches = train.ShuffledBatches(task, config.batch_size, seed=seed)
-        models = train.sweep_models(partial(make_model, group, mixer), keys)
+        batches = train.ShuffledBatches(GroupWords(group, config.seq_len, seed=2 * seed), config.batch_size, seed=seed)
+        models = train.sweep_models(partial(make_model, config, group, mixer), keys)
         opt_states = initialize(models)
 
-        with train.Run(config.run, config=config, name=name) as run:
-            run.print_line(f"{name}: {len(config.rates)} learning rates, {config.num_seeds} seeds")
+        with train.Run(config, name=f"{group}-{mixer}") as run:
+            run.print_line(f"{run.name}: {len(config.rates)} learning rates, {config.num_seeds} seeds")
             models, opt_states = run.restore((models, opt_states), batches)
             for batch in run.steps(batches, config.steps, tokens=config.batch_size * config.seq_len * len(keys)):
-                models, opt_states, metrics = step(batch, models, opt_states)
-                run.log(**metrics, learning_rate=learning_rates * schedule(run.step - 1))
+                models, opt_states, metrics = step(batch, models, opt_states, rates)
+                run.log(**metrics, learning_rate=rates * schedule(run.step - 1))
                 if run.every(config.eval_every):
                     places = accuracy(models, test)
-                    beyond = places[:, config.seq_len :].mean(1)
-                    trained = places[beyond.argmax(), : config.seq_len].mean()
-                    run.log(places=places, trained=trained, beyond=beyond.max())
+                    run.log(places=places, beyond=places[:, config.seq_len :].mean(1).max())
                 if run.due(config.eval_every):
                     run.save((models, opt_states), batches)
         batches.close()
@@ -166,44 +144,35 @@ def main(config: Config) -> None:
         # The best of all learning rates and seeds on the test rows: the question is what can be learned.
         places = np.array(train.summary(run.directory)["places"])
         beyond = places[:, config.seq_len :].mean(1)
-        best = places[beyond.argmax()]
+        best[group][mixer] = places[beyond.argmax()]
         row = {
-            "run": name,
-            f"up to {config.seq_len} tokens": best[: config.seq_len].mean(),
+            "run": run.name,
+            f"up to {config.seq_len} tokens": best[group][mixer][: config.seq_len].mean(),
             f"{config.seq_len} to {config.eval_seq_len}": beyond.max(),
             "median run": np.median(beyond),
             "best rate": config.rates[beyond.argmax() // config.num_seeds],
         }
         rows.append(row)
-        bins = np.array_split(np.arange(config.eval_seq_len), 32)
-        ends = [int(each[-1]) + 1 for each in bins]
-        curves[group].append(tools.report.Curve(mixer, ends, [best[each].mean() for each in bins]))
 
-    plots = {}
-    for group in config.groups:
-        chance = {"chance": 1 / len(GROUPS[group])}
-        plots[f"Accuracy by place: {group}"] = tools.report.LineChart(curves[group], "accuracy", "tokens", chance)
     tools.report_runs(
-        config.run.out,
+        config,
         "State tracking",
         rows,
-        config=config,
         description=f"The best run of {len(keys)} per mixer",
         curves={},
         unit="accuracy",
-        plots=plots,
+        plots={f"Accuracy by place: {group}": draw(group, best[group]) for group in config.groups},
     )
 
 
-def check(config: Config) -> None:
-    """Refuse values that cannot be trained, before any row is made."""
-    train.check_names("groups", config.groups, GROUPS)
-    train.check_names("mixers", config.mixers, MIXERS)
-    for name in ("steps", "num_seeds", "eval_rows", "batch_size", "seq_len"):
-        if getattr(config, name) < 1:
-            raise ValueError(f"{name}={getattr(config, name)} is not 1 or more")
-    if config.eval_seq_len <= config.seq_len:
-        raise ValueError(f"eval_seq_len={config.eval_seq_len} is not more than seq_len={config.seq_len}")
+def draw(group, best):
+    """Chart the accuracy by place of each mixer, in 32 bins."""
+    curves = []
+    for mixer, places in best.items():
+        bins = np.array_split(np.arange(len(places)), 32)
+        ends = [int(each[-1]) + 1 for each in bins]
+        curves.append(tools.report.Curve(mixer, ends, [places[each].mean() for each in bins]))
+    return tools.report.LineChart(curves, "accuracy", "tokens", {"chance": 1 / len(GROUPS[group])})
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
     shapes, _backend, _checks, _files, _keywords, _optional, _terminal, _workarounds
         < _processes < _compile_cache, ops
-        < parallel < layers < models < weights, text, generate < adapters, train, inspect < precision
+        < parallel < layers < models < weights, text, generate < adapters, inspect < train < precision
         < tools._figure < tools.plan, tools.draw, tools.report, tools.parity, tools.export, tools.evaluate
         < tools.testing, tools.commands < tools < testing, parity, cli, recipes
 
@@ -26,7 +26,8 @@ LEVELS = (
     ("layers",),
     ("models",),
     ("weights", "text", "generate"),
-    ("adapters", "train", "inspect"),
+    ("adapters", "inspect"),
+    ("train",),
     ("precision",),
     ("tools._figure",),
     ("tools.plan", "tools.draw", "tools.report", "tools.parity", "tools.export", "tools.evaluate"),
@@ -107,8 +108,8 @@ PLANTED = {
     "relative, upward": ("zoo/layers/a.py", "\nfrom ..models import blocks", 2, "upward"),
     "relative, of a package": ("zoo/layers/__init__.py", "from .. import weights", 1, "upward"),
     "from the package": ("zoo/parallel/a.py", "from zoo import layers", 1, "upward"),
-    "sideways": ("zoo/train/a.py", "from ..adapters.lora import wrap", 1, "sideways"),
-    "sideways, of a file": ("zoo/inspect.py", "from . import train", 1, "sideways"),
+    "sideways": ("zoo/adapters/a.py", "from ..inspect.state import state_bytes", 1, "sideways"),
+    "sideways, of a file": ("zoo/inspect.py", "from . import adapters", 1, "sideways"),
     "inside a function": ("zoo/ops/a.py", "def f():\n    import zoo.parallel", 2, "upward"),
     "for the type checker": (
         "zoo/models/a.py",

@@ -67,8 +67,8 @@ def test_fork_copy_names_its_prerequisite(run):
         "next: python finetune.py --steps 20",
     ]
     text = Path("finetune.py").read_text()
-    assert "recipes/" not in text and "`zoo fork transformer && python transformer.py` makes one" in text
-    assert 'START = Path("runs/transformer/export")' in text and 'Path("runs/finetune")' in text
+    assert "recipes/" not in text and '"zoo fork transformer && python transformer.py"' in text
+    assert 'checkpoint: Path = Path("runs/transformer/export")' in text and 'Path("runs/finetune")' in text
 
 
 def test_fork_target_file_or_directory(run, refused):

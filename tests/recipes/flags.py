@@ -1,10 +1,14 @@
 """Calls of a recipe's `main` with flat flags, as the command line gives them."""
 
+import contextlib
 import dataclasses
-import inspect
+import io
+import re
 import typing
 from collections.abc import Callable
 from typing import Any
+
+from zoo import train
 
 MESH_FLAGS = [
     *("fsdp", "tensor", "zero_stage", "sequence_parallel", "context", "context_attention", "expert", "pipe"),
@@ -35,15 +39,23 @@ def flag_names(main: Callable) -> list[str]:
     return [flag for name in _field_names(config) for flag in groups.get(name, [name])]
 
 
-def unexplained_flags(main: Callable) -> list[str]:
-    """List the fields of the configuration, except option groups, without a comment on their line or the line above."""
-    lines = inspect.getsource(find_config(main)).splitlines()
-    found = []
-    for name in _field_names(find_config(main)):
-        (number,) = (number for number, line in enumerate(lines) if line.startswith(f"    {name}: "))
-        if "  # " not in lines[number] and not lines[number - 1].startswith("    # "):
-            found.append(name)
-    return [name for name in found if name not in _option_groups(find_config(main)())]
+def read_help(recipe: Any) -> dict[str, str]:
+    """Return what `--help` says of each flag of a recipe."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
+        train.run_cli(recipe.main, recipe.Config, arguments=["--help"])
+    _, _, options = printed.getvalue().partition("show this help message and exit")
+    text = " ".join(options.replace("\u2502", " ").split())
+    found = re.finditer(r"(?<!-)--([a-z][a-z0-9-]*) (.*?)\((?:default|repeatable|optional)", text)
+    return {match[1].replace("-", "_"): _drop_metavar(match[2]) for match in found}
+
+
+def _drop_metavar(text: str) -> str:
+    """Return the sentence behind `INT` or `{none,nf4}`."""
+    words = text.split()
+    while words and (words[0].isupper() or words[0][0] in "[{"):
+        words.pop(0)
+    return " ".join(words)
 
 
 def _option_groups(config: Any) -> dict[str, Any]:
@@ -62,6 +74,7 @@ def loaded_dtype(main: Callable, patch: Any, **flags: Any) -> str:
         raise EOFError(dtype)
 
     patch.setattr("zoo.load", load)
+    patch.setattr("zoo.train.configs.load", load)
     try:
         call(main, **flags)
     except EOFError as end:

@@ -9,7 +9,7 @@ import pytest
 
 import zoo
 from recipes import bert
-from tests.recipes.flags import MESH_FLAGS, RUN_FLAGS, call, flag_names, unexplained_flags
+from tests.recipes.flags import call
 from tests.recipes.optimization import check_optimization
 from zoo import train
 
@@ -25,9 +25,11 @@ def test_bert_learns_exports_and_reports(text, tmp_path, capsys):
     call(bert.main, data=(text,), out=tmp_path, **TINY)
     lines = train.read_metrics(tmp_path / "metrics.jsonl")
     assert [line["step"] for line in lines] == [1, 2] and lines[-1]["validation"] > 0
-    assert "of the masked tokens right in 8 held-out sequences after 2 steps" in capsys.readouterr().out
+    assert "nats per masked token after 2 steps on" in capsys.readouterr().out
     report = (tmp_path / "report.html").read_text()
-    assert "█" in report and "nats per masked token" in report and "http" not in report
+    assert (
+        "█" in report and "masked tokens right" in report and "nats per masked token" in report and "http" not in report
+    )
     check_optimization(tmp_path)
 
     config = json.loads((tmp_path / "export" / "config.json").read_text())
@@ -37,15 +39,6 @@ def test_bert_learns_exports_and_reports(text, tmp_path, capsys):
     test = bert.mask_tokens(jnp.asarray(rows["tokens"]), key, 0, 256)
     total, count = zoo.cross_entropy(zoo.load(tmp_path / "export"), test)
     assert total / count == pytest.approx(lines[-1]["validation"], rel=1e-5)
-
-
-@pytest.mark.slow
-def test_bert_resumed_is_equal(text, tmp_path):
-    call(bert.main, data=(text,), out=tmp_path, **TINY)
-    lines, report = train.read_metrics(tmp_path / "metrics.jsonl"), (tmp_path / "report.html").stat().st_mtime
-    call(bert.main, data=(text,), out=tmp_path, resume=1, **TINY)
-    assert train.read_metrics(tmp_path / "metrics.jsonl") == lines
-    assert (tmp_path / "report.html").stat().st_mtime > report
 
 
 def test_bert_masks_in_the_published_proportions():
@@ -58,8 +51,3 @@ def test_bert_masks_in_the_published_proportions():
     chosen = masked[is_target]
     assert (chosen == 0).mean() == pytest.approx(0.8, abs=0.02)
     assert (chosen == 7).mean() == pytest.approx(0.1, abs=0.02)
-
-
-def test_bert_flags_are_explained():
-    assert unexplained_flags(bert.main) == []
-    assert flag_names(bert.main)[-len(MESH_FLAGS + RUN_FLAGS) :] == MESH_FLAGS + RUN_FLAGS

@@ -9,7 +9,7 @@ import pytest
 
 import zoo
 from recipes import finetune
-from tests.recipes.flags import MESH_FLAGS, RUN_FLAGS, call, flag_names
+from tests.recipes.flags import call
 from tests.recipes.optimization import check_optimization
 from zoo import train
 
@@ -55,30 +55,9 @@ def test_finetune_learns_exports_and_reports(unbroken, start):
 
 
 @pytest.mark.slow
-def test_finetune_resumes_bitwise(text, start, unbroken, tmp_path):
-    out = shutil.copytree(unbroken, tmp_path / "run")
-    shutil.rmtree(out / "checkpoints" / "4")
-    shutil.rmtree(out / "export")
-    call(
-        finetune.main,
-        checkpoint=start,
-        data=(text,),
-        pretraining_data=(text,),
-        out=out,
-        fsdp=2,
-        tensor=2,
-        resume=True,
-        **TINY,
-    )
-    assert (out / "metrics.jsonl").read_bytes() == (unbroken / "metrics.jsonl").read_bytes()
-    for file in (unbroken / "export").iterdir():
-        assert (out / "export" / file.name).read_bytes() == file.read_bytes()
-
-
-@pytest.mark.slow
 def test_finetune_starts_from_the_export_of_transformer(start, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    shutil.copytree(start, finetune.START)
+    shutil.copytree(start, finetune.Config.checkpoint)
     call(finetune.main, fsdp=2, tensor=2, **TINY)
     printed = capsys.readouterr().out
     assert "wrote the report to runs/finetune/report.html" in printed
@@ -132,15 +111,3 @@ def test_finetune_bad_input_is_one_line(text, start, unbroken, tmp_path, monkeyp
     assert "do not divide evenly over data=8" in complaint(capsys, *given, "--batch-size", 12, "--seq-len", 16)
     assert "resume it" in complaint(capsys, *given, "--out", unbroken, "--seq-len", 16)
     assert not (tmp_path / "runs").exists()
-
-
-FLAGS = [
-    *("checkpoint", "data", "pretraining_data", "seq_len", "batch_size", "steps", "epochs", "learning_rate"),
-    *("warmup_steps", "weight_decay", "eval_every", "prompts"),
-    *MESH_FLAGS,
-    *RUN_FLAGS,
-]
-
-
-def test_finetune_flags():
-    assert flag_names(finetune.main) == FLAGS

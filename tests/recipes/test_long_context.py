@@ -3,7 +3,7 @@
 import pytest
 
 from recipes import long_context
-from tests.recipes.flags import MESH_FLAGS, RUN_FLAGS, call, flag_names, unexplained_flags
+from tests.recipes.flags import call
 from tests.recipes.optimization import check_optimization
 from zoo import train
 
@@ -14,11 +14,6 @@ TINY = {
     "eval_seq_lens": (32, 64), "min_seq_len": 32, "num_pairs": 2, "num_queries": 4, "batch_size": 2, "steps": 2,
     "eval_rows": 16, "eval_every": 2, "context": 8,
 }  # fmt: skip
-FLAGS = [
-    *("pattern", "num_layers", "vocab", "embed", "heads", "seq_len", "eval_seq_lens", "min_seq_len", "num_pairs"),
-    *("num_queries", "batch_size", "steps", "learning_rate", "warmup_steps", "eval_rows"),
-    *("eval_every", *MESH_FLAGS, *RUN_FLAGS),
-]
 
 
 def test_long_context_trains_and_counts_bytes(tmp_path, capsys):
@@ -46,12 +41,3 @@ def test_long_context_bad_flags_raise_early(tmp_path, changes, message):
     with pytest.raises(ValueError, match=message):
         call(long_context.main, out=tmp_path / "run", **TINY | changes)
     assert not (tmp_path / "run").exists()
-
-
-def test_long_context_flags_are_explained(capsys):
-    assert flag_names(long_context.main) == FLAGS
-    with pytest.raises(SystemExit):
-        train.run_cli(long_context.main, long_context.Config, arguments=["--help"])
-    printed = capsys.readouterr().out
-    assert all(f"--{name.replace('_', '-')} " in printed for name in FLAGS)
-    assert unexplained_flags(long_context.main) == []

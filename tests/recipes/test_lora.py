@@ -10,14 +10,14 @@ import pytest
 
 import zoo
 from recipes import lora
-from tests.recipes.flags import MESH_FLAGS, RUN_FLAGS, call, flag_names, loaded_dtype
+from tests.recipes.flags import call, loaded_dtype
 from tests.recipes.optimization import check_optimization
 from zoo import train
 
 pytestmark = pytest.mark.ci
 
-TINY = {"seq_len": 16, "batch_size": 16, "steps": 4, "warmup_steps": 1, "eval_every": 2, "rank": 2, "alpha": 4.0}
-OPTIONS = {"rank_stabilized": True, "targets": ("query", "value"), "microbatches": 2, "fsdp": 2, "tensor": 2}
+TINY = {"seq_len": 16, "batch_size": 16, "steps": 4, "warmup_steps": 1, "eval_every": 2, "rank": 2}
+OPTIONS = {"targets": ("query", "value"), "microbatches": 2, "fsdp": 2, "tensor": 2}
 OPTIONS["epochs"] = 0.08  # of 59 steps each
 
 
@@ -35,7 +35,7 @@ def test_lora_learns_exports_and_reports(unbroken, start):
     base, merged = zoo.load(start), zoo.load(unbroken / "export")
     assert jax.tree.structure(base) == jax.tree.structure(merged)
     said = json.loads((unbroken / "adapter" / "adapter_config.json").read_text())
-    assert said["r"] == 2 and np.isclose(said["lora_alpha"] / 2, 4 / 2**0.5), "what scales it, by PEFT's plain rule"
+    assert (said["r"], said["lora_alpha"]) == (2, 4)
     tuned = zoo.adapters.load(base, unbroken / "adapter")
     assert 0 < zoo.count(tuned) < zoo.count(base)
     tokens = jnp.arange(32).reshape(2, 16)
@@ -54,23 +54,9 @@ def test_lora_checkpoint_holds_the_adapter_alone(unbroken):
     assert not any(name.endswith("base.weight") for name in arrays.get("leaves", {}))
 
 
-def test_lora_resumes_bitwise(text, start, unbroken, tmp_path, monkeypatch, capsys):
-    """Also from the default checkpoint, where transformer.py exports its model."""
-    monkeypatch.chdir(tmp_path)
-    shutil.copytree(start, lora.START)
-    out = shutil.copytree(unbroken, tmp_path / "runs" / "lora")
-    shutil.rmtree(out / "checkpoints" / "5")
-    for name in ("export", "adapter"):
-        shutil.rmtree(out / name)
-    call(lora.main, data=(text,), pretraining_data=(text,), resume=True, **TINY, **OPTIONS)
-    for name in ("metrics.jsonl", "adapter/adapter_model.safetensors", "export/model.safetensors"):
-        assert (out / name).read_bytes() == (unbroken / name).read_bytes()
-    assert "wrote the model to runs/lora/export" in capsys.readouterr().out
-
-
 QUANTIZED = {
     "seq_len": 16, "batch_size": 8, "steps": 2, "warmup_steps": 1, "eval_every": 1, "rank": 2, "quantization": "nf4",
-    "targets": ("query", "up"), "fsdp": 2, "quantize_targets": ("query", "up"), "dtype": "bfloat16",
+    "targets": ("query", "up"), "fsdp": 2, "dtype": "bfloat16",
 }  # fmt: skip
 
 
@@ -92,7 +78,7 @@ def test_qlora_learns_exports_and_reports(quantized, whole_blocks):
     lines = train.read_metrics(quantized / "metrics.jsonl")
     assert [line["step"] for line in lines if "new" in line and "old" in line] == [1, 2]
     assert lines[-1]["new"] < lines[0]["new"]
-    small = zoo.adapters.quantize(zoo.load(whole_blocks), "nf4", targets=QUANTIZED["quantize_targets"])
+    small = zoo.adapters.quantize(zoo.load(whole_blocks), "nf4")
     tuned, merged = zoo.adapters.load(small, quantized / "adapter"), zoo.load(quantized / "export")
     tokens = jnp.arange(32).reshape(2, 16)
     np.testing.assert_allclose(tuned(tokens), merged(tokens), atol=1e-4)
@@ -105,21 +91,10 @@ def test_qlora_learns_exports_and_reports(quantized, whole_blocks):
 
 
 def test_qlora_takes_its_quantization_from_the_folder(quantized, tmp_path, capsys):
-    """Also from a folder of the recipe qlora.py, which named the format in the same key."""
     out = shutil.copytree(quantized, tmp_path / "run")
     words = ["--resume", "--out", str(out)]
     config = train.run_cli(lambda config: config, lora.Config, arguments=words)
-    assert (config.quantization, config.quantize_targets, config.steps) == ("nf4", ("query", "up"), 2)
-
-
-@pytest.mark.slow  # the same without quantization, in CI
-def test_qlora_resumes_bitwise(text, whole_blocks, quantized, tmp_path):
-    out = shutil.copytree(quantized, tmp_path / "run")
-    shutil.rmtree(out / "checkpoints" / "2")
-    options = QUANTIZED | {"resume": True}
-    call(lora.main, checkpoint=whole_blocks, data=(text,), pretraining_data=(text,), out=out, **options)
-    for name in ("metrics.jsonl", "adapter/adapter_model.safetensors", "export/model.safetensors"):
-        assert (out / name).read_bytes() == (quantized / name).read_bytes()
+    assert (config.quantization, config.targets, config.steps) == ("nf4", ("query", "up"), 2)
 
 
 def test_lora_holds_a_frozen_base_in_the_compute_dtype(text, start, tmp_path, monkeypatch):
@@ -142,21 +117,6 @@ def test_lora_bad_input_is_one_line(text, start, tmp_path, monkeypatch, capsys):
     assert "runs/transformer/export: no model there; `python recipes/transformer.py`" in complaint(capsys)
     given = ("--checkpoint", start, "--data", text, "--pretraining-data", text, "--seq-len", 16)
     assert "no matrix of the model is meant by the target 'querry'" in complaint(capsys, *given, "--targets", "querry")
-    quantized = ("--quantization", "nf4", "--quantize-targets", "querry")
-    assert "no matrix of the model is meant by the target 'querry'" in complaint(capsys, *given, *quantized)
     assert "a rank is at least 1, not 0" in complaint(capsys, *given, "--rank", 0)
     assert "do not divide evenly over data=8" in complaint(capsys, *given, "--batch-size", 12)
     assert not (tmp_path / "runs").exists()
-
-
-FLAGS = [
-    *("checkpoint", "data", "pretraining_data", "quantization", "quantize_targets", "targets", "rank"),
-    *("alpha", "rank_stabilized", "seq_len", "batch_size", "steps", "epochs", "learning_rate", "warmup_steps"),
-    *("weight_decay", "eval_every", "prompts"),
-    *MESH_FLAGS,
-    *RUN_FLAGS,
-]
-
-
-def test_lora_flags():
-    assert flag_names(lora.main) == FLAGS

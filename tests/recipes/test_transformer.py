@@ -12,13 +12,12 @@ import time
 
 import equinox as eqx
 import jax
-import numpy as np
 import pytest
 
 import zoo
 from recipes import transformer
 from tests.processes import ROOT, make_environment
-from tests.recipes.flags import MESH_FLAGS, RUN_FLAGS, call, flag_names, unexplained_flags
+from tests.recipes.flags import call, flag_names
 from tests.recipes.optimization import check_optimization
 from zoo import train
 
@@ -27,16 +26,6 @@ TINY = {
     "embed": 16, "layers": 2, "heads": 4, "mlp_dim": 32, "seq_len": 16, "batch_size": 8, "steps": 60,
     "warmup_steps": 5, "dropout": 0.1, "eval_every": 10,
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("text")
-    words = ["the", "cat", "sat", "on", "a", "mat", "and", "saw", "that", "it", "was", "flat"]
-    pick = random.Random(0)
-    for number in range(40):
-        (folder / f"{number}.txt").write_text(" ".join(pick.choice(words) for _ in range(200)))
-    return folder
 
 
 def command(text, out, *more, **changes):
@@ -183,55 +172,24 @@ def test_transformer_combines_the_other_options(text, tmp_path):
     assert zoo.load(tmp_path / "run" / "export").embedding.weight.shape == (300, 16)
 
 
-@pytest.mark.ci
-def test_transformer_exports_the_average_of_schedule_free(text, tmp_path, monkeypatch):
-    """On a mesh; the average is what `eval_params` returned last."""
-    returned = []
-    keep = lambda opt_state, model: returned.append(eval_params(opt_state, model)) or returned[-1]
-    eval_params = train.eval_params
-    monkeypatch.setattr(train, "eval_params", keep)
-    options = TINY | {"steps": 2, "optimizer": "schedule_free", "fsdp": 2, "learning_rate": 0.1}
-    call(transformer.main, data=(text,), out=tmp_path / "run", **options)
-    exported = zoo.load(tmp_path / "run" / "export")
-    np.testing.assert_array_equal(exported.embedding.weight, returned[-1].embedding.weight)
-    rates = [line["learning_rate"] for line in train.read_metrics(tmp_path / "run" / "metrics.jsonl")]
-    assert rates == pytest.approx([0, 0.1])
-
-
-def test_transformer_branches_off_a_stable_run(text, tmp_path, capsys):
+def test_transformer_branches_off_a_stable_run(text, tmp_path, monkeypatch):
+    """As docs/optimizers.md says, with the schedule replaced."""
     stable, branch = tmp_path / "stable", tmp_path / "branch"
-    run = lambda *words: train.run_cli(transformer.main, transformer.Config, transformer.PRESETS, arguments=words)
-    run(*command(text, stable, "--decay-steps", "0", steps=30)[2:])
+
+    def train_with(decay_steps, **flags):
+        def schedule(peak, warmup_steps, steps):
+            return train.warmup_stable_decay(peak, warmup_steps, steps, decay_steps)
+
+        monkeypatch.setattr(train, "warmup_cosine", schedule)
+        call(transformer.main, data=(text,), **TINY | flags)
+
+    train_with(0, out=stable, steps=30)
     shutil.copytree(stable, branch)
-    run("--resume", "20", "--decay-steps", "4", "--data", str(text), "--out", str(branch))
-    assert "a branch from step 20, with a decay of 4 steps: --steps=24" in capsys.readouterr().out
+    train_with(4, out=branch, resume=20, steps=24)
     before, after = (train.read_metrics(out / "metrics.jsonl") for out in (stable, branch))
     assert after[:20] == before[:20] and len(after) == 24
     rates = [line["learning_rate"] / 3e-3 for line in after[19:]]
     assert rates == pytest.approx([1, 1, 0.5, 1 - 0.5**0.5, 1 - 0.75**0.5])
-
-
-def test_transformer_help_explains_every_flag():
-    status, printed, _ = finish(start([sys.executable, str(RECIPE), "--help"]))
-    assert status == 0
-    for name in flag_names(transformer.main):
-        assert f"--{name.replace('_', '-')}" in printed
-    for line in ("Train a small Transformer", "Presets, as the first word: cpu, 1b", "Peak learning rate"):
-        assert line in " ".join(printed.replace("│", " ").split()), line
-
-
-FLAGS = [
-    *("data", "vocab", "embed", "layers", "loops", "streams", "heads", "kv_heads", "mlp_dim", "dropout"),
-    *("seq_len", "batch_size"),
-    *("steps", "optimizer", "learning_rate", "warmup_steps", "decay_steps", "weight_decay", "eval_every"),
-    *MESH_FLAGS,
-    *RUN_FLAGS,
-]
-
-
-def test_transformer_flags():
-    assert flag_names(transformer.main) == FLAGS
-    assert unexplained_flags(transformer.main) == []
 
 
 def test_transformer_preset_has_the_size_of_its_name():

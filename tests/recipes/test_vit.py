@@ -8,7 +8,7 @@ import pytest
 
 import zoo
 from recipes import vit
-from tests.recipes.flags import MESH_FLAGS, RUN_FLAGS, call, flag_names, unexplained_flags
+from tests.recipes.flags import call
 from tests.recipes.optimization import check_optimization
 from zoo import train
 from zoo.train.digits import load_digits
@@ -27,9 +27,14 @@ def test_vit_learns_exports_and_reports(tmp_path, capsys):
     assert [line["step"] for line in lines] == [1, 2]
     accuracy = lines[-1]["accuracy"]
     assert accuracy * 16 == round(accuracy * 16) and lines[-1]["validation"] > 0
-    assert f"{accuracy:.1%} of 16 held-out digits right after 2 steps" in capsys.readouterr().out
+    assert "nats after 2 steps on" in capsys.readouterr().out
     report = (tmp_path / "report.html").read_text()
-    assert 'aria-label="Digits with predictions"' in report and ", not " in report and "http" not in report
+    assert (
+        'aria-label="Digits with predictions"' in report
+        and ", not " in report
+        and f"{accuracy:.1%}" in report
+        and "http" not in report
+    )
     check_optimization(tmp_path)
 
     config = json.loads((tmp_path / "export" / "config.json").read_text())
@@ -37,17 +42,3 @@ def test_vit_learns_exports_and_reports(tmp_path, capsys):
     _, test = load_digits(held_out=16)
     logits = zoo.load(tmp_path / "export")(jnp.asarray(test.images))
     assert np.mean(logits.argmax(-1) == test.labels) == pytest.approx(accuracy)
-
-
-@pytest.mark.slow
-def test_vit_resumed_is_equal(tmp_path):
-    call(vit.main, out=tmp_path, **TINY)
-    lines, report = train.read_metrics(tmp_path / "metrics.jsonl"), (tmp_path / "report.html").stat().st_mtime
-    call(vit.main, out=tmp_path, resume=1, **TINY)
-    assert train.read_metrics(tmp_path / "metrics.jsonl") == lines
-    assert (tmp_path / "report.html").stat().st_mtime > report
-
-
-def test_vit_flags_are_explained():
-    assert unexplained_flags(vit.main) == []
-    assert flag_names(vit.main)[-len(MESH_FLAGS + RUN_FLAGS) :] == MESH_FLAGS + RUN_FLAGS

@@ -206,7 +206,7 @@ def test_ctrl_c_in_the_export_says_where_the_model_is(tmp_path, monkeypatch):
     run, _ = run_sum(tmp_path)
     monkeypatch.setattr("zoo.train.run.export_result", interrupt)
     with pytest.raises(KeyboardInterrupt) as caught:
-        run.export(None, None, seq_len=8)
+        run.export(None, seq_len=8)
     checkpoint = tmp_path / "checkpoints" / "8"
     assert (
         str(caught.value) == f"interrupted while exporting; the model is in {checkpoint}, and --resume does this again"

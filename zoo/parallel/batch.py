@@ -95,7 +95,7 @@ def _fetch_array(x: Any) -> np.ndarray:
 def reader(mesh: Mesh) -> tuple[int, int]:
     """Return (index, count): this process reads part `index` of `count` of the rows of each batch.
 
-        batches = corpus.train.batches(seq_len, batch_size, process=zoo.parallel.reader(mesh))
+        batches = ShuffledBatches(rows, batch_size, process=zoo.parallel.reader(mesh))
 
     Processes whose devices hold the same rows, as where `tensor`, `context` or `pipe` spans them, have the same index
     and read the same rows. It is (0, 1) for one process.

@@ -6,7 +6,7 @@
 A batch is a mapping of "batch seq" arrays. `tokens` and `targets` (int32) are the same text shifted by one token.
 `weights` (float32) is 0 where the target is a separator, i.e. on the last token of a document, and 1 elsewhere. With
 `with_segments`, `segment_ids` (int32) numbers the documents of a window from 1, and `positions` (int32) counts from 0
-within each. With several processes, each gets a contiguous block of the rows, `process=zoo.parallel.reader(mesh)`.
+within each. With several processes, each gets the rows that its devices in `mesh` hold.
 Rows of whole texts and mixtures of datasets are in `packing.py` and `mixture.py`.
 """
 
@@ -24,6 +24,7 @@ from jaxtyping import Array, Bool, Float, Int, Integer, Shaped
 
 from zoo._optional import import_optional
 from zoo._terminal import format_count
+from zoo.parallel import Mesh, reader
 
 from .tokenizers import SEPARATOR
 
@@ -154,14 +155,16 @@ class CorpusSplit:
         *,
         seed: int = 0,
         with_segments: bool = False,
+        mesh: Mesh | None = None,
         process: tuple[int, int] | None = None,
     ) -> "ShuffledBatches":
         """Iterate over shuffled batches, infinitely. Each epoch visits every full window once, in a new order.
 
         - `seq_len`: tokens per window; `batch_size`: windows per batch, over all processes.
         - `with_segments`: add `segment_ids` and `positions`.
-        - `process`: (index, count) of the rows to read: `zoo.parallel.reader(mesh)`. By default each process reads
-          different rows, which a mesh whose `tensor`, `context` or `pipe` spans processes refuses.
+        - `mesh`: of which this process reads its rows. Without it each process reads different rows, which a mesh
+          refuses if its `tensor`, `context` or `pipe` spans processes.
+        - `process`: (index, count) of the rows to read instead.
 
         **Raises** `ValueError` if the text is shorter than a window, or the number of processes does not divide
         `batch_size`.
@@ -177,7 +180,7 @@ class CorpusSplit:
         )
         # Epochs are shuffled separately, so a text with fewer windows than a batch repeats them within one.
         options = {"bytes_per_token": self.bytes_per_token, "digest": self.digest}
-        return ShuffledBatches(windows, batch_size, seed=seed, process=process, **options)
+        return ShuffledBatches(windows, batch_size, seed=seed, mesh=mesh, process=process, **options)
 
     def ordered(
         self,
@@ -219,6 +222,7 @@ class ShuffledBatches(Iterator):
         batch_size: int,
         *,
         seed: int = 0,
+        mesh: Mesh | None = None,
         process: tuple[int, int] | None = None,
         bytes_per_token: float = 1.0,
         digest: str | None = None,
@@ -226,12 +230,15 @@ class ShuffledBatches(Iterator):
         chosen: Mapping[str, Any] | None = None,
     ):
         """- `dataset`: shuffled anew for every pass over it; or a `Mixture`, which shuffles each of its parts so.
+        - `mesh`, `process`: as in `CorpusSplit.batches`.
         - `digest`: identifies the data, if given: a run that was saved with it is not resumed on other data.
         - `counts`: what is in the data, and was left out of it: a run keeps it in its configuration.
         - `chosen`: values that loading chose, by the names of their flags: a run keeps them, and `--resume` takes them.
 
         **Raises** `ValueError` if the dataset has no rows, or the number of processes does not divide `batch_size`.
         """
+        if mesh is not None:
+            process = reader(mesh)
         self._process, self._rows = assign_rows(batch_size, process)
         self.batch_size = batch_size
         self.bytes_per_token = bytes_per_token

@@ -3,7 +3,7 @@
 Training and loading import none of them.
 
 from zoo import tools
-tools.report_run(run, "A Transformer from scratch", model, mesh, corpus)
+tools.report_run(run, "A Transformer from scratch", model)
 """
 
 import importlib

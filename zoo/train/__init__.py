@@ -17,6 +17,7 @@ from zoo.text.tokenizers import read_tokenizer
 from . import objectives
 from .checkpoint import Checkpoints
 from .command import check_names, run_cli
+from .configs import FinetuneConfig, RecordConfig, TextConfig, TrainConfig, resolve_start
 from .ema import update_ema
 from .evaluation import Evaluation
 from .export import export
@@ -33,7 +34,7 @@ from .optimizer.masks import decay_mask, linear_mask, matrix_mask
 from .optimizer.moments import BFloat16Moment, BlockwiseMoment, Float32Moment
 from .optimizer.muon import muon
 from .optimizer.parameter_groups import by_dim, format_groups
-from .optimizer.schedules import warmup_stable_decay
+from .optimizer.schedules import warmup_cosine, warmup_stable_decay
 from .optimizer.width_transfer import scale_by_width, transfer_width, width_factors
 from .options import MeshOptions, RunOptions
 from .profile import Profile
@@ -55,6 +56,7 @@ __all__ = [
     "BlockwiseMoment",
     "Checkpoints",
     "Evaluation",
+    "FinetuneConfig",
     "Float32Moment",
     "GroupSampler",
     "Interrupt",
@@ -64,13 +66,16 @@ __all__ = [
     "OptimizerName",
     "PackedRows",
     "Profile",
+    "RecordConfig",
     "RecordOptions",
     "Rewards",
     "Run",
     "RunOptions",
     "ShuffledBatches",
     "TensorBoard",
+    "TextConfig",
     "TokenWindows",
+    "TrainConfig",
     "WeightsAndBiases",
     "adamw",
     "apply_updates",
@@ -102,6 +107,7 @@ __all__ = [
     "precompute_reference",
     "read_metrics",
     "read_tokenizer",
+    "resolve_start",
     "run_cli",
     "sample_batch",
     "sample_groups",
@@ -119,6 +125,7 @@ __all__ = [
     "sweep_step",
     "transfer_width",
     "update_ema",
+    "warmup_cosine",
     "warmup_stable_decay",
     "width_factors",
 ]

@@ -20,13 +20,12 @@ from .checkpoint import finish_saves
 from .directory import check_directory
 from .environment import require_deterministic_kernels
 from .interrupt import Interrupt
-from .options import MeshOptions, RunOptions, flatten_config, list_fields
+from .options import MeshOptions, RunOptions, find_group, flatten_config
 from .resume import check_resumed_mesh, find_config, has_flag, parse_resumed
 from .tracking import import_trackers
 
 _Config = TypeVar("_Config")
 _Result = TypeVar("_Result")
-_Group = TypeVar("_Group")
 _USER_ERRORS = (ValueError, TypeError, OSError, ImportError, NotImplementedError, FloatingPointError)
 
 
@@ -92,8 +91,8 @@ def _start(parse: Callable[[Sequence[str]], _Config], words: Sequence[str], defa
         sys.stdout.flush()
     _require_positive(config)
     initialize()
-    run = _find_group(config, RunOptions)
-    mesh = _find_group(config, MeshOptions)
+    run = find_group(config, RunOptions)
+    mesh = find_group(config, MeshOptions)
     if run is None:
         enable_compile_cache()
         return config
@@ -103,16 +102,15 @@ def _start(parse: Callable[[Sequence[str]], _Config], words: Sequence[str], defa
         # Now, rather than once data and model are made.
         check_directory(run.out, resume=run.resume, checkpoints=run.checkpoints)
     if run.resume is not False:
-        step = None if run.resume is True else run.resume
-        config = parse_resumed(parse, words, run.out, flatten_config(default), step=step)
-    resumed_run = _find_group(config, RunOptions)
+        config = parse_resumed(parse, words, run.out, flatten_config(default))
+    resumed_run = find_group(config, RunOptions)
     if resumed_run is not None and is_first_process():
         import_trackers(resumed_run.track)
     if run.deterministic:
         require_deterministic_kernels()
     if not run.no_compile_cache:
         enable_compile_cache(exact_names=run.profile)
-    resumed_mesh = _find_group(config, MeshOptions)
+    resumed_mesh = find_group(config, MeshOptions)
     if mesh is not None and resumed_mesh is not None and resumed_mesh != mesh:
         check_resumed_mesh(mesh, resumed_mesh, find_config(run.out))
     if is_first_process():
@@ -156,11 +154,6 @@ def _write_out(word: str, config: type) -> str:
     return word
 
 
-def _find_group(config: Any, kind: type[_Group]) -> _Group | None:
-    """Return the first option group of a class among the fields of the configuration."""
-    return next((value for value in list_fields(config).values() if isinstance(value, kind)), None)
-
-
 def check_names(kind: str, names: Collection[str], known: Collection[str]) -> None:
     """**Raise** `ValueError` unless the flag's value `names` is one or more of the `known` names of a `kind`."""
     if not names or set(names) - set(known):
@@ -168,7 +161,7 @@ def check_names(kind: str, names: Collection[str], known: Collection[str]) -> No
 
 
 def _require_positive(config: Any) -> None:
-    for name in ("steps", "batch_size", "seq_len", "eval_every"):
+    for name in ("steps", "batch_size", "seq_len", "eval_every", "eval_rows", "num_seeds", "timed_steps"):
         value = getattr(config, name, None)
         if isinstance(value, int) and value < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be 1 or more, not {value}")

@@ -8,28 +8,30 @@ from typing import Any
 
 import jax
 
+from zoo import adapters
 from zoo._terminal import show
-from zoo.models import Decoder
 from zoo.text.run_data import RunData
 from zoo.weights.hub import is_hub_name
 from zoo.weights.model_card import Training, name_base
 from zoo.weights.save import NoFamilyError, write_model
 
 
-def export(model: Decoder, data: RunData, directory: Path, *, seq_len: int, training: Training | None = None) -> Path:
+def export(
+    model: Any, data: RunData, directory: Path, *, seq_len: int, training: Training | None = None, **entries: Any
+) -> Path:
     """Write `model` as a Hugging Face directory, as `zoo.save` does, with the tokenizer and chat template of `data`.
 
     The configuration of a model made from scratch says that texts begin and end with the separator, and that it was
     trained on `seq` tokens. The configuration of a loaded model stays as it was, unless `seq` is more than it had.
-    `training` is for the model card.
+    `entries` are further ones of the configuration; `training` is for the model card.
     """
     separator = data.tokenizer.separator
     more = {"max_position_embeddings": seq_len}
-    if model.origin is None:
+    if getattr(model, "origin", None) is None:
         more = {"bos_token_id": separator, "eos_token_id": separator, **more}
     elif json.loads(model.origin.config).get("max_position_embeddings", seq_len) >= seq_len:
         more = {}
-    write_model(model, directory, config=more, training=training)
+    write_model(model, directory, config={**more, **entries}, training=training)
     if jax.process_index() == 0:
         data.save(directory)
     if jax.process_count() > 1:
@@ -39,8 +41,26 @@ def export(model: Decoder, data: RunData, directory: Path, *, seq_len: int, trai
     return directory
 
 
+def export_adapters(model: Any, data: RunData, directory: Path, *, base: str | Path) -> Any:
+    """Write the adapters of `model`, of the checkpoint `base`, with the tokenizer of `data`; return the model with them
+    merged. A model without adapters is returned as it is."""
+    if not adapters.adapter_names(model):
+        return model
+    adapters.save(model, directory, base=base)
+    if jax.process_index() == 0:
+        data.save(directory)
+    return adapters.dequantize(adapters.merge(model, quantized="decode"))  # layers without adapters, too
+
+
 def export_result(
-    model: Decoder, data: RunData, directory: Path, *, seq_len: int, weights: str | None, training: Training
+    model: Any,
+    data: RunData,
+    directory: Path,
+    *,
+    seq_len: int,
+    weights: str | None,
+    training: Training,
+    **entries: Any,
 ) -> None:
     """Export the model of a finished run and print its path; if no family holds the model, print where its weights are.
 
@@ -49,7 +69,8 @@ def export_result(
     **Raises** as `export` does in all other cases.
     """
     try:
-        line = f"wrote the model to {export(model, data, directory, seq_len=seq_len, training=training)}"
+        path = export(model, data, directory, seq_len=seq_len, training=training, **entries)
+        line = f"wrote the model to {path}"
     except NoFamilyError as error:
         line = f"no family holds {error.part}; weights are in {weights or 'no checkpoint'}; see Port a model"
     if jax.process_index() == 0:

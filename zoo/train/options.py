@@ -18,6 +18,7 @@ from zoo.text.record_options import RecordOptions
 from .checkpoint_folder import refuse_url
 
 _Model = TypeVar("_Model")
+_Group = TypeVar("_Group")
 
 
 @dataclass(frozen=True)
@@ -137,6 +138,23 @@ class RunOptions:
 
 
 _LEFT_OUT = ("resume", "profile", "no_compile_cache", "deterministic", "checkpoint_url")
+
+
+def find_group(config: Any, kind: type[_Group]) -> _Group | None:
+    """Return the first option group of a class among the fields of a configuration."""
+    return next((value for value in list_fields(config).values() if isinstance(value, kind)), None)
+
+
+def find_run_options(config: Any) -> RunOptions:
+    """Return the `RunOptions` of a configuration, or of a directory. **Raises** `TypeError` without any."""
+    if isinstance(config, RunOptions):
+        return config
+    if isinstance(config, str | Path):
+        return RunOptions(Path(config))
+    options = find_group(config, RunOptions)
+    if options is None:
+        raise TypeError(f"{type(config).__name__} has no field of train.RunOptions")
+    return options
 
 
 def flatten_config(config: Any) -> dict[str, Any]:

@@ -14,13 +14,14 @@ _FIRST_STEP = "first step (compiles, unless cached)"
 class Throughput:
     """Steps, tokens and FLOPs per second between two calls of `tick`, and the time left.
 
-    `tokens` and `flops` are per step, over all processes; 0 is not reported. The time before the first tick, which
-    includes compilation, counts only toward `seconds`.
+    `tokens` and `flops` are per step, over all processes, and may be set later; 0 is not reported. The time before the
+    first tick, which includes compilation, counts only toward `seconds`.
     """
 
     def __init__(self, total: int, *, tokens: int = 0, flops: float | int = 0):
         self._total = total
-        self._per_step = {"steps": 1, "tokens": tokens, "flops": flops}
+        self.tokens = tokens
+        self.flops = flops
         self._start = time.perf_counter()
         self._first: tuple[int, float] | None = None
         self._before: tuple[int, float] | None = None
@@ -33,7 +34,7 @@ class Throughput:
             self._first = self._before = step, now
         elif step > self._before[0]:
             speed = (step - self._before[0]) / (now - self._before[1])
-            for name, amount in self._per_step.items():
+            for name, amount in (("steps", 1), ("tokens", self.tokens), ("flops", self.flops)):
                 if amount:
                     measured[f"{name}_per_second"] = speed * amount
             measured["seconds_left"] = (self._total - step) * (now - self._first[1]) / (step - self._first[0])

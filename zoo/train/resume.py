@@ -25,15 +25,11 @@ _Parse = Callable[[Sequence[str]], _Config]
 """Parser of a recipe's command line: the words to the configuration. It exits for words that are not flags."""
 
 
-def parse_resumed(
-    parse: _Parse[_Config], words: Sequence[str], out: Path, defaults: Mapping[str, Any], *, step: int | None = None
-) -> _Config:
+def parse_resumed(parse: _Parse[_Config], words: Sequence[str], out: Path, defaults: Mapping[str, Any]) -> _Config:
     """Parse `words` with the flags of the run in `out` as defaults, and print the flags that are taken from there.
 
     - `defaults`: of all flags, by name. Entries of the configuration that are not flags are left to `Run.restore`,
       which compares configurations.
-    - `step`: of the checkpoint that `--resume` names. With `--decay-steps` the run branches off there, and ends after
-      the decay: `--steps` is the sum of both, unless `words` have it (`zoo.train.warmup_stable_decay`).
 
     With `--steps` in `words`, the `--epochs` of the run are not taken.
 
@@ -44,7 +40,6 @@ def parse_resumed(
     if path is None:
         return parse(words)
     config = _read_config(path)
-    words = [*words, *_end_branch(flatten_config(parse(words)), defaults, step)]
     if has_flag(words, "steps"):
         config = {name: value for name, value in config.items() if name != "epochs"}
     saved = {name: flag for name, value in config.items() if (flag := _format_flag(name, value, defaults))}
@@ -58,15 +53,6 @@ def parse_resumed(
     if taken := [flag for name, flag in saved.items() if after[name] != before[name]]:
         show(f"from {path}: {' '.join(itertools.chain(*taken))}")
     return resumed
-
-
-def _end_branch(given: Mapping[str, Any], defaults: Mapping[str, Any], step: int | None) -> list[str]:
-    """Return the flag that ends a branch of a stable run after its decay; none for a run that is not a branch."""
-    decay_steps = given.get("decay_steps")
-    if step is None or not decay_steps or given.get("steps") != defaults.get("steps"):
-        return []
-    show(f"a branch from step {step}, with a decay of {decay_steps} steps: --steps={step + decay_steps}")
-    return [f"--steps={step + decay_steps}"]
 
 
 def has_flag(words: Sequence[str], name: str) -> bool:

@@ -1,15 +1,15 @@
 """A run in a directory, around the caller's loop: resume, log, save checkpoints, stop on a signal, report.
 
-    with Run(config.run, config=config) as run:
+    with Run(config, mesh=mesh, data=corpus, model=model) as run:
         model, opt_state = run.restore((model, opt_state), batches)
-        for batch in run.steps(batches, config.steps, tokens=config.batch_size * config.seq_len):
-            model, opt_state, loss = step(zoo.place_batch(batch, mesh), model, opt_state)
+        for batch in run.steps(batches, config.steps):
+            model, opt_state, loss = step(batch, model, opt_state)
             run.log(loss=loss)
             if run.every(100):
                 run.log(**evaluate(model))
             if run.due(100):
                 run.save((model, opt_state), batches)
-    tools.report_run(run, "A Transformer from scratch", model, mesh, corpus)
+    tools.report_run(run, "A Transformer from scratch", model)
 
 The loop is the caller's. Every object here can be used by itself: `Metrics`, `Checkpoints`, `Interrupt`, `Throughput`.
 """
@@ -26,18 +26,22 @@ import numpy as np
 from jaxtyping import Array, Key, PyTree
 
 from zoo._files import to_jsonable, write_json
+from zoo.adapters import adapter_names
 from zoo.parallel import Mesh
-from zoo.text.batches import BatchIterator
+from zoo.parallel.batch import place_batch
+from zoo.parallel.module import count
+from zoo.text.batches import BatchIterator, ShuffledBatches
 from zoo.text.run_data import RunData
 
 from .checkpoint import Best, Checkpoints, UnwrittenCheckpointError, diff_configs
 from .directory import DirectoryLock, claim_directory
 from .environment import collect_environment
-from .export import describe_training, export_result
+from .export import describe_training, export_adapters, export_result
 from .finite import describe_retry, find_nan_arrays, find_nonfinite_metrics
+from .flops import count_step_flops, to_shapes
 from .interrupt import Interrupt, is_set_on_any_process
 from .metrics import Metrics, MetricsFile, Record, Value, truncate_after
-from .options import RunOptions, flatten_config
+from .options import RunOptions, find_run_options, flatten_config
 from .processes import run_on_first
 from .profile import Profile
 from .progress import LineProgress, Progress, SilentProgress, Throughput, make_progress
@@ -59,8 +63,12 @@ class Run:
     is a tree that the run reads but neither trains nor saves, such as a base model under adapters or a teacher: each
     checkpoint keeps a fingerprint of it, without the adapters' own parameters.
 
-    - `options`: the run's flags, or only its directory.
-    - `config`: what `config.json` holds, a dataclass or a mapping. Option groups are flattened.
+    - `options`: a recipe's configuration, which has `RunOptions` among its fields; or only these, or a directory.
+    - `config`: what `config.json` holds, by default the recipe's configuration: a dataclass or a mapping. Option groups
+      are flattened.
+    - `mesh`: `steps` places batches on it. `data`: what samples, results and exports are of, a `Corpus` or `Records`.
+    - `model`: the model before training. With it the run begins with a line on its size, mesh and data, and shows FLOPs
+      per second. The run keeps no array of it.
     - `name`: of one of several runs, in the subdirectory `name` of the directory; `config.json` has it as "run", and
       trackers have the directory as its group.
     - `trackers`: made by the caller, besides those that `options` name. Only the first process tracks.
@@ -77,9 +85,12 @@ class Run:
 
     def __init__(
         self,
-        options: RunOptions | Path,
+        options: Any,
         *,
-        config: Any,
+        config: Any = None,
+        mesh: Mesh | None = None,
+        data: RunData | None = None,
+        model: PyTree = None,
         name: str | None = None,
         best_metric: str = "validation",
         best: Best = "lowest",
@@ -90,10 +101,16 @@ class Run:
         trackers: Sequence[Tracker] = (),
         frozen: PyTree = None,
     ):
-        if not isinstance(options, RunOptions):
-            options = RunOptions(Path(options))
-        self.config = flatten_config(config)
+        if config is None and not isinstance(options, RunOptions | str | Path):
+            config = options
+        options = find_run_options(options)
+        self.recipe = config
+        self.mesh: Any = mesh
+        self.data: Any = data
+        self._model = to_shapes(model)
+        self.config = flatten_config({} if config is None else config)
         group = None
+        self.name = name
         if name is not None:
             group = options.out.absolute().name
             options = options.subrun(name)
@@ -156,6 +173,8 @@ class Run:
             if self._newest is None:
                 self._truncate_metrics(0)
                 write_json(self.directory / "config.json", self.config)
+        if self._model is not None:
+            self.print_line(self._describe())
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -212,13 +231,19 @@ class Run:
                 self._rate_before = None
         return state
 
-    def steps(self, batches: BatchIterator, total: int, *, tokens: int = 0, flops: float | int = 0) -> Iterator[Any]:
-        """Yield a batch for each step up to `total`; stop early on a signal.
+    def steps(
+        self, batches: BatchIterator, total: int, *, placed: bool = True, tokens: int = 0, flops: float | int = 0
+    ) -> Iterator[Any]:
+        """Yield a batch for each step up to `total`, placed on the run's mesh if it has one; stop early on a signal.
 
-        `tokens` and `flops` are per step, over all processes, for the speed shown.
+        - `placed`: False for batches that the loop itself makes rows of, such as prompts.
+        - `tokens`, `flops`: per step, over all processes, for the speed shown. By default the tokens of a placed batch,
+          and the FLOPs of the run's model for these (`count_step_flops`).
         """
         if self._newest is not None and self.step == 0:
             raise RuntimeError("this run is resumed: call run.restore before run.steps")
+        if self._model is not None and isinstance(batches, ShuffledBatches):
+            self.print_line(str(batches))
         self.total = total
         self._pace = Throughput(total, tokens=tokens, flops=flops)
         if jax.process_index() == 0:
@@ -228,6 +253,10 @@ class Run:
         while self.step < total and not self.stopped:
             with self._profile_step():
                 batch = next(batches)
+                if placed and self.mesh is not None:
+                    batch = place_batch(batch, self.mesh, vocab=getattr(self.data, "vocab", None))
+                    if self.step + 1 == first:
+                        self._measure_step(batch)
                 self.step += 1
                 # Read once a step, before its body: whoever asks within the step gets the same answer.
                 if jax.process_count() == 1 or self.step % self._every == 0:
@@ -285,8 +314,6 @@ class Run:
     def finish(
         self,
         model: Any,
-        mesh: Mesh,
-        data: RunData,
         *,
         before: Mapping[str, float] | None = None,
         prompts: Sequence[str | HeldOutPrompt] = (),
@@ -298,7 +325,7 @@ class Run:
         """Sample, write `results.json`, print the result, and export the model if asked.
 
         - `before`: an evaluation before training, `{name: value}`. Without it only "validation" is reported.
-        - `unit`: of these values, by default the unit of `data`.
+        - `unit`: of these values, by default the unit of the run's data.
         - `prompts`: continued by `model` with `key`; `samples` are earlier prompts and continuations, shown before.
         - `export_seq_len`: `export` the model, for contexts of this length.
 
@@ -308,22 +335,24 @@ class Run:
         """
         if self.stopped:
             return
+        if self.mesh is None:
+            raise ValueError("the results of a run name its mesh: train.Run(..., mesh=mesh)")
         if jax.process_index() == 0:
             (self.directory / "results.json").unlink(missing_ok=True)
         try:
             if prompts and key is not None:
                 with self._name_interruption("sampling"):
-                    samples = [*samples, *continue_prompts(model, data, prompts, mesh=mesh, key=key)]
+                    samples = [*samples, *continue_prompts(model, self.data, prompts, mesh=self.mesh, key=key)]
         finally:  # also of a model that trains, and cannot decode yet
             if jax.process_index() == 0:
-                write_results(
-                    self.directory, model, mesh, steps=self.step, unit=unit or data.unit, before=before, samples=samples
-                )
+                options = {"unit": unit or self.data.unit, "before": before, "samples": samples}
+                write_results(self.directory, model, self.mesh, steps=self.step, **options)
         if export_seq_len is not None:
-            self.export(model, data, seq_len=export_seq_len)
+            self.export(model, seq_len=export_seq_len)
 
-    def export(self, model: Any, data: RunData, *, seq_len: int) -> None:
-        """Export `model` and the tokenizer of `data` to `export/`, for contexts of `seq_len` tokens, and say so.
+    def export(self, model: Any, *, seq_len: int, **entries: Any) -> None:
+        """Export `model` and the run's tokenizer to `export/`, for contexts of `seq_len` tokens, and say so. `entries`
+        are further ones of its config.json.
 
         For a model that no family of checkpoints holds, prints a line that says so, and where its weights are.
         """
@@ -333,7 +362,30 @@ class Run:
             weights = self._find_newest_checkpoint()
             training = describe_training(self.config, self.step)
             path = self.directory / "export"
-            export_result(model, data, path, seq_len=seq_len, weights=weights, training=training)
+            export_result(model, self.data, path, seq_len=seq_len, weights=weights, training=training, **entries)
+
+    def export_adapters(self, model: Any, *, base: str | Path) -> Any:
+        """Write the adapters of `model`, of the checkpoint `base`, to `adapter/`, with the run's tokenizer; return the
+        model with them merged. A model without adapters, and the model of a stopped run, is returned as it is."""
+        if self.stopped:
+            return model
+        return export_adapters(model, self.data, self.directory / "adapter", base=base)
+
+    def _describe(self) -> str:
+        """Return the first lines of a run: its name, the size of its model, the mesh and the data."""
+        name = "" if self.name is None else f"{self.name}: "
+        place = "" if self.mesh is None else f" on {self.mesh}"
+        data = "" if self.data is None else f"\n{self.data}"
+        kind = "trained parameters" if adapter_names(self._model) else "parameters"
+        return f"{name}{count(self._model):,} {kind}{place}{data}"
+
+    def _measure_step(self, batch: Any) -> None:
+        """Count the tokens and FLOPs of a step, unless they were given."""
+        if not isinstance(batch, Mapping) or "tokens" not in batch:
+            return
+        self._pace.tokens = self._pace.tokens or batch["tokens"].size
+        if self._model is not None:
+            self._pace.flops = self._pace.flops or count_step_flops(self._model, batch["tokens"])
 
     def _profile_step(self) -> contextlib.AbstractContextManager:
         if self._profile is None:

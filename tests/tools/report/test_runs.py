@@ -20,15 +20,15 @@ def corpus(tmp_path):
 
 def finish(out, corpus, *, samples=(), prompts=(), before=None, occupied=None, **options):
     """The end of a run of one step that saved nothing."""
-    with train.Run(train.RunOptions(out), config={}) as run:
+    mesh = zoo.make_mesh(devices=jax.devices()[:1])
+    with train.Run(out, mesh=mesh, data=corpus) as run:
         run.step = 1
         run.log(bits_per_byte=8.0, validation=8.0)
     if occupied is not None:
         occupied.write_text("a file where a folder would be")
     model = zoo.models.Transformer(**SIZES, **options, key=jax.random.key(0))
-    mesh = zoo.make_mesh(devices=jax.devices()[:1])
     about = {"samples": samples, "prompts": prompts, "before": before, "key": jax.random.key(1), "export_seq_len": 8}
-    tools.report_run(run, "A Transformer", model, mesh, corpus, **about)
+    tools.report_run(run, "A Transformer", model, **about)
 
 
 def test_report_is_written_if_the_export_fails(tmp_path, corpus):
@@ -70,10 +70,10 @@ def test_samples_before_and_after_are_two_columns(tmp_path, corpus, before):
     assert report.count("<pre>") == 4
 
 
-def test_stopped_run_reports_nothing(tmp_path, corpus):
+def test_stopped_run_reports_nothing(tmp_path):
     with train.Run(train.RunOptions(tmp_path / "run"), config={}) as run:
         run.stopped = True
-    tools.report_run(run, "A Transformer", None, zoo.make_mesh(devices=jax.devices()[:1]), corpus)
+    tools.report_run(run, "A Transformer", None)
     assert not (tmp_path / "run" / "report.html").exists() and not (tmp_path / "run" / "results.json").exists()
 
 
@@ -98,7 +98,7 @@ def test_report_sets_values_apart_that_differ_from_the_defaults(tmp_path):
     with train.Run(config.run, config=config) as run:
         run.step = 1
         run.log(validation=8.0)
-    tools.report_runs(tmp_path, "A run", [{"run": "."}], description="wide", config=config)
+    tools.report_runs(config, "A run", [{"run": "."}], description="wide")
     report = (tmp_path / "report.html").read_text()
     assert "3 defaults" in report  # depth, seed and track
     tools.report_runs(tmp_path, "A run", [{"run": "."}], description="wide")

@@ -28,6 +28,13 @@ def test_values_follow_the_formula(shape, warmup, decay, end):
     np.testing.assert_allclose([schedule(step) for step in steps], [compute(step) for step in steps], atol=1e-9)
 
 
+def test_warmup_cosine_follows_the_formula():
+    schedule = train.warmup_cosine(2.0, 100, 8)
+    expected = [0.0, 0.5, 1.0, 1.5, *(0.2 + 0.9 * (1 + np.cos(np.pi * x / 4)) for x in range(5))]
+    np.testing.assert_allclose([schedule(step) for step in range(9)], expected, rtol=1e-6)
+    assert float(train.warmup_cosine(1.0, 2, 8, end=0.0)(8)) == 0
+
+
 def test_branches_share_the_stable_part():
     stable = train.warmup_stable_decay(1.0, 4, 100, 0)
     branches = [train.warmup_stable_decay(1.0, 4, steps, 5) for steps in (20, 40)]

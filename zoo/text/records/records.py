@@ -22,6 +22,7 @@ from zoo._files import user_cache_folder
 from zoo._keywords import check_keywords
 from zoo._optional import import_optional
 from zoo._terminal import format_count
+from zoo.parallel import Mesh
 from zoo.text.batches import OrderedBatches, ShuffledBatches, spread_rows
 from zoo.text.chat.encode import find_end_of_turn
 from zoo.text.chat.template import ChatTemplate
@@ -71,17 +72,17 @@ class RecordSplit:
     counts: Mapping[str, Any]
     chosen: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
-    def batches(self, batch_size: int, *, seed: int = 0, process: tuple[int, int] | None = None) -> ShuffledBatches:
+    def batches(
+        self, batch_size: int, *, seed: int = 0, mesh: Mesh | None = None, process: tuple[int, int] | None = None
+    ) -> ShuffledBatches:
         """Iterate over shuffled batches, infinitely. Each epoch visits every row once, in a new order.
 
-        - `batch_size`: rows per batch, over all processes.
-        - `process`: (index, count) of the rows to read: `zoo.parallel.reader(mesh)`.
-
-        **Raises** `ValueError` without rows, or if the number of processes does not divide `batch_size`.
+        `batch_size` counts the rows of all processes; `mesh` and `process` are as in `CorpusSplit.batches`. **Raises**
+        `ValueError` without rows, or if the number of processes does not divide `batch_size`.
         """
         self.require_rows()
-        options = {"digest": self.digest, "counts": self.counts, "chosen": self.chosen}
-        return ShuffledBatches(self.rows, batch_size, seed=seed, process=process, **options)
+        kept = {"digest": self.digest, "counts": self.counts, "chosen": self.chosen}
+        return ShuffledBatches(self.rows, batch_size, seed=seed, mesh=mesh, process=process, **kept)
 
     def ordered(
         self, batch_size: int, *, limit: int | None = None, process: tuple[int, int] | None = None

@@ -1,7 +1,9 @@
 """Python's standard library as records, texts or chats: data sets that need no download."""
 
 import ast
-from collections.abc import Iterator
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from zoo.text.corpus import find_standard_library
 
@@ -32,6 +34,22 @@ def read_docstrings() -> list[dict]:
             question = {"role": "user", "content": f"What does `{qualified}` do?"}
             chats.append({"messages": [question, {"role": "assistant", "content": answer}]})
     return chats
+
+
+def exchange_words(chats: Sequence[Mapping[str, Any]]) -> list[dict]:
+    """Return a preference pair for each chat of a question and an answer: the answer is chosen, and rejected with two
+    neighboring words exchanged, at random places that are the same in each call. Answers of one word are left out."""
+    pick = random.Random(0)
+    pairs = []
+    for chat in chats:
+        question, answer = chat["messages"]
+        words = answer["content"].split()
+        place = pick.randrange(len(words))
+        words[place : place + 2] = reversed(words[place : place + 2])
+        rejected = {**answer, "content": " ".join(words)}
+        if rejected != answer:
+            pairs.append({"prompt": [question], "chosen": [answer], "rejected": [rejected]})
+    return pairs
 
 
 def _walk_docstrings(tree: ast.Module | ast.ClassDef, prefix: str) -> Iterator[tuple[str, str]]:

@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -11,10 +10,8 @@ from jaxtyping import Array, Key, PyTree
 
 from zoo._files import read_json
 from zoo._terminal import show
-from zoo.parallel import Mesh
-from zoo.text.run_data import RunData
 from zoo.train.checkpoint import Best
-from zoo.train.options import flatten_config
+from zoo.train.options import find_run_options, flatten_config
 from zoo.train.run import Run
 from zoo.train.samples import HeldOutPrompt
 
@@ -26,8 +23,6 @@ def report_run(
     run: Run,
     title: str,
     model: Any,
-    mesh: Mesh,
-    data: RunData,
     *,
     before: Mapping[str, float] | None = None,
     headline: Mapping[str, str] | None = None,
@@ -38,7 +33,6 @@ def report_run(
     parameters: PyTree = None,
     unit: str | None = None,
     curves: Mapping[str, str] | None = None,
-    config: Any = None,
     **sections: Any,
 ) -> None:
     """Finish a run (`zoo.train.Run.finish`), write `report.html` into its folder, and then export the model if asked.
@@ -47,44 +41,45 @@ def report_run(
     - `headline`: further figures, label to text.
     - `parameters`: the tree to tabulate, by default `model`.
     - `curves`: names and labels of the metrics in the first chart, by default the training loss and those of `before`.
-    - `config`: the recipe's configuration, a dataclass; values that differ from its defaults come first.
     - `sections`: further arguments of `write_report`.
 
-    Call it in every process after the `with` block; only the first one writes. A run that was stopped writes nothing.
+    Mesh and data are the run's. Values that differ from the defaults of its configuration come first. Call it in every
+    process after the `with` block; only the first one writes. A run that was stopped writes nothing.
     """
     if run.stopped:
         return
     try:
-        run.finish(model, mesh, data, before=before, prompts=prompts, key=key, samples=samples, unit=unit)
+        run.finish(model, before=before, prompts=prompts, key=key, samples=samples, unit=unit)
     finally:  # also of a model that trains, and cannot decode yet
         if jax.process_index() == 0 and (run.directory / "results.json").exists():
             results = read_json(run.directory / "results.json")
             figures = results["figures"]
             tabulated = model if parameters is None else parameters
             earlier, later = _split_samples(results["samples"], is_compared=before is not None)
+            if unit is None:
+                sections = {"baselines": run.data.baselines, **sections}
             path = write_report(
                 run.directory,
                 title=title,
                 model=describe_model(model),
                 summary=results["result"],
-                curves=curves or {data.metric: "training", **{name: name for name in figures}},
-                baselines=data.baselines,
-                unit=unit or data.unit,
+                curves=curves or {run.data.metric: "training", **{name: name for name in figures}},
+                unit=unit or run.data.unit,
                 best=run.best,
                 headline={**figures, "parameters": f"{results['parameters']:,}", **(headline or {})},
                 samples=later,
                 samples_before=earlier,
-                parameters=tabulate_parameters(tabulated, mesh),
-                defaults=_list_defaults(config),
+                parameters=tabulate_parameters(tabulated, run.mesh),
+                defaults=_list_defaults(run.recipe),
                 **sections,
             )
             show(f"wrote the report to {path}")
     if export_seq_len is not None:
-        run.export(model, data, seq_len=export_seq_len)
+        run.export(model, seq_len=export_seq_len)
 
 
 def report_runs(
-    directory: Path,
+    config: Any,
     title: str,
     rows: Sequence[Mapping[str, Any]],
     *,
@@ -92,14 +87,14 @@ def report_runs(
     curves: Mapping[str, str] = MappingProxyType({"validation": "validation"}),
     unit: str = "bits per byte",
     best: Best | None = "lowest",
-    config: Any = None,
     **sections: Any,
 ) -> None:
-    """Write `report.html` on the runs in subdirectories of `directory`, and print its table.
+    """Write `report.html` on the runs in subdirectories of one folder, and print its table.
 
+    - `config`: the recipe's configuration, with `RunOptions` that name the folder; or only the folder. Values that
+      differ from its defaults come first.
     - `rows`: the table, one row per run; "run" names its subdirectory.
     - `description`: the line below the title.
-    - `config`: as in `report_run`.
     - `curves`, `unit`, `best`, `sections`: arguments of `write_report`; by default the runs' "validation" in bits per
       byte.
 
@@ -107,6 +102,7 @@ def report_runs(
     """
     if jax.process_index() != 0:
         return
+    directory = find_run_options(config).out
     runs = {row["run"]: directory / row["run"] for row in rows}
     tables = {"Results": rows, **sections.pop("tables", {})}
     path = write_report(
