@@ -44,7 +44,7 @@ class Move(NamedTuple):
     """all-reduce, all-gather, reduce-scatter, all-to-all or permute."""
     axes: tuple[str, ...]
     subject: str
-    """What moves: the results of modules, `attention: query, key, value`, or parameters, hidden states, gradients."""
+    """Results of modules, `attention: query, key, value`, or parameters, hidden states, gradients."""
     count: int
     """Executions on a device in a step; loops without a known number of iterations count once."""
     bytes: int
