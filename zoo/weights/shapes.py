@@ -21,12 +21,13 @@ def read_shapes(directory: Path) -> Any:
 
 
 def list_stored_dtypes(checkpoint: Checkpoint) -> list[list[np.dtype]]:
-    """Return the dtypes of each array of a checkpoint's model, as stored."""
-    dtypes: list[dict[np.dtype, None]] = [{} for _ in jax.tree.leaves(checkpoint.model)]
+    """Return the dtypes of each array of a checkpoint's model, as stored; of an array that no tensor holds, as built."""
+    leaves = jax.tree.leaves(checkpoint.model)
+    dtypes: list[dict[np.dtype, None]] = [{} for _ in leaves]
     for name, tensor in checkpoint.tensor_plans.items():
         for part in tensor.slices:
             dtypes[part.leaf][checkpoint.tensors[name].dtype] = None
-    return [*map(list, dtypes)]
+    return [list(found) or [np.dtype(x.dtype)] for found, x in zip(dtypes, leaves, strict=True)]
 
 
 def set_dtypes(model: Any, dtypes: Sequence[np.dtype]) -> Any:
