@@ -72,7 +72,7 @@ def make_student(config, tokenizer, key, mesh):
 def main(config: Config) -> None:
     if not (0 <= config.alpha <= 1 and 0 <= config.beta <= 1 and config.temperature > 0):
         raise ValueError(
-            f"--alpha {config.alpha} --beta {config.beta}: numbers from 0 to 1 were expected, and --temperature "
+            f"--alpha {config.alpha} --beta {config.beta}: expected numbers from 0 to 1, and --temperature "
             f"{config.temperature} above 0"
         )
     directory = train.resolve_start(config.teacher, Config.teacher, "python recipes/transformer.py")

@@ -229,9 +229,9 @@ def check(config: Config, mesh) -> None:
     counts = {"samples": 2, "updates": 1, "prompt_len": 1, "max_new_tokens": 1, "eval_prompts": 1}
     for name, least in counts.items():
         if getattr(config, name) < least:
-            raise ValueError(f"--{name.replace('_', '-')} {getattr(config, name)}: at least {least} was expected")
+            raise ValueError(f"--{name.replace('_', '-')} {getattr(config, name)}: expected at least {least}")
     if not config.temperature > 0:
-        raise ValueError(f"--temperature {config.temperature}: a number above 0 was expected")
+        raise ValueError(f"--temperature {config.temperature}: expected a number above 0")
 
 
 if __name__ == "__main__":

@@ -252,7 +252,7 @@ def check(config: Config) -> None:
     if min(config.teacher_steps, config.eval_batches) < 1 or config.match_steps < 0:
         raise ValueError("teacher_steps and eval_batches are 1 or more, match_steps 0 or more")
     if not 0 < config.recall_share < 1:
-        raise ValueError(f"recall_share={config.recall_share}: a share of the rows between 0 and 1 was expected")
+        raise ValueError(f"recall_share={config.recall_share}: expected a share of the rows between 0 and 1")
 
 
 def check_layers(config, attention):
@@ -260,10 +260,10 @@ def check_layers(config, attention):
     if not attention:
         raise ValueError("the teacher has no layers of zoo.layers.Attention that could be replaced")
     if len(set(config.order)) < len(config.order) or not set(config.order) <= set(attention):
-        raise ValueError(f"order={config.order}: some of the layers {attention}, each once, were expected")
+        raise ValueError(f"order={config.order}: expected some of the layers {attention}, each once")
     most = len(config.order or attention)
     if not all(0 < count <= most for count in config.replace):
-        raise ValueError(f"replace={config.replace}: numbers of layers from 1 to {most} were expected")
+        raise ValueError(f"replace={config.replace}: expected numbers of layers from 1 to {most}")
 
 
 def make_teacher(config, directory, vocab, key, mesh):

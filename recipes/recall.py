@@ -105,7 +105,7 @@ def make_model(mixer, width, vocab, key):
 def main(config: Config) -> None:
     train.check_names("mixers", config.mixers, MIXERS)
     if not config.widths or min(config.widths) < 1:
-        raise ValueError(f"widths={config.widths}: one or more numbers above 0 were expected")
+        raise ValueError(f"widths={config.widths}: expected one or more numbers above 0")
     seed = config.run.seed
     rates, keys = train.sweep_grid(config.rates, seeds=range(seed, seed + config.num_seeds))
     sizes = (config.vocab, config.seq_len, config.num_pairs)

@@ -74,12 +74,12 @@ def test_linearize_loads_a_teacher_and_only_copies(text, start, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"recall_share": 1.0}, "recall_share=1.0: a share of the rows between 0 and 1"),
+        ({"recall_share": 1.0}, "recall_share=1.0: expected a share of the rows between 0 and 1"),
         ({"match_steps": -1}, "match_steps 0 or more"),
         ({"num_pairs": 5}, "5 pairs and as many queries want rows of at least 20 tokens, not 16"),
         ({"recall_vocab": 512}, "recall_vocab=512 is more than the 256 tokens of the text"),
-        ({"order": (0, 0)}, r"order=\(0, 0\): some of the layers \[1, 3\], each once"),
-        ({"replace": (3,)}, r"replace=\(3,\): numbers of layers from 1 to 2"),
+        ({"order": (0, 0)}, r"order=\(0, 0\): expected some of the layers \[1, 3\], each once"),
+        ({"replace": (3,)}, r"replace=\(3,\): expected numbers of layers from 1 to 2"),
     ],
 )
 def test_linearize_bad_flags_raise_early(text, tmp_path, changes, message):

@@ -69,8 +69,8 @@ def test_recall_mixers_have_a_countable_state(mixer):
         ({"mixers": ()}, "name one or more of the mixers .*, not none"),
         ({"num_pairs": 5}, "5 pairs and as many queries want rows of at least 20 tokens, not 16"),
         ({"num_pairs": 4, "vocab": 8}, "a vocabulary of more than 9, not 8"),
-        ({"widths": ()}, r"widths=\(\): one or more numbers above 0"),
-        ({"widths": (8, 0)}, r"widths=\(8, 0\): one or more numbers above 0"),
+        ({"widths": ()}, r"widths=\(\): expected one or more numbers above 0"),
+        ({"widths": (8, 0)}, r"widths=\(8, 0\): expected one or more numbers above 0"),
         ({"rates": (0.0,)}, "a sweep wants learning rates above 0"),
     ],
 )
