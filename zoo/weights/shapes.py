@@ -21,7 +21,7 @@ def read_shapes(directory: Path) -> Any:
 
 
 def list_stored_dtypes(checkpoint: Checkpoint) -> list[list[np.dtype]]:
-    """Return the dtypes of each array of a checkpoint's model, as stored; of an array that no tensor holds, as built."""
+    """Return the dtypes of each array of a checkpoint's model, as stored, or as built if no tensor holds it."""
     leaves = jax.tree.leaves(checkpoint.model)
     dtypes: list[dict[np.dtype, None]] = [{} for _ in leaves]
     for name, tensor in checkpoint.tensor_plans.items():
