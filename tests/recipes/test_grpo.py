@@ -132,7 +132,7 @@ def test_grpo_bad_input_is_one_message(task, start, tmp_path, monkeypatch, capsy
     assert "add --checkpoint DIR" in complaint(capsys, "--data", data)
     assert "--pipe 2: the stages of a pipeline do not sample" in complaint(capsys, "--pipe", 2)
     assert "--samples 1: expected at least 2" in complaint(capsys, "--samples", 1)
-    assert "--updates 0: at least 1" in complaint(capsys, "--updates", 0)
+    assert "--updates 0: expected at least 1" in complaint(capsys, "--updates", 0)
     assert "--temperature 0.0: expected a number above 0" in complaint(capsys, "--temperature", 0)
     assert "its prompts are longer than a row (--prompt-len)" in complaint(capsys, *given, "--prompt-len", 3)
     assert "no such file of reward functions" in complaint(capsys, *given, "--reward", "no.py:f")
