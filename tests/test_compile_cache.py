@@ -86,7 +86,7 @@ def test_recipes_cache_compiled_programs_by_default(folder, tmp_path, capsys):
 
 @pytest.mark.parametrize("command", ["generate", "evaluate", "parity"])
 def test_commands_that_compile_turn_it_on(folder, tmp_path, capsys, command):
-    words = [command, str(tmp_path / "nowhere"), *(["--data", "x"] if command == "evaluate" else [])]
+    words = [command, str(tmp_path / "nowhere"), *(["--data", __file__] if command == "evaluate" else [])]
     words += ["--tokens", "1"] if command == "generate" else []
     for more, expected in ((["--no-compile-cache"], False), ([], True)):
         with pytest.raises(SystemExit, match="2"):
