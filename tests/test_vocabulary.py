@@ -22,7 +22,13 @@ COMMANDS = ("zoo/cli/", "zoo/tools/commands/")
 # Tests whose subject is more than one module of the package.
 SPANNING_TESTS = {
     *("adapters/test_all_methods.py", "adapters/test_properties.py", "adapters/peft/test_parity.py"),
-    *("cli/test_main.py", "generate/test_capture.py", "generate/test_latent_attention.py", "generate/test_mesh.py"),
+    *(
+        "tools/report/test_style.py",
+        "cli/test_main.py",
+        "generate/test_capture.py",
+        "generate/test_latent_attention.py",
+        "generate/test_mesh.py",
+    ),
     *(
         "layers/recurrent/test_mixers.py",
         "models/test_parallel_equals_serial.py",
