@@ -88,10 +88,10 @@ def test_adapters_are_printed_with_what_they_wrap():
     printed = repr(adapters.lora(model, modules_to_save=("norm",), **options))
     expected = """\
       query: LoRA of Linear(
-        weight: f32[heads=4x8, embed=32]
+        weight: f32[heads=4x8, embed=32], lora.strength: f32[]
         lora.down: Linear(weight: f32[rank=4, embed=32])
         lora.up: Linear(weight: f32[heads=4x8, rank=4])
-        lora.rank: i32[], lora.scale: f32[], lora.strength: f32[]
+        lora.rank: i32[], lora.scale: f32[]
       )
 """
     assert expected in printed and "  norm: RMSNorm(weight: f32[embed=32] + lora)\n" in printed
