@@ -1,5 +1,5 @@
 """Run every block of Python in the README and the documentation, and every `$ zoo ...` in a console block. The build of
-the site runs those of the tutorials, for their notebooks.
+the site runs the tutorials, for their notebooks.
 
 The blocks of one page share a namespace, in order. A block of Python below `<!-- no-run: why -->` is skipped; commands
 below `<!-- fails: why -->` must fail. A mark in the info string is an error: the site would not render the block.

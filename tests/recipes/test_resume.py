@@ -1,6 +1,6 @@
 """Every recipe: stopped by a signal and resumed, it writes what an unbroken run writes, bit for bit.
 
-The sizes are those of each recipe's own tests; what goes on besides metrics is named in the table.
+The sizes are as in each recipe's own tests; what goes on besides metrics is named in the table.
 """
 
 import importlib

@@ -55,7 +55,7 @@ def place(tree: PyTree, mesh: Mesh) -> PyTree:
 
 
 def deal_out(tree: PyTree, mesh: Mesh) -> PyTree:
-    """Return a tree with its layers in the rounds of the mesh: in one, or in those of an interleaved pipeline."""
+    """Return a tree with its layers in as many rounds as the pipeline of the mesh has."""
     return split_rounds(tree, mesh.layout.rounds)
 
 

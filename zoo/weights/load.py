@@ -107,8 +107,9 @@ def read_parameters(checkpoint: Checkpoint, mesh: Mesh | None, dtype: Any) -> Lo
                 f"{location}: {head} is not {embedding}, and the config says that they are tied{advice}"
             )
     model = checkpoint.model
-    if mesh is not None:
-        model = deal_out(model, mesh)
+    dealt = model if mesh is None else deal_out(model, mesh)
+    if jax.tree.structure(dealt) != jax.tree.structure(model):  # the layers have another leading dim now
+        model = dealt
         tensor_plans = drop_tensors(plan_tensors(model, checkpoint.name_map), model.origin.lacking)
         checkpoint = dataclasses.replace(checkpoint, model=model, tensor_plans=tensor_plans)
     leaves, treedef = jax.tree.flatten(model)
