@@ -1,4 +1,4 @@
-"""The loss of recipes/grpo.py and the losses of docs/reinforcement.md, which take its place: a ratio that is exactly 1, no
+"""The loss of recipes/grpo.py and the losses of docs/reinforcement.md that replace it: a ratio that is exactly 1, no
 signal from equal rewards, and TRL's numbers.
 
 The environment variable ZOO_PARITY names a folder with the losses of TRL's GRPOTrainer and RLOOTrainer.
