@@ -3,7 +3,7 @@
     shapes, _backend, _checks, _files, _keywords, _optional, _terminal, _workarounds
         < _processes < _compile_cache, ops
         < parallel < layers < models < weights, text, generate < adapters, inspect < train < precision
-        < tools.figure < tools.plan, tools.draw, tools.report, tools.parity, tools.export, tools.evaluate
+        < tools._figure < tools.plan, tools.draw, tools.report, tools.parity, tools.export, tools.evaluate
         < tools.testing, tools.commands < tools < testing, parity, cli, recipes
 
 Modules of one package may import one another; packages of one level may not. Imports inside functions and under
@@ -29,7 +29,7 @@ LEVELS = (
     ("adapters", "inspect"),
     ("train",),
     ("precision",),
-    ("tools.figure",),
+    ("tools._figure",),
     ("tools.plan", "tools.draw", "tools.report", "tools.parity", "tools.export", "tools.evaluate"),
     ("tools.testing", "tools.commands"),
     ("tools",),

@@ -7,7 +7,7 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from zoo.tools.figure import COLORS, draw_svg
+from zoo.tools._figure import COLORS, draw_svg
 
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zoo.tools.figure import COLORS
+from zoo.tools._figure import COLORS
 from zoo.tools.report import Curve, ImageGrid, LineChart, Picture, ScatterChart
 from zoo.tools.report.charts import smooth_values
 

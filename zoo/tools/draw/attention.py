@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 
 from zoo._optional import import_optional
 
-from ..figure import COLORS, INSTALL, draw_svg
+from .._figure import COLORS, INSTALL, draw_svg
 
 _GAP, _TITLE, _LEGEND = 22, 28, 36
 _SMALLEST_CELL = 9

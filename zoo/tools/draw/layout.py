@@ -15,7 +15,7 @@ from jaxtyping import PyTree
 from zoo._terminal import format_bytes
 from zoo.parallel import Mesh
 
-from ..figure import COLORS, INK, POINTS_PER_INCH, draw_svg
+from .._figure import COLORS, INK, POINTS_PER_INCH, draw_svg
 from .description import AxisUse, Drawing, DrawnParameter, Group, describe_layout
 from .moves import Move
 

@@ -3,7 +3,7 @@
 from typing import Any
 
 from ...parallel.schedule import Timetable
-from ..figure import COLORS, INK, draw_svg
+from .._figure import COLORS, INK, draw_svg
 
 _TITLES = {"gpipe": "GPipe", "1f1b": "1F1B"}
 _KINDS = {"forward": COLORS[0], "backward": COLORS[1]}

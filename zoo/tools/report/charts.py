@@ -16,7 +16,7 @@ from jaxtyping import Float
 
 from zoo._optional import import_optional
 
-from ..figure import COLORS, INK, INSTALL, SHOWN_UNDERSCORE, draw_svg
+from .._figure import COLORS, INK, INSTALL, SHOWN_UNDERSCORE, draw_svg
 
 _STYLES = ("-", "-", (0, (7, 3)), (0, (2, 3)), "-", (0, (10, 4)), (0, (4, 4)), (0, (9, 3, 2, 3)))
 _MARKERS = ("o", "s", "^")

@@ -21,7 +21,7 @@ from zoo.train.metrics import Record, read_metrics
 from zoo.train.progress import RATE_FORMATS, format_duration, format_si
 from zoo.train.tracking import track_report
 
-from ..figure import INSTALL
+from .._figure import INSTALL
 from .charts import Chart, Curve, LineChart
 
 _WIDE = 860
