@@ -190,9 +190,9 @@ def check_ids(ids: Any, vocab: int, *, name: str, negative: bool = False) -> Non
         raise ValueError(f"{name}: {ids[is_outside][0]} is outside the vocabulary of {vocab} tokens{hint}")
 
 
-def check_chunk(chunk: int, shape: tuple[int, ...]) -> None:
+def check_chunk(chunk: int | None, shape: tuple[int, ...]) -> None:
     """**Raises** `ValueError` for a `chunk` below 1, and for tokens without a row or column: no chunk has any."""
-    if chunk < 1:
+    if chunk is not None and chunk < 1:
         raise ValueError(f"chunk is a number of tokens, at least 1, not {chunk}")
     if 0 in shape:
         raise ValueError(f"tokens: expected at least 1 row and 1 token, got shape {shape}")

@@ -10,10 +10,13 @@ import numpy as np
 import pytest
 
 import zoo
+from tests.jaxprs import equations
 from tests.parallel.any_mesh import make_any_mesh
 from tests.quick import mark_slow
 from zoo.models.loss import chunked_cross_entropy, token_losses
+from zoo.models.loss_request import choose_chunk
 from zoo.ops.cross_entropy import cross_entropy
+from zoo.ops.platform import target_platform
 from zoo.parallel import Dim
 
 KEY = jax.random.key(0)
@@ -63,6 +66,23 @@ def test_chunked_cross_entropy_never_holds_all_logits():
 
     step = eqx.filter_jit(eqx.filter_grad(loss)).lower(head, x).compile()
     assert step.compiled.memory_analysis().temp_size_in_bytes < 256 * 512 * 4 / 2
+
+
+def test_the_gradient_of_logits_is_elementwise():
+    gradient = jax.grad(lambda logits, targets: token_losses(logits, targets).sum())
+    found = {
+        equation.primitive.name for equation in equations(jax.make_jaxpr(gradient)(jnp.ones((4, 8)), jnp.ones(4, int)))
+    }
+    assert "exp" in found and not {name for name in found if "scatter" in name or "gather" in name}
+
+
+@pytest.mark.parametrize(
+    "platform, vocab, expected",
+    [("cpu", 32_768, 1024), ("gpu", 32_768, 4096), ("tpu", 262_144, 2048), ("gpu", 2**20, 1024)],
+)
+def test_more_tokens_at_a_time_where_memory_is_fast(platform, vocab, expected):
+    with target_platform(platform):
+        assert choose_chunk(vocab) == expected
 
 
 @pytest.mark.one_case

@@ -46,7 +46,7 @@ def cross_entropy(
     router_z: float = 0.0,
     indexer: float = 0.0,
     over: BalanceOver = "batch",
-    chunk: int = 1024,
+    chunk: int | None = None,
     implementation: str | Callable = "auto",
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """Return the sum over tokens of weight * (log Z - logit[target] + z_loss * (log Z)²), and the sum of the weights.
@@ -61,8 +61,9 @@ def cross_entropy(
       tokens. Both leave out tokens of segment 0, which is padding.
     - `indexer`: weight of the divergence of `zoo.models.indexer_loss`, added to the mean over tokens, which trains the
       indexers of sparse attention, and nothing else.
-    - `chunk`: tokens whose logits are in memory at a time. The gradient of a chunk is computed together with its loss,
-      from the same logits: three matrix products per chunk, none of them repeated; in float16 four.
+    - `chunk`: tokens whose logits are in memory at a time, by default 1,024 on CPUs and 4,096 elsewhere, fewer of a
+      vocabulary over 131,072. The gradient of a chunk is computed together with its loss, from the same logits: three
+      matrix products per chunk, none of them repeated; in float16 four.
     - `implementation`: a name in `zoo.models.loss.LOSS`: "auto", "chunked", "reference" with all logits in memory, or
       "tokamax" (docs/implementations.md).
 
@@ -89,7 +90,7 @@ def cross_entropy_and_routing(
     router_z: float = 0.0,
     indexer: float = 0.0,
     over: BalanceOver = "batch",
-    chunk: int = 1024,
+    chunk: int | None = None,
     implementation: str | Callable = "auto",
 ) -> tuple[tuple[Float[Array, ""], Float[Array, ""]], tuple[RoutingSums, ...]]:
     """Return `cross_entropy`, and the `RoutingSums` of each layer that has a router: for `tokens_per_expert`, and for
@@ -116,9 +117,10 @@ def cross_entropy_and_routing(
     weights = jnp.where(targets < 0, 0, weights)
     x = hidden.x.reshape(-1, hidden.x.shape[-1])
     head = model.gather_unembedding()
-    sum_losses = LOSS.select(implementation, LossRequest.from_head(head, x, z_loss, chunk)).function
-    total = sum_losses(head, x, targets.reshape(-1), weights.reshape(-1), z_loss, chunk)
-    total = observe_logits(total, model, x, chunk)
+    request = LossRequest.from_head(head, x, z_loss, chunk)
+    sum_losses = LOSS.select(implementation, request).function
+    total = sum_losses(head, x, targets.reshape(-1), weights.reshape(-1), z_loss, request.chunk)
+    total = observe_logits(total, model, x, request.chunk)
     count = weights.sum()
     # The library divides the total by the count, so an auxiliary loss, which is a mean, is multiplied by it here.
     if balance:
@@ -139,7 +141,8 @@ def token_losses(
 
     With a sharded vocabulary, each device computes the max and the sum of exp over its shard, and the device whose
     shard has the target reads its logit. Three all-reduces over "vocab" (max, sum, target logit) replace an all-gather
-    of the logits.
+    of the logits. The target's logit is a masked sum: its gradient is computed with the softmax's in one pass, where an
+    index would scatter into float32 logits.
     """
     logits = logits.astype(jnp.float32)
     targets = targets.astype(jnp.promote_types(targets.dtype, jnp.int32))
@@ -147,9 +150,9 @@ def token_losses(
     peak = reduce(max_last_dim(lax.stop_gradient(logits))[..., 0], over="vocab", by=lax.pmax)
     log_z = jnp.log(reduce(jnp.exp(logits - peak[..., None]).sum(-1), over="vocab")) + peak
     local_targets = targets - shard_offset(logits, "vocab", shard_size)
-    is_local = (0 <= local_targets) & (local_targets < shard_size)
-    target_logits = jnp.take_along_axis(logits, jnp.where(is_local, local_targets, 0)[..., None], -1)[..., 0]
-    losses = log_z - reduce(jnp.where(is_local, target_logits, 0), over="vocab") + z_loss * log_z**2
+    is_target = jnp.arange(shard_size) == local_targets[..., None]
+    target_logits = reduce(jnp.where(is_target, logits, 0).sum(-1), over="vocab")
+    losses = log_z - target_logits + z_loss * log_z**2
     is_known = targets < shard_size * num_shards(logits, "vocab")
     return jnp.where(targets < 0, 0, losses * jnp.where(is_known, 1, jnp.nan))
 
