@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import zoo
-from zoo.generate.buckets import choose_cache_length, choose_piece, choose_rows
+from zoo.generate.buckets import choose_cache_length, choose_piece, choose_rows, count_pieces_at_once
 from zoo.ops.rotary import DynamicScaling, Rotary
 
 KEY = jax.random.key(0)
@@ -187,5 +187,6 @@ def test_rows_are_rounded_unless_the_model_has_arrays_per_row():
     with pytest.raises(ValueError, match="rows=2 gives a row to one request after another: .*set_strength"):
         zoo.generate_stream(per_row, [], rows=2, length=8)
     assert [choose_piece(length) for length in (21, 128, 192, 4096)] == [6, 32, 48, 256]
+    assert [count_pieces_at_once(rows, 256) for rows in (1, 8, 16, 48, 64, 512)] == [8, 8, 4, 1, 1, 1]
     context = zoo.make_mesh(context=8)
     assert [choose_piece(length, context) for length in (21, 128, 4096)] == [8, 32, 256]

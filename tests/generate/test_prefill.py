@@ -1,5 +1,6 @@
 """A text that was read before equals one that is read in one call, for every kind of state."""
 
+import sys
 from functools import partial
 
 import jax
@@ -68,6 +69,33 @@ def test_ragged_turns_equal_a_fresh_call(name):
         assert prefix.lengths.tolist() == list(map(len, texts))
         assert append([[], [], []], prefix.text[: prefix.rows]) == texts
     assert len(ends) > 1
+
+
+def test_long_prompts_are_read_several_pieces_at_once(monkeypatch):
+    """Pieces of 8 tokens, 8 at once: of 101 tokens in a cache for 128, five pieces come before the long one."""
+    buckets = sys.modules["zoo.generate.buckets"]
+    monkeypatch.setattr(buckets, "_MAX_PIECE", 8)
+    mixers = [*MIXERS["window"], MIXERS["recurrent"][0]]
+    model = zoo.models.Hybrid(vocab=VOCAB, embed=16, layers=3, pattern=mixers, key=jax.random.key(0))
+    tokens = jax.random.randint(jax.random.key(1), (3, 101), 0, VOCAB)
+    mask = jnp.arange(101) >= jnp.array([0, 13, 70])[:, None]
+    reads = []
+    hidden = zoo.models.Decoder.hidden
+
+    def record(self, tokens, *args):
+        reads.append(tokens.shape[1])
+        return hidden(self, tokens, *args)
+
+    def read(most):
+        monkeypatch.setattr(buckets, "_MOST_PIECES_AT_ONCE", most)
+        jax.clear_caches()  # programs do not depend on these constants
+        return zoo.prefill(model, tokens, mask=mask, length=128)
+
+    expected = read(1)
+    monkeypatch.setattr(zoo.models.Decoder, "hidden", record)
+    found = read(8)
+    assert set(reads) == {8, 64}
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-5), found, expected)
 
 
 @pytest.mark.one_case("slow")

@@ -18,6 +18,9 @@ _MIN_LENGTH = 128
 _MAX_PIECE = 256
 """Maximum number of tokens in a piece of the prompt. Longer pieces would cost short prompts with a long cache more
 padding; shorter ones would read the weights more often than matrix products need."""
+_MOST_PIECES_AT_ONCE = 8
+_MOST_TOKENS_AT_ONCE = 2**14
+"""Maximum number of tokens of all rows that are read at once, for the memory of their activations."""
 
 
 def choose_cache_length(model: Decoder, prompt: int, new: int, length: int | None) -> int:
@@ -49,6 +52,11 @@ def choose_piece(length: int, mesh: Mesh | None = None) -> int:
     to a multiple of the devices that share it."""
     shards = 1 if mesh is None else mesh.count_shards("seq")
     return -(-min(-(-length // 4), _MAX_PIECE) // shards) * shards
+
+
+def count_pieces_at_once(rows: int, piece: int) -> int:
+    """Return how many pieces of a long prompt are read at once: 8 if the tokens of all rows are then at most 2¹⁴."""
+    return max(min(_MOST_PIECES_AT_ONCE, _MOST_TOKENS_AT_ONCE // (rows * piece)), 1)
 
 
 def choose_rows(model: Decoder, rows: int, mesh: Mesh | None, samples: int = 1) -> int:

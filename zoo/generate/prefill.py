@@ -21,9 +21,11 @@ from zoo.parallel.collectives import current_mesh, while_loop
 from zoo.parallel.spmd import OutputDims, SpmdProgram, run_jitted
 
 from . import request
-from .buckets import Prompt, choose_cache_length, choose_piece, choose_rows, pad_prompt
+from .buckets import Prompt, choose_cache_length, choose_piece, choose_rows, count_pieces_at_once, pad_prompt
 
 _Tree = TypeVar("_Tree")
+_Progress = tuple[Int[Array, ""], LayerStates]
+"""The column of the next token of a prompt, and the states before it."""
 
 
 class Prefix(Module):
@@ -208,20 +210,29 @@ def read_prompt(
 ) -> LayerStates:
     """Return the states after a prompt without its last token, from `states` on; by default from empty ones.
 
-    Where the mesh shards the sequence, each device computes a share of a piece.
+    Of a long prompt several pieces are read at once: first those that are left over, one by one, then the others. Each
+    read takes the weights and the whole caches through the layers, and small products are slow. Where the mesh shards
+    the sequence, each device computes a share of a piece.
     """
     room = prompt.tokens.shape[1]
     size = choose_piece(length, current_mesh())
-
-    def step(carry):
-        start, states = carry
-        take = lambda x: shard(lax.dynamic_slice_in_dim(x, start, size, axis=1), "seq", axis=1)
-        _, states = model.hidden(take(prompt.tokens), TokenInfo(take(prompt.positions)), states)
-        return start + size, states or ()
-
     first = model.init_state(len(prompt.tokens), length) if states is None else states
     carry = room - prompt.pieces * size, set_rope_length(first, rope_length)
-    return while_loop(lambda carry: carry[0] < room, step, carry)[1]
+
+    def read_until(end: int | Int[Array, ""], size: int, carry: _Progress) -> _Progress:
+        def step(carry: _Progress) -> _Progress:
+            start, states = carry
+            take = lambda x: shard(lax.dynamic_slice_in_dim(x, start, size, axis=1), "seq", axis=1)
+            _, states = model.hidden(take(prompt.tokens), TokenInfo(take(prompt.positions)), states)
+            return start + size, states or ()
+
+        return while_loop(lambda carry: carry[0] < end, step, carry)
+
+    at_once = count_pieces_at_once(len(prompt.tokens), size)
+    if at_once > 1 and room > at_once * size:
+        carry = read_until(room - prompt.pieces // at_once * at_once * size, size, carry)
+        size *= at_once
+    return read_until(room, size, carry)[1]
 
 
 def find_rope_switches(model: Decoder) -> tuple[int, ...]:

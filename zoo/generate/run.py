@@ -135,8 +135,9 @@ def generate(
     - `callback`: called with the latest token of each row as soon as it is computed, -1 for rows that have ended. If it
       returns a boolean array of the rows, those that are True end there.
 
-    Prefill runs the prompt through the scanned layers in at most four pieces, or in pieces of 256 tokens. Decoding runs
-    unstacked layers, each with its own KV cache or recurrent state, in one `while_loop` that ends when every row has.
+    Prefill runs the prompt through the scanned layers in at most four pieces, or in pieces of 256 tokens; into a cache
+    for over 2,048 it reads eight of them at once. Decoding runs unstacked layers, each with its own KV cache or
+    recurrent state, in one `while_loop` that ends when every row has.
 
     Without a `length`, RoPE scaling that depends on the sequence length uses the number of tokens so far, of the
     longest row for all rows, as transformers does. When that exceeds the `original_length` of `LongRopeScaling`, all
