@@ -154,7 +154,8 @@ def find_unmirrored_tests(root: Path) -> list[str]:
     for path in sorted(root.glob("tests/*/**/test_*.py")):
         name = path.relative_to(root / "tests")
         module = root / "zoo" / name.parent / name.name.removeprefix("test_")
-        is_mirrored = module.exists() or module.with_suffix("").is_dir()
+        internal = module.with_name(f"_{module.name}")
+        is_mirrored = module.exists() or internal.exists() or module.with_suffix("").is_dir()
         if (root / "zoo" / name.parts[0]).is_dir() and not is_mirrored and name.as_posix() not in SPANNING_TESTS:
             found.append(f"tests/{name.as_posix()}: no module {module.relative_to(root).as_posix()}")
     return found
