@@ -26,19 +26,17 @@ def batches():
             for rows in tokens]  # fmt: skip
 
 
-def optimizer_of(peak):
-    schedule = optax.warmup_cosine_decay_schedule(0.0, peak, 1, 3)
-    adamw = optax.adamw(schedule, weight_decay=0.1, mask=train.decay_mask)
+def make_optimizer(rate):
+    schedule = optax.warmup_cosine_decay_schedule(0.0, 1.0, 1, 3)
+    adamw = optax.adamw(lambda step: rate * schedule(step), weight_decay=0.1, mask=train.decay_mask)
     return optax.chain(optax.clip_by_global_norm(1.0), adamw)
 
 
 @pytest.fixture(scope="module")
 def swept(batches):
     rates, keys = train.sweep_grid(RATES, SEEDS)
-    models = train.sweep_models(make, keys)
-    optimizer = optimizer_of(1.0)
-    opt_states = train.sweep_map(lambda model: optimizer.init(zoo.trainable(model)))(models)
-    step, metrics = train.sweep_step(zoo.cross_entropy, optimizer), []
+    models, opt_states = train.sweep_init(make, make_optimizer, rates, keys)
+    step, metrics = train.sweep_step(zoo.cross_entropy, make_optimizer), []
     for batch in batches:
         models, opt_states, logged = step(batch, models, opt_states, rates)
         metrics.append(logged)
@@ -61,11 +59,11 @@ def test_sweep_grid_refuses_empty_lists(rates, seeds):
 
 @pytest.mark.ci
 def test_sweep_step_equals_single_runs(swept, batches):
-    """With the rate given to optax, one model, and the library's own gradient."""
+    """With one model, and the library's own gradient."""
     run = 3
     mesh = zoo.make_mesh(devices=jax.devices()[:1])
     model = zoo.init(make, jax.random.key((SEEDS * 2)[run]), mesh)
-    optimizer = optimizer_of(np.repeat(RATES, 2)[run])
+    optimizer = make_optimizer(np.repeat(RATES, 2)[run])
     opt_state = optimizer.init(zoo.trainable(model))
 
     @eqx.filter_jit
@@ -95,12 +93,10 @@ def test_sweep_step_keeps_frozen_leaves_and_donates(batches):
     router = zoo.layers.BiasedRouter
     sizes = {"vocab": 11, "embed": 8, "layers": 1, "heads": 2, "mlp": 8, "experts": 2, "top": 1}
     rates, keys = train.sweep_grid((0.1,), (0, 1))
-    models = train.sweep_models(partial(zoo_mixture, sizes, router), keys)
+    models, opt_states = train.sweep_init(partial(zoo_mixture, sizes, router), optax.adamw, rates, keys)
     before = [leaf + 0 for leaf in jax.tree.leaves(models)]
-    optimizer = optax.adamw(1.0)
-    opt_states = train.sweep_map(lambda model: optimizer.init(zoo.trainable(model)))(models)
     given = jax.tree.leaves(models)
-    after, _, _ = train.sweep_step(zoo.cross_entropy, optimizer)(batches[0], models, opt_states, rates)
+    after, _, _ = train.sweep_step(zoo.cross_entropy, optax.adamw)(batches[0], models, opt_states, rates)
     assert all(leaf.is_deleted() for leaf in given)
     names = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(after)]
     still = {name for name, a, b in zip(names, before, jax.tree.leaves(after), strict=True) if jnp.array_equal(a, b)}
@@ -121,10 +117,8 @@ def test_sweep_step_divides_by_small_counts(batches):
             return total * scale, count * scale
 
         rates, keys = train.sweep_grid((0.1,), (0, 1))
-        models = train.sweep_models(make, keys)
-        optimizer = optax.sgd(1.0)
-        opt_states = train.sweep_map(lambda model: optimizer.init(zoo.trainable(model)))(models)
-        return train.sweep_step(loss_fn, optimizer)(batches[0], models, opt_states, rates)[2]["losses"]
+        models, opt_states = train.sweep_init(make, optax.sgd, rates, keys)
+        return train.sweep_step(loss_fn, optax.sgd)(batches[0], models, opt_states, rates)[2]["losses"]
 
     np.testing.assert_allclose(find_losses(1e-3), find_losses(1.0), rtol=1e-6)
     assert not find_losses(0.0).any()
