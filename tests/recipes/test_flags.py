@@ -42,7 +42,7 @@ FLAGS = {
     ],
     "mamba": [*TEXT, "vocab", "embed", "layers", "state_dim", "head_dim", "expand"],
     "moe": [
-        *(*TEXT, "runs", *SIZES, "experts", "top_k", "shared_mlp_dim", "router", "balance_weight", "bias_rate"),
+        *(*TEXT, "runs", *SIZES, "experts", "top_k", "balance_weight", "bias_rate"),
     ],
     "optimizers": [
         *("data", "optimizers", "rates", "num_seeds", *SIZES[1:], "seq_len", "batch_size", "steps", "warmup_steps"),
