@@ -26,10 +26,14 @@ def batches():
             for rows in tokens]  # fmt: skip
 
 
+def make_adamw(schedule):
+    adamw = optax.adamw(schedule, weight_decay=0.1, mask=train.decay_mask)
+    return optax.chain(optax.clip_by_global_norm(1.0), adamw)
+
+
 def make_optimizer(rate):
     schedule = optax.warmup_cosine_decay_schedule(0.0, 1.0, 1, 3)
-    adamw = optax.adamw(lambda step: rate * schedule(step), weight_decay=0.1, mask=train.decay_mask)
-    return optax.chain(optax.clip_by_global_norm(1.0), adamw)
+    return make_adamw(lambda step: rate * schedule(step))
 
 
 @pytest.fixture(scope="module")
@@ -59,11 +63,11 @@ def test_sweep_grid_refuses_empty_lists(rates, seeds):
 
 @pytest.mark.ci
 def test_sweep_step_equals_single_runs(swept, batches):
-    """With one model, and the library's own gradient."""
+    """With the rate given to optax, one model, and the library's own gradient."""
     run = 3
     mesh = zoo.make_mesh(devices=jax.devices()[:1])
     model = zoo.init(make, jax.random.key((SEEDS * 2)[run]), mesh)
-    optimizer = make_optimizer(np.repeat(RATES, 2)[run])
+    optimizer = make_adamw(optax.warmup_cosine_decay_schedule(0.0, np.repeat(RATES, 2)[run], 1, 3))
     opt_state = optimizer.init(zoo.trainable(model))
 
     @eqx.filter_jit
@@ -89,7 +93,7 @@ def test_sweep_map_vmaps_over_runs(swept, batches):
 
 
 @pytest.mark.slow
-def test_sweep_step_keeps_frozen_leaves_and_donates(batches):
+def test_sweep_step_keeps_frozen_leaves_and_dtypes_and_donates(batches):
     router = zoo.layers.BiasedRouter
     sizes = {"vocab": 11, "embed": 8, "layers": 1, "heads": 2, "mlp": 8, "experts": 2, "top": 1}
     rates, keys = train.sweep_grid((0.1,), (0, 1))
@@ -98,13 +102,14 @@ def test_sweep_step_keeps_frozen_leaves_and_donates(batches):
     given = jax.tree.leaves(models)
     after, _, _ = train.sweep_step(zoo.cross_entropy, optax.adamw)(batches[0], models, opt_states, rates)
     assert all(leaf.is_deleted() for leaf in given)
+    assert [leaf.dtype for leaf in jax.tree.leaves(after)] == [leaf.dtype for leaf in before]
     names = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(after)]
     still = {name for name, a, b in zip(names, before, jax.tree.leaves(after), strict=True) if jnp.array_equal(a, b)}
     assert len(still) == 1 and "bias" in still.pop()
 
 
 def zoo_mixture(sizes, router, key):
-    return zoo.models.MixtureOfExperts(**sizes, router=router, key=key)
+    return zoo.cast(zoo.models.MixtureOfExperts(**sizes, router=router, key=key), "bfloat16")
 
 
 @pytest.mark.ci
