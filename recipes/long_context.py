@@ -66,9 +66,15 @@ def mixer_factories(embed, heads):
     }
 
 
-def main(config: Config) -> None:
+def make_model(config, key):
     mixers = mixer_factories(config.embed, config.heads)
-    train.check_names("mixers", config.pattern, mixers)
+    sizes = {"vocab": config.vocab, "embed": config.embed, "layers": config.num_layers}
+    pattern = [mixers[name] for name in config.pattern]
+    return config.mesh.apply(zoo.models.Hybrid(**sizes, pattern=pattern, tied=False, key=key))
+
+
+def main(config: Config) -> None:
+    train.check_names("mixers", config.pattern, mixer_factories(config.embed, config.heads))
     mesh = config.mesh.make_mesh()
     seed = config.run.seed
 
@@ -78,13 +84,7 @@ def main(config: Config) -> None:
     unseen = {length: needles(length, seed=2 * seed + 1) for length in config.eval_seq_lens}
     tests = {length: train.stack_rows(rows, config.eval_rows) for length, rows in unseen.items()}
 
-    def make_model(key):
-        sizes = {"vocab": config.vocab, "embed": config.embed, "layers": config.num_layers}
-        pattern = [mixers[name] for name in config.pattern]
-        return config.mesh.apply(zoo.models.Hybrid(**sizes, pattern=pattern, tied=False, key=key))
-
-    model = zoo.init(make_model, jax.random.key(seed), mesh)
-
+    model = zoo.init(partial(make_model, config), jax.random.key(seed), mesh)
     schedule = train.warmup_cosine(config.learning_rate, config.warmup_steps, config.steps)
     adamw = optax.adamw(schedule, b2=0.95, weight_decay=config.weight_decay, mask=train.decay_mask)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), adamw)
