@@ -24,14 +24,12 @@ SPECIAL_TOKENS = ("cls_token_id", "sep_token_id", "pad_token_id", "mask_token_id
 
 
 @dataclass(frozen=True)
-class Config(train.TextConfig):  # batch_size, steps, learning_rate, ..., mesh, data, seq_len
+class Config(train.ModelConfig):  # batch_size, steps, learning_rate, ..., mesh, data, seq_len, vocab, embed, ...
     """Train on masked text, evaluate, fill in held-out text, export."""
 
-    vocab: int = 256  # 256 for bytes; more trains a byte-pair encoding on the text.
-    embed: int = 128  # Width of the residual stream.
-    layers: int = 4  # Number of blocks.
-    heads: int = 4  # Attention heads, embed / heads wide each.
-    mlp_dim: int = 256  # Width of the gated MLP.
+    embed: int = 128
+    layers: int = 4
+    heads: int = 4
     held_out: int = 64  # Sequences to evaluate on; a multiple of the devices that share the batch.
     run: train.RunOptions = train.RunOptions(Path("runs/bert"))
 
@@ -46,6 +44,11 @@ def mask_tokens(tokens, key, mask_token, vocab):
     return {"tokens": jnp.where(is_target, changed, tokens), "targets": jnp.where(is_target, tokens, -1)}
 
 
+def make_model(config, vocab, key):
+    sizes = {"vocab": vocab, "embed": config.embed, "layers": config.layers, "heads": config.heads}
+    return config.mesh.apply(zoo.models.ModernBERT(**sizes, mlp=config.mlp_dim, key=key))
+
+
 def main(config: Config) -> None:
     mesh = config.mesh.make_mesh()
     model_key, mask_key, test_key = jax.random.split(jax.random.key(config.run.seed), 3)
@@ -57,19 +60,7 @@ def main(config: Config) -> None:
     (rows,) = corpus.validation.ordered(config.seq_len, config.held_out, limit=1, process=zoo.parallel.reader(mesh))
     test = mask(zoo.place_batch(rows, mesh, vocab=corpus.vocab)["tokens"], test_key)
 
-    def make_model(key):
-        model = zoo.models.ModernBERT(
-            vocab=corpus.vocab,
-            embed=config.embed,
-            layers=config.layers,
-            heads=config.heads,
-            mlp=config.mlp_dim,
-            key=key,
-        )
-        return config.mesh.apply(model)
-
-    model = zoo.init(make_model, model_key, mesh)
-
+    model = zoo.init(partial(make_model, config, corpus.vocab), model_key, mesh)
     schedule = train.warmup_cosine(config.learning_rate, config.warmup_steps, config.steps)
     adamw = optax.adamw(schedule, b2=0.95, weight_decay=config.weight_decay, mask=train.decay_mask)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), adamw)

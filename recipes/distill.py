@@ -30,9 +30,7 @@ PROMPTS = ("def main(", "class Node:\n    ", "import os\n")
 
 
 @dataclass(frozen=True)
-class Config(
-    train.RecordConfig
-):  # batch_size, steps, learning_rate, ..., mesh, data, records, seq_len, epochs, prompts
+class Config(train.RecordConfig):  # batch_size, steps, learning_rate, ..., mesh, data, seq_len, epochs, prompts
     """Load a teacher, load or make a student, train it on records, evaluate its cross-entropy, export."""
 
     # Teacher: a Hugging Face directory, or a name on the hub, NAME[@REVISION].
@@ -52,8 +50,9 @@ class Config(
     run: train.RunOptions = train.RunOptions(Path("runs/distill"))
 
 
-def make_student(config, tokenizer, key, mesh):
+def make_student(config, teacher_directory, key, mesh):
     """Return the student, and the size of the vocabulary that both models have."""
+    tokenizer = train.read_tokenizer(teacher_directory)
     if config.student is not None:
         directory = zoo.weights.resolve_directory(config.student)
         own = train.read_tokenizer(directory)
@@ -79,14 +78,13 @@ def main(config: Config) -> None:
     mesh = config.mesh.make_mesh()
     key, student_key = jax.random.split(jax.random.key(config.run.seed), 4)[:2]
 
-    tokenizer = train.read_tokenizer(directory)
     data = config.load_records(directory, config.data or read_standard_library(), kinds=("text", "chat", "completion"))
     batches = data.train.batches(config.batch_size, seed=config.run.seed, mesh=mesh)
     steps = config.steps if config.epochs is None else batches.count_steps(config.epochs)
     held_out = data.validation.ordered(config.batch_size, limit=16)
 
     teacher = config.mesh.apply(zoo.load(directory, mesh=mesh, dtype=config.mesh.dtype))
-    model, vocab = make_student(config, tokenizer, student_key, mesh)
+    model, vocab = make_student(config, directory, student_key, mesh)
 
     schedule = train.warmup_cosine(config.learning_rate, config.warmup_steps, steps)
     adamw = optax.adamw(schedule, b2=0.95, weight_decay=config.weight_decay, mask=train.decay_mask)
@@ -99,13 +97,9 @@ def main(config: Config) -> None:
     def loss_fn(model, batch, teacher):
         if config.alpha == 1:
             return data_loss(model, batch)
+        student = zoo.cast(model, config.mesh.dtype)
         terms = objectives.distillation_terms(
-            zoo.cast(model, config.mesh.dtype),
-            teacher,
-            batch,
-            beta=config.beta,
-            temperature=config.temperature,
-            vocab=vocab,
+            student, teacher, batch, beta=config.beta, temperature=config.temperature, vocab=vocab
         )
         losses = config.alpha * -terms.log_probs + (1 - config.alpha) * terms.divergence
         return (losses * batch["weights"]).sum(), batch["weights"].sum()

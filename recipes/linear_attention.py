@@ -19,32 +19,13 @@ import zoo
 from zoo import layers as zl
 from zoo import tools, train
 
-WITH_HEADS = {
-    "linear-attention": zl.LinearAttention,
-    "retention": zl.Retention,
-    "gla": zl.GatedLinearAttention,
-    "hgrn2": zl.HGRN2,
-    "mlstm": zl.MLSTM,
-    "delta-net": zl.DeltaNet,
-    "gated-delta-net": zl.GatedDeltaNet,
-    "kimi-delta-attention": zl.KimiDeltaAttention,
-    "gated-delta-product": zl.GatedDeltaProduct,
-    "rwkv6": zl.RWKV6,
-    "rwkv7": zl.RWKV7,
-    "rg-lru": zl.RGLRU,
-}
-
 
 @dataclass(frozen=True)
-class Config(train.TextConfig):  # batch_size, steps, learning_rate, ..., mesh, data, seq_len
+class Config(train.ModelConfig):  # batch_size, steps, learning_rate, ..., mesh, data, seq_len, vocab, embed, ...
     """Train a model of each mixer, compare."""
 
     # Names of mixers.
     mixers: tuple[str, ...] = ("attention", "retention", "gla", "gated-delta-net", "mamba2")
-    vocab: int = 256  # 256 for bytes; more trains a byte-pair encoding on the text.
-    embed: int = 64  # Width of the residual stream.
-    layers: int = 2  # Number of blocks.
-    heads: int = 2  # Heads of a mixer, embed / heads wide each.
     mlp_dim: int = 256  # Width of the gated MLP after attention; the widths after other mixers equalize the parameters.
     steps: int = 200
     learning_rate: float = 6e-3
@@ -57,8 +38,19 @@ def mixer_factories(embed, heads):
     size = embed // heads
     norm = partial(zl.RMSNorm, size, features=zoo.parallel.Dim("head_dim"))
     return {
-        "attention": partial(zl.Attention, rotary=zoo.ops.rotary.Rotary(size), qk_norm=norm, heads=heads),
-        **{name: partial(mixer, heads=heads) for name, mixer in WITH_HEADS.items()},
+        "attention": partial(zl.Attention, heads=heads, rotary=zoo.ops.rotary.Rotary(size), qk_norm=norm),
+        "linear-attention": partial(zl.LinearAttention, heads=heads),
+        "retention": partial(zl.Retention, heads=heads),
+        "gla": partial(zl.GatedLinearAttention, heads=heads),
+        "hgrn2": partial(zl.HGRN2, heads=heads),
+        "mlstm": partial(zl.MLSTM, heads=heads),
+        "delta-net": partial(zl.DeltaNet, heads=heads),
+        "gated-delta-net": partial(zl.GatedDeltaNet, heads=heads),
+        "kimi-delta-attention": partial(zl.KimiDeltaAttention, heads=heads),
+        "gated-delta-product": partial(zl.GatedDeltaProduct, heads=heads),
+        "rwkv6": partial(zl.RWKV6, heads=heads),
+        "rwkv7": partial(zl.RWKV7, heads=heads),
+        "rg-lru": partial(zl.RGLRU, heads=heads),
         "mamba2": partial(zl.Mamba2, head_dim=size, state_dim=size),  # 2 * heads: expand is 2
     }
 

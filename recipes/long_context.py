@@ -25,14 +25,6 @@ from zoo import layers, tools, train
 from zoo.parallel import Dim
 from zoo.text.tasks.synthetic import NeedleRetrieval
 
-MIXERS = {
-    "attention": layers.Attention,
-    "delta-net": layers.DeltaNet,
-    "gated-delta-net": layers.GatedDeltaNet,
-    "gated-linear-attention": layers.GatedLinearAttention,
-    "hgrn2": layers.HGRN2,
-    "rg-lru": layers.RGLRU,
-}
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 
@@ -61,17 +53,28 @@ class Config(train.TrainConfig):  # batch_size, steps, learning_rate, ..., mesh
     run: train.RunOptions = train.RunOptions(Path("runs/long_context"))
 
 
-def make_mixer(config, name):
-    """Attention needs no positions: recurrences before it bring a key to its value's position."""
-    mixer = partial(MIXERS[name], heads=config.heads)
-    if name != "attention":
-        return mixer
-    norm = partial(layers.RMSNorm, config.embed // config.heads, features=Dim("head_dim"))
-    return partial(mixer, qk_norm=norm)
+def mixer_factories(embed, heads):
+    """Mixers by name. Attention needs no positions: recurrences before it bring a key to its value's position."""
+    norm = partial(layers.RMSNorm, embed // heads, features=Dim("head_dim"))
+    return {
+        "attention": partial(layers.Attention, heads=heads, qk_norm=norm),
+        "delta-net": partial(layers.DeltaNet, heads=heads),
+        "gated-delta-net": partial(layers.GatedDeltaNet, heads=heads),
+        "gated-linear-attention": partial(layers.GatedLinearAttention, heads=heads),
+        "hgrn2": partial(layers.HGRN2, heads=heads),
+        "rg-lru": partial(layers.RGLRU, heads=heads),
+    }
+
+
+def make_model(config, key):
+    mixers = mixer_factories(config.embed, config.heads)
+    sizes = {"vocab": config.vocab, "embed": config.embed, "layers": config.num_layers}
+    pattern = [mixers[name] for name in config.pattern]
+    return config.mesh.apply(zoo.models.Hybrid(**sizes, pattern=pattern, tied=False, key=key))
 
 
 def main(config: Config) -> None:
-    train.check_names("mixers", config.pattern, MIXERS)
+    train.check_names("mixers", config.pattern, mixer_factories(config.embed, config.heads))
     mesh = config.mesh.make_mesh()
     seed = config.run.seed
 
@@ -81,19 +84,7 @@ def main(config: Config) -> None:
     unseen = {length: needles(length, seed=2 * seed + 1) for length in config.eval_seq_lens}
     tests = {length: train.stack_rows(rows, config.eval_rows) for length, rows in unseen.items()}
 
-    def make_model(key):
-        model = zoo.models.Hybrid(
-            vocab=config.vocab,
-            embed=config.embed,
-            layers=config.num_layers,
-            pattern=[make_mixer(config, name) for name in config.pattern],
-            tied=False,
-            key=key,
-        )
-        return config.mesh.apply(model)
-
-    model = zoo.init(make_model, jax.random.key(seed), mesh)
-
+    model = zoo.init(partial(make_model, config), jax.random.key(seed), mesh)
     schedule = train.warmup_cosine(config.learning_rate, config.warmup_steps, config.steps)
     adamw = optax.adamw(schedule, b2=0.95, weight_decay=config.weight_decay, mask=train.decay_mask)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), adamw)
@@ -170,7 +161,7 @@ def count_bytes(config, name, seq_len, mesh):
     def mix(layer, x):
         return layer(x, layers.TokenInfo())[0]
 
-    make = partial(make_mixer(config, name), config.embed)
+    make = partial(mixer_factories(config.embed, config.heads)[name], config.embed)
     layer = zoo.place(eqx.filter_eval_shape(make, key=jax.random.key(0)), mesh)
     x = zoo.place_batch(jax.ShapeDtypeStruct((config.batch_size, seq_len, config.embed), "float32"), mesh)
     program = zoo.inspect.compiled(zoo.spmd(mix, mesh, out="batch seq embed"), layer, x)

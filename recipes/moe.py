@@ -1,12 +1,14 @@
 """Compare a mixture of experts with a dense model of equal active parameters: 2.17 bits per byte against 2.28.
 
     python recipes/moe.py                                 # four runs on the same batches, 2 1/4 minutes on 2 cores
-    python recipes/moe.py --experts 64 --top-k 8 --shared-mlp-dim 256 --router biased --embed 512 --layers 12 --expert 8
+    python recipes/moe.py --experts 64 --top-k 8 --embed 512 --layers 12 --expert 8
 
 - dense: a Transformer whose feed-forward layers are as wide as all experts that a token uses;
 - unbalanced: the mixture, trained only on the cross-entropy;
 - balance-loss: with an auxiliary load-balancing loss (Switch, arXiv:2101.03961): 2.17, mean of three seeds;
 - loss-free: with a router bias, zero at first, that moves against the load, without gradient (arXiv:2408.15664).
+
+DeepSeek-V3's mixture: in `make_model` a router `partial(zoo.layers.BiasedRouter, score="sigmoid")`, and `shared=256`.
 """
 
 from dataclasses import dataclass
@@ -27,20 +29,13 @@ RUNS: tuple[Variant, ...] = get_args(Variant)
 
 
 @dataclass(frozen=True)
-class Config(train.TextConfig):  # batch_size, steps, learning_rate, ..., mesh, data, seq_len
+class Config(train.ModelConfig):  # batch_size, steps, learning_rate, ..., mesh, data, seq_len, vocab, embed, ...
     """Train each variant, compare."""
 
     runs: tuple[Variant, ...] = RUNS  # Variants to train.
-    vocab: int = 256  # 256 for bytes; more trains a byte-pair encoding on the text.
-    embed: int = 64  # Width of the residual stream.
-    layers: int = 2  # Number of blocks.
-    heads: int = 2  # Attention heads, embed / heads wide each.
-    mlp_dim: int = 64  # Width of an expert. The dense model's MLP is top_k * mlp_dim + shared_mlp_dim wide.
+    mlp_dim: int = 64  # Width of an expert. The dense model's MLP is top_k * mlp_dim wide.
     experts: int = 8  # Experts per layer.
     top_k: int = 2  # Experts per token.
-    shared_mlp_dim: int = 0  # Width of a shared expert, which every token uses.
-    # Router scores: softmax, as in Mixtral; or DeepSeek-V3's sigmoid, whose router has a bias in every run.
-    router: Literal["softmax", "biased"] = "softmax"
     balance_weight: float = 0.01  # Weight of the load-balancing loss, in its run.
     bias_rate: float = 1e-3  # Step of the router bias, in the loss-free run.
     steps: int = 600
@@ -53,24 +48,12 @@ class Config(train.TextConfig):  # batch_size, steps, learning_rate, ..., mesh, 
 def make_model(config, name, vocab, key):
     sizes = {"vocab": vocab, "embed": config.embed, "layers": config.layers, "heads": config.heads, "qk_norm": True}
     if name == "dense":
-        active_dim = config.top_k * config.mlp_dim + config.shared_mlp_dim
-        return config.mesh.apply(zoo.models.Transformer(**sizes, mlp=active_dim, key=key))
-    if config.router == "biased":
-        router = partial(zoo.layers.BiasedRouter, score="sigmoid")
-    elif name == "loss-free":
+        return config.mesh.apply(zoo.models.Transformer(**sizes, mlp=config.top_k * config.mlp_dim, key=key))
+    router = zoo.layers.SoftmaxRouter
+    if name == "loss-free":
         router = partial(zoo.layers.BiasedRouter, score="softmax")
-    else:
-        router = zoo.layers.SoftmaxRouter
-    model = zoo.models.MixtureOfExperts(
-        **sizes,
-        mlp=config.mlp_dim,
-        experts=config.experts,
-        top=config.top_k,
-        shared=config.shared_mlp_dim or None,
-        router=router,
-        key=key,
-    )
-    return config.mesh.apply(model)
+    mixture = {"mlp": config.mlp_dim, "experts": config.experts, "top": config.top_k, "router": router}
+    return config.mesh.apply(zoo.models.MixtureOfExperts(**sizes, **mixture, key=key))
 
 
 def main(config: Config) -> None:

@@ -28,7 +28,7 @@ OPTIMIZERS = get_args(train.OptimizerName)
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(train.SweepConfig):  # batch_size, steps, num_seeds, ...
     """Train with each optimizer, all learning rates and seeds at once; compare."""
 
     data: tuple[Path, ...] = ()  # Files and directories of text; by default this Python's standard library.
@@ -36,19 +36,18 @@ class Config:
     optimizers: tuple[train.OptimizerName, ...] = ("adamw", "muon", "lion", "schedule_free", "ademamix")
     # Peak learning rates, the same for all optimizers: powers of two.
     rates: tuple[float, ...] = tuple(2.0**power for power in range(-10, -2))
-    num_seeds: int = 2  # Initializations per learning rate, whose mean counts.
     embed: int = 64  # Width of the residual stream.
     layers: int = 2  # Number of blocks.
     heads: int = 2  # Attention heads, embed / heads wide each.
     mlp_dim: int = 192  # Width of the gated MLP.
     seq_len: int = 64  # Bytes per row.
-    batch_size: int = 16  # Rows per step.
-    steps: int = 300  # Optimizer steps of each run.
+    num_seeds: int = 2
+    batch_size: int = 16
+    steps: int = 300
     # Steps of linear warmup, at most half of all. Then a cosine to zero, for schedule_free a constant.
     warmup_steps: int = 30
-    weight_decay: float = 0.1  # Of matrices and embeddings, times the learning rate.
-    eval_rows: int = 256  # Held-out rows, spread evenly over the text.
-    eval_every: int = 150  # Steps between evaluations, each with a checkpoint.
+    eval_rows: int = 256
+    eval_every: int = 150
     timed_steps: int = 50  # Steps of one model with each optimizer, in turn, for the time per step.
     run: train.RunOptions = train.RunOptions(Path("runs/optimizers"))
 
@@ -66,55 +65,29 @@ def make_schedule(config, name):
     return jax.jit(train.warmup_stable_decay(1.0, warmup, config.steps, decay_steps=0))
 
 
-def make_optimizer(config, name, peak):
-    """Build an optimizer in the program that uses it: the peak learning rate is traced, one of a sweep's."""
+def make_optimizer(config, name, rate):
+    """Make an optimizer with a peak learning rate that is a traced number: all rates and seeds are one program."""
     schedule = make_schedule(config, name)
-    named = train.make_optimizer(name, lambda step: peak * schedule(step), weight_decay=config.weight_decay)
+    named = train.make_optimizer(name, lambda step: rate * schedule(step), weight_decay=config.weight_decay)
     return optax.chain(optax.clip_by_global_norm(1.0), named)
-
-
-def start(config, name, keys):
-    """Return a model for each key, stacked, and the states of the optimizer."""
-    models = train.sweep_models(partial(make_model, config), keys)
-    initialize = train.sweep_map(lambda model: make_optimizer(config, name, 1.0).init(zoo.trainable(model)))
-    return models, initialize(models)
-
-
-def loss_fn(params, model, batch):
-    total, count = zoo.cross_entropy(eqx.combine(params, model), batch)
-    return total / count
-
-
-def step_run(config, name, batch, model, opt_state, peak):
-    params = zoo.trainable(model)
-    loss, grads = jax.value_and_grad(loss_fn)(params, model, batch)
-    updates, opt_state = make_optimizer(config, name, peak).update(grads, opt_state, params)
-    model = eqx.apply_updates(model, updates)
-    return model, opt_state, {"losses": loss, "gradient_norm": optax.tree.norm(grads)}
 
 
 def main(config: Config) -> None:
     train.check_names("optimizers", config.optimizers, OPTIMIZERS)
     seed = config.run.seed
-    peaks, keys = train.sweep_grid(config.rates, seeds=range(seed, seed + config.num_seeds))
+    rates, keys = train.sweep_grid(config.rates, seeds=range(seed, seed + config.num_seeds))
     corpus = train.load_text(config.data)
     (held_out,) = corpus.validation.ordered(config.seq_len, config.eval_rows, limit=1)
-
-    @eqx.filter_jit(donate="all-except-first")
-    def step(inputs, models, opt_states):
-        """Step all runs, which are stacked: every array of their models has a leading dim."""
-        name, batch, peaks = inputs
-        stacked = eqx.if_array(0)
-        step_runs = eqx.filter_vmap(partial(step_run, config, name), in_axes=(None, stacked, stacked, 0))
-        return step_runs(batch, models, opt_states, peaks)
 
     @train.sweep_map
     def evaluate(run, batch):
         model, opt_state = run
-        model = train.eval_params(opt_state, model)  # schedule_free's average
-        loss = loss_fn(zoo.trainable(model), model, batch)
-        return train.bits_per_byte(loss, corpus.validation)
+        total, count = zoo.cross_entropy(train.eval_params(opt_state, model), batch)  # of schedule_free's average
+        return train.bits_per_byte(total / count, corpus.validation)
 
+    init_fn = partial(make_model, config)
+    optimizers = {name: partial(make_optimizer, config, name) for name in config.optimizers}
+    steps = {name: train.sweep_step(zoo.cross_entropy, optimizers[name]) for name in config.optimizers}
     rows = []
     curves = []
     for name in config.optimizers:
@@ -122,10 +95,11 @@ def main(config: Config) -> None:
         schedule = make_schedule(config, name)
         with train.Run(config, name=name, data=corpus) as run:
             run.print_line(f"{name}: {len(config.rates)} learning rates, {config.num_seeds} seeds; {corpus}")
-            models, opt_states = run.restore(start(config, name, keys), batches)
+            start = train.sweep_init(init_fn, optimizers[name], rates, keys)
+            models, opt_states = run.restore(start, batches)
             for batch in run.steps(batches, config.steps, tokens=config.batch_size * config.seq_len * len(keys)):
-                models, opt_states, metrics = step((name, batch, peaks), models, opt_states)
-                run.log(**metrics, learning_rate=peaks * schedule(run.step - 1))
+                models, opt_states, metrics = steps[name](batch, models, opt_states, rates)
+                run.log(**metrics, learning_rate=rates * schedule(run.step - 1))
                 if run.every(config.eval_every):
                     losses = evaluate((models, opt_states), held_out).reshape(len(config.rates), config.num_seeds)
                     run.log(held_out=losses, validation=jnp.nanmin(losses.mean(1)))
@@ -135,13 +109,16 @@ def main(config: Config) -> None:
         if run.stopped:
             return
         losses = np.array(train.summary(run.directory)["held_out"], float)
-        model = eqx.filter_eval_shape(make_model, config, keys[0])
+        model = eqx.filter_eval_shape(init_fn, keys[0])
         size = sum(x.nbytes for x in jax.tree.leaves(opt_states)) / len(keys) / zoo.count(model)
         rows.append(tabulate(config, name, losses, size))
         curves.append(tools.report.Curve(name, config.rates, losses.mean(1)))
 
-    seconds = time_steps(config, step, {name: start(config, name, keys[:1]) for name in config.optimizers}, corpus)
+    (batch,) = corpus.train.ordered(config.seq_len, config.batch_size, limit=1)
+    starts = {name: train.sweep_init(init_fn, optimizers[name], rates[:1], keys[:1]) for name in config.optimizers}
+    seconds = time_steps(steps, starts, batch, config.timed_steps)
     relative = np.median(seconds / seconds[0], axis=1)
+    chart = tools.report.ScatterChart(curves, "bits per byte", "peak learning rate", from_zero=False)
     unit = f"time per step, {config.optimizers[0]} = 1"
     tools.report_runs(
         config,
@@ -152,11 +129,7 @@ def main(config: Config) -> None:
             f"{config.num_seeds} seeds; {1000 * np.median(seconds[0]):.1f} ms per step of {config.optimizers[0]}"
         ),
         curves={},
-        plots={
-            "Held-out loss at each learning rate": tools.report.ScatterChart(
-                curves, "bits per byte", "peak learning rate", from_zero=False
-            )
-        },
+        plots={"Held-out loss at each learning rate": chart},
     )
 
 
@@ -173,15 +146,14 @@ def tabulate(config, name, losses, size):
     }
 
 
-def time_steps(config, step, states, corpus):
-    """Time steps of one model in seconds, "optimizers steps". They take turns: other work slows all alike."""
-    (batch,) = corpus.train.ordered(config.seq_len, config.batch_size, limit=1)
+def time_steps(steps, states, batch, turns):
+    """Time steps of one model in seconds, "optimizers turns". They take turns: other work slows all alike."""
     rates = jnp.full(1, 1e-3)
-    seconds = np.zeros((len(states), 1 + config.timed_steps))
-    for turn in range(1 + config.timed_steps):
-        for number, name in enumerate(states):
+    seconds = np.zeros((len(steps), 1 + turns))
+    for turn in range(1 + turns):
+        for number, name in enumerate(steps):
             start = time.perf_counter()
-            models, opt_states, _ = jax.block_until_ready(step((name, batch, rates), *states[name]))
+            models, opt_states, _ = jax.block_until_ready(steps[name](batch, *states[name], rates))
             seconds[number, turn] = time.perf_counter() - start
             states[name] = (models, opt_states)
     return seconds[:, 1:]  # the first step compiles

@@ -33,14 +33,11 @@ REASONS = {
 
 
 @dataclass(frozen=True)
-class Config(train.TextConfig):  # batch_size, steps, learning_rate, ..., data, seq_len
+class Config(train.ModelConfig):  # batch_size, steps, learning_rate, ..., data, seq_len, vocab, embed, ...
     """Train on one device and on the mesh, compare."""
 
-    vocab: int = 256  # 256 for bytes; more trains a byte-pair encoding on the text.
-    embed: int = 64  # Width of the residual stream.
     layers: int = 2  # Number of blocks, alternately of a gated delta rule and of attention.
-    heads: int = 8  # Heads of a mixer, embed / heads wide each.
-    mlp_dim: int = 256  # Width of the gated MLP.
+    heads: int = 8
     steps: int = 20
     warmup_steps: int = 5
     eval_every: int = 10

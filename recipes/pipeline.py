@@ -8,8 +8,7 @@ Emulated devices share a CPU: idle time is read from the timetable, whose unit i
 backward passes take two.
 """
 
-import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -33,15 +32,12 @@ RUNS = {
 
 
 @dataclass(frozen=True)
-class Config(train.TextConfig):  # batch_size, steps, learning_rate, ..., data, seq_len
+class Config(train.ModelConfig):  # batch_size, steps, learning_rate, ..., data, seq_len, vocab, embed, ...
     """Train by each schedule, compare."""
 
     runs: tuple[str, ...] = tuple(RUNS)  # Schedules to run; interleaved takes --rounds, all others one round.
-    vocab: int = 256  # 256 for bytes; more trains a byte-pair encoding on the text.
-    embed: int = 64  # Width of the residual stream.
     layers: int = 8  # Number of blocks, a multiple of pipe x rounds.
-    heads: int = 4  # Attention heads, embed / heads wide each.
-    mlp_dim: int = 256  # Width of the gated MLP.
+    heads: int = 4
     seq_len: int = 64
     batch_size: int = 32
     steps: int = 10
@@ -58,7 +54,7 @@ def make_mesh(config, name):
         return zoo.make_mesh(devices=jax.devices()[:1])
     if name == "interleaved":
         return config.mesh.make_mesh()
-    return dataclasses.replace(config.mesh, rounds=1).make_mesh()
+    return replace(config.mesh, rounds=1).make_mesh()
 
 
 def make_model(config, vocab, key):

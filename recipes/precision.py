@@ -48,16 +48,12 @@ METHODS = {
 
 
 @dataclass(frozen=True)
-class Config(train.TextConfig):  # batch_size, steps, learning_rate, ..., data, seq_len
+class Config(train.ModelConfig):  # batch_size, steps, learning_rate, ..., data, seq_len, vocab, embed, ...
     """Train in each precision, compare."""
 
     # Names of precisions.
     methods: tuple[str, ...] = ("float32", "bfloat16", "float16", "fp8", "mxfp8", "stochastic")
-    vocab: int = 256  # 256 for bytes; more trains a byte-pair encoding on the text.
-    embed: int = 64  # Width of the residual stream.
-    layers: int = 2  # Number of blocks.
-    heads: int = 2  # Attention heads, embed / heads wide each.
-    mlp_dim: int = 192  # Width of the gated MLP.
+    mlp_dim: int = 192
     seq_len: int = 64
     steps: int = 100
     warmup_steps: int = 20
@@ -67,11 +63,8 @@ class Config(train.TextConfig):  # batch_size, steps, learning_rate, ..., data, 
 
 
 def make_model(config, vocab, method, key):
-    """Return the model in the precision of a method; without one, in float32."""
     sizes = {"vocab": vocab, "embed": config.embed, "layers": config.layers, "heads": config.heads}
     model = config.mesh.apply(zoo.models.Transformer(**sizes, mlp=config.mlp_dim, qk_norm=True, key=key))
-    if method is None:
-        return model
     model = zoo.cast(model, method.weights)
     if method.recipe is None:
         return model
@@ -88,7 +81,7 @@ def make_optimizer(config, method, schedule):
     return optimizer
 
 
-def train_in(name, config, mesh, corpus):
+def train_in(name, config, mesh, corpus, held_out):
     """Train in a precision, in a run of its own; return the run, and bytes per parameter."""
     method = METHODS[name]
     key = jax.random.key(config.run.seed)
@@ -97,13 +90,12 @@ def train_in(name, config, mesh, corpus):
     optimizer = make_optimizer(config, method, schedule)
     opt_state = zoo.place(optimizer.init(zoo.trainable(model)), mesh.optimizer)
     batches = corpus.train.batches(config.seq_len, config.batch_size, seed=config.run.seed, mesh=mesh)
-    validation = corpus.validation.ordered(config.seq_len, config.batch_size, limit=8)
 
     def loss_fn(model, batch, key=None):
         return zoo.cross_entropy(zoo.cast(model, method.dtype), batch, key=key)
 
     gradient = zoo.value_and_grad(loss_fn, mesh, observe=True, **config.mesh.accumulation)
-    evaluate = train.Evaluation(loss_fn, mesh, validation=validation)
+    evaluate = train.Evaluation(loss_fn, mesh, validation=held_out)
 
     @eqx.filter_jit(donate="all-except-first")
     def step(inputs, model, opt_state):
@@ -132,13 +124,12 @@ def train_in(name, config, mesh, corpus):
     return run, sum(x.nbytes for x in arrays) / zoo.count(model)
 
 
-def measure_errors(name, config, mesh, corpus):
+def measure_errors(name, config, mesh, corpus, held_out):
     """Return the rounding error of each layer by itself, on held-out text, before training."""
     key = jax.random.key(config.run.seed)
-    held_out = corpus.validation.ordered(config.seq_len, config.batch_size, limit=8)
     batch = zoo.place_batch(next(iter(held_out.with_process(zoo.parallel.reader(mesh)))), mesh)
     low = zoo.cast(make_model(config, corpus.vocab, METHODS[name], key), METHODS[name].dtype)
-    model = make_model(config, corpus.vocab, None, key)
+    model = make_model(config, corpus.vocab, METHODS["float32"], key)
     return zoo.inspect.drift(model, batch, low, mesh=mesh, key=key).curves()["local_output"]
 
 
@@ -148,30 +139,28 @@ def main(config: Config) -> None:
         raise ValueError(f"--methods names the precisions, and --dtype {config.mesh.dtype} would be ignored")
     mesh = config.mesh.make_mesh()
     corpus = train.load_text(config.data, vocab=config.vocab)
+    held_out = corpus.validation.ordered(config.seq_len, config.batch_size, limit=8)
 
     drifts = []
     rows = []
     for name in config.methods:
         if METHODS[name].dtype != "float32":
-            errors = measure_errors(name, config, mesh, corpus)
+            errors = measure_errors(name, config, mesh, corpus, held_out)
             drifts.append(tools.report.Curve(name, range(len(errors)), errors))
-        run, size = train_in(name, config, mesh, corpus)
+        run, size = train_in(name, config, mesh, corpus, held_out)
         if run.stopped:
             return
         last = train.summary(run.directory)
         speed = round(last["tokens_per_second"])
         rows.append({"run": name, "bits per byte": last["validation"], "bytes per parameter": size, "tokens/s": speed})
 
+    chart = tools.report.LineChart(drifts, "units of the last place", "layers")
     tools.report_runs(
         config,
         "Precisions of training",
         rows,
         description=f"{config.steps} steps on {mesh}",
-        plots={
-            "Rounding errors of each layer by itself": tools.report.LineChart(
-                drifts, "units of the last place", "layers"
-            )
-        },
+        plots={"Rounding errors of each layer by itself": chart},
     )
 
 

@@ -3,12 +3,11 @@
     python recipes/recall.py                              # all mixers at two widths, in sequence
     python recipes/recall.py --mixers attention delta-net --widths 32
     python recipes/recall.py --resume                     # after Ctrl-C: complete runs are kept
-    python recipes/recall.py paper --seq-len 512 --num-pairs 64   # the sizes of the paper, for an accelerator
 
 Multi-query associative recall (Zoology, arXiv:2312.04927, section 4): a row has `num_pairs` keys, each followed by its
 value, and later every key once as a query; the model predicts its value. A model has two layers without MLPs: a gated
 short convolution, which brings a key to its value's position, and the mixer. Each mixer is trained at every learning
-rate at once, and the best one counts. docs/recall.md has the results.
+rate at once, and the best one counts. docs/recall.md has the results, and the sizes of the paper.
 """
 
 from dataclasses import dataclass
@@ -61,7 +60,7 @@ MIXERS = tuple(mixer_factories(8))
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(train.SweepConfig):  # batch_size, steps, rates, num_seeds, ...
     """Train each mixer at each width, all learning rates and seeds at once; compare."""
 
     mixers: tuple[str, ...] = MIXERS  # Names of mixers.
@@ -69,32 +68,7 @@ class Config:
     vocab: int = 128  # Tokens, half of them keys, half values.
     seq_len: int = 64  # Tokens per row.
     num_pairs: int = 12  # Key-value pairs per row, and queries.
-    gap_exponent: float = 0.01  # A gap g before a query has probability proportional to g ** (gap_exponent - 1).
-    batch_size: int = 32  # Rows per step.
-    steps: int = 500  # Optimizer steps of each run.
-    # Peak learning rates, after linear warmup; cosine decay to zero.
-    rates: tuple[float, ...] = (1e-3, 3e-3, 1e-2, 3e-2)
-    num_seeds: int = 1  # Initializations per learning rate, whose mean counts.
-    warmup_steps: int = 50  # Steps of linear warmup, at most half of all.
-    weight_decay: float = 0.1  # AdamW's, of matrices and embeddings.
-    eval_rows: int = 512  # Held-out rows for the accuracy.
-    eval_every: int = 100  # Steps between evaluations, each with a checkpoint.
     run: train.RunOptions = train.RunOptions(Path("runs/recall"))
-
-
-PRESETS = {
-    "small": Config(),
-    "paper": Config(
-        widths=(64, 128, 256, 512),
-        vocab=8192,
-        seq_len=256,
-        num_pairs=16,
-        batch_size=256,
-        steps=25_000,
-        rates=(1e-4, 4.6e-4, 2.2e-3, 1e-2),
-        eval_rows=3_000,
-    ),
-}
 
 
 def make_model(mixer, width, vocab, key):
@@ -109,19 +83,15 @@ def main(config: Config) -> None:
     seed = config.run.seed
     rates, keys = train.sweep_grid(config.rates, seeds=range(seed, seed + config.num_seeds))
     sizes = (config.vocab, config.seq_len, config.num_pairs)
-    task = AssociativeRecall(*sizes, gap_exponent=config.gap_exponent, seed=2 * seed)
-    unseen = AssociativeRecall(*sizes, gap_exponent=config.gap_exponent, seed=2 * seed + 1)
-    test = train.stack_rows(unseen, config.eval_rows)
-
-    # The schedule peaks at 1, and each run's rate multiplies its updates: one program serves all rates and seeds.
+    task = AssociativeRecall(*sizes, seed=2 * seed)
+    test = train.stack_rows(AssociativeRecall(*sizes, seed=2 * seed + 1), config.eval_rows)
     schedule = train.warmup_cosine(1.0, config.warmup_steps, config.steps, end=0.0)
-    adamw = optax.adamw(schedule, b2=0.95, weight_decay=config.weight_decay, mask=train.decay_mask)
-    optimizer = optax.chain(optax.clip_by_global_norm(1.0), adamw)
-    step = train.sweep_step(zoo.cross_entropy, optimizer)
 
-    @train.sweep_map
-    def initialize(model):
-        return optimizer.init(zoo.trainable(model))
+    def make_optimizer(rate):  # a traced number: all rates and seeds are one program
+        adamw = train.make_optimizer("adamw", lambda step: rate * schedule(step), weight_decay=config.weight_decay)
+        return optax.chain(optax.clip_by_global_norm(1.0), adamw)
+
+    step = train.sweep_step(zoo.cross_entropy, make_optimizer)
 
     @train.sweep_map
     def accuracy(model, batch):
@@ -131,8 +101,7 @@ def main(config: Config) -> None:
     rows = []
     for mixer, width in [(mixer, width) for mixer in config.mixers for width in config.widths]:
         init_fn = partial(make_model, mixer, width, config.vocab)
-        models = train.sweep_models(init_fn, keys)
-        opt_states = initialize(models)
+        models, opt_states = train.sweep_init(init_fn, make_optimizer, rates, keys)
         batches = train.ShuffledBatches(task, config.batch_size, seed=seed)
 
         with train.Run(config, name=f"{mixer}-{width}") as run:
@@ -164,6 +133,9 @@ def main(config: Config) -> None:
         }
         rows.append(row)
 
+    chart = tools.report.ScatterChart.of_rows(
+        rows, "mixer", x="bytes of state", values="accuracy", unit="accuracy", x_label="bytes of state per row"
+    )
     tools.report_runs(
         config,
         "Recall and bytes of state",
@@ -171,14 +143,9 @@ def main(config: Config) -> None:
         description=f"{config.num_pairs} pairs in {config.seq_len} tokens; best rate, mean of {config.num_seeds} seeds",
         curves={},
         unit="accuracy",
-        plots={"Accuracy": draw(rows)},
+        plots={"Accuracy": chart},
     )
 
 
-def draw(rows):
-    options = {"unit": "accuracy", "x_label": "bytes of state per row"}
-    return tools.report.ScatterChart.of_rows(rows, "mixer", x="bytes of state", values="accuracy", **options)
-
-
 if __name__ == "__main__":
-    train.run_cli(main, Config, PRESETS)
+    train.run_cli(main, Config)

@@ -61,39 +61,28 @@ DEFAULT = (
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(train.SweepConfig):  # batch_size, steps, rates, num_seeds, ...
     """Train each mixer on each group, all learning rates and seeds at once; extrapolate; compare."""
 
     groups: tuple[str, ...] = ("parity", "s3")  # parity, s3, a4 (the even permutations of four), s5.
     mixers: tuple[str, ...] = DEFAULT  # Names of mixers; `mixer_factories` has more.
     embed: int = 32  # Width of the residual stream.
-    layers: int = 1  # Number of blocks.
+    layers: int = 1  # Number of mixers; there are no MLPs.
     heads: int = 4  # Heads of a mixer, embed / heads wide each.
-    mlp_dim: int | None = None  # Width of the SwiGLU after each mixer; by default there is none.
     seq_len: int = 8  # Tokens per row of training.
     eval_seq_len: int = 128  # Tokens per row of evaluation.
-    batch_size: int = 32  # Rows per step.
-    steps: int = 800  # Optimizer steps of each run.
-    # Peak learning rates, after linear warmup; cosine decay to zero.
+    steps: int = 800
     rates: tuple[float, ...] = (2e-3, 5e-3, 1e-2, 2e-2)
-    num_seeds: int = 2  # Initializations per learning rate.
-    warmup_steps: int = 50  # Steps of linear warmup, at most half of all.
-    weight_decay: float = 0.1  # AdamW's, of matrices and embeddings.
-    eval_rows: int = 128  # Held-out rows for the accuracy.
-    eval_every: int = 200  # Steps between evaluations, each with a checkpoint.
+    num_seeds: int = 2
+    eval_rows: int = 128
+    eval_every: int = 200
     run: train.RunOptions = train.RunOptions(Path("runs/state_tracking"))
 
 
 def make_model(config, group, mixer, key):
-    return zoo.models.Hybrid(
-        vocab=len(GROUPS[group]),
-        embed=config.embed,
-        layers=config.layers,
-        mlp=config.mlp_dim,
-        pattern=(mixer_factories(config.embed, config.heads)[mixer],),
-        tied=False,
-        key=key,
-    )
+    sizes = {"vocab": len(GROUPS[group]), "embed": config.embed, "layers": config.layers}
+    pattern = [mixer_factories(config.embed, config.heads)[mixer]]
+    return zoo.models.Hybrid(**sizes, pattern=pattern, tied=False, key=key)
 
 
 def main(config: Config) -> None:
@@ -103,16 +92,13 @@ def main(config: Config) -> None:
         raise ValueError(f"eval_seq_len={config.eval_seq_len} is not more than seq_len={config.seq_len}")
     seed = config.run.seed
     rates, keys = train.sweep_grid(config.rates, seeds=range(seed, seed + config.num_seeds))
-
-    # The schedule peaks at 1, and each run's rate multiplies its updates: one program serves all rates and seeds.
     schedule = train.warmup_cosine(1.0, config.warmup_steps, config.steps, end=0.0)
-    adamw = optax.adamw(schedule, b2=0.95, weight_decay=config.weight_decay, mask=train.decay_mask)
-    optimizer = optax.chain(optax.clip_by_global_norm(1.0), adamw)
-    step = train.sweep_step(zoo.cross_entropy, optimizer)
 
-    @train.sweep_map
-    def initialize(model):
-        return optimizer.init(zoo.trainable(model))
+    def make_optimizer(rate):  # a traced number: all rates and seeds are one program
+        adamw = train.make_optimizer("adamw", lambda step: rate * schedule(step), weight_decay=config.weight_decay)
+        return optax.chain(optax.clip_by_global_norm(1.0), adamw)
+
+    step = train.sweep_step(zoo.cross_entropy, make_optimizer)
 
     @train.sweep_map
     def accuracy(model, batch):  # per position
@@ -123,8 +109,8 @@ def main(config: Config) -> None:
     for group, mixer in [(group, mixer) for group in config.groups for mixer in config.mixers]:
         test = train.stack_rows(GroupWords(group, config.eval_seq_len, seed=2 * seed + 1), config.eval_rows)
         batches = train.ShuffledBatches(GroupWords(group, config.seq_len, seed=2 * seed), config.batch_size, seed=seed)
-        models = train.sweep_models(partial(make_model, config, group, mixer), keys)
-        opt_states = initialize(models)
+        init_fn = partial(make_model, config, group, mixer)
+        models, opt_states = train.sweep_init(init_fn, make_optimizer, rates, keys)
 
         with train.Run(config, name=f"{group}-{mixer}") as run:
             run.print_line(f"{run.name}: {len(config.rates)} learning rates, {config.num_seeds} seeds")

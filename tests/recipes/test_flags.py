@@ -42,7 +42,7 @@ FLAGS = {
     ],
     "mamba": [*TEXT, "vocab", "embed", "layers", "state_dim", "head_dim", "expand"],
     "moe": [
-        *(*TEXT, "runs", *SIZES, "experts", "top_k", "shared_mlp_dim", "router", "balance_weight", "bias_rate"),
+        *(*TEXT, "runs", *SIZES, "experts", "top_k", "balance_weight", "bias_rate"),
     ],
     "optimizers": [
         *("data", "optimizers", "rates", "num_seeds", *SIZES[1:], "seq_len", "batch_size", "steps", "warmup_steps"),
@@ -51,10 +51,10 @@ FLAGS = {
     "parallel": [*TEXT, *SIZES],
     "pipeline": [*TEXT, "runs", *SIZES],
     "precision": [*TEXT, "methods", *SIZES],
-    "recall": ["mixers", "widths", "vocab", "seq_len", "num_pairs", "gap_exponent", "batch_size", *SWEEP, *RUN_FLAGS],
+    "recall": ["mixers", "widths", "vocab", "seq_len", "num_pairs", "batch_size", *SWEEP, *RUN_FLAGS],
     "sft": FINETUNE,
     "state_tracking": [
-        *("groups", "mixers", *SIZES[1:], "seq_len", "eval_seq_len", "batch_size", *SWEEP, *RUN_FLAGS),
+        *("groups", "mixers", *SIZES[1:4], "seq_len", "eval_seq_len", "batch_size", *SWEEP, *RUN_FLAGS),
     ],
     "transformer": [*TEXT, "vocab", "embed", "layers", "heads", "kv_heads", "mlp_dim", "dropout"],
     "vit": [*TRAIN, "patch_size", "embed", "layers", "heads", "mlp_dim", "dropout", "held_out"],
@@ -75,9 +75,9 @@ def test_flags_are_those_of_the_table_and_explained(name):
 
 
 def test_help_of_a_preset_has_its_defaults(capsys):
-    from recipes import recall
+    from recipes import mamba
 
     with pytest.raises(SystemExit):
-        train.run_cli(recall.main, recall.Config, recall.PRESETS, arguments=["paper", "--help"])
+        train.run_cli(mamba.main, mamba.Config, mamba.PRESETS, arguments=["1b", "--help"])
     printed = " ".join(capsys.readouterr().out.replace("│", " ").split())
-    assert "8192" in printed and "Presets, as the first word: small, paper" in printed
+    assert "32768" in printed and "Presets, as the first word: cpu, 1b" in printed

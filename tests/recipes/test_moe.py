@@ -85,16 +85,8 @@ def test_moe_fork_gives_the_same_numbers_on_one_device(text, unbroken, tmp_path,
 
 @pytest.mark.slow  # its code is that of test_transformer_combines_the_other_options
 def test_moe_combines_the_other_options(text, tmp_path):
-    options = {"router": "biased", "shared_mlp_dim": 8, "dtype": "bfloat16", "microbatches": 2}
-    options |= {
-        "vocab": 300,
-        "runs": ("loss-free",),
-        "fsdp": 2,
-        "tensor": 2,
-        "remat": "dots",
-        "steps": 1,
-        "seq_len": 20,
-    }
+    options = {"vocab": 300, "runs": ("loss-free",), "dtype": "bfloat16", "microbatches": 2, "fsdp": 2, "tensor": 2}
+    options |= {"remat": "dots", "steps": 1, "seq_len": 20}
     call(moe.main, data=(text,), out=tmp_path / "run", **TINY | options)
     assert {"loss-free", "report.html"} <= {path.name for path in (tmp_path / "run").iterdir()}
 
@@ -114,10 +106,3 @@ def test_moe_bad_flags_raise_early(text, tmp_path, changes, message):
     with pytest.raises(ValueError, match=message):
         call(moe.main, data=(text,), out=tmp_path / "run", **TINY | changes)
     assert not (tmp_path / "run").exists()
-
-
-def test_moe_unknown_router_is_one_line(capsys):
-    with pytest.raises(SystemExit) as stopped:
-        train.run_cli(moe.main, moe.Config, arguments=["--router", "lottery"])
-    told = " ".join(capsys.readouterr().err.replace("│", " ").split())
-    assert stopped.value.code == 2 and "invalid choice 'lottery'" in told and "softmax" in told

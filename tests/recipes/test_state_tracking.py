@@ -16,7 +16,7 @@ from zoo.layers import TokenInfo
 pytestmark = pytest.mark.ci
 
 TINY = {
-    "groups": ("s3",), "mixers": ("attention", "delta-net-negative"), "embed": 8, "mlp_dim": 8, "seq_len": 4,
+    "groups": ("s3",), "mixers": ("attention", "delta-net-negative"), "embed": 8, "seq_len": 4,
     "eval_seq_len": 40, "batch_size": 4, "steps": 3, "rates": (1e-3, 1e-2), "num_seeds": 2, "eval_rows": 4,
     "eval_every": 1,
 }  # fmt: skip

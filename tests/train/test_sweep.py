@@ -26,19 +26,21 @@ def batches():
             for rows in tokens]  # fmt: skip
 
 
-def optimizer_of(peak):
-    schedule = optax.warmup_cosine_decay_schedule(0.0, peak, 1, 3)
+def make_adamw(schedule):
     adamw = optax.adamw(schedule, weight_decay=0.1, mask=train.decay_mask)
     return optax.chain(optax.clip_by_global_norm(1.0), adamw)
+
+
+def make_optimizer(rate):
+    schedule = optax.warmup_cosine_decay_schedule(0.0, 1.0, 1, 3)
+    return make_adamw(lambda step: rate * schedule(step))
 
 
 @pytest.fixture(scope="module")
 def swept(batches):
     rates, keys = train.sweep_grid(RATES, SEEDS)
-    models = train.sweep_models(make, keys)
-    optimizer = optimizer_of(1.0)
-    opt_states = train.sweep_map(lambda model: optimizer.init(zoo.trainable(model)))(models)
-    step, metrics = train.sweep_step(zoo.cross_entropy, optimizer), []
+    models, opt_states = train.sweep_init(make, make_optimizer, rates, keys)
+    step, metrics = train.sweep_step(zoo.cross_entropy, make_optimizer), []
     for batch in batches:
         models, opt_states, logged = step(batch, models, opt_states, rates)
         metrics.append(logged)
@@ -65,7 +67,7 @@ def test_sweep_step_equals_single_runs(swept, batches):
     run = 3
     mesh = zoo.make_mesh(devices=jax.devices()[:1])
     model = zoo.init(make, jax.random.key((SEEDS * 2)[run]), mesh)
-    optimizer = optimizer_of(np.repeat(RATES, 2)[run])
+    optimizer = make_adamw(optax.warmup_cosine_decay_schedule(0.0, np.repeat(RATES, 2)[run], 1, 3))
     opt_state = optimizer.init(zoo.trainable(model))
 
     @eqx.filter_jit
@@ -91,24 +93,23 @@ def test_sweep_map_vmaps_over_runs(swept, batches):
 
 
 @pytest.mark.slow
-def test_sweep_step_keeps_frozen_leaves_and_donates(batches):
+def test_sweep_step_keeps_frozen_leaves_and_dtypes_and_donates(batches):
     router = zoo.layers.BiasedRouter
     sizes = {"vocab": 11, "embed": 8, "layers": 1, "heads": 2, "mlp": 8, "experts": 2, "top": 1}
     rates, keys = train.sweep_grid((0.1,), (0, 1))
-    models = train.sweep_models(partial(zoo_mixture, sizes, router), keys)
+    models, opt_states = train.sweep_init(partial(zoo_mixture, sizes, router), optax.adamw, rates, keys)
     before = [leaf + 0 for leaf in jax.tree.leaves(models)]
-    optimizer = optax.adamw(1.0)
-    opt_states = train.sweep_map(lambda model: optimizer.init(zoo.trainable(model)))(models)
     given = jax.tree.leaves(models)
-    after, _, _ = train.sweep_step(zoo.cross_entropy, optimizer)(batches[0], models, opt_states, rates)
+    after, _, _ = train.sweep_step(zoo.cross_entropy, optax.adamw)(batches[0], models, opt_states, rates)
     assert all(leaf.is_deleted() for leaf in given)
+    assert [leaf.dtype for leaf in jax.tree.leaves(after)] == [leaf.dtype for leaf in before]
     names = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(after)]
     still = {name for name, a, b in zip(names, before, jax.tree.leaves(after), strict=True) if jnp.array_equal(a, b)}
     assert len(still) == 1 and "bias" in still.pop()
 
 
 def zoo_mixture(sizes, router, key):
-    return zoo.models.MixtureOfExperts(**sizes, router=router, key=key)
+    return zoo.cast(zoo.models.MixtureOfExperts(**sizes, router=router, key=key), "bfloat16")
 
 
 @pytest.mark.ci
@@ -121,10 +122,8 @@ def test_sweep_step_divides_by_small_counts(batches):
             return total * scale, count * scale
 
         rates, keys = train.sweep_grid((0.1,), (0, 1))
-        models = train.sweep_models(make, keys)
-        optimizer = optax.sgd(1.0)
-        opt_states = train.sweep_map(lambda model: optimizer.init(zoo.trainable(model)))(models)
-        return train.sweep_step(loss_fn, optimizer)(batches[0], models, opt_states, rates)[2]["losses"]
+        models, opt_states = train.sweep_init(make, optax.sgd, rates, keys)
+        return train.sweep_step(loss_fn, optax.sgd)(batches[0], models, opt_states, rates)[2]["losses"]
 
     np.testing.assert_allclose(find_losses(1e-3), find_losses(1.0), rtol=1e-6)
     assert not find_losses(0.0).any()

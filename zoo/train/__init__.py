@@ -17,7 +17,7 @@ from zoo.text.tokenizers import read_tokenizer
 from . import objectives
 from .checkpoint import Checkpoints
 from .command import check_names, run_cli
-from .configs import FinetuneConfig, RecordConfig, TextConfig, TrainConfig, resolve_start
+from .configs import FinetuneConfig, ModelConfig, RecordConfig, SweepConfig, TextConfig, TrainConfig, resolve_start
 from .ema import update_ema
 from .evaluation import Evaluation
 from .export import export
@@ -48,7 +48,7 @@ from .samples import continue_prompts, find_prompts
 from .skip import count_skips, skip_nonfinite
 from .stored_teacher import split_top_k, store_top_k
 from .summary import summary
-from .sweep import sweep_grid, sweep_map, sweep_models, sweep_step
+from .sweep import sweep_grid, sweep_init, sweep_map, sweep_step
 from .trackers import TensorBoard, WeightsAndBiases
 
 __all__ = [
@@ -63,6 +63,7 @@ __all__ = [
     "MeshOptions",
     "Metrics",
     "Mixture",
+    "ModelConfig",
     "OptimizerName",
     "PackedRows",
     "Profile",
@@ -72,6 +73,7 @@ __all__ = [
     "Run",
     "RunOptions",
     "ShuffledBatches",
+    "SweepConfig",
     "TensorBoard",
     "TextConfig",
     "TokenWindows",
@@ -120,8 +122,8 @@ __all__ = [
     "sum_pairs",
     "summary",
     "sweep_grid",
+    "sweep_init",
     "sweep_map",
-    "sweep_models",
     "sweep_step",
     "transfer_width",
     "update_ema",

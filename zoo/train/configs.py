@@ -52,6 +52,29 @@ class TrainConfig:
 
 
 @dataclass(frozen=True)
+class SweepConfig:
+    """Options of a recipe that compares models, each at several learning rates and seeds at once (`sweep_step`)."""
+
+    batch_size: int = 32
+    """Rows per step."""
+    steps: int = 500
+    """Optimizer steps of each run."""
+    rates: tuple[float, ...] = (1e-3, 3e-3, 1e-2, 3e-2)
+    """Peak learning rates, after linear warmup; cosine decay to zero."""
+    num_seeds: int = 1
+    """Initializations per learning rate."""
+    warmup_steps: int = 50
+    """Steps of linear warmup, at most half of all."""
+    weight_decay: float = 0.1
+    """Weight decay of matrices and embeddings, times the learning rate."""
+    eval_rows: int = 512
+    """Held-out rows to evaluate on."""
+    eval_every: int = 100
+    """Steps between evaluations, each with a checkpoint."""
+    run: RunOptions = RunOptions(Path("runs/sweep"))
+
+
+@dataclass(frozen=True)
 class TextConfig(TrainConfig):
     """Options of a recipe that trains on text."""
 
@@ -65,6 +88,22 @@ class TextConfig(TrainConfig):
         shape = (self.batch_size, self.seq_len)
         dtypes = {"tokens": "int32", "targets": "int32", "weights": "float32"}
         return place_batch({name: jax.ShapeDtypeStruct(shape, dtype) for name, dtype in dtypes.items()}, mesh)
+
+
+@dataclass(frozen=True)
+class ModelConfig(TextConfig):
+    """Options of a recipe that trains small models of these sizes on text."""
+
+    vocab: int = 256
+    """256 for bytes; more trains a byte-pair encoding on the text."""
+    embed: int = 64
+    """Width of the residual stream."""
+    layers: int = 2
+    """Number of blocks."""
+    heads: int = 2
+    """Heads of attention or of another mixer, embed / heads wide each."""
+    mlp_dim: int = 256
+    """Width of the gated MLP."""
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,11 @@
 """Sweeps over learning rates and seeds, vmapped: every array gets a leading dim "runs".
 
+    def make_optimizer(rate):
+        return optax.adamw(lambda step: rate * schedule(step))
+
     rates, keys = sweep_grid([1e-3, 3e-3], seeds=[0, 1])                  # four runs
-    models = sweep_models(init_fn, keys)
-    opt_states = sweep_map(lambda model: optimizer.init(zoo.trainable(model)))(models)
-    step = sweep_step(loss_fn, optimizer)
+    models, opt_states = sweep_init(init_fn, make_optimizer, rates, keys)
+    step = sweep_step(loss_fn, make_optimizer)
     models, opt_states, metrics = step(batch, models, opt_states, rates)  # of each run, "losses" and "gradient_norm"
 
 All runs are one compiled program whose small matrix products are batched into larger ones: on a small model, a few runs
@@ -22,6 +24,7 @@ from jaxtyping import Array, Float, Key, PyTree, Shaped
 from zoo.parallel.module import trainable
 
 _Batch = Mapping[str, Shaped[Array, "batch ..."]]
+_MakeOptimizer = Callable[[Float[Array, ""]], optax.GradientTransformation]
 _Step = Callable[[_Batch, PyTree, PyTree, Float[Array, "runs"]], tuple[PyTree, PyTree, dict[str, Float[Array, "runs"]]]]
 
 
@@ -41,9 +44,21 @@ def sweep_grid(
     return jnp.repeat(jnp.array(learning_rates, jnp.float32), len(seeds)), jnp.tile(keys, len(learning_rates))
 
 
-def sweep_models(init_fn: Callable[[Key[Array, ""]], PyTree], keys: Key[Array, "runs"]) -> PyTree:
-    """Initialize a model per key, stacked: every array has a leading dim "runs"."""
-    return eqx.filter_jit(eqx.filter_vmap(init_fn))(keys)
+def sweep_init(
+    init_fn: Callable[[Key[Array, ""]], PyTree],
+    make_optimizer: _MakeOptimizer,
+    rates: Float[Array, "runs"],
+    keys: Key[Array, "runs"],
+) -> tuple[PyTree, PyTree]:
+    """Initialize a model and an optimizer state per run, stacked: every array has a leading dim "runs"."""
+
+    @eqx.filter_jit
+    @eqx.filter_vmap
+    def init_run(rate: Float[Array, ""], key: Key[Array, ""]) -> tuple[PyTree, PyTree]:
+        model = init_fn(key)
+        return model, make_optimizer(rate).init(trainable(model))
+
+    return init_run(rates, keys)
 
 
 def sweep_map(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -62,17 +77,16 @@ def sweep_map(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def sweep_step(
     loss_fn: Callable[[Any, _Batch], tuple[Float[Array, ""], Float[Array, ""]]],
-    optimizer: optax.GradientTransformation,
+    make_optimizer: _MakeOptimizer,
 ) -> _Step:
     """Return a compiled step for stacked models: `(batch, models, opt_states, rates) -> (models, opt_states, metrics)`.
 
-    Run r is updated to p_r + rate_r * update_r, with the update of the optimizer at learning rate 1: for
-    `optax.adamw(schedule)`, a schedule whose peak is 1. This equals the optimizer at that rate if the rate is its last
-    factor, as in optax. All runs see the same batch. `models` and `opt_states` are donated.
-    The metrics are "losses" and "gradient_norm", before clipping, of each run.
+    All runs see the same batch. `models` and `opt_states` are donated. The metrics are "losses" and "gradient_norm",
+    before clipping, of each run.
 
     - `loss_fn`: returns a sum and a count, as for `zoo.value_and_grad`; losses and gradients are computed from their
       quotient.
+    - `make_optimizer`: called with the rate of a run, a traced number, within the step. Multiply a schedule by it.
     """
 
     def step_run(
@@ -85,10 +99,9 @@ def sweep_step(
             return total / jnp.where(count == 0, 1, count)
 
         loss, grads = jax.value_and_grad(mean_loss)(params)
-        updates, opt_state = optimizer.update(grads, opt_state, params)
-        updates = jax.tree.map(lambda update: (rate * update).astype(update.dtype), updates)
+        updates, opt_state = make_optimizer(rate).update(grads, opt_state, params)
         metrics = {"losses": loss, "gradient_norm": optax.tree.norm(grads)}
-        return eqx.combine(eqx.apply_updates(params, updates), model), opt_state, metrics
+        return eqx.combine(optax.apply_updates(params, updates), model), opt_state, metrics
 
     @eqx.filter_jit(donate="all-except-first")
     def step(
