@@ -172,6 +172,7 @@ def test_transformer_combines_the_other_options(text, tmp_path):
     assert zoo.load(tmp_path / "run" / "export").embedding.weight.shape == (300, 16)
 
 
+@pytest.mark.ci
 def test_transformer_branches_off_a_stable_run(text, tmp_path, monkeypatch):
     """As docs/optimizers.md says, with the schedule replaced."""
     stable, branch = tmp_path / "stable", tmp_path / "branch"

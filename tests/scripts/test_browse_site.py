@@ -46,6 +46,7 @@ def test_find_faults_names_each_fault(change, fault):
     assert find_faults(GOOD | change) == [fault]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("term", "page"), TERMS.items(), ids=TERMS)
 def test_searched_words_are_on_a_fitting_page(term, page):
     name = page.replace(".html", ".md")

@@ -71,6 +71,7 @@ def test_plan_counts_what_sampling_holds(run, refused):
     assert "0 rows of 256 tokens" in refused(*words, 0, 256)
 
 
+@pytest.mark.ci
 def test_search_marks_what_fits_within_the_error_alone(run, monkeypatch):
     """Of three meshes one fits with a margin, one without, and one not."""
     found = planning.search_meshes(make_small, parse_topology("h100:2"), planning.TrainingOptions(2, 16), limit=3)

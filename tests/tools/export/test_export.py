@@ -107,7 +107,7 @@ OTHERS = tuple(name for name in CASES if name not in DEFAULT + OTHER_KINDS)
 @pytest.mark.parametrize(
     "names",
     [
-        pytest.param(DEFAULT, id="default"),
+        pytest.param(DEFAULT, id="default", marks=pytest.mark.ci),
         pytest.param(OTHER_KINDS, id="other kinds", marks=pytest.mark.ci),
         pytest.param(OTHERS, id="others", marks=pytest.mark.slow),
     ],

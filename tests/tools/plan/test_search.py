@@ -60,6 +60,7 @@ def test_suggestion_fits_with_a_margin_if_one_does(memory, mesh, monkeypatch):
     assert (format_sizes(found.sizes), found.plan.fits) == (mesh, True)
 
 
+@pytest.mark.ci
 def test_suggestion_falls_back_to_the_search(monkeypatch):
     monkeypatch.setitem(planning.CHIPS, "h100", dataclasses.replace(planning.CHIPS["h100"], memory=100_000))
     make = partial(zoo.models.Transformer, **SIZES)
@@ -68,6 +69,7 @@ def test_suggestion_falls_back_to_the_search(monkeypatch):
     assert found.sizes == planning.search_meshes(make, TOPOLOGY, OPTIONS)[0].sizes
 
 
+@pytest.mark.ci
 def test_suggestion_for_lora_counts_a_frozen_base(monkeypatch):
     """A memory that the moments of full training alone would exceed holds the adapters and a base in bfloat16."""
     make = partial(zoo.models.Transformer, **SIZES)

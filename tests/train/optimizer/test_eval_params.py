@@ -42,6 +42,7 @@ def descend(optimizer, model, batch, steps=5):
     return opt_state, model
 
 
+@pytest.mark.ci
 def test_schedule_free_is_evaluated_at_the_average(problem):
     """With a constant rate and plain descent, x is the mean of z of all steps."""
     model, batch = problem
