@@ -107,7 +107,7 @@ def scan_on_shard(tokens, fixed, ids, state, fresh):
     return mamba.selective_scan(x, dt, A, B, C, D, state=state, segment_ids=ids)
 
 
-@pytest.mark.slow  # test_rwkv4.py has shards of a recurrence
+@pytest.mark.slow  # test_rg_lru.py has shards of a recurrence
 @settings(max_examples=6)
 @given(seed=st.integers(0, 99), packed=st.booleans(), strength=st.sampled_from([0.01, 2, 1e4]))
 def test_selective_scan_of_shards_equals_one_device(seed, packed, strength):
