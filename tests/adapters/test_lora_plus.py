@@ -13,6 +13,16 @@ from zoo.models.parameter_paths import list_parameter_paths
 KEY = jax.random.key(0)
 
 
+def test_lora_plus_labels_b():
+    """The projection `up` has adapters, whose B is called `up`, too."""
+    layer = zoo.layers.GatedMLP(4, 6, key=KEY)
+    wrapped = zoo.trainable(adapters.lora(layer, targets=("gate", "up"), rank=2, key=KEY))
+    labels = zip(list_parameter_paths(wrapped), jax.tree.leaves(adapters.lora_plus(wrapped)), strict=True)
+    found = {path.name: label for path, label in labels}
+    of_each = {"lora.down.weight": "rest", "lora.up.weight": "B"}
+    assert found == {f"{name}.{part}": label for name in ("gate", "up") for part, label in of_each.items()}
+
+
 @pytest.mark.ci
 def test_lora_plus_scales_the_learning_rate_of_b():
     """Adam's first step has the length of the learning rate: sixteen times A's."""

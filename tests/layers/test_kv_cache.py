@@ -121,6 +121,18 @@ def test_padding_takes_no_slot():
     assert latent.positions[:, :3].tolist() == [[0, 1, -1], [0, 1, -1]] and latent.written.tolist() == [2, 2]
 
 
+def test_a_device_writes_only_the_slots_that_it_holds():
+    """Three tokens in a cache of eight slots: the slots of the second device stay empty."""
+    mesh = zoo.make_mesh(1, context=2, devices=jax.devices()[:2])
+
+    def write(features, positions):
+        cache = LatentCache.empty(1, 1, jnp.float32, 8).write(features, positions)
+        return zoo.parallel.all_gather(cache.positions, "slots", axis=1)
+
+    found = zoo.spmd(write, mesh, out="")(jnp.ones((1, 4, 1)), jnp.array([[-1, 0, 1, 2]]))
+    assert found.tolist() == [[0, 1, 2, -1, -1, -1, -1, -1]]
+
+
 @pytest.mark.one_case("slow")
 @pytest.mark.parametrize("name, split", [("full", (9,)), ("full", (3, 3, 3)), ("latent", (4, 1))], ids=str)
 def test_row_that_does_not_fit_raises_and_is_nan_under_jit(name, split):

@@ -11,9 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import zoo
-from zoo.layers import TokenInfo
+from zoo.layers import Dropout, Embedding, Linear, RMSNorm, TokenInfo
 from zoo.models import Hidden, decoder
+from zoo.models.decoder import UnrolledStack
 from zoo.ops.attention import fused_attention, reference_attention
+from zoo.parallel import Dim
 
 KEY = jax.random.key(0)
 SIZES = {"vocab": 32, "embed": 16, "layers": 3, "heads": 4, "kv_heads": 2, "mlp": 24}
@@ -38,6 +40,24 @@ def test_decoder_is_one_file_from_tokens_to_logits():
     tree = ast.parse(Path(decoder.__file__).read_text())
     imported = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.level}
     assert imported == {"hf.spec", "torch_habits"}
+
+
+def test_the_gradient_of_a_tied_embedding_is_the_sum_of_both_uses():
+    """Of a model without layers, whose embedding and head are equal matrices otherwise."""
+    parts = {"stack": UnrolledStack(()), "norm": RMSNorm(8), "dropout": Dropout(0.0)}
+    tied = decoder.Decoder(Embedding(16, 8, key=KEY), **parts, head=None)
+    head = Linear(8, 16, in_=Dim("embed"), out=Dim("vocab"), key=KEY)
+    head = eqx.tree_at(lambda head: head.weight, head, tied.embedding.weight)
+    tokens = random_tokens((2, 5)) % 16
+
+    @eqx.filter_jit
+    @eqx.filter_grad
+    def differentiate(model):
+        return (jax.nn.log_softmax(model(tokens)) * jnp.arange(16)).sum()
+
+    both = differentiate(decoder.Decoder(tied.embedding, **parts, head=head))
+    expected = both.embedding.weight + both.head.weight
+    assert jnp.allclose(differentiate(tied).embedding.weight, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.slow  # ops/attention/test_reference.py has it of attention

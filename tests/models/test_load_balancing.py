@@ -97,6 +97,35 @@ def make_packed_batch():
     return {"tokens": tokens, "targets": jnp.roll(tokens, -1, 1)} | batch
 
 
+def test_balance_losses_of_shards_are_those_of_the_batch():
+    """Rows and halves of rows with other numbers of tokens, on other devices."""
+    logits = jax.random.normal(KEY, (4, 8, 4))
+    segment_ids = (jnp.arange(8) < jnp.array([8, 5, 0, 3])[:, None]).astype(int)
+
+    def find_losses(logits, segment_ids):
+        routing = [sum_routing(make_routing(jax.lax.top_k(x, 2)[1], x), segment_ids) for x in (logits, -logits)]
+        by_set = (balance_loss(routing, over=over) for over in get_args(BalanceOver))
+        return jnp.stack([*by_set, router_z_loss(routing)])
+
+    mesh = zoo.make_mesh(data=2, context=2, devices=jax.devices()[:4])
+    found = zoo.spmd(find_losses, mesh, out="")(logits, segment_ids)
+    np.testing.assert_allclose(found, jax.jit(find_losses)(logits, segment_ids), rtol=1e-5)
+
+
+def test_auxiliary_losses_are_added_to_the_mean_over_tokens():
+    """The library divides by the sum of the weights, 16 here, and an auxiliary loss has been divided already."""
+    options = {"layers": 1, "kv_heads": None, "mixer": lambda *sizes, out_scale, key: PassThrough()}
+    model = eqx.filter_jit(zoo.models.MixtureOfExperts)(**SIZES | options, key=KEY)
+
+    @eqx.filter_jit
+    def find_means(model, batch):
+        (total, count), routing = cross_entropy_and_routing(model, batch, balance=0.1, router_z=0.01)
+        plain, _ = zoo.cross_entropy(model, batch)
+        return total / count, plain / count + 0.1 * balance_loss(routing) + 0.01 * router_z_loss(routing)
+
+    np.testing.assert_allclose(*find_means(model, make_packed_batch()), rtol=1e-6)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "sizes",

@@ -116,6 +116,13 @@ def test_filter_logits_top_p_includes_the_crossing_token():
     assert sizes == [1, 1, 2, 2, 3, 4, 4]
 
 
+def test_filter_logits_top_p_is_a_share_of_the_top_k():
+    """Of the two likeliest, the first has 4 / 7; of all four tokens it has 0.4."""
+    logits = jnp.log(jnp.array([[0.4, 0.3, 0.2, 0.1]]))
+    sizes = [int(jnp.isfinite(filter_logits(logits, top_k=2, top_p=p)).sum()) for p in (0.55, 0.6)]
+    assert sizes == [1, 2]
+
+
 def test_filter_logits_top_p_of_one_keeps_a_tiny_tail():
     logits = jnp.zeros((1, 4096)).at[0, 0].set(20.0)  # each of the rest 2e-9, together 8e-6
     assert jnp.isfinite(filter_logits(logits, top_p=1.0)).all()

@@ -5,7 +5,9 @@ from functools import partial
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from jaxtyping import Array, Float
 
 import zoo
 from tests.aot import imagine
@@ -13,10 +15,45 @@ from tests.jaxprs import arrays as list_arrays
 from tests.parallel.any_mesh import make_any_mesh
 from tests.parallel.pipeline_problem import SEQ, assert_equal_to_one_device, loss_fn, make_hybrid, make_transformer
 from zoo import Layout
+from zoo.layers import TokenInfo
+from zoo.models import Hidden, Stack
+from zoo.models.decoder import AbstractBlock
 from zoo.parallel import SEQUENCE, ZERO2
+from zoo.parallel.rounds import merge_rounds
 from zoo.parallel.schedule import Schedule
 
 ONE_FORWARD_ONE_BACKWARD = Schedule("1f1b")
+
+
+class SmallBlock(AbstractBlock):
+    """x + tanh(w x + segment id)."""
+
+    weight: Float[Array, "embed"]
+
+    def __call__(self, hidden, info, state=None):
+        return hidden.add_residual(jnp.tanh(self.weight * hidden.x + info.segment_ids[..., None])), state
+
+    def init_state(self, batch, length, dtype=jnp.float32):
+        return None
+
+
+def weighted_sum(stack, batch):
+    hidden, _ = stack(Hidden(batch["x"]), TokenInfo(segment_ids=batch["ids"]))
+    return (hidden.x * batch["weights"]).sum(), jnp.float32(hidden.x.size)
+
+
+def test_interleaved_small_layers_equal_one_device():
+    """Four layers, of which each stage has one in each of two rounds; four micro-batches of two rows."""
+    stack = Stack([lambda key: SmallBlock(jax.random.normal(key, (3,)))] * 4, loop="scan", key=jax.random.key(0))
+    x, weights = jax.random.normal(jax.random.key(1), (2, 8, 2, 3))
+    batch = {"x": x, "weights": weights, "ids": jnp.arange(16).reshape(8, 2) % 5}
+    expected_loss, expected = zoo.value_and_grad(weighted_sum, make_any_mesh())(stack, batch)
+    mesh = make_any_mesh(Layout(rounds=2), pipe=2)
+    run = zoo.value_and_grad(weighted_sum, mesh, microbatches=4, schedule=ONE_FORWARD_ONE_BACKWARD)
+    loss, gradients = run(zoo.place(stack, mesh), batch)
+    np.testing.assert_allclose(loss, expected_loss, rtol=1e-5)
+    for a, b in zip(*map(jax.tree.leaves, (merge_rounds(gradients), expected)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5)
 
 
 @pytest.mark.slow

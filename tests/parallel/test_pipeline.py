@@ -19,7 +19,7 @@ from tests.parallel.pipeline_problem import (
 )
 from zoo import Layout
 from zoo.models.layer_inputs import EmbeddingInputs
-from zoo.parallel.pipeline import find_microbatch, forward_step
+from zoo.parallel.pipeline import Pipelining, active_pipelining, find_microbatch, forward_step, run_stages
 from zoo.parallel.schedule import Schedule
 
 
@@ -56,6 +56,22 @@ def test_scores_and_validation_loss_equal_one_device():
     np.testing.assert_allclose(scores, zoo.score(model, batch["tokens"]), rtol=2e-6)
     loss = zoo.value(zoo.cross_entropy, mesh, microbatches=7)(zoo.place(model, mesh), batch)
     assert loss == pytest.approx(float(jnp.divide(*zoo.cross_entropy(model, batch))), rel=1e-5)
+
+
+@pytest.mark.parametrize("rounds", [1, 2])
+def test_each_stage_reads_the_rows_of_its_micro_batch(rounds):
+    """A stage doubles the stream and adds its rows."""
+    mesh = make_any_mesh(Layout(rounds=rounds), pipe=2)
+    stream, rows = np.arange(24.0).reshape(2, 4, 3)
+
+    def run(stream, rows):
+        with active_pipelining(Pipelining(microbatches=4)):
+            return run_stages(lambda x, rows, _: 2 * x + rows, stream, rows)
+
+    expected = stream
+    for _ in range(2 * rounds):
+        expected = 2 * expected + rows
+    np.testing.assert_array_equal(zoo.spmd(run, mesh, out="batch seq")(stream, rows), expected)
 
 
 def test_microbatches_go_around_in_groups():

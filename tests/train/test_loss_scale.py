@@ -71,12 +71,12 @@ def test_small_gradients_train_with_a_loss_scale_alone():
 
 
 def test_loss_scale_doubles_after_good_steps():
-    optimizer = train.dynamic_loss_scale(optax.sgd(0.1), initial=8, growth_interval=2, maximum=16, minimum=4)
+    optimizer = train.dynamic_loss_scale(optax.sgd(0.1), initial=8, growth_interval=2, maximum=32, minimum=4)
     state, params, scales = optimizer.init(jnp.ones(2)), jnp.ones(2), []
-    for gradient in (1.0, 1.0, 1.0, 1.0, np.nan, 1.0, np.inf, np.nan, 1.0, 1.0):
+    for gradient in (1.0, 1.0, 1.0, 1.0, 1.0, 1.0, np.nan, 1.0, np.inf, np.nan, np.nan, 1.0, 1.0):
         _, state = optimizer.update(jnp.full(2, gradient), state, params)
         scales.append(int(train.loss_scale(state)))
-    assert scales == [8, 16, 16, 16, 8, 8, 4, 4, 4, 8]  # within its bounds
+    assert scales == [8, 16, 16, 32, 32, 32, 16, 16, 8, 4, 4, 4, 8]  # within its bounds
 
 
 def test_loss_scale_of_other_optimizers_is_none():

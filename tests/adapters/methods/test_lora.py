@@ -12,7 +12,7 @@ import pytest
 import zoo
 from tests.adapters.perturb import perturb
 from zoo import adapters
-from zoo.layers import RGLRU, LatentAttention, TokenInfo
+from zoo.layers import RGLRU, LatentAttention, Linear, TokenInfo
 from zoo.models.targets import find_linears
 from zoo.ops.rotary import Rotary
 
@@ -61,3 +61,12 @@ def test_lora_head_by_head_equals_the_merged_matrix(make, targets):
     merged = run(adapters.merge(wrapped))
     np.testing.assert_allclose(run(wrapped), merged, rtol=1e-5, atol=1e-5)
     assert jnp.abs(merged - run(layer)).max() > 1e-3
+
+
+def test_lora_transposed_equals_the_merged_matrix():
+    """Also at another strength, and with a scale that is not 1."""
+    lora = adapters.LoRA(Linear(12, 8, key=jax.random.key(0)), max_rank=3, rank=2, scale=1.5, key=jax.random.key(1))
+    lora = adapters.set_strength(perturb(lora), {"lora": 0.5})
+    y = jax.random.normal(jax.random.key(2), (2, 5, 8))
+    np.testing.assert_allclose(lora.transposed(y), y @ lora.dense_weight, rtol=1e-5, atol=1e-5)
+    assert jnp.abs(lora.transposed(y) - lora.base.transposed(y)).max() > 1e-3

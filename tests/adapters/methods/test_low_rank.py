@@ -1,4 +1,6 @@
-"""Dropout of low-rank adapters: the mask is the same on one device and on a mesh."""
+"""Dropout of low-rank adapters: each has its own mask, the same on one device and on a mesh."""
+
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -8,10 +10,24 @@ import pytest
 import zoo
 from tests.adapters.perturb import perturb
 from zoo import adapters
+from zoo.layers import TokenInfo
+from zoo.models.decoder import set_dropout_keys
 
 KEY = jax.random.key(0)
 TOKENS = jax.random.randint(KEY, (8, 6), 0, 32)
 BATCH = {"tokens": TOKENS, "targets": jnp.roll(TOKENS, -1, 1)}
+
+
+def test_adapters_of_a_block_draw_masks_of_their_own():
+    """The second adapter is around a third one."""
+    linear = zoo.layers.Linear(8, 8, key=KEY)
+    adapt = lambda base: adapters.LoRA(base, max_rank=2, rank=2, scale=1.0, dropout=0.5, key=KEY)
+    info = TokenInfo(keys=jax.random.split(KEY, 2))
+    first, second = set_dropout_keys((adapt(linear), adapt(adapt(linear))), info)
+    masks = [np.asarray(adapter.drop_inputs(jnp.ones((2, 16, 8)))) for adapter in (first, second, second.base)]
+    for mask, other in itertools.combinations(masks, 2):
+        assert set(np.unique(mask)) == {0, 2}
+        assert 0.3 < (mask == other).mean() < 0.7
 
 
 @pytest.mark.slow

@@ -103,6 +103,14 @@ def test_context_attention_equals_one_device(form, sizes):
     check_equals_one_device(make_mesh(form, **sizes), make_batch())
 
 
+def test_heads_that_are_exchanged_have_their_own_sinks():
+    mixer, x = randomize(partial(Attention, EMBED, 4, sinks=True)), activations(2, 8, EMBED)
+    mix = lambda mixer, x: mixer(x, TokenInfo())[0]
+    found = zoo.spmd(mix, make_mesh("heads", context=2), out="batch seq embed")(mixer, x)
+    expected = eqx.filter_jit(mix)(mixer, x)
+    assert jnp.abs(found - expected).max() <= 1e-5 * jnp.abs(expected).max()
+
+
 @pytest.mark.one_case
 @pytest.mark.parametrize(
     ("form", "sizes"),

@@ -79,6 +79,15 @@ def test_selective_scan_equals_its_equation(mode):
     np.testing.assert_allclose(last, h, rtol=1e-5, atol=1e-5)
 
 
+def test_a_state_that_arrives_later_is_read_in_the_first_segment_only():
+    """A shard of a sequence computes its outputs before it has the state, which earlier shards leave."""
+    *numbers, state, _ = case(17, 3)
+    ids = jnp.asarray([[1] * 6 + [2] * 11, [1] * 17], jnp.int32)
+    run = jax.jit(lambda state: mamba.selective_scan(*numbers, state=state, segment_ids=ids))
+    later = jax.jit(lambda state: mamba.selective_scan(*numbers, state=lambda _: state, segment_ids=ids))
+    close(later(state), run(state))
+
+
 @pytest.mark.slow  # test_selective_scan_equals_its_equation has segments and states by default
 @pytest.mark.parametrize("mode", MODES)
 def test_selective_scan_of_segments_and_states(mode):
@@ -98,7 +107,7 @@ def scan_on_shard(tokens, fixed, ids, state, fresh):
     return mamba.selective_scan(x, dt, A, B, C, D, state=state, segment_ids=ids)
 
 
-@pytest.mark.slow  # test_rwkv4.py has shards of a recurrence
+@pytest.mark.slow  # test_rg_lru.py has shards of a recurrence
 @settings(max_examples=6)
 @given(seed=st.integers(0, 99), packed=st.booleans(), strength=st.sampled_from([0.01, 2, 1e4]))
 def test_selective_scan_of_shards_equals_one_device(seed, packed, strength):

@@ -1,4 +1,6 @@
-"""RWKV-4 with large keys."""
+"""RWKV-4 with large keys, in packed rows and after padding."""
+
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.recurrences import (
+    BATCH,
     CHANNELS,
     assert_shards_equal_one_device,
     draw_diagonal,
@@ -26,6 +29,26 @@ def test_rwkv4_is_finite_for_keys_of_any_size():
     assert (results[0] <= x.max(1, keepdims=True) + 1e-5).all() and (results[0] >= x.min(1, keepdims=True) - 1e-5).all()
     moved, _ = rwkv4(x + 1000, x, w, u)
     np.testing.assert_allclose(moved, rwkv4(x, x, w, u)[0], rtol=1e-3, atol=1e-4)
+
+
+def test_rwkv4_of_documents_and_after_padding():
+    """A document is read as if alone. Padding changes no state."""
+    is_second = jnp.asarray([[False] * 4 + [True] * 5] * BATCH)
+    run = partial(rwkv4, w=jnp.zeros(CHANNELS), u=jnp.ones(CHANNELS))
+
+    @jax.jit
+    def list_pairs(k, v):
+        packed, last = run(k, v, segment_ids=1 + is_second.astype(int))
+        first, between = run(k[:, :4], v[:, :4])
+        second, end = run(k[:, 4:], v[:, 4:])
+        padded, last_padded = run(k, v, state=between, token_mask=is_second)
+        following, end_following = run(k[:, 4:], v[:, 4:], state=between)
+        average = lambda state: state.numerator / state.denominator
+        states = (average(last), average(end)), (average(last_padded), average(end_following))
+        return (packed, jnp.concatenate([first, second], axis=1)), (padded[:, 4:], following), *states
+
+    for found, expected in list_pairs(*draw_diagonal(9, 5)[:2]):
+        np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
 def rwkv4_on_shard(tokens, fixed, ids, state, fresh):

@@ -23,6 +23,8 @@ from tests.train.objectives.trl import (
     read_arrays,
     read_values,
 )
+from zoo.layers import Dropout, Embedding, RMSNorm
+from zoo.models.decoder import Decoder, UnrolledStack
 from zoo.parallel import Module
 from zoo.train import objectives
 from zoo.train.objectives import HiddenProjections, jensen_shannon
@@ -142,6 +144,27 @@ def test_the_likeliest_tokens_of_a_sharded_vocabulary():
     for row, listed in enumerate(np.asarray(ids)):
         classes = [np.append(x[row, listed], np.delete(x[row], listed).sum()) for x in (p, q)]
         assert found[row] == pytest.approx(kl(*classes), rel=1e-5)
+
+
+def test_shards_of_vocabularies_of_different_sizes():
+    """Seven tokens, padded to 8 and to 12. The models have no layers."""
+
+    def make_model(vocab, seed):
+        parts = Embedding(vocab, 8, key=jax.random.key(seed)), UnrolledStack(()), RMSNorm(8)
+        return Decoder(*parts, head=None, dropout=Dropout(0.0))
+
+    def run(student, teacher, batch):
+        top_k = top_k_log_probs(teacher, batch, 3, vocab=7)
+        return top_k, objectives.distillation(student, teacher, batch, vocab=7)
+
+    models = make_model(8, 0), make_model(12, 1)
+    tokens = jax.random.randint(KEY, (2, 5), 0, 7)
+    batch = {"tokens": tokens, "targets": tokens}
+    mesh = zoo.make_mesh(data=1, tensor=2, devices=jax.devices()[:2])
+    found = zoo.spmd(run, mesh, out=("", "batch seq"))(*zoo.place(models, mesh), batch)
+    expected = eqx.filter_jit(run)(*models, batch)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-3), found, expected)
+    assert (expected[0].ids < 4).any() and (expected[0].ids >= 4).any()
 
 
 def test_a_token_without_probability():

@@ -12,6 +12,8 @@ import pytest
 import zoo
 from tests.quick import mark_slow
 from zoo import train
+from zoo.train.optimizer.adam import scale_by_adam
+from zoo.train.optimizer.moments import Float32Moment
 
 FORMATS = {
     "float32": {},
@@ -55,6 +57,23 @@ def to_numpy(tree):
     is_key = lambda x: jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
     data = lambda x: jax.random.key_data(x) if is_key(x) else x
     return [np.asarray(data(x)) for x in jax.tree.leaves(eqx.filter(tree, eqx.is_array))]
+
+
+def test_each_moment_of_each_parameter_is_rounded_by_a_key_of_its_own():
+    keys = []
+
+    class Listing(Float32Moment):
+        def encode(self, leaf, x, key):
+            keys.append(tuple(jax.random.key_data(key).tolist()))
+            return x
+
+    optimizer = scale_by_adam(first=Listing(), second=Listing())
+    params = zoo.layers.Linear(2, 2, bias=True, key=jax.random.key(0))
+    state = optimizer.init(params)
+    keys.clear()
+    for _ in range(2):
+        _, state = optimizer.update(params, state)
+    assert len(set(keys)) == len(keys) == 2 * 2 * 2  # steps, moments, parameters
 
 
 def test_float32_moments_are_those_of_optax():
