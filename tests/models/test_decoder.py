@@ -42,7 +42,7 @@ def test_decoder_is_one_file_from_tokens_to_logits():
     assert imported == {"hf.spec", "torch_habits"}
 
 
-def test_the_gradient_of_a_tied_embedding_is_the_sum_of_both_uses():
+def test_the_gradient_of_a_tied_embedding_sums_both_uses():
     """Of a model without layers, whose embedding and head are equal matrices otherwise."""
     parts = {"stack": UnrolledStack(()), "norm": RMSNorm(8), "dropout": Dropout(0.0)}
     tied = decoder.Decoder(Embedding(16, 8, key=KEY), **parts, head=None)

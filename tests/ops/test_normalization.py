@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.quick import mark_slow
-from zoo.ops.normalization import layer_norm, max_last_dim, rms_norm
+from zoo.ops.normalization import layer_norm, max_last_dim, rms_norm, sum_last_dim
 from zoo.ops.platform import target_platform
 
 EPSILON = 1e-3  # large, so that its place in the formula shows
@@ -71,3 +71,10 @@ def test_max_last_dim_compares_halves_on_cpus_alone():
     with target_platform("tpu"):
         assert count() == 0
     assert count() == 3
+
+
+@pytest.mark.parametrize("size", [1, 33, 48, 77, 512])
+def test_sum_last_dim_equals_sum(size):
+    """Halves of an odd size would count the middle twice."""
+    x = jax.random.normal(jax.random.key(size), (3, 5, size))
+    np.testing.assert_allclose(sum_last_dim(x), np.asarray(x).sum(-1, keepdims=True), atol=1e-5)

@@ -1,4 +1,4 @@
-"""RMSNorm and LayerNorm over the last dim, computed in float32 for any input dtype, and the maximum of a softmax.
+"""RMSNorm and LayerNorm over the last dim, computed in float32 for any input dtype, and reductions of a softmax.
 
 Like PyTorch's layer_norm and rms_norm, Gemma and OLMo 2, these multiply by the weight in float32 and round once. Llama
 and most of its descendants round the normalized value to the input's dtype and then multiply, which rounds twice. The
@@ -68,15 +68,28 @@ def layer_norm(
     return y.astype(x.dtype)
 
 
-def max_last_dim(x: Float[Array, "*dims features"]) -> Float[Array, "*dims 1"]:
+def max_last_dim(x: Float[Array, "*dims features"], *, halvings: int = _MAX_HALVINGS) -> Float[Array, "*dims 1"]:
     """Compute the maximum over the last dim and keep it.
 
     On a CPU, halves are compared elementwise first, in vector registers: XLA reduces the last dim one number at a time.
     """
-    halvings = _MAX_HALVINGS if current_platform() == "cpu" else 0
+    return _halve_last_dim(x, jnp.maximum, halvings, may_overlap=True).max(-1, keepdims=True)
+
+
+def sum_last_dim(x: Float[Array, "*dims features"], *, halvings: int = _MAX_HALVINGS) -> Float[Array, "*dims 1"]:
+    """Compute the sum over the last dim and keep it; on a CPU of halves first, as `max_last_dim` does."""
+    return _halve_last_dim(x, jnp.add, halvings, may_overlap=False).sum(-1, keepdims=True)
+
+
+def _halve_last_dim(
+    x: Float[Array, "*dims features"], combine: Callable[[Array, Array], Array], halvings: int, *, may_overlap: bool
+) -> Float[Array, "*dims fewer"]:
+    """Combine both halves of a long last dim on a CPU, again and again. Halves of an odd size overlap in the middle."""
+    if current_platform() != "cpu":
+        return x
     for _ in range(halvings):
-        if x.shape[-1] <= _MIN_SPLIT_SIZE:
+        if x.shape[-1] <= _MIN_SPLIT_SIZE or (x.shape[-1] % 2 and not may_overlap):
             break
-        half = -(-x.shape[-1] // 2)  # of an odd size both have the middle
-        x = jnp.maximum(x[..., :half], x[..., -half:])
-    return x.max(-1, keepdims=True)
+        half = -(-x.shape[-1] // 2)
+        x = combine(x[..., :half], x[..., -half:])
+    return x

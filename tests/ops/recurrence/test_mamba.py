@@ -79,7 +79,7 @@ def test_selective_scan_equals_its_equation(mode):
     np.testing.assert_allclose(last, h, rtol=1e-5, atol=1e-5)
 
 
-def test_a_state_that_arrives_later_is_read_in_the_first_segment_only():
+def test_a_late_state_is_read_in_the_first_segment_only():
     """A shard of a sequence computes its outputs before it has the state, which earlier shards leave."""
     *numbers, state, _ = case(17, 3)
     ids = jnp.asarray([[1] * 6 + [2] * 11, [1] * 17], jnp.int32)

@@ -59,7 +59,7 @@ def to_numpy(tree):
     return [np.asarray(data(x)) for x in jax.tree.leaves(eqx.filter(tree, eqx.is_array))]
 
 
-def test_each_moment_of_each_parameter_is_rounded_by_a_key_of_its_own():
+def test_each_moment_is_rounded_by_a_key_of_its_own():
     keys = []
 
     class Listing(Float32Moment):

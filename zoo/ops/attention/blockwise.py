@@ -36,6 +36,7 @@ from jaxtyping import Array, Float
 
 from zoo.ops.custom_vjps import refuse_forward_mode, refuse_reverse_over_reverse
 from zoo.ops.matmul import einsum_round_once
+from zoo.ops.normalization import max_last_dim, sum_last_dim
 from zoo.ops.platform import current_platform
 from zoo.ops.varying import align_varying
 
@@ -50,6 +51,8 @@ of this size fill the matrix units."""
 SMALLEST_BLOCK = 128
 """Fewest of them, for a short window: smaller ones are slow."""
 
+_HALVINGS = 4
+"""Halvings of the scores of 512 keys on a CPU, before their maximum and sum over 32."""
 _NO_SCORE = MASK_VALUE / 2
 """Log-sum-exp of no scores: so far above the score of a masked key that its weight is zero, and finite, so that a merge
 with other keys is finite."""
@@ -310,10 +313,10 @@ def _attend_head(
             highest, total, output = carry
             block_decays = None if decays is None else (row_sums, decays[1][index])
             scores, _ = options.score(rows, key[index], queries, _at(marks[1], index), block_decays)
-            new = jnp.maximum(highest, scores.max(-1, keepdims=True))
+            new = jnp.maximum(highest, max_last_dim(scores, halvings=_HALVINGS))
             kept = jnp.exp(highest - new)
             weights = jnp.exp(scores - new)
-            total = kept * total + weights.sum(-1, keepdims=True)
+            total = kept * total + sum_last_dim(weights, halvings=_HALVINGS)
             return new, total, kept * output + _multiply("rk,kd->rd", weights.astype(value.dtype), value[index])
 
         highest = jnp.maximum(start, _NO_SCORE)
