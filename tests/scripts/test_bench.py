@@ -205,7 +205,7 @@ def test_bench_refuses_an_unknown_recurrence():
 
 @pytest.mark.slow
 def test_bench_recurrent_models(monkeypatch):
-    monkeypatch.setattr(recurrences, "KINDS", {"small": partial(LinearAttention, heads=2)})
+    monkeypatch.setattr(recurrences, "KINDS", {"small": lambda width: partial(LinearAttention, heads=2)})
     sizes = recurrences.Recurrent(vocab=32, embed=16, layers=1, batch=2, seq=8, kind="small")
     monkeypatch.setattr(recurrences, "Recurrent", lambda kind: dataclasses.replace(sizes, kind=kind))
     runs, facts = recurrences.steps("none", ("none",), ("plain",))
