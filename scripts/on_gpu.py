@@ -30,6 +30,8 @@ from zoo.parallel.devices import use_cpu
 ROOT = Path(__file__).parents[1]
 RESERVE = 5.0
 """Seconds of the budget that are left for ending a process."""
+SLACK = 60
+"""Seconds beyond three times its estimate after which a check is stopped."""
 _CHILD = "import sys; from scripts.gpu_checks.process import run_checks as run; run(sys.argv[4:], *sys.argv[1:4])"
 
 
@@ -101,7 +103,7 @@ def run(checks: list[Check], folder: Path, mode: Mode, budget: float) -> None:
             if left < (estimate if mode == "gpu" else 0):
                 print(f"{group[0].name}: {estimate:.0f} s, and {max(left, 0):.0f} s of the budget are left")
                 break
-            limit = min(left, 3 * estimate + 60) if mode == "gpu" else left
+            limit = min(left, 3 * estimate + SLACK) if mode == "gpu" else left
             status = start_process(group, folder, mode, limit)
             if status == 0 or (status is None and limit == left):
                 break
@@ -114,7 +116,10 @@ def start_process(group: list[Check], folder: Path, mode: Mode, limit: float) ->
     """Run checks in a new process; return its status, or None if it was stopped after `limit` seconds."""
     cache = {"JAX_COMPILATION_CACHE_DIR": str((folder / "cache").resolve())}
     cache |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1"}
-    own = {"JAX_PLATFORMS": "cpu"} if mode != "gpu" else dict(group[0].environment)
+    if mode == "gpu":
+        own = dict(group[0].environment)
+    else:
+        own = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_backend_optimization_level=0" if mode == "toy" else ""}
     words = [sys.executable, "-c", _CHILD, str(folder.resolve()), mode, str(limit), *(check.name for check in group)]
     process = subprocess.Popen(words, cwd=ROOT, env=os.environ | cache | own, start_new_session=True)
     try:

@@ -70,7 +70,9 @@ def write_row(folder: Path, check: Check, name: str, found: Mapping[str, Any]) -
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "rows.jsonl").open("a", encoding="utf-8") as file:
         file.write(json.dumps(row) + "\n")
-    brief = {key: row[key] for key in ("failed", "median", "peak", "flops", "bytes_moved", "verdict") if key in row}
+    brief = {
+        key: row[key] for key in ("failed", "median", "peak", "program_flops", "bytes_moved", "verdict") if key in row
+    }
     print(f"  {check.name:20} {name:45} {json.dumps(brief)}", flush=True)
 
 
@@ -104,10 +106,13 @@ def compile_program(program: Program, device: Any) -> Row:
         return {"failed": "there is nothing to compile for a device that is not here"}
     compiled = run.program()
     memory = compiled.memory
+    needed = {"bytes_needed": run.bytes_a_token()} if hasattr(run, "bytes_a_token") else {}
     return {
+        **program.facts,
+        **needed,
         "seconds": time.perf_counter() - start,
         "peak": memory.peak if memory else None,
-        "flops": compiled.flops.total,
+        "program_flops": compiled.flops.total,
         "compiled_flops": compiled.compiled_flops,
         "bytes_moved": compiled.bytes_moved,
         "endless": list(compiled.endless),

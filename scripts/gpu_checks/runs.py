@@ -87,7 +87,7 @@ def deterministic_steps(toy: bool) -> list[Program]:
     """Three steps, twice: the process has XLA's flag for deterministic kernels."""
     from .checks import choose
 
-    sizes = dataclasses.replace(choose(ONE_BILLION, toy), layers=2)
+    sizes = dataclasses.replace(choose(ONE_BILLION, toy), layers=1 if toy else 2)
 
     def make(_: Any) -> dict[str, Any]:
         digests = []
@@ -122,7 +122,7 @@ def exchanges(toy: bool) -> list[Program]:
 
 def first_steps(toy: bool) -> list[Program]:
     """A new process with an empty cache of compiled programs, and a second one with what the first has left."""
-    depth = 2 if toy else DEPTH
+    depth = 1 if toy else DEPTH
     folder = tempfile.mkdtemp()
     source = f"from scripts.benchmarks import ours; found = ours.first_step({depth})"
     make = lambda _: in_new_process(source, cache=folder)
@@ -130,6 +130,6 @@ def first_steps(toy: bool) -> list[Program]:
 
 
 def torch_first_steps(toy: bool) -> list[Program]:
-    depth = 2 if toy else DEPTH
+    depth = 1 if toy else DEPTH
     source = f"from scripts.benchmarks import pytorch; found = pytorch.first_step({depth}, compiled=True)"
     return [Program(f"torch, compiled, {depth} layers", lambda _: in_new_process(source))]

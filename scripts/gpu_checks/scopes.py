@@ -22,33 +22,38 @@ def time_scopes(run: Any) -> dict[str, Any]:
     module = parse_module(run.program().text)
     seconds: dict[tuple[str, str], float] = collections.Counter()
     for name, spent in trace_operations(run).items():
-        seconds[_find_module(module, name)] += spent / STEPS
+        if (scope := _find_scope(module, name)) is not None:
+            seconds[scope] += spent / STEPS
     rows = sorted(([*scope, spent] for scope, spent in seconds.items()), key=lambda row: -row[-1])
     return {"scopes": rows[:24], "traced": sum(seconds.values())}
 
 
 def trace_operations(run: Callable[[], object]) -> dict[str, float]:
-    """Return the seconds of each operation of the compiled program in the trace of `STEPS` calls."""
+    """Return the seconds of each operation in the trace of `STEPS` calls: on a GPU of its streams, elsewhere of all
+    threads."""
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             for _ in range(STEPS):
                 run()
         path = next(Path(folder).glob("**/*.xplane.pb"))
-        data = jax.profiler.ProfileData.from_file(str(path))
+        planes = list(jax.profiler.ProfileData.from_file(str(path)).planes)
+        lines = [line for plane in planes if plane.name.startswith("/device:GPU") for line in plane.lines]
+        streams = [line for line in lines if line.name.startswith("Stream")]
         seconds: dict[str, float] = collections.Counter()
-        for plane in data.planes:
-            for line in plane.lines:
-                for event in line.events:
-                    operation = dict(event.stats).get("hlo_op")
-                    if operation is not None:
-                        seconds[str(operation)] += event.duration_ns / 1e9
+        for line in streams or [line for plane in planes for line in plane.lines]:
+            for event in line.events:
+                name = dict(event.stats).get("hlo_op", event.name if streams else None)
+                if name is not None:
+                    seconds[str(name)] += event.duration_ns / 1e9
     return seconds
 
 
-def _find_module(module: HloModule, name: str) -> tuple[str, str]:
-    """Return the pass and the module of an instruction."""
+def _find_scope(module: HloModule, name: str) -> tuple[str, str] | None:
+    """Return the pass and the module of an operation, or None for one whose time is that of others."""
     for computation in module.computations.values():
         if name in computation:
+            if computation[name].opcode in ("while", "call", "conditional"):
+                return None
             scope = find_scope(module, computation[name], computation)
             return scope.phase, scope.modules
     return "", name
