@@ -99,24 +99,33 @@ def time_program(program: Program, rounds: int = ROUNDS) -> Row:
 
 
 def compile_program(program: Program, device: Any) -> Row:
-    """Compile a program for a device that is not here, and return what the compiler says."""
+    """Compile a program for a device that is not here, and return what the compiler says. Without cuDNN steps have
+    blockwise attention."""
     start = time.perf_counter()
     run = program.make(device)
     if not hasattr(run, "program"):
         return {"failed": "there is nothing to compile for a device that is not here"}
     compiled = run.program()
     memory = compiled.memory
-    needed = {"bytes_needed": run.bytes_a_token()} if hasattr(run, "bytes_a_token") else {}
+    names = {"bytes_a_token": "bytes_needed", "bytes_passed": "bytes_passed"}
+    needed = {key: getattr(run, method)() for method, key in names.items() if hasattr(run, method)}
     return {
         **program.facts,
         **needed,
         "seconds": time.perf_counter() - start,
+        "has_cudnn": has_cudnn(),
         "peak": memory.peak if memory else None,
         "program_flops": compiled.flops.total,
         "compiled_flops": compiled.compiled_flops,
         "bytes_moved": compiled.bytes_moved,
+        "unfused": [[row.bytes, row.times, row.opcode, row.phase, row.scope] for row in compiled.unfused[:12]],
         "endless": list(compiled.endless),
     }
+
+
+def has_cudnn() -> bool:
+    """Return True if programs with cuDNN's kernels can be compiled ahead."""
+    return importlib.util.find_spec("nvidia") is not None and importlib.util.find_spec("nvidia.cudnn") is not None
 
 
 def describe_environment() -> Row:
@@ -124,7 +133,7 @@ def describe_environment() -> Row:
     card = jax.devices()[0].device_kind
     if program := shutil.which("nvidia-smi"):
         asked = [program, "--query-gpu=name", "--format=csv,noheader"]
-        card = subprocess.run(asked, capture_output=True, text=True, check=True).stdout.splitlines()[0]
+        card = (subprocess.run(asked, capture_output=True, text=True).stdout.splitlines() or [card])[0]
     names = ("jax", "equinox", "torch", "transformers", "tokamax", "flash-linear-attention", "peft")
     versions = {}
     for name in names:

@@ -20,12 +20,12 @@ def time_scopes(run: Any) -> dict[str, Any]:
     The profiler names an operation as the compiled program does, which has its scope.
     """
     module = parse_module(run.program().text)
-    seconds: dict[tuple[str, str], float] = collections.Counter()
+    seconds = collections.defaultdict[tuple[str, str], float](float)
     for name, spent in trace_operations(run).items():
         if (scope := _find_scope(module, name)) is not None:
             seconds[scope] += spent / STEPS
-    rows = sorted(([*scope, spent] for scope, spent in seconds.items()), key=lambda row: -row[-1])
-    return {"scopes": rows[:24], "traced": sum(seconds.values())}
+    largest = sorted(seconds, key=lambda scope: -seconds[scope])[:24]
+    return {"scopes": [[*scope, seconds[scope]] for scope in largest], "traced": sum(seconds.values())}
 
 
 def trace_operations(run: Callable[[], object]) -> dict[str, float]:
@@ -39,7 +39,7 @@ def trace_operations(run: Callable[[], object]) -> dict[str, float]:
         planes = list(jax.profiler.ProfileData.from_file(str(path)).planes)
         lines = [line for plane in planes if plane.name.startswith("/device:GPU") for line in plane.lines]
         streams = [line for line in lines if line.name.startswith("Stream")]
-        seconds: dict[str, float] = collections.Counter()
+        seconds = collections.defaultdict[str, float](float)
         for line in streams or [line for plane in planes for line in plane.lines]:
             for event in line.events:
                 name = dict(event.stats).get("hlo_op", event.name if streams else None)
