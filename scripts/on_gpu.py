@@ -119,7 +119,8 @@ def start_process(group: list[Check], folder: Path, mode: Mode, limit: float) ->
     if mode == "gpu":
         own = dict(group[0].environment)
     else:
-        own = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_backend_optimization_level=0" if mode == "toy" else ""}
+        flags = os.environ.get("XLA_FLAGS", "") + " --xla_backend_optimization_level=0" * (mode == "toy")
+        own = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags.strip()}
     words = [sys.executable, "-c", _CHILD, str(folder.resolve()), mode, str(limit), *(check.name for check in group)]
     process = subprocess.Popen(words, cwd=ROOT, env=os.environ | cache | own, start_new_session=True)
     try:

@@ -40,7 +40,7 @@ class Check:
 
     name: str
     title: str
-    programs: Callable[[bool], list[Program]]
+    make_programs: Callable[[bool], list[Program]]
     """Return the programs, of toy size if True. No device is touched before one of them is made."""
     seconds: float
     """Estimate on an H100, with compilation."""
@@ -49,6 +49,12 @@ class Check:
     gigabytes: float = 0
     """Memory of the device."""
     environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    tried: slice = dataclasses.field(default_factory=lambda: slice(None))
+    """Programs of the dry run: one of each kind."""
+
+    def programs(self, toy: bool = False) -> list[Program]:
+        """Return the programs; for a dry run a few of toy size."""
+        return self.make_programs(toy)[self.tried] if toy else self.make_programs(False)
 
     @property
     def missing(self) -> list[str]:

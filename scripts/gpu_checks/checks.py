@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import jax.numpy as jnp
@@ -41,10 +41,11 @@ NEW_TOKENS = 128
 
 
 def time_rates(toy: bool) -> list[Program]:
+    ceilings = cache(measure.ceilings)
     return [
         Program(
             name,
-            lambda _, name=name: measure.ceilings()[name],
+            lambda _, name=name: ceilings()[name],
             examine=lambda _, name=name: {"amount": measure.work()[name]},
         )
         for name in ("matmul float32", "matmul bfloat16", "copy")
@@ -91,7 +92,7 @@ def kernels(attentions: tuple[str, ...], products: tuple[str, ...], toy: bool) -
             examine=partial(judge, reference) if gradient else lambda run: {},
         )
         for name, run, draw, reference in entries()
-        for gradient in ((True,) if toy else (False, True))
+        for gradient in (False, True)
     ]
 
 
@@ -138,11 +139,10 @@ def step(
 
 def dense_steps(toy: bool) -> list[Program]:
     rival = "torch, 4 rows, compiled"
-    found = [
+    return [
         step("zoo, 8 rows, remat=full", choose(ONE_BILLION, toy, batch=8), "full"),
         step("zoo, 4 rows, remat=elementwise", choose(ONE_BILLION, toy, batch=4), examine=time_scopes, rival=rival),
     ]
-    return found[1:] if toy else found
 
 
 def torch_steps(sizes: Sizes, name: str, toy: bool, **options: Any) -> list[Program]:
@@ -154,7 +154,7 @@ def mixture_steps(names: tuple[str, ...], toy: bool) -> list[Program]:
     sizes = choose(MIXTURE, toy)
     adapt = lambda name: partial(zoo.set_implementations, grouped_matmul=name)
     rival = "torch, grouped_mm, compiled"
-    return [step(f"zoo, {name}", sizes, adapt=adapt(name), rival=rival) for name in (names[:1] if toy else names)]
+    return [step(f"zoo, {name}", sizes, adapt=adapt(name), rival=rival) for name in names]
 
 
 def single_recurrences(toy: bool) -> list[Program]:
@@ -177,12 +177,11 @@ def list_recurrences(toy: bool) -> Iterator[tuple[str, bool, dict[str, Any]]]:
         sizes |= {"batch": 1, "seq": 16, "sizes": (2, 8), "calls": 1}
     for name in RECURRENCES:
         assert name in OPERATIONS
-        for gradient in (True,) if toy else (False, True):
+        for gradient in (False, True):
             yield name, gradient, sizes
 
 
 def decode(toy: bool) -> list[Program]:
-    batches = (1,) if toy else (1, 8, 64)
     models = {"Transformer": choose(ONE_BILLION, toy)}
     for kind, layers in RECURRENT.items():
         models[kind] = choose(Recurrent(vocab=32768, embed=2048, layers=layers, kind=kind), toy)
@@ -197,7 +196,7 @@ def decode(toy: bool) -> list[Program]:
             lambda run: {"bytes_needed": run.bytes_a_token() * run.new},
         )
         for kind, sizes in models.items()
-        for batch in batches
+        for batch in (1, 8, 64)
     ]
 
 
@@ -206,7 +205,7 @@ def low_precision_steps(toy: bool) -> list[Program]:
     sizes = choose(ONE_BILLION, toy, batch=4)
     fp8 = lambda recipe: partial(precision.fp8, recipe=recipe)
     found = [step(name, sizes, adapt=fp8(recipe), rival="bfloat16") for name, recipe in recipes.items()]
-    return found if toy else [step("bfloat16", sizes), *found]
+    return [step("bfloat16", sizes), *found]
 
 
 def adapter_steps(toy: bool) -> list[Program]:
@@ -217,12 +216,11 @@ def adapter_steps(toy: bool) -> list[Program]:
     large = choose(EIGHT_BILLION, toy)
     options = {"kv_heads": 1 if toy else 8, "tied": False}
     lora, nf4 = adapt("LoRA"), adapt("QLoRA, NF4")
-    found = [
+    return [
         step("QLoRA, NF4", sizes, "full", adapt=nf4, flops=None),
         step("LoRA", sizes, "full", adapt=lora, flops=None, rival="peft, LoRA"),
         step("8B, QLoRA, NF4", large, "full", adapt=nf4, options=options, flops=None),
     ]
-    return found[2:] if toy else found  # a check of plans has a LoRA
 
 
 def planned_steps(toy: bool) -> list[Program]:
@@ -235,15 +233,15 @@ def planned_steps(toy: bool) -> list[Program]:
     cases = [
         ("LoRA, 4 rows, remat=full", ONE_BILLION, 4, "full", lora),
         ("dense, 1 row, remat=full", ONE_BILLION, 1, "full", None),
-        ("mixture, 4 rows, remat=full", MIXTURE, 4, "full", None),
-        ("Mamba-2, 2 rows, remat=full", mamba2, 2, "full", None),
         ("Gated DeltaNet, 2 rows, remat=full", deltanet, 2, "full", None),
+        ("Mamba-2, 2 rows, remat=full", mamba2, 2, "full", None),
+        ("mixture, 4 rows, remat=full", MIXTURE, 4, "full", None),
         ("dense, 8 rows, remat=full", ONE_BILLION, 8, "full", None),
         ("dense, 4 rows, remat=elementwise", ONE_BILLION, 4, "elementwise", None),
         ("dense, 4 rows, remat=dots", ONE_BILLION, 4, "dots", None),
     ]
     found = []
-    for name, whole, batch, remat, adapt in cases[:1] if toy else cases:
+    for name, whole, batch, remat, adapt in cases:
         sizes = choose(whole, toy, batch=batch)
         rank = None if adapt is None else adapted.RANK
         examine = partial(
@@ -275,9 +273,10 @@ CHECKS = (
         partial(kernels, ("cudnn", "blockwise", "grouped"), ("padded", "ragged", "masked")),
         90,
         gigabytes=40,
+        tried=slice(1, None, 4),
     ),
     Check("kernels/tokamax", "", partial(kernels, ("tokamax",), ("tokamax",)), 60, ("tokamax",), 40),
-    Check("step", "Training step of 1.09 billion parameters", dense_steps, 75, gigabytes=36),
+    Check("step", "Training step of 1.09 billion parameters", dense_steps, 75, gigabytes=36, tried=slice(1, 2)),
     Check(
         "step/torch",
         "",
@@ -286,9 +285,16 @@ CHECKS = (
         _TORCH,
         environment=_ON_CPU,
     ),
-    Check("recurrences", "Recurrences", single_recurrences, 180, gigabytes=40),
+    Check("recurrences", "Recurrences", single_recurrences, 180, gigabytes=40, tried=slice(1, None, 8)),
     Check("recurrences/fla", "", runs.fla_recurrences, 120, ("torch", "fla"), environment=_ON_CPU),
-    Check("mixture", "Training step of a mixture", partial(mixture_steps, ("padded", "ragged")), 75, gigabytes=48),
+    Check(
+        "mixture",
+        "Training step of a mixture",
+        partial(mixture_steps, ("padded", "ragged")),
+        75,
+        gigabytes=48,
+        tried=slice(1),
+    ),
     Check("mixture/tokamax", "", partial(mixture_steps, ("tokamax",)), 40, ("tokamax",), 48),
     Check(
         "mixture/torch",
@@ -298,12 +304,12 @@ CHECKS = (
         _TORCH,
         environment=_ON_CPU,
     ),
-    Check("decoding", "Decoding", decode, 150, gigabytes=16),
+    Check("decoding", "Decoding", decode, 150, gigabytes=16, tried=slice(0, None, 6)),
     Check("decoding/transformers", "", runs.torch_decoding, 120, _TORCH, environment=_ON_CPU),
-    Check("fp8", "Training step in FP8", low_precision_steps, 100, gigabytes=36),
-    Check("adapters", "Training step of adapters", adapter_steps, 120, gigabytes=56),
+    Check("fp8", "Training step in FP8", low_precision_steps, 100, gigabytes=48, tried=slice(1, 2)),
+    Check("adapters", "Training step of adapters", adapter_steps, 120, gigabytes=56, tried=slice(2, 3)),
     Check("adapters/peft", "", runs.torch_adapters, 60, (*_TORCH, "peft"), environment=_ON_CPU),
-    Check("plans", "Planned and measured steps", planned_steps, 200, gigabytes=48),
+    Check("plans", "Planned and measured steps", planned_steps, 200, gigabytes=48, tried=slice(1)),
     Check("deterministic", "The same bits", runs.deterministic_steps, 60, environment=_DETERMINISTIC),
     Check(
         "exchange",

@@ -46,7 +46,7 @@ def list_missing(rows: list[Row]) -> list[str]:
             reason = next((row["failed"] for row in reversed(own)), "")
             lines.append(f"- `{check.name}`{f': {reason}' if reason else ''}")
         elif lacking := find_lacking(check, rows, toy=False):
-            lines.append(f"- `{check.name}`: {len(lacking)} of {len(check.programs(False))} programs")
+            lines.append(f"- `{check.name}`: {len(lacking)} of {len(check.programs())} programs")
     return ["Not run yet:", "", *lines, ""] if lines else []
 
 

@@ -174,8 +174,12 @@ def test_peak_of_devices():
 
 def test_draw_fits_every_recurrence():
     for form, inputs in recurrences.OPERATIONS.values():
-        output, _ = jax.eval_shape(lambda form=form, inputs=inputs: form(*inputs(recurrences.Draw(8))))
-        assert output.shape in ((1, 8, *recurrences.HEADS), (1, 8, recurrences.CHANNELS))
+        for dtype in ("float32", "bfloat16"):
+            draw = partial(recurrences.Draw, 8, batch=3, dtype=dtype)
+            run = lambda form=form, inputs=inputs, draw=draw: jax.vjp(lambda *x: form(*x)[0], *inputs(draw()))[0]
+            output = jax.eval_shape(run)
+            assert output.shape in ((3, 8, *recurrences.HEADS), (3, 8, recurrences.CHANNELS))
+            assert output.dtype == dtype or output.shape[-1] == recurrences.CHANNELS
 
 
 def test_bench_single_recurrence(tmp_path, monkeypatch):

@@ -113,10 +113,10 @@ def test_names_stand_for_their_rivals():
 
 
 def test_the_process_that_lists_checks_uses_no_device():
-    names = [program.name for check in CHECKS for toy in (False, True) for program in check.programs(toy)]
-    assert len(names) > 100 and all(module in sys.modules for module in ("jax", "zoo"))
+    names = [program.name for check in CHECKS for program in check.programs()]
+    assert len(names) > 80 and all(module in sys.modules for module in ("jax", "zoo"))
     for check in CHECKS:
-        full = [program.name for program in check.programs(False)]
+        full = [program.name for program in check.programs()]
         assert len(set(full)) == len(full) and check.seconds > 0
 
 
