@@ -271,9 +271,11 @@ def first_steps(vs: str, depths: Sequence[int], rounds: int, found: dict) -> Non
         print(f"    {facts['compiling']:.2f} s more than a later step; model and optimizer were made in {born:.2f} s")
 
 
-def in_new_process(source: str) -> dict[str, float]:
-    """Run `source` in a new process and return its variable `found`."""
+def in_new_process(source: str, cache: str | None = None) -> dict[str, float]:
+    """Run `source` in a new process and return its variable `found`. `cache` is a folder for compiled programs."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("JAX_COMPILATION_CACHE")}
+    if cache is not None:
+        clean |= {"JAX_COMPILATION_CACHE_DIR": cache, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
     clean["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"
     words = [sys.executable, "-c", f"import json; {source}; print(json.dumps(found))"]
     done = subprocess.run(words, cwd=Path(__file__).parents[1], env=clean, capture_output=True, text=True)

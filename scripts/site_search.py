@@ -19,7 +19,8 @@ from typing import Any
 GUIDES = 3.0
 API = 0.5
 MIXED = (
-    *("families.md", "fork.md", "glossary.md", "other-libraries.md", "performance.md", "second-derivatives.md"),
+    *("families.md", "fork.md", "glossary.md", "gpu.md", "other-libraries.md", "performance.md"),
+    "second-derivatives.md",
     *("tutorials/from-flax.md", "tutorials/from-pytorch.md", "tutorials/from-pytorch-2.md"),
     "tutorials/from-pytorch-3.md",
 )

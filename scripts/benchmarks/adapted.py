@@ -12,10 +12,16 @@ from zoo import adapters
 from . import ours
 
 RANK = 8
+
+
+def _wrap(add: Callable, model: Any) -> Any:
+    return add(model, targets="all-linear", rank=RANK, key=jax.random.key(2))
+
+
 KINDS: dict[str, Callable] = {
     "full": lambda model: model,
-    "LoRA": partial(adapters.lora, targets="all-linear", rank=RANK, key=jax.random.key(2)),
-    "DoRA": partial(adapters.dora, targets="all-linear", rank=RANK, key=jax.random.key(2)),
+    "LoRA": partial(_wrap, adapters.lora),
+    "DoRA": partial(_wrap, adapters.dora),
     "QLoRA, NF4": lambda model: KINDS["LoRA"](adapters.quantize(model, "nf4")),
     "QLoRA, int8": lambda model: KINDS["LoRA"](adapters.quantize(model, "int8")),
 }

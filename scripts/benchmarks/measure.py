@@ -92,9 +92,13 @@ def ceilings() -> dict[str, Callable[[], object]]:
 
 def rates(timings: Mapping[str, Timing]) -> dict[str, float]:
     """Return FLOP/s of the products and bytes/s of the copy (read and written), from their shortest times."""
+    return {name: amount / timings[name].shortest for name, amount in work().items()}
+
+
+def work() -> dict[str, int]:
+    """Return the FLOPs of a product, and the bytes that a copy reads and writes."""
     size, copied = amounts()
-    work = {"matmul float32": 2 * size**3, "matmul bfloat16": 2 * size**3, "copy": 2 * copied}
-    return {name: amount / timings[name].shortest for name, amount in work.items()}
+    return {"matmul float32": 2 * size**3, "matmul bfloat16": 2 * size**3, "copy": 2 * copied}
 
 
 def peak_of(device: str) -> float | None:

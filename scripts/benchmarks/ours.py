@@ -13,9 +13,11 @@ import optax
 
 import zoo
 from zoo.inspect.program import CompiledProgram
+from zoo.layers import TokenInfo
 from zoo.models.stack import swap_stack
 from zoo.ops.matmul import einsum_fp32_accum
 from zoo.parallel import SaveNames
+from zoo.parallel.mesh import is_array_or_shape
 from zoo.parallel.remat import Remat, RematPolicy
 
 
@@ -71,6 +73,20 @@ def parse_policy(word: str) -> Remat:
         raise ValueError(f"--remat {word}: {error}, joined by a plus; or {', '.join(policies)}") from None
 
 
+def build(make: Callable, key: Any, device: Any = None) -> Any:
+    """Return `make(key)`, computed in one program; for an imagined device, its shapes."""
+    if device is None:
+        return jax.block_until_ready(eqx.filter_jit(make)(key))
+    return put_shapes(eqx.filter_eval_shape(make, key), device)
+
+
+def put_shapes(tree: Any, device: Any) -> Any:
+    """Put arrays and shapes on an imagined device, as shapes."""
+    sharding = jax.sharding.SingleDeviceSharding(device)
+    put = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) if is_array_or_shape(x) else x
+    return jax.tree.map(put, tree)
+
+
 class Training:
     """AdamW training on one device; a call runs one step and blocks until it is done."""
 
@@ -81,17 +97,27 @@ class Training:
         remat: str,
         *,
         adapt: Callable = lambda model: model,
+        device: Any = None,
         **options: Any,
     ):
-        """`remat` is a word for `parse_policy`; `options` go to the model; `adapt` wraps it, e.g. in adapters."""
-        mesh = zoo.make_mesh(devices=jax.devices()[:1])
+        """`remat` is a word for `parse_policy`; `options` go to the model; `adapt` wraps it, e.g. in adapters. For an
+        imagined `device` there are shapes, and `program` compiles the step."""
+        mesh = zoo.make_mesh(devices=jax.devices()[:1] if device is None else [device])
         options["remat"] = parse_policy(remat)
-        model = zoo.init(lambda key: sizes.make(key, **options), jax.random.key(0), mesh)
-        self.model = zoo.place(adapt(model), mesh)
         optimizer = optax.adamw(1e-3, weight_decay=0.1)
-        self.state = zoo.place(optimizer.init(zoo.trainable(self.model)), mesh)
-        tokens = jax.random.randint(jax.random.key(1), (sizes.batch, sizes.seq + 1), 0, sizes.vocab)
-        self.batch = zoo.place_batch({"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}, mesh)
+        make = lambda key: adapt(sizes.make(key, **options))
+        draw = lambda key: jax.random.randint(key, (sizes.batch, sizes.seq + 1), 0, sizes.vocab)
+        if device is None:
+            self.model = zoo.init(make, jax.random.key(0), mesh)
+            state = optimizer.init(zoo.trainable(self.model))
+            tokens = draw(jax.random.key(1))
+            batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
+        else:
+            self.model = zoo.place(eqx.filter_eval_shape(make, jax.random.key(0)), mesh)
+            state = jax.eval_shape(optimizer.init, zoo.trainable(self.model))
+            batch = dict.fromkeys(("tokens", "targets"), jax.ShapeDtypeStruct((sizes.batch, sizes.seq), jnp.int32))
+        self.state = zoo.place(state, mesh.optimizer)
+        self.batch = zoo.place_batch(batch, mesh)
 
         def loss_fn(model, batch):
             return zoo.cross_entropy(zoo.cast(model, dtype), batch)
@@ -140,24 +166,114 @@ def first_and_later(run: Callable[[], object]) -> dict[str, float]:
 class Decoding:
     """Greedy decoding after a prompt; a call generates all tokens and blocks until they are there."""
 
-    def __init__(self, sizes: Sizes, batch: int, *, prompt: int = 16, new: int = 128, dtype: str = "float32"):
+    def __init__(
+        self,
+        sizes: Sizes,
+        batch: int,
+        *,
+        prompt: int = 16,
+        new: int = 128,
+        dtype: str = "float32",
+        device: Any = None,
+    ):
+        """For an imagined `device` there are shapes, and `program` compiles a step."""
         self.batch, self.new, self.prompt = batch, new, prompt
-        make = lambda key: zoo.cast(sizes.make(key), dtype)
-        model = jax.block_until_ready(eqx.filter_jit(make)(jax.random.key(0)))
-        self.model = swap_stack(model, zoo.models.Stack.unstack)  # once, as for many calls
-        self.tokens = jax.random.randint(jax.random.key(1), (batch, prompt), 0, sizes.vocab)
+        unstack = lambda model: swap_stack(model, zoo.models.Stack.unstack)  # once, as for many calls
+        model = build(lambda key: zoo.cast(sizes.make(key), dtype), jax.random.key(0), device)
+        self.model = unstack(model) if device is None else put_shapes(eqx.filter_eval_shape(unstack, model), device)
+        self.tokens = build(lambda key: jax.random.randint(key, (batch, prompt), 0, sizes.vocab), jax.random.key(1))
         self.generate = functools.partial(zoo.generate, max_new_tokens=new)
+        self.device = device
 
     def __call__(self) -> None:
         jax.block_until_ready(self.generate(self.model, self.tokens))
 
+    def program(self) -> CompiledProgram:
+        """Compile one step, a greedy token for each row, which updates the states of the layers in place."""
+
+        @eqx.filter_jit(donate="all-except-first")
+        def step(model, states, token, position):
+            hidden, states = model.hidden(token, TokenInfo(position), states)
+            return model.logits(hidden.x).argmax(-1), states
+
+        states = self._make_states(self.prompt + self.new)
+        token = jnp.zeros((self.batch, 1), jnp.int32)
+        if self.device is not None:
+            states, token = put_shapes((states, token), self.device)
+        return zoo.inspect.compiled(step, self.model, states, token, token)
+
     def bytes_a_token(self) -> float:
         """Return the bytes read per token: all parameters, including the embedding since the head is tied, and on
-        average the filled part of the KV cache."""
-        arrays = jax.tree.leaves(eqx.filter(self.model, eqx.is_inexact_array))
-        caches = self.model.init_state(self.batch, 1)
-        slot = sum(x.nbytes for x in jax.tree.leaves(caches) if eqx.is_inexact_array(x))
-        return sum(x.nbytes for x in arrays) + slot * (self.prompt + self.new / 2)
+        average the filled part of the KV cache; recurrent states are read and written."""
+        one, two = (count_bytes(self._make_states(length)) for length in (1, 2))
+        slot = two - one
+        return count_bytes(self.model) + slot * (self.prompt + self.new / 2) + 2 * (one - slot)
+
+    def _make_states(self, length: int) -> Any:
+        """Return the shapes of the states of all layers."""
+        return eqx.filter_eval_shape(lambda model: model.init_state(self.batch, length), self.model)
+
+
+def count_bytes(tree: Any) -> int:
+    """Count the bytes of floating-point arrays and shapes."""
+    arrays = [x for x in jax.tree.leaves(tree) if is_array_or_shape(x) and jnp.issubdtype(x.dtype, jnp.inexact)]
+    return sum(x.size * x.dtype.itemsize for x in arrays)
+
+
+class Kernel:
+    """A function of drawn arrays, or the first of its results with the gradients of all floating-point inputs. A call
+    runs it `calls` times and blocks at the end."""
+
+    def __init__(
+        self, function: Callable, draw: Callable[[], tuple], *, gradient: bool, calls: int = 1, device: Any = None
+    ):
+        self.calls = calls
+        self.gradient = gradient
+        inputs = build(lambda _: draw(), jax.random.key(0), device)
+        self.run = self._make(function)
+        output = _first(jax.eval_shape(function, *inputs))
+        draw_weights = lambda key: jax.random.normal(key, output.shape, output.dtype)
+        self.arguments = inputs
+        if gradient:
+            self.arguments = (build(draw_weights, jax.random.key(1), device), *inputs)
+
+    def __call__(self) -> None:
+        for _ in range(self.calls):
+            results = self.run(*self.arguments)
+        jax.block_until_ready(results)
+
+    def program(self) -> CompiledProgram:
+        """Compile the function."""
+        return zoo.inspect.compiled(self.run, *self.arguments)
+
+    def bytes_passed(self) -> int:
+        """Count the bytes of inputs and results."""
+        return count_bytes((self.arguments, jax.eval_shape(self.run, *self.arguments)))
+
+    def compare(self, reference: Callable) -> list[float]:
+        """Return the relative errors of the output and of each gradient, |x - y| / |y|, where y is what `reference`
+        gives for the same inputs in float32."""
+        up = [x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x for x in self.arguments]
+        with jax.default_matmul_precision("highest"):
+            wanted = self._make(reference)(*up)
+        error = jax.jit(lambda x, y: jnp.linalg.norm((x.astype(jnp.float32) - y).ravel()) / jnp.linalg.norm(y.ravel()))
+        found = self.run(*self.arguments)
+        return [float(error(*pair)) for pair in zip(*map(jax.tree.leaves, (found, wanted)), strict=True)]
+
+    def _make(self, function: Callable) -> Callable:
+        if not self.gradient:
+            return jax.jit(function)
+
+        def run(weights, *inputs):
+            output, pull_back = jax.vjp(lambda *inputs: _first(function(*inputs)), *inputs)
+            gradients = [x for x in pull_back(weights) if x.dtype != jax.dtypes.float0]
+            return output, gradients
+
+        return jax.jit(run)
+
+
+def _first(results: Any) -> Any:
+    return jax.tree.leaves(results)[0]
 
 
 def count(sizes: Sizes) -> int:

@@ -113,6 +113,15 @@ def device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
+def find_peak() -> dict[str, Any]:
+    """Return the largest memory that tensors have had since the last call, on a GPU."""
+    if device() == "cpu":
+        return {}
+    peak = torch.cuda.max_memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    return {"peak": peak}
+
+
 class Training:
     """AdamW training; a call runs one step."""
 
@@ -158,19 +167,29 @@ def first_step(layers: int, *, compiled: bool) -> dict[str, float]:
 
 
 class Decoding:
-    """Greedy decoding after a prompt, with transformers' KV cache."""
+    """Greedy decoding after a prompt, with transformers' KV cache: growing, or if `static` of one size, for which
+    transformers compiles the step."""
 
-    def __init__(self, sizes: Sizes, batch: int, *, prompt: int = 16, new: int = 128, dtype: str = "float32"):
+    def __init__(
+        self,
+        sizes: Sizes,
+        batch: int,
+        *,
+        prompt: int = 16,
+        new: int = 128,
+        dtype: str = "float32",
+        static: bool = False,
+    ):
+        self.options = {"cache_implementation": "static"} if static else {}
         self.model = model(sizes).eval().to(getattr(torch, dtype))
         self.tokens = torch.randint(0, sizes.vocab, (batch, prompt), device=device())
         self.new = new
 
     @torch.inference_mode()
     def __call__(self) -> None:
+        lengths = {"max_new_tokens": self.new, "min_new_tokens": self.new}
         mask = torch.ones_like(self.tokens)
-        generated = self.model.generate(
-            self.tokens, attention_mask=mask, max_new_tokens=self.new, min_new_tokens=self.new, do_sample=False
-        )
+        generated = self.model.generate(self.tokens, attention_mask=mask, do_sample=False, **lengths, **self.options)
         assert generated.shape[1] == self.tokens.shape[1] + self.new
 
 

@@ -29,7 +29,7 @@ from zoo.ops.recurrence.rwkv6 import rwkv6
 from zoo.ops.recurrence.rwkv7 import rwkv7
 
 from .entrants import name_loop
-from .ours import Sizes, Training
+from .ours import Kernel, Sizes, Training
 
 HEADS = (4, 64)
 """Number of heads, and the size of their queries, keys and values."""
@@ -42,10 +42,13 @@ POSITIONS = (128, 8192)
 
 
 class Draw:
-    """Random inputs of an operation for a row of `seq` tokens, each from the next key."""
+    """Random inputs of an operation for `batch` rows of `seq` tokens, each from the next key. Gates and decays are
+    float32, all else has the `dtype`."""
 
-    def __init__(self, seq: int):
-        self.seq, self.keys = seq, iter(jax.random.split(jax.random.key(0), 8))
+    def __init__(self, seq: int, *, batch: int = 1, sizes: tuple[int, int] | None = None, dtype: str = "float32"):
+        self.seq, self.batch, self.dtype = seq, batch, dtype
+        self.sizes = sizes or HEADS
+        self.keys = iter(jax.random.split(jax.random.key(0), 8))
 
     def shared(self, *shape: int) -> Array:
         """Draw an array shared by all tokens."""
@@ -53,23 +56,26 @@ class Draw:
 
     def rows(self, *dims: int, steps: int = 1) -> Array:
         """Draw `steps` rows of `dims` per token."""
-        return self.shared(1, self.seq * steps, *dims)
+        return self.shared(self.batch, self.seq * steps, *dims)
 
-    def heads(self) -> Array:
-        return self.rows(*HEADS)
+    def heads(self, *, steps: int = 1) -> Array:
+        return self.rows(*self.sizes, steps=steps).astype(self.dtype)
 
     def units(self, *, steps: int = 1) -> Array:
         """Draw vectors of unit length per head."""
-        x = self.rows(*HEADS, steps=steps)
-        return x / jnp.linalg.norm(x, axis=-1, keepdims=True)
+        x = self.rows(*self.sizes, steps=steps)
+        return (x / jnp.linalg.norm(x, axis=-1, keepdims=True)).astype(self.dtype)
 
     def decays(self, *dims: int) -> Array:
         """Draw log decays."""
         return jax.nn.log_sigmoid(self.rows(*dims) + 3)
 
+    def head_decays(self) -> Array:
+        return self.decays(self.sizes[0])
+
     def rates(self, *, steps: int = 1) -> Array:
         """Draw one number in (0, 1) per head."""
-        return jax.nn.sigmoid(self.rows(HEADS[0], steps=steps))
+        return jax.nn.sigmoid(self.rows(self.sizes[0], steps=steps)).astype(self.dtype)
 
     def qkv(self) -> tuple[Array, ...]:
         """Draw queries, keys and values."""
@@ -77,38 +83,48 @@ class Draw:
 
     def delta_rule_inputs(self, *, steps: int = 1) -> tuple[Array, ...]:
         """Draw queries, keys, values and rates of a delta rule."""
-        return self.heads(), self.units(steps=steps), self.rows(*HEADS, steps=steps), self.rates(steps=steps)
+        return self.heads(), self.units(steps=steps), self.heads(steps=steps), self.rates(steps=steps)
 
     def mamba2_inputs(self) -> tuple[Array, ...]:
         """Draw x, dt, A, B, C and D of Mamba-2, with one group of B and C."""
-        heads, dim = HEADS
+        heads, dim = self.sizes
         x, dt, A = self.heads(), jax.nn.softplus(self.rows(heads) - 3), -jnp.exp(self.shared(heads))
-        return x, dt, A, self.rows(1, dim), self.rows(1, dim), self.shared(heads)
+        B, C = (self.rows(1, dim).astype(self.dtype) for _ in range(2))
+        return x, dt, A, B, C, self.shared(heads)
 
     def mamba_inputs(self) -> tuple[Array, ...]:
         """Draw x, dt, A, B, C and D of Mamba."""
         x, dt, A = self.rows(CHANNELS), jax.nn.softplus(self.rows(CHANNELS) - 3), -jnp.exp(self.shared(CHANNELS, STATE))
         return x, dt, A, self.rows(STATE), self.rows(STATE), self.shared(CHANNELS)
 
+    def hgrn2_inputs(self) -> tuple[Array, ...]:
+        """Draw queries, keys, values and decays of HGRN2, where a key is one minus the decay."""
+        decays = self.decays(*self.sizes)
+        return self.heads(), -jnp.expm1(decays).astype(self.dtype), self.heads(), decays
+
     def rwkv7_inputs(self) -> tuple[Array, ...]:
         """Draw queries, keys, values, decays, reads and writes of RWKV-7."""
         removed = self.units()
-        return *self.qkv(), self.decays(*HEADS), -removed, removed * self.rates()[..., None]
+        return *self.qkv(), self.decays(*self.sizes), -removed, removed * self.rates()[..., None]
 
     def gdn2_inputs(self) -> tuple[Array, ...]:
         """Draw queries, keys, values, decays, and erase and write gates."""
-        gates = (jax.nn.sigmoid(self.rows(*HEADS)) for _ in range(2))
-        return self.heads(), self.units(), self.heads(), self.decays(*HEADS), *gates
+        gates = (jax.nn.sigmoid(self.heads()) for _ in range(2))
+        return self.heads(), self.units(), self.heads(), self.decays(*self.sizes), *gates
 
     def comba_inputs(self) -> tuple[Array, ...]:
         """Draw queries, keys, values, read keys, rates and decays of Comba."""
         query, key, value, rate = self.delta_rule_inputs()
-        return query, key, value, 0.7 * key, rate, self.decays(HEADS[0])
+        return query, key, value, 0.7 * key, rate, self.head_decays()
 
     def mesa_net_inputs(self) -> tuple[Array, ...]:
         """Draw queries, keys, values, decays and rates; lambda is 1."""
         query, key, value, rate = self.delta_rule_inputs()
-        return query, key, value, self.decays(HEADS[0]), rate, jnp.ones(HEADS)
+        return query, key, value, self.head_decays(), rate, jnp.ones(self.sizes)
+
+    def mlstm_inputs(self) -> tuple[Array, ...]:
+        """Draw queries, keys, values, and input and forget gates."""
+        return *self.qkv(), self.rows(self.sizes[0]), self.rows(self.sizes[0]) + 3
 
     def channels(self, count: int) -> tuple[Array, ...]:
         return tuple(self.rows(CHANNELS) for _ in range(count))
@@ -117,18 +133,19 @@ class Draw:
 OPERATIONS: Mapping[str, tuple[Callable, Callable[[Draw], tuple[Array, ...]]]] = {
     "linear_attention": (linear_attention, Draw.qkv),
     "retention": (retention, Draw.qkv),
-    "simple_gla": (simple_gla, lambda draw: (*draw.qkv(), draw.decays(HEADS[0]))),
-    "gla": (gla, lambda draw: (*draw.qkv(), draw.decays(*HEADS))),
-    "rwkv6": (rwkv6, lambda draw: (*draw.qkv(), draw.decays(*HEADS), draw.shared(*HEADS))),
+    "simple_gla": (simple_gla, lambda draw: (*draw.qkv(), draw.head_decays())),
+    "gla": (gla, lambda draw: (*draw.qkv(), draw.decays(*draw.sizes))),
+    "hgrn2": (gla, Draw.hgrn2_inputs),
+    "rwkv6": (rwkv6, lambda draw: (*draw.qkv(), draw.decays(*draw.sizes), draw.shared(*draw.sizes))),
     "rwkv7": (rwkv7, Draw.rwkv7_inputs),
     "ssd": (ssd, Draw.mamba2_inputs),
-    "mlstm": (mlstm, lambda draw: (*draw.qkv(), draw.rows(HEADS[0]), draw.rows(HEADS[0]) + 3)),
+    "mlstm": (mlstm, Draw.mlstm_inputs),
     "delta_rule": (delta_rule, Draw.delta_rule_inputs),
-    "gated_delta_rule": (gated_delta_rule, lambda draw: (*draw.delta_rule_inputs(), draw.decays(HEADS[0]))),
-    "kda": (kda, lambda draw: (*draw.delta_rule_inputs(), draw.decays(*HEADS))),
+    "gated_delta_rule": (gated_delta_rule, lambda draw: (*draw.delta_rule_inputs(), draw.head_decays())),
+    "kda": (kda, lambda draw: (*draw.delta_rule_inputs(), draw.decays(*draw.sizes))),
     "gated_delta_product": (
         gated_delta_product,
-        lambda draw: (*draw.delta_rule_inputs(steps=2), draw.decays(HEADS[0])),
+        lambda draw: (*draw.delta_rule_inputs(steps=2), draw.head_decays()),
     ),
     "gdn2": (gdn2, Draw.gdn2_inputs),
     "comba": (comba, Draw.comba_inputs),
@@ -143,42 +160,34 @@ ELEMENTWISE = ("selective_scan", "hgrn", "rg_lru", "rwkv4")
 """Memory-bound operations, without matrix products."""
 
 
-class Operation:
-    """One row of float32 through an operation, alone or with the gradient of all its inputs."""
+class Operation(Kernel):
+    """Rows through an operation, with or without the gradient of all its inputs; `sizes` are those of `Draw`."""
 
-    def __init__(self, name: str, seq: int, *, gradient: bool):
+    def __init__(self, name: str, seq: int, *, gradient: bool, calls: int = 1, device: Any = None, **sizes: Any):
         operation, draw_inputs = OPERATIONS[name]
-        inputs = draw_inputs(Draw(seq))
-        weights = jax.random.normal(jax.random.key(1), jax.eval_shape(operation, *inputs)[0].shape)
-        total = lambda weights, *inputs: (weights * operation(*inputs)[0]).sum()
-        argnums = tuple(range(1, 1 + len(inputs)))
-        self.run = jax.jit(jax.value_and_grad(total, argnums) if gradient else operation)
-        self.arguments = (weights, *inputs) if gradient else inputs
+        draw = lambda: draw_inputs(Draw(seq, **sizes))
+        super().__init__(operation, draw, gradient=gradient, calls=calls, device=device)
         self.name, self.seq = name, seq
-
-    def __call__(self) -> None:
-        jax.block_until_ready(self.run(*self.arguments))
 
     def facts(self) -> dict[str, Any]:
         """Return FLOPs and bytes of the compiled program, and the bytes of inputs and outputs, a lower bound."""
-        program = zoo.inspect.compiled(self.run, *self.arguments)
-        passed = jax.tree.leaves((self.arguments, jax.eval_shape(self.run, *self.arguments)))
+        program = self.program()
         found = {
             "dtype": "float32",
             "tokens": self.seq,
-            "bytes_passed": sum(x.size * x.dtype.itemsize for x in passed),
+            "bytes_passed": self.bytes_passed(),
             "bytes_moved": program.bytes_moved,
             "temporaries": program.memory.temporaries if program.memory else None,
         }
         return found if self.name in ELEMENTWISE else found | {"flops": program.flops.total}
 
 
-KINDS: Mapping[str, Callable] = {
-    "Mamba": partial(Mamba, inner=512, state_dim=16),
-    "Mamba-2": partial(Mamba2, heads=8, head_dim=64, state_dim=128),
-    "Gated DeltaNet": partial(GatedDeltaNet, heads=4, key_dim=64, value_dim=128),
+KINDS: Mapping[str, Callable[[int], Callable]] = {
+    "Mamba": lambda width: partial(Mamba, inner=2 * width, state_dim=16),
+    "Mamba-2": lambda width: partial(Mamba2, heads=width // 32, head_dim=64, state_dim=128),
+    "Gated DeltaNet": lambda width: partial(GatedDeltaNet, heads=width // 64, key_dim=64, value_dim=128),
 }
-"""Mixers of width 256, each a layer without a feed-forward part, as in Mamba."""
+"""Mixers of a model of a given width, each a layer without a feed-forward part, as in Mamba."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,7 +200,7 @@ class Recurrent(Sizes):
     def make(self, key: Any, **options: Any) -> zoo.models.Decoder:
         """Build the model, with tied embeddings."""
         sizes = {"vocab": self.vocab, "embed": self.embed, "layers": self.layers}
-        return zoo.models.Hybrid(**sizes, pattern=[KINDS[self.kind]], **options, key=key)
+        return zoo.models.Hybrid(**sizes, pattern=[KINDS[self.kind](self.embed)], **options, key=key)
 
 
 class Continuing:

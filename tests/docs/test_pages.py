@@ -60,9 +60,7 @@ def test_figures_of_the_front_are_those_of_their_sources(name):
     assert 'jnp.array(losses["one device"]), atol=1e-4)' in read("docs/tutorials/devices.md")
     assert "**Status:** tested on CPUs, with up to eight emulated devices, and [run on one H100]" in front
     measured = ("zoo, 4 rows, remat=elementwise", "torch, 4 rows, compiled")
-    rows = [
-        re.search(rf"^\| {row} \| [\d.]+ s \| ([\d,]+)", read("docs/performance.md"), re.MULTILINE) for row in measured
-    ]
+    rows = [re.search(rf"^\| {row} \| [\d.]+ s \| ([\d,]+)", read("docs/gpu.md"), re.MULTILINE) for row in measured]
     ours, compiled = (row[1] for row in rows)
     assert f"in bfloat16 runs at {ours} tokens/s; `torch.compile` of the same Llama at {compiled}" in front
 

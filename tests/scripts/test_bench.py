@@ -174,8 +174,12 @@ def test_peak_of_devices():
 
 def test_draw_fits_every_recurrence():
     for form, inputs in recurrences.OPERATIONS.values():
-        output, _ = jax.eval_shape(lambda form=form, inputs=inputs: form(*inputs(recurrences.Draw(8))))
-        assert output.shape in ((1, 8, *recurrences.HEADS), (1, 8, recurrences.CHANNELS))
+        for dtype in ("float32", "bfloat16"):
+            draw = partial(recurrences.Draw, 8, batch=3, dtype=dtype)
+            run = lambda form=form, inputs=inputs, draw=draw: jax.vjp(lambda *x: form(*x)[0], *inputs(draw()))[0]
+            output = jax.eval_shape(run)
+            assert output.shape in ((3, 8, *recurrences.HEADS), (3, 8, recurrences.CHANNELS))
+            assert output.dtype == dtype or output.shape[-1] == recurrences.CHANNELS
 
 
 def test_bench_single_recurrence(tmp_path, monkeypatch):
@@ -205,7 +209,7 @@ def test_bench_refuses_an_unknown_recurrence():
 
 @pytest.mark.slow
 def test_bench_recurrent_models(monkeypatch):
-    monkeypatch.setattr(recurrences, "KINDS", {"small": partial(LinearAttention, heads=2)})
+    monkeypatch.setattr(recurrences, "KINDS", {"small": lambda width: partial(LinearAttention, heads=2)})
     sizes = recurrences.Recurrent(vocab=32, embed=16, layers=1, batch=2, seq=8, kind="small")
     monkeypatch.setattr(recurrences, "Recurrent", lambda kind: dataclasses.replace(sizes, kind=kind))
     runs, facts = recurrences.steps("none", ("none",), ("plain",))
