@@ -62,7 +62,7 @@ def cross_entropy(
     - `indexer`: weight of the divergence of `zoo.models.indexer_loss`, added to the mean over tokens, which trains the
       indexers of sparse attention, and nothing else.
     - `chunk`: tokens whose logits are in memory at a time, by default 1,024 on CPUs and 4,096 elsewhere, fewer of a
-      vocabulary over 131,072. The gradient of a chunk is computed together with its loss, from the same logits: three
+      vocabulary over 65,536. The gradient of a chunk is computed together with its loss, from the same logits: three
       matrix products per chunk, none of them repeated; in float16 four.
     - `implementation`: a name in `zoo.models.loss.LOSS`: "auto", "chunked", "reference" with all logits in memory, or
       "tokamax" (docs/implementations.md).

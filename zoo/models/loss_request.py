@@ -15,8 +15,8 @@ from .encoders.heads import MaskedUnembedding
 
 _CPU_CHUNK = 1024
 _CHUNK = 4096
-_MOST_LOGITS = 2**29
-"""Logits of a chunk: with their gradient 2 GiB in bfloat16."""
+_MOST_LOGITS = 2**28
+"""Logits of a chunk: with their gradient 1 GiB in bfloat16."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +62,7 @@ class LossRequest:
 def choose_chunk(vocab: int) -> int:
     """Return the number of tokens whose logits are computed at a time: 1,024 on a CPU, where they stay in its caches.
 
-    Elsewhere 4,096, or 1,024 and more of a vocabulary so large that these have over 2²⁹ logits. Each chunk adds to the
+    Elsewhere 4,096, or 1,024 and more of a vocabulary so large that these have over 2²⁸ logits. Each chunk adds to the
     gradient of the head: 10 bytes per parameter with bfloat16 products, which take 6 FLOPs per parameter and token. On
     an H100, 1,024 tokens would add nearly half to the time of the products.
     """
