@@ -161,7 +161,7 @@ ELEMENTWISE = ("selective_scan", "hgrn", "rg_lru", "rwkv4")
 
 
 class Operation(Kernel):
-    """Rows through an operation, with or without the gradient of all its inputs; `sizes` are those of `Draw`."""
+    """Run rows through an operation, with or without the gradient of all its inputs; `sizes` go to `Draw`."""
 
     def __init__(self, name: str, seq: int, *, gradient: bool, calls: int = 1, device: Any = None, **sizes: Any):
         operation, draw_inputs = OPERATIONS[name]

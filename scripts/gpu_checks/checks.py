@@ -1,6 +1,5 @@
 """The checks, in order of worth, and their programs."""
 
-import dataclasses
 from collections.abc import Callable, Iterator
 from functools import cache, partial
 from typing import Any
@@ -10,7 +9,7 @@ import jax.numpy as jnp
 import zoo
 from scripts.benchmarks import adapted, measure, ours, recurrences
 from scripts.benchmarks.ours import ONE_BILLION, Kernel, Sizes, Training
-from scripts.benchmarks.recurrences import OPERATIONS, Operation, Recurrent
+from scripts.benchmarks.recurrences import Operation, Recurrent
 from zoo import precision
 from zoo.ops.attention import AttentionMask, attention, reference_attention
 from zoo.ops.moe.grouped_matmul import (
@@ -25,22 +24,13 @@ from zoo.tools.plan import TrainingOptions, plan_training
 from . import runs
 from .check import Check, Program, has_cudnn
 from .scopes import time_scopes
+from .sizes import EIGHT_BILLION, MIXTURE, NEW_TOKENS, RECURRENT, choose, list_recurrences
 
 TOLERANCES = {"bfloat16": 1e-2, "float32": 1e-4}
 """Largest relative errors of an output and of gradients, by the dtype of the inputs."""
-EIGHT_BILLION = Sizes(vocab=128256, embed=4096, layers=32, heads=32, mlp=14336, batch=1, seq=4096)
-MIXTURE = Sizes(vocab=32768, embed=2048, layers=12, heads=16, mlp=1536, batch=4, seq=4096, experts=8)
-"""1.2 billion parameters, of which 0.5 are active."""
-RECURRENT = {"Mamba-2": 40, "Gated DeltaNet": 30}
-"""Layers of recurrent models with 1.1 billion parameters."""
-RECURRENCES = (
-    *("linear_attention", "gla", "delta_rule", "gated_delta_rule", "kda"),
-    *("ssd", "rwkv7", "hgrn2", "mlstm", "retention"),
-)
-NEW_TOKENS = 128
 
 
-def time_rates(toy: bool) -> list[Program]:
+def rates(toy: bool) -> list[Program]:
     ceilings = cache(measure.ceilings)
     return [
         Program(
@@ -104,14 +94,6 @@ def judge(reference: Callable, run: Kernel) -> dict[str, Any]:
     return {"errors": errors, "verdict": "equal" if equal else "differs"}
 
 
-def choose(sizes: Sizes, toy: bool, **changes: Any) -> Sizes:
-    """Return sizes with another batch; toy sizes keep their experts and mixers."""
-    if not toy:
-        return dataclasses.replace(sizes, **changes)
-    kept = {"vocab": 64, "embed": 64, "layers": 1, "heads": 1, "mlp": 64, "batch": 2, "seq": 16}  # blocks of NF4 are 64
-    return dataclasses.replace(sizes, **kept)
-
-
 def step(
     name: str,
     sizes: Sizes,
@@ -168,17 +150,6 @@ def single_recurrences(toy: bool) -> list[Program]:
         )
         for name, gradient, sizes in list_recurrences(toy)
     ]
-
-
-def list_recurrences(toy: bool) -> Iterator[tuple[str, bool, dict[str, Any]]]:
-    """List operations, with and without gradient, and the sizes of their inputs."""
-    sizes = {"batch": 4, "seq": 4096, "sizes": (16, 128), "dtype": "bfloat16", "calls": 10}
-    if toy:
-        sizes |= {"batch": 1, "seq": 16, "sizes": (2, 8), "calls": 1}
-    for name in RECURRENCES:
-        assert name in OPERATIONS
-        for gradient in (False, True):
-            yield name, gradient, sizes
 
 
 def decode(toy: bool) -> list[Program]:
@@ -266,7 +237,7 @@ _SHARING = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
 _ON_CPU = {"JAX_PLATFORMS": "cpu"}
 """Environment of rivals: JAX holds no memory of the GPU."""
 CHECKS = (
-    Check("rates", "Products and copies", time_rates, 20),
+    Check("rates", "Products and copies", rates, 20),
     Check(
         "kernels",
         "Packed attention and grouped matmul",

@@ -1,4 +1,4 @@
-"""Programs of the checks that are no step or kernel of ours: rivals, equal bits, shared arrays, first steps."""
+"""Programs of the checks that are not a step or a kernel of ours: rivals, equal bits, shared arrays, first steps."""
 
 import dataclasses
 import tempfile
@@ -14,6 +14,7 @@ from scripts.bench import in_new_process
 from scripts.benchmarks.ours import ONE_BILLION, Sizes, Training
 
 from .check import Program
+from .sizes import NEW_TOKENS, choose, list_recurrences
 
 DEPTH = 48
 
@@ -34,8 +35,6 @@ def find_torch_peak(_: Any) -> dict[str, Any]:
 
 
 def fla_recurrences(toy: bool) -> list[Program]:
-    from .checks import list_recurrences
-
     def make(name: str, gradient: bool, sizes: dict[str, Any]) -> Any:
         from scripts.benchmarks import fla
 
@@ -53,8 +52,6 @@ def fla_recurrences(toy: bool) -> list[Program]:
 
 
 def torch_decoding(toy: bool) -> list[Program]:
-    from .checks import NEW_TOKENS, choose
-
     new = 4 if toy else NEW_TOKENS
 
     def make(batch: int) -> Any:
@@ -75,8 +72,6 @@ def torch_decoding(toy: bool) -> list[Program]:
 
 
 def torch_adapters(toy: bool) -> list[Program]:
-    from .checks import choose
-
     sizes = choose(ONE_BILLION, toy, batch=4)
 
     def make(_: Any) -> Any:
@@ -89,8 +84,6 @@ def torch_adapters(toy: bool) -> list[Program]:
 
 def deterministic_steps(toy: bool) -> list[Program]:
     """Three steps, twice: the process has XLA's flag for deterministic kernels, which refuses cuDNN's attention."""
-    from .checks import choose
-
     sizes = dataclasses.replace(choose(ONE_BILLION, toy), layers=1 if toy else 2)
 
     grouped = partial(zoo.set_implementations, attention="grouped")

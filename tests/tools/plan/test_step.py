@@ -130,6 +130,6 @@ def test_plan_names_logits_and_the_largest_arrays():
     plan = planning.plan_training(make, {}, parse_topology("h100:1"), planning.TrainingOptions(2, 1024), model_flops=1)
     assert plan.fits and 0 < plan.lower_bound <= plan.sequential
     chunk = 2 * 1024 * 2048
-    assert chunk * 4 <= plan.memory["logits"] <= chunk * 14, "three arrays in float32, and which are targets"
+    assert chunk * 4 <= plan.memory["logits"] <= chunk * 13 + 2048 * 8, "three arrays in float32, which are targets"
     name, size = plan.list_largest(1)[0]
     assert "logits" in name and "[2048,2048]" in name and size >= chunk * 2
