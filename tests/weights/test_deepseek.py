@@ -1,7 +1,9 @@
 """DeepSeek checkpoints: multi-token prediction modules, selection biases, unsupported config keys."""
 
+import dataclasses
 import json
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -49,15 +51,39 @@ def with_predictor(tensors):
     return tensors | module | {f"model.layers.2.{name}": x.astype(np.float32) for name, x in more.items()}
 
 
-@pytest.mark.parametrize("prefix", ["model.", ""])
-def test_deepseek_multi_token_prediction_module_is_ignored(directory, prefix):
+def test_deepseek_multi_token_prediction_module_is_ignored_in_a_base_model(directory):
     expected, tensors = bits(zoo.load(directory)), stored(directory)
-    both = {name.removeprefix("model." if not prefix else ""): x for name, x in with_predictor(tensors).items()}
+    both = {name.removeprefix("model."): x for name, x in with_predictor(tensors).items()}
     store(directory, both, num_nextn_predict_layers=1)
     model = zoo.load(directory)
     assert bits(model) == expected
     zoo.save(model, directory / "again")
-    assert stored(directory / "again").keys() == {name.removeprefix("" if prefix else "model.") for name in tensors}
+    assert stored(directory / "again").keys() == {name.removeprefix("model.") for name in tensors}
+
+
+def test_deepseek_predictor_is_read_and_written_with_its_copies(directory):
+    """The copies of embedding and head follow the model's; a file whose copies differ is refused."""
+    expected, tensors = zoo.load(directory), stored(directory)
+    both = with_predictor(tensors)
+    store(directory, both, num_nextn_predict_layers=1)
+    model = zoo.load(directory)
+    assert bits(dataclasses.replace(model, predictors=())) == bits(expected)
+    np.testing.assert_array_equal(model.predictors[0].projection.weight, np.ones((8, 16)))
+    zoo.save(model, directory / "again")
+    for name, x in stored(directory / "again").items():
+        assert x.tobytes() == both[name].tobytes(), name
+    trained = eqx.tree_at(lambda model: model.embedding.weight, model, replace_fn=lambda x: x + 1)
+    zoo.save(trained, directory / "trained")
+    after = stored(directory / "trained")
+    assert after.keys() == both.keys()
+    np.testing.assert_array_equal(after["model.layers.2.embed_tokens.weight"], after["model.embed_tokens.weight"])
+    assert json.loads((directory / "trained/config.json").read_text())["num_nextn_predict_layers"] == 1
+    zoo.save(dataclasses.replace(model, predictors=()), directory / "bare")
+    assert stored(directory / "bare").keys() == tensors.keys()
+    assert json.loads((directory / "bare/config.json").read_text())["num_nextn_predict_layers"] == 0
+    store(directory, both | {"model.layers.2.shared_head.head.weight": both["lm_head.weight"] + 1})
+    with pytest.raises(zoo.CheckpointError, match=r"shared_head.head.weight is not lm_head.weight, and a predictor"):
+        zoo.load(directory)
 
 
 def test_deepseek_extra_layer_is_refused(directory):

@@ -40,8 +40,8 @@ def generate(
     seed: int = 0,
     stop_token: Annotated[tuple[int, ...] | None, tyro.conf.arg(metavar="ID ...")] = None,
     stop: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="TEXT")] = (),
-    draft: Annotated[str | None, tyro.conf.arg(metavar="DIRECTORY|prompt")] = None,
-    draft_tokens: int = 4,
+    draft: Annotated[str | None, tyro.conf.arg(metavar="DIRECTORY|prompt|mtp")] = None,
+    draft_tokens: int | None = None,
     no_stream: bool = False,
     dtype: Literal["float32", "bfloat16", "float16"] | None = None,
     data: int = 1,
@@ -119,7 +119,7 @@ def generate(
     drafting: dict[str, Any] = {}
     if draft is not None:
         drafting = {"draft": draft, "draft_tokens": draft_tokens}
-        if draft != "prompt":
+        if draft not in ("prompt", "mtp"):
             drafting["draft"] = zoo.load(resolve_directory(draft), mesh=mesh, dtype=dtype)
     new = zoo.generate(
         model,

@@ -31,7 +31,7 @@ from .prefill import (
     repeat_prompt,
 )
 from .request import DecodeOptions, Sampling, SamplingOptions
-from .speculative import Draft, check_draft, speculate
+from .speculative import Draft, check_draft, choose_draft_tokens, make_draft, speculate
 
 
 class Generated(NamedTuple):
@@ -63,7 +63,7 @@ class _Options(SamplingOptions, total=False):
     prefix: Prefix | None
     samples: int
     draft: Draft | None
-    draft_tokens: int
+    draft_tokens: int | None
     mesh: Mesh | None
     callback: Callable[[Int[np.ndarray, "batch"]], object] | None
     capture: Sequence[str]
@@ -93,7 +93,7 @@ def generate(
     prefix: Prefix | None = None,
     samples: int = 1,
     draft: Draft | None = None,
-    draft_tokens: int = 4,
+    draft_tokens: int | None = None,
     mesh: Mesh | None = None,
     callback: Callable[[Int[np.ndarray, "batch"]], object] | None = None,
     details: bool = False,
@@ -125,8 +125,9 @@ def generate(
     - `samples`: continuations per prompt, which is read once. The result has `samples` rows for each: those of prompt i
       begin with row i * samples. They are the rows that repeated prompts would give.
     - `draft`: a smaller model of the same vocabulary that proposes `draft_tokens` tokens at a time, which this one then
-      reads in one call, or "prompt" to look them up in the text (`zoo.generate.speculative`). Greedy tokens are those
-      without a draft, and sampled ones have the same distribution, though they are others.
+      reads in one call, "prompt" to look them up in the text, or "mtp" for the predictors of this model
+      (`zoo.generate.speculative`). Greedy tokens are those without a draft, and sampled ones have the same
+      distribution, though they are others. By default 4 tokens, with "mtp" as many as the predictors predict.
     - `details`: return a `Generated`, with log-probabilities and the prefix for a next call.
     - `capture`: names of values to return in its `values`, as `zoo.capture` knows them; with `details`.
     - `mesh`: the mesh of the model. Rows are sharded over its batch axes, heads and vocabulary over `tensor`. With
@@ -163,7 +164,7 @@ def generate(
     processes hold rows, the rest of such a row is -1 instead. **Raises** `TypeError` for a model that is not a decoder,
     for a prompt, `max_new_tokens`, `top_k`, `samples` or `draft_tokens` that does not consist of integers, for stop
     tokens or sequences that do not, and for a function of logits that cannot be hashed; `NotImplementedError` for a
-    mesh that shards layers, for a draft with recurrent states or RoPE that depends on the length (see
+    mesh that shards layers, for a draft model with recurrent states or RoPE that depends on the length (see
     `zoo.generate.speculative`), and after a prefix for LongRoPE without a length.
     """
     request.check_decoder(model)
@@ -175,7 +176,8 @@ def generate(
     if samples > 1:
         advice = "repeat the prompts instead, and select an adapter for each copy"
         refuse_arrays_per_row(model, f"samples={samples}", advice)
-    request.check_count("draft_tokens", draft_tokens)
+    if draft_tokens is not None:
+        request.check_count("draft_tokens", draft_tokens)
     names = _check_capture(capture, details=details)
     request.check_prompt(tokens, mask, vocab)
     request.check_mesh(mesh, model)
@@ -183,6 +185,7 @@ def generate(
     _check_callback(callback, draft, (model, tokens, mask, prefix, key))
     if draft is not None:
         check_draft(model, draft, prefix, length)
+    drafted = choose_draft_tokens(model, draft, draft_tokens)
     recorded = {"details": details, "keeps_text": draft is not None, "capture": names}
     decoding = DecodeOptions.of(sampling, vocab, mesh, **recorded)
     slots, rope_length = choose_capacity(model, tokens, max_new_tokens, length, prefix)
@@ -200,9 +203,8 @@ def generate(
     ended = None
     result: Any  # the state with details or a callback, and else the new tokens
     if draft is not None:
-        drafts = None if isinstance(draft, str) else (draft, unstack_layers(draft, mesh))
-        args = prompt, until, slots, draft_tokens, prefix, samples
-        result = run_jitted(on_mesh(speculate, mesh), (model, unstacked, drafts, decoding, key), args)
+        fixed = model, unstacked, make_draft(draft, mesh), decoding, key
+        result = run_jitted(on_mesh(speculate, mesh), fixed, (prompt, until, slots, drafted, prefix, samples))
     elif callback is None:
         args = prompt, until, slots, prefix, samples, rereads
         result = run_jitted(on_mesh(complete, mesh), (model, unstacked, decoding, key), args)

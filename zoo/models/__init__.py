@@ -16,6 +16,7 @@ from .loss import cross_entropy_and_routing, token_losses
 from .observe import find_first_nonfinite, observe, tabulate_observations, unobserve
 from .parameter_access import get, replace
 from .parameter_paths import list_parameter_paths
+from .predictors import add_predictors, repeat_predictor
 from .presets.hybrid import Hybrid
 from .presets.looped import Looped
 from .presets.mamba import Mamba, Mamba2
@@ -75,6 +76,7 @@ __all__ = [
     "Stack",
     "Transformer",
     "VisionTransformer",
+    "add_predictors",
     "balance_loss",
     "build_decoder",
     "build_encoder",
@@ -92,6 +94,7 @@ __all__ = [
     "observe",
     "pack_positions",
     "preset",
+    "repeat_predictor",
     "replace",
     "replace_mixers",
     "router_z_loss",

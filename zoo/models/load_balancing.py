@@ -1,7 +1,7 @@
 """Load balancing of mixtures of experts: tokens per expert, auxiliary losses, and loss-free bias updates."""
 
 from collections.abc import Sequence
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ from zoo.layers.moe.routing import RoutingSums
 from zoo.parallel import reduce
 from zoo.parallel.module import trainable
 
-from .parameter_paths import list_parameter_paths
+from .parameter_paths import ParameterPath, list_parameter_paths
 
 BalanceOver = Literal["batch", "row", "layers"]
 
@@ -88,12 +88,15 @@ def update_expert_bias(model: PyTree, loads: Sequence[Float[Array, "choices"]], 
     """Auxiliary-loss-free load balancing: move the selection bias of every router by `rate` toward underused experts,
     b_e + rate sign(mean load - load_e) (Wang et al., arXiv:2408.15664, algorithm 1).
 
-    `loads`: `tokens_per_expert` of each layer that has a router, in order, over the batch of this training step.
+    `loads`: `tokens_per_expert` of each layer that has a router, in order, over the batch of this training step; the
+    layers of `model.predictors` come last, or are left out if they are not trained.
 
     **Raises** `ValueError` if no router has a selection bias, and unless there is one load per router.
     """
     paths = list_parameter_paths(model)
-    routed_layers = {layer for path in paths if ".router." in path.name for layer in path.ranges[0]}
+    routed_layers = {layer for path in paths if ".router." in path.name for layer in _list_layers(path)}
+    if len(loads) == sum(module < 0 for module, _ in routed_layers):
+        routed_layers = {(module, layer) for module, layer in routed_layers if module < 0}
     load_index = {layer: i for i, layer in enumerate(sorted(routed_layers))}
     if not any(_is_selection_bias(path.name) for path in paths):
         raise ValueError("no router of this model chooses with a bias: make it with zoo.layers.BiasedRouter")
@@ -101,13 +104,24 @@ def update_expert_bias(model: PyTree, loads: Sequence[Float[Array, "choices"]], 
         raise ValueError(f"{len(loads)} loads were given, and {len(load_index)} layers have a router")
     leaves, treedef = jax.tree.flatten(model)
 
-    def update_bias(path: Any, x: Array) -> Array:
+    def update_bias(path: ParameterPath, x: Array) -> Array:
         if not _is_selection_bias(path.name):
             return x
-        load = jnp.stack([loads[load_index[layer]] for layer in path.ranges[0]]).reshape(x.shape)
+        layers = _list_layers(path)
+        if layers[0] not in load_index:
+            return x
+        load = jnp.stack([loads[load_index[layer]] for layer in layers]).reshape(x.shape)
         return x + rate * jnp.sign(load.mean(-1, keepdims=True) - load).astype(x.dtype)
 
     return jax.tree.unflatten(treedef, list(map(update_bias, paths, leaves)))
+
+
+def _list_layers(path: ParameterPath) -> list[tuple[int, int]]:
+    """Return the layers of a router's array: the number of their predictor, -1 in the model's stack, and their own."""
+    if path.name.startswith("predictors."):
+        _, module, _, layer, *_ = path.name.split(".")
+        return [(int(module), int(layer))]
+    return [(-1, layer) for layer in path.ranges[0]]
 
 
 def _is_selection_bias(name: str) -> bool:

@@ -28,6 +28,7 @@ from .indexer_loss import average_divergence, run_measured
 from .load_balancing import BalanceOver, balance_loss, router_z_loss
 from .loss_request import LossRequest
 from .observe import observe_logits
+from .predictors import average_further_losses, predict_further
 from .tokamax_loss import find_tokamax_loss_obstacle, tokamax_cross_entropy
 
 _NEGATIVE_WEIGHT = (
@@ -45,6 +46,7 @@ def cross_entropy(
     balance: float = 0.0,
     router_z: float = 0.0,
     indexer: float = 0.0,
+    predictors: float = 0.0,
     over: BalanceOver = "batch",
     chunk: int | None = None,
     implementation: str | Callable = "auto",
@@ -61,6 +63,9 @@ def cross_entropy(
       tokens. Both leave out tokens of segment 0, which is padding.
     - `indexer`: weight of the divergence of `zoo.models.indexer_loss`, added to the mean over tokens, which trains the
       indexers of sparse attention, and nothing else.
+    - `predictors`: weight of the mean loss of `model.predictors`, added to the mean over tokens. The target of each is
+      one token later than the one before, with its weight, and none is in another document. Each loss is divided by the
+      weights of its own targets, on all devices of a mesh. With `balance`, their routers count, too.
     - `chunk`: tokens whose logits are in memory at a time, by default 1,024 on CPUs and 4,096 elsewhere, fewer of a
       vocabulary over 65,536. The gradient of a chunk is computed together with its loss, from the same logits: three
       matrix products per chunk, none of them repeated; in float16 four.
@@ -73,9 +78,10 @@ def cross_entropy(
     or dtypes; outside of programs also for an id outside the vocabulary, and for a negative weight in an array of
     NumPy. Inside both give a loss of NaN.
     `ValueError` for a `chunk` below 1, for a batch without rows, for `balance` or `router_z` with a model that has no
-    routers, and for `indexer` with one that has no indexers.
+    routers, for `indexer` with one that has no indexers, and for `predictors` with one that has none;
+    `NotImplementedError` for `predictors` on a mesh with `pipe`.
     """
-    weights = {"balance": balance, "router_z": router_z, "indexer": indexer, "over": over}
+    weights = {"balance": balance, "router_z": router_z, "indexer": indexer, "predictors": predictors, "over": over}
     options = {"z_loss": z_loss, "chunk": chunk, "implementation": implementation}
     return cross_entropy_and_routing(model, batch, key=key, **options, **weights)[0]
 
@@ -89,6 +95,7 @@ def cross_entropy_and_routing(
     balance: float = 0.0,
     router_z: float = 0.0,
     indexer: float = 0.0,
+    predictors: float = 0.0,
     over: BalanceOver = "batch",
     chunk: int | None = None,
     implementation: str | Callable = "auto",
@@ -98,9 +105,10 @@ def cross_entropy_and_routing(
     check_batch(batch, find_checkable_vocab(model))
     check_chunk(chunk, batch["tokens"].shape)
     info = batch_token_info(batch, key)
+    if (indexer or predictors) and not isinstance(model, Decoder):
+        name = "indexer" if indexer else "predictors"
+        raise ValueError(f"{name}: {type(model).__name__} is not a Decoder, which it is for")
     if indexer:
-        if not isinstance(model, Decoder):
-            raise ValueError(f"indexer={indexer}: {type(model).__name__} is not a Decoder and has no indexers")
         hidden, divergence = run_measured(model, batch["tokens"], info)
     else:
         hidden, _ = model.hidden(batch["tokens"], info)
@@ -118,18 +126,27 @@ def cross_entropy_and_routing(
     x = hidden.x.reshape(-1, hidden.x.shape[-1])
     head = model.gather_unembedding()
     request = LossRequest.from_head(head, x, z_loss, chunk)
-    sum_losses = LOSS.select(implementation, request).function
-    total = sum_losses(head, x, targets.reshape(-1), weights.reshape(-1), z_loss, request.chunk)
-    total = observe_logits(total, model, x, request.chunk)
+    losses = LOSS.select(implementation, request).function
+
+    def sum_losses(x: Array, targets: Array, weights: Array) -> Float[Array, ""]:
+        rows = x.reshape(-1, x.shape[-1])
+        return losses(head, rows, targets.reshape(-1), weights.reshape(-1), z_loss, request.chunk)
+
+    total = observe_logits(sum_losses(x, targets, weights), model, x, request.chunk)
     count = weights.sum()
+    routing = hidden.routing
     # The library divides the total by the count, so an auxiliary loss, which is a mean, is multiplied by it here.
+    if predictors:
+        states, own_routing = predict_further(model, batch["tokens"], info, hidden.x)
+        total = total + predictors * average_further_losses(states, info, targets, weights, sum_losses) * count
+        routing += own_routing
     if balance:
-        total = total + balance * balance_loss(hidden.routing, over=over) * count
+        total = total + balance * balance_loss(routing, over=over) * count
     if router_z:
-        total = total + router_z * router_z_loss(hidden.routing) * count
+        total = total + router_z * router_z_loss(routing) * count
     if divergence is not None:
         total = total + indexer * average_divergence(divergence, info) * count
-    return (total, count), hidden.routing
+    return (total, count), routing
 
 
 def token_losses(

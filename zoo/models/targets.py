@@ -86,7 +86,8 @@ def find_linears(model: Any, *, include_embeddings: bool = False) -> list[Linear
 def match_targets(targets: Targets, sites: Sequence[LinearSite]) -> Callable[[str], bool]:
     """Return a predicate of full module paths (with layer indices) that is True for target modules.
 
-    - `"all-linear"`: every linear layer except the head.
+    - `"all-linear"`: every linear layer except the head and those of `model.predictors`, which other targets name:
+      `r"predictors\\..*"`.
     - a name: `"query"`, `"attention.query"` and `"layers.3.attention.query"` match every path that ends with them. A
       pattern is a regular expression that matches the full path: `r"layers\\.[01]\\..*"`.
     - a predicate of the path.
@@ -108,7 +109,10 @@ def match_targets(targets: Targets, sites: Sequence[LinearSite]) -> Callable[[st
 
 
 def matches(target: str, name: str) -> bool:
-    """Return True if one target, a name or a pattern, matches the path of a module."""
+    """Return True if one target, a name or a pattern, matches the path of a module: of a module in a predictor only if
+    the target names `predictors`."""
+    if name.startswith("predictors.") and "predictors" not in target:
+        return False
     if target == ALL_LINEAR:
         return name not in _HEADS
     if name == target or name.endswith("." + target):

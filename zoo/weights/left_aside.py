@@ -11,6 +11,7 @@ import numpy as np
 
 from zoo.models.hf.config import read_config
 from zoo.models.hf.errors import ConfigError
+from zoo.models.hf.predictors import list_prefixes, set_predictors
 from zoo.models.hf.spec import Config, Family, Origin, Wrapping
 from zoo.models.hf.wrappers import is_text_tensor
 
@@ -34,10 +35,12 @@ def _split(
     tensors: Mapping[str, LazyTensor], family: Family, config: Config, wrapping: Wrapping | None
 ) -> tuple[dict[str, LazyTensor], dict[str, LazyTensor]]:
     """Return the tensors of the language model, and all others."""
-    text = [name for name in tensors if is_text_tensor(name, family, wrapping)]
+    predictors = list_prefixes(family, config, wrapping)
+    text = [name for name in tensors if is_text_tensor(name, family, wrapping) or name.startswith(predictors)]
     aside = {name for name in text if any(re.search(pattern, name) for pattern in family.other_modules)}
     if family.find_ignored_tensors is not None:
         aside |= set(family.find_ignored_tensors(config, text))
+    aside = {name for name in aside if not name.startswith(predictors)}
     kept = {name: tensors[name] for name in text if name not in aside}
     return kept, {name: tensor for name, tensor in tensors.items() if name not in kept}
 
@@ -99,6 +102,7 @@ def open_source(path: Path, origin: Origin) -> Source:
         known = read_config(family, plain, ignore=plain.keys() - written.keys() - family.defaults.keys())
     except ConfigError as error:
         raise CheckpointError(f"source: {path / CONFIG_NAME} is not a config of a {family.name}: {error}") from None
+    known = set_predictors(known, origin.predictors)
     wrapping = unwrapped.notes.wrapping
     if (wrapping is None) != (origin.wrapping is None):
         is_what = "holds only a language model" if wrapping is None else "is multimodal"

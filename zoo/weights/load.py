@@ -15,6 +15,7 @@ from jaxtyping import Array, Key
 
 from zoo._checks import parse_dtype
 from zoo._keywords import check_keywords
+from zoo.models.hf.predictors import build_model
 from zoo.models.hf.spec import Family
 from zoo.models.hf.wrappers import TIE
 from zoo.models.parameter_paths import iterate_indices, list_parameter_paths
@@ -68,8 +69,9 @@ def load(
     A decoder that `architectures` names `XForSequenceClassification` is read as a `zoo.models.SequenceScore`.
 
     A multimodal directory (Gemma 3 and 4, Mistral 3, Llama 4, Qwen3.5: `zoo.models.hf.wrappers`) is read as its
-    language model. Tensors that the language model does not use, and modules of multi-token prediction, are left aside,
-    with one line in the log; `save(source=)` writes them back.
+    language model. Tensors that the language model does not use are left aside, with one line in the log;
+    `save(source=)` writes them back. Modules of multi-token prediction are `model.predictors` where the family's page
+    says so, and left aside elsewhere.
 
     Tensors are read one at a time, straight into the arrays: peak memory is the model and about one tensor. The model
     remembers its family and config, for `save`. The config's dropout is not carried over: a recipe turns it on.
@@ -106,6 +108,9 @@ def read_parameters(checkpoint: Checkpoint, mesh: Mesh | None, dtype: Any) -> Lo
             raise CheckpointError(
                 f"{location}: {head} is not {embedding}, and the config says that they are tied{advice}"
             )
+    for copy, name in checkpoint.head_copies.items():
+        if not _is_equal_tensor(tensors[copy], tensors[name]):
+            raise CheckpointError(f"{location}: {copy} is not {name}, and a predictor has no matrix of its own for it")
     model = checkpoint.model
     dealt = model if mesh is None else deal_out(model, mesh)
     if jax.tree.structure(dealt) != jax.tree.structure(model):  # the layers have another leading dim now
@@ -156,7 +161,7 @@ def _build_lacking(checkpoint: Checkpoint, numbers: Sequence[int]) -> dict[int, 
 
     @jax.jit
     def build(key: Key[Array, ""]) -> list[Array]:
-        model = checkpoint.family.build(checkpoint.config, key=key)
+        model = build_model(checkpoint.family, checkpoint.config, key=key)
         names = [path[:2] for path in list_parameter_paths(model)]
         found = dict(zip(names, jax.tree.leaves(model), strict=True))
         return [found[paths[number][:2]].reshape(leaves[number].shape) for number in numbers]

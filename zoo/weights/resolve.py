@@ -12,6 +12,7 @@ from typing import Any
 from zoo.models.hf.errors import ConfigError, shorten_repr, suggest_nearest
 from zoo.models.hf.families import ALIASES, FAMILIES, get_family
 from zoo.models.hf.not_read import find_nearest, find_reason
+from zoo.models.hf.predictors import NUM_PREDICTORS, count_predictors
 from zoo.models.hf.score_head import choose_head
 from zoo.models.hf.shapes import build_shapes
 from zoo.models.hf.spec import Config, Family, NameMap, Origin
@@ -31,7 +32,17 @@ from .safetensors import (
     read_json,
 )
 from .sentence_files import read_sentence_files
-from .stages import Stored, map_names, note_base_prefix, note_lacking, pack, read_quantization, rename_older, unwrap
+from .stages import (
+    Stored,
+    map_names,
+    note_base_prefix,
+    note_head_copies,
+    note_lacking,
+    pack,
+    read_quantization,
+    rename_older,
+    unwrap,
+)
 from .tokenizer_files import has_tokenizer
 
 _logger = logging.getLogger("zoo")
@@ -61,6 +72,8 @@ class Checkpoint:
     """The tensors in the files, except tensors that are left aside."""
     tied: tuple[str, ...]
     """Tied weights that are stored twice: the names of the head and of the embedding it must equal. Else ()."""
+    head_copies: Mapping[str, str]
+    """Tensors of predictors that repeat the embedding or the head -> the tensors that they must equal."""
 
 
 def open_checkpoint(
@@ -138,6 +151,7 @@ def resolve_checkpoint(
         kept = _drop_keys(config_json, ignore)
         unwrapped = unwrap(Stored(kept, tensors, Origin(choose_head(family, kept), "")))
         described, config, decode = read_quantization(unwrapped, packed)
+        config = count_predictors(config, tensors, described.family, described.notes.wrapping)
         _check_layer_count(config, len(tensors))
         plain = build_shapes(described.family, config)
         whole_map = map_names(config, described.notes)
@@ -151,14 +165,15 @@ def resolve_checkpoint(
     held, shapes = pack(prefixed, plain, name_map, location)
     _check_tensor_count(shapes, name_map, len(held.tensors), location)
     planned = plan_tensors(shapes, name_map)
-    stored = note_lacking(held, planned)
+    stored, head_copies = note_head_copies(note_lacking(held, planned), config)
     tensor_plans = drop_tensors(planned, stored.notes.lacking)
     tied = _find_tied_head(stored, config)
     copies = list_copies(tensor_plans, list_callers(config, stored.notes))
-    _check_tensors(tensor_plans, stored, location, [*copies, *tied[:1]])
-    origin = dataclasses.replace(stored.notes, config=json.dumps(stored.config))
+    _check_tensors(tensor_plans, stored, location, [*copies, *tied[:1], *head_copies])
+    count = config.get(NUM_PREDICTORS, 0)
+    origin = dataclasses.replace(stored.notes, config=json.dumps(stored.config), predictors=count)
     model = dataclasses.replace(shapes, origin=origin)
-    return Checkpoint(location, stored.family, config, model, name_map, tensor_plans, stored.tensors, tied)
+    return Checkpoint(location, stored.family, config, model, name_map, tensor_plans, stored.tensors, tied, head_copies)
 
 
 def _drop_keys(config: Mapping[str, Any], ignore: Collection[str]) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from zoo.models.hf.config import IGNORED_KEYS, read_config
 from zoo.models.hf.encoder_heads import name_label_ids
 from zoo.models.hf.errors import ConfigError, suggest_nearest
 from zoo.models.hf.families import FAMILIES, get_family
+from zoo.models.hf.predictors import set_predictors, write_count
 from zoo.models.hf.score_head import has_score, is_of_transformers, score_family, score_origin
 from zoo.models.hf.shapes import build_shapes
 from zoo.models.hf.spec import Family, NameMap, Origin
@@ -46,7 +47,7 @@ from .safetensors import (
     write_tensors,
 )
 from .sentence_files import list_saved_files
-from .stages import Stored, drop_lacking, read_name_map, restore_older, unpack, wrap
+from .stages import Stored, drop_lacking, read_name_map, restore_head_copies, restore_older, unpack, wrap
 from .tokenizer_files import copy_tokenizer, has_tokenizer
 
 _logger = logging.getLogger("zoo")
@@ -130,7 +131,7 @@ def write_model(
     opened = None if source is None else open_source(source, origin)
     notes = origin if opened is None else dataclasses.replace(origin, wrapping=opened.wrapping)
     stored = Stored(json.loads(notes.config), export_tensors(model, read_name_map(notes)), notes)
-    restored = restore_older(unpack(drop_lacking(stored)))
+    restored = restore_older(unpack(restore_head_copies(drop_lacking(stored))))
     whole = restored if opened is None else write_back(restored, opened)
     _write_checkpoint(model, directory, wrap(whole), shard_bytes, source, training)
     if jax.process_index() != 0:
@@ -198,6 +199,7 @@ def resolve_origin(model: Any, requested: str | Family | None, overrides: dict[s
     """
     family = _get_family(requested) if isinstance(requested, str) else requested
     origin = getattr(model, "origin", None)
+    count = len(getattr(model, "predictors", ()))
     is_score = isinstance(model, SequenceScore)
     if is_score and family is not None and has_score(family):
         family = score_family(family)
@@ -210,10 +212,14 @@ def resolve_origin(model: Any, requested: str | Family | None, overrides: dict[s
         if origin.wrapping is not None and wrapping is None:  # only the language model
             given["architectures"] = [origin.family.architecture]
             given["model_type"] = origin.family.name
+        if count != origin.predictors:
+            given = write_count(given, origin.family, count)
         config = drop_quantization_if_plain(model, {**given, **overrides}, origin.packed)
         reason = _find_config_mismatch(model, origin.family, config)
         if reason is None:
-            return dataclasses.replace(origin, config=_format_config(config, model), wrapping=wrapping)
+            return dataclasses.replace(
+                origin, config=_format_config(config, model), wrapping=wrapping, predictors=count
+            )
         family = origin.family  # changed since it was loaded: the new model may still be one of the family
         reasons.append(f"it was read as {family.name}, and {reason}")
     read_alone = []
@@ -232,11 +238,13 @@ def resolve_origin(model: Any, requested: str | Family | None, overrides: dict[s
                 read_alone.append(candidate.name)
                 continue
             config = {**_describe_config(model, candidate), **overrides}
+            if count:
+                config = write_count(config, candidate, count)
             reason = _find_config_mismatch(model, candidate, config)
         except ConfigError as error:
             reason = str(error)
         if reason is None:
-            return Origin(candidate, _format_config(config, model), sentence_files=sentence_files)
+            return Origin(candidate, _format_config(config, model), predictors=count, sentence_files=sentence_files)
         reasons.append(f"{candidate.name}: {reason}")
     if read_alone:
         names = ", ".join(read_alone)
@@ -273,7 +281,7 @@ def _find_config_mismatch(model: Any, family: Family, config: Mapping[str, Any])
     """Return the first difference between a model and the one that a config describes; None if they are equal."""
     try:
         config, quantized = split_quantization(config)
-        read = read_config(family, config)
+        read = set_predictors(read_config(family, config), len(getattr(model, "predictors", ())))
         built = build_shapes(family, read)
         if quantized is not None:
             built = pack_like(built, model, quantized)

@@ -13,6 +13,7 @@ difference again, as the notes say:
 | `note_base_prefix` | names without `model.` | by `map_names` |
 | `pack` | quantized matrices that packed layers hold, once the model is built in shapes | `unpack` |
 | `note_lacking` | optional tensors, once all are planned | `drop_lacking` |
+| `note_head_copies` | embedding and head once more, in predictors | `restore_head_copies` |
 
 The config is read before the tensors are looked at, so that its errors come first. Tensors keep the names of the files,
 which messages and options such as `modules_to_not_convert` have: `map_names` translates the family's names instead.
@@ -27,6 +28,7 @@ from typing import Any, TypeVar
 
 from zoo.models.hf.config import read_config
 from zoo.models.hf.errors import ConfigError
+from zoo.models.hf.predictors import list_head_copies, name_tensors, set_predictors
 from zoo.models.hf.spec import Config, Family, NameMap, Origin, replace_ending
 from zoo.models.hf.wrappers import rename_all, unwrap_config, wrap_config
 
@@ -131,7 +133,7 @@ def note_base_prefix(stored: Stored, name_map: NameMap) -> Stored:
 
 def map_names(config: Config, notes: Origin) -> NameMap:
     """Return the name map of a checkpoint's files, which may be multimodal, or lack the base model's prefix."""
-    name_map = rename_all(notes.family.names(config), notes.wrapping)
+    name_map = rename_all(name_tensors(notes.family, config), notes.wrapping)
     if not notes.lacks_base_prefix:
         return name_map
     prefix = _find_base_prefix(name_map)
@@ -177,9 +179,25 @@ def drop_lacking(stored: Stored) -> Stored:
     return stored.replace(tensors=drop_tensors(stored.tensors, stored.notes.lacking))
 
 
+def note_head_copies(stored: Stored, config: Config) -> tuple[Stored, dict[str, str]]:
+    """Note the tensors of predictors that repeat the embedding or the head; return them -> what they repeat."""
+    listed = list_head_copies(stored.family, config, stored.notes.wrapping)
+    copies = {copy: name for copy, name in listed.items() if copy in stored.tensors}
+    return stored.replace(head_copies=tuple(copies)), copies
+
+
+def restore_head_copies(stored: Stored) -> Stored:
+    """Undo `note_head_copies`: write the embedding and the head where the files had them once more."""
+    family = stored.family
+    listed = list_head_copies(family, read_written_config(stored.notes), stored.notes.wrapping)
+    copies = {copy: stored.tensors[name] for copy, name in listed.items() if copy in stored.notes.head_copies}
+    return stored.replace(tensors=dict(sorted({**stored.tensors, **copies}.items())))
+
+
 def read_written_config(origin: Origin) -> Config:
     """Return the config of a model that was loaded, as its family reads it."""
-    return read_config(origin.family, split_quantization(json.loads(origin.config))[0])
+    config = read_config(origin.family, split_quantization(json.loads(origin.config))[0])
+    return set_predictors(config, origin.predictors)
 
 
 def read_name_map(origin: Origin) -> NameMap:

@@ -95,7 +95,7 @@ from .kinds import (
     optional_words,
 )
 from .rope_config import LAYER_TYPES
-from .spec import Config, Family, NameMap, TensorMapping, either, fused, omit, prefixed
+from .spec import Config, Family, NameMap, PredictorFacts, TensorMapping, either, fused, omit, prefixed
 from .text_encoders import (
     ONLY_ENCODERS,
     build_config_encoder,
@@ -169,6 +169,7 @@ __all__ = [
     "NameMap",
     "ParallelBlock",
     "PostNormBlock",
+    "PredictorFacts",
     "RelativeBias",
     "RelativeBlock",
     "RelativeEmbedding",

@@ -100,6 +100,7 @@ def score_family(family: Family) -> Family:
         memory_names=None if family.memory_names is None else functools.partial(_add_score, family.memory_names),
         defaults={**family.defaults, **HEAD_DEFAULTS},
         describe=None if family.describe is None else describe,
+        predictors=None,
     )
 
 

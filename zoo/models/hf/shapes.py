@@ -8,11 +8,12 @@ from typing import Any
 import equinox as eqx
 import jax
 
+from .predictors import build_model
 from .spec import Config, Family
 
 
 def build_shapes(family: Family, config: Config) -> Any:
-    """Return the model that `family.build` makes of a config, with `jax.ShapeDtypeStruct`s for arrays.
+    """Return the model that `build_model` makes of a config, with `jax.ShapeDtypeStruct`s for arrays.
 
     Loading and saving ask for the same ones again, so that the last few are kept: they hold no array. **Raises** what
     `family.build` does.
@@ -32,4 +33,4 @@ class _Request:
 
 @lru_cache(maxsize=16)
 def _build(request: _Request) -> Any:
-    return eqx.filter_eval_shape(request.family.build, request.config, key=jax.random.key(0))
+    return eqx.filter_eval_shape(build_model, request.family, request.config, key=jax.random.key(0))

@@ -159,6 +159,23 @@ class Config(dict):
     """A parsed config.json: canonical keys, with defaults filled in."""
 
 
+@dataclasses.dataclass(frozen=True)
+class PredictorFacts:
+    """Facts about modules of multi-token prediction, `zoo.models.predictors.Predictor`, in a family's files.
+
+    - `names(config, number)`: names of the modules of predictor `number` in files -> in the `Predictor`: `projection`,
+      its norms, and `layers.0` for all that a layer has. `embedding` and `head` are copies that files may have.
+    - `layers(config)`: changes to the config of a model that has only the layers of one predictor.
+    - `state_first`: the projection reads the hidden states before the embedding.
+    - `count_key`: the config key that says how many there are.
+    """
+
+    names: Callable[[Config, int], Mapping[str, str]]
+    layers: Callable[[Config], Mapping[str, Any]]
+    state_first: bool = False
+    count_key: str | None = "num_nextn_predict_layers"
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Family:
     """Facts about the checkpoints of one `model_type`.
@@ -189,6 +206,7 @@ class Family:
     - `older_endings`: endings of tensor names in older files -> endings in `names`.
     - `callers(config)` returns the names of modules that layers share: in a later layer that calls it -> in the first,
       where files have it. Files may repeat it under the later ones.
+    - `predictors`: modules of multi-token prediction, if they are read.
     - `head`, `embedding`: the modules that `tie_word_embeddings` ties.
     - `describe(model)` returns the config of a model built from scratch; None if unsupported. Its result is verified:
       the model that `build` makes of it is compared with the given one.
@@ -213,6 +231,7 @@ class Family:
     memory_names: Callable[[Config], NameMap] | None = None
     older_endings: Mapping[str, str] = dataclasses.field(default_factory=dict)
     callers: Callable[[Config], Mapping[str, str]] | None = None
+    predictors: PredictorFacts | None = None
     head: str = "lm_head"
     embedding: str = "model.embed_tokens"
     describe: Callable[[Any], Mapping[str, Any]] | None = None
@@ -273,6 +292,10 @@ class Origin:
     """The multimodal checkpoint around the language model; None without one."""
     lacking: tuple[str, ...] = ()
     """The family's `optional_tensors`, if the checkpoint lacks them."""
+    predictors: int = 0
+    """Number of modules of multi-token prediction."""
+    head_copies: tuple[str, ...] = ()
+    """Names of the checkpoint's tensors in these modules that repeat the embedding or the head."""
     left_aside: str = ""
     """The tensors of the checkpoint that the model does not have, in words; "" without any."""
     sentence_files: tuple[tuple[str, str], ...] = ()

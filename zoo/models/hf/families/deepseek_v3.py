@@ -1,6 +1,5 @@
 """DeepSeek-V3 (arXiv:2412.19437): DeepSeek-V2's layers, routed by sigmoid scores and a selection bias that is not
-trained by gradient. Multi-token prediction modules (MTP, section 2.2), which files have after the last layer, are not
-read."""
+trained by gradient, and modules of multi-token prediction (MTP, section 2.2), which files have after the last layer."""
 
 import re
 from collections.abc import Collection
@@ -31,6 +30,25 @@ def find_mtp_tensors(config: hf.Config, tensors: Collection[str]) -> set[str]:
     mtp_layers = {layer for name, layer in layer_of.items() if name.endswith(".eh_proj.weight")}
     return {name for name, n in layer_of.items() if n in mtp_layers and n >= config["num_hidden_layers"]}
 
+
+def _name_predictor(config: hf.Config, number: int) -> dict[str, str]:
+    layer = f"model.layers.{config['num_hidden_layers'] + number}"
+    return {
+        layer: "layers.0",
+        f"{layer}.enorm": "embedding_norm",
+        f"{layer}.hnorm": "state_norm",
+        f"{layer}.eh_proj": "projection",
+        f"{layer}.shared_head.norm": "norm",
+        f"{layer}.embed_tokens": "embedding",
+        f"{layer}.shared_head.head": "head",
+    }
+
+
+def _take_sparse_layer(config: hf.Config) -> dict[str, Any]:
+    return {"num_hidden_layers": 1, "first_k_dense_replace": 0}
+
+
+PREDICTORS = hf.PredictorFacts(_name_predictor, _take_sparse_layer)
 
 DEEPSEEK_V3 = hf.Family(
     name="deepseek_v3",
@@ -63,4 +81,5 @@ DEEPSEEK_V3 = hf.Family(
     ignored_tensors=llama.LLAMA.ignored_tensors,
     find_ignored_tensors=find_mtp_tensors,
     memory_names=deepseek_v2.map_deepseek_v2_memory_names,
+    predictors=PREDICTORS,
 )

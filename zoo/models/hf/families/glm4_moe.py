@@ -1,5 +1,5 @@
-"""GLM-4.5 (Zeng et al., arXiv:2508.06471): RoPE on half of each head, QKV biases, and DeepSeek-V3's mixture of experts.
-Multi-token prediction layers (MTP), which files have after the last layer, are not read."""
+"""GLM-4.5 (Zeng et al., arXiv:2508.06471): RoPE on half of each head, QKV biases, and DeepSeek-V3's mixture of experts
+and modules of multi-token prediction (MTP), which files have after the last layer."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from jaxtyping import Array, Key
 from zoo.models.hf import grammar as hf
 
 from . import dots1, llama
-from .deepseek_v3 import find_mtp_tensors
+from .deepseek_v3 import PREDICTORS, find_mtp_tensors
 
 
 def build_glm4_moe(config: hf.Config, *, key: Key[Array, ""]) -> hf.Decoder:
@@ -56,4 +56,5 @@ GLM4_MOE = hf.Family(
     find_ignored_tensors=find_mtp_tensors,
     memory_names=dots1.map_dots1_memory_names,
     describe=_describe_glm4_moe,
+    predictors=PREDICTORS,
 )

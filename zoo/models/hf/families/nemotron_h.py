@@ -1,10 +1,11 @@
 """Nemotron-H and Nemotron 3 (NVIDIA, arXiv:2504.03624; "Nemotron 3", 2025): every layer is one sublayer, Mamba-2, an
-MLP of squared ReLUs, a mixture of such MLPs, or attention without positions. Modules of multi-token prediction are not
-read."""
+MLP of squared ReLUs, a mixture of such MLPs, or attention without positions. So are the layers of its modules of
+multi-token prediction."""
 
 import re
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 from jaxtyping import Array, Key
 
@@ -140,6 +141,28 @@ def _map_nemotron_h_layers(config: hf.Config, experts: hf.NameMap) -> hf.NameMap
 
 _MLP_NAMES: hf.NameMap = {"up_proj": "up", "down_proj": "down"}
 
+
+def _name_predictor(config: hf.Config, number: int) -> dict[str, str]:
+    count = len(_read_layer_types(hf.Config(config, **_take_predictor_layers(config))))
+    first = number * count
+    last = first + count - 1
+    return {
+        **{f"mtp.layers.{first + i}": f"layers.{i}" for i in range(count)},
+        f"mtp.layers.{first}.enorm": "embedding_norm",
+        f"mtp.layers.{first}.hnorm": "state_norm",
+        f"mtp.layers.{first}.eh_proj": "projection",
+        f"mtp.layers.{last}.final_layernorm": "norm",
+    }
+
+
+def _take_predictor_layers(config: hf.Config) -> dict[str, Any]:
+    given = config["mtp_layers_block_type"]
+    pattern = config["mtp_hybrid_override_pattern"]
+    if given is None and pattern is None:
+        pattern = "*E"
+    return {"layers_block_type": given, "hybrid_override_pattern": pattern}
+
+
 NEMOTRON_H = hf.Family(
     name="nemotron_h",
     architecture="NemotronHForCausalLM",
@@ -151,6 +174,8 @@ NEMOTRON_H = hf.Family(
         "intermediate_size": 21504,
         "layers_block_type": hf.optional_words(),
         "hybrid_override_pattern": hf.Default(None, hf.optional(_PATTERN)),
+        "mtp_layers_block_type": hf.optional_words(),
+        "mtp_hybrid_override_pattern": hf.Default(None, hf.optional(_PATTERN)),
         "num_attention_heads": 32,
         "num_key_value_heads": hf.optional_count(8),
         "head_dim": hf.optional_count(128),
@@ -200,11 +225,12 @@ NEMOTRON_H = hf.Family(
             *("chunk_size", "mamba_chunk_size", "use_mamba_kernels", "num_logits_to_keep"),  # implementation
             "moe_shared_expert_overlap",  # implementation
             *("residual_in_fp32", "mamba_ssm_cache_dtype"),  # residuals have the activation dtype, states are float32
-            *("num_nextn_predict_layers", "mtp_layers_block_type", "mtp_hybrid_override_pattern"),  # not read
+            "num_nextn_predict_layers",  # the tensors say how many there are
         }
     ),
     other_modules=(r"^mtp\.",),
     embedding="backbone.embeddings",
     memory_modules={"model": "backbone"},
     memory_names=_map_nemotron_h_memory_names,
+    predictors=hf.PredictorFacts(_name_predictor, _take_predictor_layers),
 )

@@ -1,6 +1,6 @@
 """Qwen3.5 (Qwen team, 2026), its language model: of four layers three with the gated delta rule (arXiv:2412.06464) and
-the fourth with gated attention (arXiv:2505.06708), RoPE on a quarter of each head, and RMSNorm scales 1 + w. Modules of
-multi-token prediction are not read. Without images, its multimodal RoPE is plain RoPE."""
+the fourth with gated attention (arXiv:2505.06708), RoPE on a quarter of each head, and RMSNorm scales 1 + w. It has a
+module of multi-token prediction with gated attention. Without images, its multimodal RoPE is plain RoPE."""
 
 from collections.abc import Callable
 from functools import partial
@@ -104,6 +104,22 @@ DEFAULTS = {
     "linear_num_value_heads": 32,
 }
 
+
+def name_qwen3_5_predictor(config: hf.Config, number: int) -> dict[str, str]:
+    """Return the names of a predictor's modules."""
+    return {
+        f"mtp.layers.{number}": "layers.0",
+        "mtp.pre_fc_norm_embedding": "embedding_norm",
+        "mtp.pre_fc_norm_hidden": "state_norm",
+        "mtp.fc": "projection",
+        "mtp.norm": "norm",
+    }
+
+
+def _take_attention_layer(config: hf.Config) -> dict[str, Any]:
+    return {"num_hidden_layers": 1, "layer_types": ["full_attention"]}
+
+
 QWEN3_5_TEXT = hf.Family(
     name="qwen3_5_text",
     architecture="Qwen3_5ForCausalLM",
@@ -121,4 +137,5 @@ QWEN3_5_TEXT = hf.Family(
     ),
     ignored_tensors=llama.LLAMA.ignored_tensors,
     other_modules=(r"^mtp\.",),
+    predictors=hf.PredictorFacts(name_qwen3_5_predictor, _take_attention_layer, count_key="mtp_num_hidden_layers"),
 )

@@ -1,6 +1,8 @@
 """Qwen3-Next (Qwen team, 2025): of four layers three with the gated delta rule (arXiv:2412.06464) and the fourth with
 gated attention (arXiv:2505.06708), each before a mixture of experts with a gated shared expert; RMSNorm scales 1 + w.
-Modules of multi-token prediction are not read."""
+A module of multi-token prediction has gated attention before such a mixture."""
+
+from typing import Any
 
 from jaxtyping import Array, Key
 
@@ -38,6 +40,11 @@ def _map_qwen3_next_memory_names(config: hf.Config) -> hf.NameMap:
     return _map_qwen3_next_layers(config, qwen2_moe.FUSED_MIXTURE_NAMES)
 
 
+def _take_sparse_layer(config: hf.Config) -> dict[str, Any]:
+    types = {"num_hidden_layers": 1, "layer_types": ["full_attention"]}
+    return {**types, "decoder_sparse_step": 1, "mlp_only_layers": None}
+
+
 QWEN3_NEXT = hf.Family(
     name="qwen3_next",
     architecture="Qwen3NextForCausalLM",
@@ -62,4 +69,5 @@ QWEN3_NEXT = hf.Family(
     ignored_tensors=llama.LLAMA.ignored_tensors,
     other_modules=(r"^mtp\.",),
     memory_names=_map_qwen3_next_memory_names,
+    predictors=hf.PredictorFacts(qwen3_5_text.name_qwen3_5_predictor, _take_sparse_layer, count_key=None),
 )
