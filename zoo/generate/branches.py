@@ -53,9 +53,12 @@ class BranchingBlock(AbstractBlock):
         count = info.positions.shape[1]
         # Padding is on the left: the last column of copy j is token j.
         source = jnp.arange(count) - (count - 1 - jnp.arange(count))[:, None]
-        copies, info = (_copy_rows(tree, source) for tree in (hidden, info))
-        is_padding = jnp.tile(source < 0, (len(info.positions) // count, 1))
-        info = dataclasses.replace(info, positions=jnp.where(is_padding, -1, info.positions))
+        copies = _copy_rows(hidden, source)
+        info = _copy_rows(info, source)
+        positions = info.positions
+        assert positions is not None
+        is_padding = jnp.tile(source < 0, (len(positions) // count, 1))
+        info = dataclasses.replace(info, positions=jnp.where(is_padding, -1, positions))
         output, states = self.block(copies, info, repeat_rows(state, count))
         return _take_last(dataclasses.replace(output, decisions=()), count), Branches(states)
 

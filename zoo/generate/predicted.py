@@ -94,9 +94,10 @@ class _Joined(Module):
         self, tokens: Tokens, info: TokenInfo, states: tuple[LayerStates, PredictorStates]
     ) -> tuple[Hidden, tuple[LayerStates, PredictorStates]]:
         own, draft = states
+        assert info.positions is not None
         hidden, own = self.model.hidden(tokens, info, own)
-        whole = [all_gather(x, "seq", axis=1) for x in (tokens, info.positions, hidden.x)]
-        inputs, layers = _read(self.model, draft, Block(*whole))
+        tokens, positions, x = (all_gather(x, "seq", axis=1) for x in (tokens, info.positions, hidden.x))
+        inputs, layers = _read(self.model, draft, Block(tokens, positions, x))
         draft = PredictorStates(jnp.stack([x[:, -1] for x in inputs], axis=1), tuple(layers))
         return hidden, (own or (), draft)
 

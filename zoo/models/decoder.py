@@ -296,7 +296,7 @@ class Decoder(Module):
     """Inputs of layers besides the embedding, if they have any (`zoo.models.layer_inputs`)."""
     logit_maximum: Float[Array, "1"] | None = observed(default=None)
     """The largest logit, in a model that is observed (`zoo.models.observe`)."""
-    predictors: tuple[Module, ...] = ()
+    predictors: tuple[Any, ...] = ()
     """Modules that predict further tokens from the hidden states (`zoo.models.predictors`)."""
     edits: tuple[Edit, ...] = buffer(default=())
     """Edits of values of the forward pass (`zoo.patch`)."""

@@ -105,11 +105,8 @@ def cross_entropy_and_routing(
     check_batch(batch, find_checkable_vocab(model))
     check_chunk(chunk, batch["tokens"].shape)
     info = batch_token_info(batch, key)
-    if (indexer or predictors) and not isinstance(model, Decoder):
-        name = "indexer" if indexer else "predictors"
-        raise ValueError(f"{name}: {type(model).__name__} is not a Decoder, which it is for")
     if indexer:
-        hidden, divergence = run_measured(model, batch["tokens"], info)
+        hidden, divergence = run_measured(_require_decoder(model, "indexers"), batch["tokens"], info)
     else:
         hidden, _ = model.hidden(batch["tokens"], info)
         divergence = None
@@ -137,7 +134,8 @@ def cross_entropy_and_routing(
     routing = hidden.routing
     # The library divides the total by the count, so an auxiliary loss, which is a mean, is multiplied by it here.
     if predictors:
-        states, own_routing = predict_further(model, batch["tokens"], info, hidden.x)
+        decoder = _require_decoder(model, "predictors")
+        states, own_routing = predict_further(decoder, batch["tokens"], info, hidden.x)
         total = total + predictors * average_further_losses(states, info, targets, weights, sum_losses) * count
         routing += own_routing
     if balance:
@@ -147,6 +145,13 @@ def cross_entropy_and_routing(
     if divergence is not None:
         total = total + indexer * average_divergence(divergence, info) * count
     return (total, count), routing
+
+
+def _require_decoder(model: Decoder | Encoder, parts: str) -> Decoder:
+    """Return a decoder. **Raises** `ValueError` for an encoder, which has none of these parts."""
+    if not isinstance(model, Decoder):
+        raise ValueError(f"{type(model).__name__} is not a Decoder and has no {parts}")
+    return model
 
 
 def token_losses(

@@ -21,7 +21,7 @@ from zoo.parallel.remat import rematerialize
 from zoo.parallel.tokens import merge_copies, replicate_tokens, shard_tokens
 from zoo.shapes import HiddenStates, ResidualStream, SegmentIds, Tokens
 
-from .decoder import AbstractBlock, Decoder, Hidden, LayerStates, find_shared_modules, run_block
+from .decoder import AbstractBlock, Decoder, Hidden, LayerStates, UnrolledStack, find_shared_modules, run_block
 from .segment import index_tree
 from .stack import Stack
 
@@ -204,7 +204,7 @@ def _mark_inside(
 ) -> Float[Array, "batch seq"]:
     """Return 1 for tokens of which the one `depth` tokens later is of the same document, else 0."""
     if segment_ids is None:
-        segment_ids = vary(jnp.ones_like(like), varying(like))
+        segment_ids = jnp.asarray(vary(jnp.ones_like(like), varying(like)))
     return (_shift(segment_ids, depth) == segment_ids).astype(jnp.float32)
 
 
@@ -219,9 +219,9 @@ def _shift(x: Shaped[Array, "batch seq"], depth: int, fill: int = 0) -> Shaped[A
 
 def _take_last_layer(model: Decoder) -> AbstractBlock:
     """Return the block of the last layer."""
-    if not isinstance(model.stack, Stack):
-        *_, block = model.stack.iter_blocks()
-        return block
+    if isinstance(model.stack, UnrolledStack):
+        return model.stack.blocks[-1]
+    assert isinstance(model.stack, Stack)
     segment = model.stack.segments[-1].merge_rounds()
     return index_tree(segment.blocks[-1], segment.local_repeats - 1)
 

@@ -15,6 +15,7 @@ from zoo.parallel import Dim
 
 from ..decoder import Decoder
 from ..predictors import Predictor, make_predictor
+from ..stack import Stack
 from .spec import Config, Family, NameMap, TensorMapping, Wrapping, prefixed
 from .wrappers import TIE, rename
 
@@ -40,6 +41,7 @@ def _build_predictor(family: Family, config: Config, key: Key[Array, ""]) -> Pre
     decoder: Decoder = family.build(_shorten(family, config), key=key)
     embed = config["hidden_size"]
     projection = Linear(2 * embed, embed, in_=Dim("latent"), out=Dim("embed"), key=key)
+    assert isinstance(decoder.stack, Stack)
     layers = tuple(decoder.stack.iter_blocks())
     return make_predictor(decoder.norm, projection, layers, state_first=family.predictors.state_first)
 
