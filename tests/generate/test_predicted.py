@@ -34,7 +34,7 @@ def make_model(kind, count=2):
         )
     else:  # its predictors have recurrent states, too
         model = zoo.models.Hybrid(**SIZES, layers=2, pattern=[partial(Mamba2, head_dim=16)], key=key)
-    return jax.tree.map(lambda x: 2.0 * x, add_predictors(model, count, key=jax.random.key(1)))
+    return jax.tree.map(lambda x: 3.0 * x, add_predictors(model, count, key=jax.random.key(53)))
 
 
 def draw_prompt(rows=3, seq=9):
@@ -66,16 +66,18 @@ def count_rounds(model, text, prompt, depths):
 @pytest.mark.one_case
 @pytest.mark.parametrize("kind", ["hybrid", "attention", "recurrent"])
 def test_greedy_tokens_are_plain_and_proposals_those_of_whole_passes(kind):
+    """Proposals are right now and then, and never always: the number of rounds tells whether each was the right one."""
     model = make_model(kind)
     tokens, mask = draw_prompt()
-    plain = np.asarray(zoo.generate(model, tokens, mask=mask, max_new_tokens=24))
-    found = zoo.generate(model, tokens, mask=mask, max_new_tokens=24, draft="mtp", details=True)
-    np.testing.assert_array_equal(found.tokens, plain)
-    rounds = []
+    plain = np.asarray(zoo.generate(model, tokens, mask=mask, max_new_tokens=60))
+    found = zoo.generate(model, tokens, mask=mask, max_new_tokens=60, draft="mtp")
+    np.testing.assert_array_equal(found, plain)
     for row in range(3):
         prompt = tokens[row][mask[row]]
-        rounds.append(count_rounds(model, np.concatenate([prompt, plain[row]]), len(prompt), 2))
-    assert found.steps == max(rounds) < 24
+        rounds = count_rounds(model, np.concatenate([prompt, plain[row]]), len(prompt), 2)
+        assert rounds < 57
+        options = {"mask": mask[row : row + 1], "max_new_tokens": 60, "draft": "mtp", "details": True}
+        assert zoo.generate(model, tokens[row : row + 1], **options).steps == rounds
 
 
 @pytest.mark.ci

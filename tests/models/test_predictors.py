@@ -150,7 +150,8 @@ def test_routers_of_predictors_count_and_their_bias_moves():
     np.testing.assert_allclose(bias, 0.01 * np.sign(loads[2].mean() - loads[2]), atol=1e-7)
     frozen = zoo.models.update_expert_bias(model, loads[:2], rate=0.01)
     assert not frozen.predictors[0].layers[0].ffn.router.selection_bias.any()
-    assert len(run(repeat_predictor(model, 2), predictors=0.3)[1]) == 3
+    twice = run(repeat_predictor(model, 2), predictors=0.3)[1]
+    assert len(twice) == 3 and twice[2].sum() == 2 * loads[2].sum()
     with pytest.raises(ValueError, match="4 loads were given, and 3 layers have a router"):
         zoo.models.update_expert_bias(model, [*loads, loads[0]])
 

@@ -6,6 +6,7 @@ import pytest
 
 import zoo
 from zoo import adapters
+from zoo.models.targets import matches
 
 KEY = jax.random.key(0)
 
@@ -27,3 +28,11 @@ def test_lora_with_wrong_targets_or_ranks_raises(options, message):
     model = eqx.filter_eval_shape(make)
     with pytest.raises(ValueError, match=message):
         adapters.lora(model, key=KEY, **options)
+
+
+def test_predictors_are_targets_only_by_their_name():
+    """Also of a path that ends as a layer's of the model does."""
+    inner = "predictors.0.layers.0.attention.query"
+    for target in ("all-linear", "query", "layers.0.attention.query", r".*\.query"):
+        assert matches(target, "layers.0.attention.query") and not matches(target, inner)
+    assert matches(r"predictors\..*", inner) and matches(inner, inner)
