@@ -136,7 +136,7 @@ def resolve_checkpoint(
     """
     try:
         kept = _drop_keys(config_json, ignore)
-        unwrapped = unwrap(Stored(kept, tensors, Origin(choose_head(family, kept), "")))
+        unwrapped = unwrap(Stored(kept, tensors, Origin(choose_head(family.choose(kept, tensors), kept), "")))
         described, config, decode = read_quantization(unwrapped, packed)
         _check_layer_count(config, len(tensors))
         plain = build_shapes(described.family, config)

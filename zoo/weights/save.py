@@ -218,11 +218,11 @@ def resolve_origin(model: Any, requested: str | Family | None, overrides: dict[s
         reasons.append(f"it was read as {family.name}, and {reason}")
     read_alone = []
     if family is not None:
-        candidates = [family]
+        candidates = [family, *family.variants]
     elif is_score:
         candidates = filter(has_score, FAMILIES.values())
     else:
-        candidates = FAMILIES.values()
+        candidates = [x for known in FAMILIES.values() for x in (known, *known.variants)]
     sentence_files = () if origin is None else origin.sentence_files
     for candidate in candidates:
         try:

@@ -217,6 +217,7 @@ def test_config_invalid_values_are_refused_or_honored(family, key):
     needed |= {"interleave_moe_layer_step": 3, "architectures": NEEDS_ARCHITECTURE.get(family.name)}
     needed |= {"no_rope_layers": [1, 0, 1]} if key in NEEDS_NO_ROPE_LAYERS else {}
     needed |= {"mamba_rms_norm": True} if key == "mamba_norm_before_gate" else {}
+    needed |= {"intermediate_size": None} if key == "hidden_ratio" else {}
     if family.name == "deberta-v2":
         needed |= RELATIVE | {"architectures": ["DebertaV2ForSequenceClassification"]}
     if "num_kv_shared_layers" in family.defaults:  # some keys count in layers that see all tokens, or that reuse keys
@@ -245,6 +246,7 @@ WRONG_VALUES = {
     type(None): ("yes", True, -1, {"x": 1}, [1.5]),
 }
 """Values of other types than a default; most of them have a truth, which Python would take for the value."""
+PER_LAYER = ("moe_topk", "intermediate_size_by_layer", "layer_rope_theta", "value_dim")
 
 
 @EACH
@@ -252,7 +254,7 @@ def test_config_values_are_read_by_type(family):
     for key, default in family.defaults.items():
         alias = alias_of(family, key)
         for value in WRONG_VALUES[type(default)]:
-            if key in ("moe_topk", "intermediate_size_by_layer", "layer_rope_theta") and isinstance(value, list):
+            if key in PER_LAYER and isinstance(value, list):
                 continue  # one number for each layer
             with pytest.raises(ConfigError, match=alias):
                 read_config(family, {alias: value})
