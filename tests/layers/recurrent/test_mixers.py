@@ -74,6 +74,7 @@ MIXERS = {
     "mesa_net": partial(MesaNet, key_dim=4, value_dim=8),
     "mesa_net, gated": partial(MesaNet, gate=True),
     "rwkv6": partial(RWKV6, rank=3, decay_rank=5),
+    "rwkv6, wide values": partial(RWKV6, head_dim=3, value_dim=4, rank=2, decay_rank=3),
     "rwkv7": partial(RWKV7, rank=3),
     "rg_lru": partial(RGLRU, inner=16),
     "rg_lru, biases": partial(RGLRU, bias=True, activation=jax.nn.silu),
@@ -82,8 +83,10 @@ MIXERS = {
     "mamba2, bounded": partial(
         Mamba2, head_dim=4, state_dim=5, conv_width=2, dt_limit=(0.05, 0.5), norm_before_gate=True
     ),
+    "mamba2, a skip of each channel": partial(Mamba2, head_dim=8, state_dim=3, D_per_channel=True, norm=False),
     "mamba3": partial(Mamba3, head_dim=4, groups=2, state_dim=5),
     "mamba3, rank 2": partial(Mamba3, head_dim=4, state_dim=4, angles=2, rank=2, norm=True),
+    "mamba3, softplus": partial(Mamba3, head_dim=4, state_dim=4, decay_rate=jax.nn.softplus, min_decay_rate=0.01),
     "rwkv4": without_heads(RWKV4, inner=16),
     "gated_convolution": without_heads(GatedConvolution, conv_width=4),
     "double_gated_convolution": without_heads(DoubleGatedConvolution, bias=True),

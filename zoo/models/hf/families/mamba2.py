@@ -46,14 +46,22 @@ def _build_mamba2(config: hf.Config, *, key: Key[Array, ""]) -> hf.Decoder:
     return hf.build_config_decoder(config, layers, norm, hidden_states_skip_embedding=True, key=key)
 
 
-def _make_mamba2_factory(config: hf.Config) -> Callable[..., Mamba2]:
-    """Return a factory of `Mamba2` with the sizes of a config.
+def _build_fla(config: hf.Config, *, key: Key[Array, ""]) -> hf.Decoder:
+    options = {"norm": config["rmsnorm"], "norm_before_gate": config["norm_before_gate"]}
+    mixer = _make_mamba2_factory(config, D_per_channel=config["D_has_hdim"], **options)
+    layers = [(mixer, None)] * config["num_hidden_layers"]
+    return hf.build_config_decoder(config, layers, hf.make_rms_norm_factory(config), key=key)
+
+
+def _make_mamba2_factory(config: hf.Config, **options: Any) -> Callable[..., Mamba2]:
+    """Return a factory of `Mamba2` with the sizes of a config, and these options.
 
     **Raises** `ConfigError` unless heads times head dim is `expand * hidden_size`, and if groups do not divide heads.
     """
     embed, heads, groups = (config[key] for key in ("hidden_size", "num_heads", "n_groups"))
     inner = config["expand"] * embed
     head_dim = config["head_dim"] or inner // heads
+    heads = heads or inner // head_dim
     if inner != heads * head_dim:
         raise hf.ConfigError(f"expand * hidden_size = {inner} should be num_heads * head_dim = {heads} * {head_dim}")
     if heads % groups:
@@ -71,6 +79,7 @@ def _make_mamba2_factory(config: hf.Config) -> Callable[..., Mamba2]:
         epsilon=config["rms_norm_eps"],
         dt_limit=read_dt_limits(config),
         out_scale=config["num_hidden_layers"] ** -0.5,
+        **options,
     )
 
 
@@ -119,8 +128,50 @@ def _describe_mamba2(model: Any) -> dict[str, Any]:
         "rms_norm_eps": block.mixer_norm.epsilon,
         "time_step_limit": write_dt_limits(mixer),
         "tie_word_embeddings": model.head is None,
+        "rmsnorm": mixer.norm is not None,
+        "norm_before_gate": mixer.norm is not None and mixer.norm.norm_before_gate,
+        "D_has_hdim": mixer.skips.unit > 1,
     }
 
+
+_FLA_KEYS = ("norm_eps", "dt_limit", "rmsnorm", "D_has_hdim")
+_FLA = hf.Family(
+    name="mamba2",
+    architecture="Mamba2ForCausalLM",
+    build=_build_fla,
+    names=_map_mamba2_names,
+    defaults={
+        "vocab_size": 32000,
+        "hidden_size": 2048,
+        "num_hidden_layers": 48,
+        "num_heads": hf.optional_count(),
+        "head_dim": 64,
+        "n_groups": 1,
+        "state_size": 128,
+        "expand": 2,
+        "conv_kernel": 4,
+        "use_bias": False,
+        "use_conv_bias": True,
+        "rmsnorm": True,
+        "norm_before_gate": False,
+        "D_has_hdim": False,
+        "rms_norm_eps": 1e-5,
+        "time_step_limit": TIME_STEP_LIMIT,
+        "tie_word_embeddings": False,
+    },
+    aliases={"norm_eps": "rms_norm_eps", "dt_limit": "time_step_limit"},
+    required_values={"hidden_act": ("silu", "swish")},
+    ignored_keys=frozenset(  # kernels, initialization and a term of the loss
+        """
+        chunk_size A_init_range conv_init dt_init_floor dt_max dt_min rescale_prenorm_residual residual_in_fp32
+        fuse_norm fuse_cross_entropy fuse_linear_cross_entropy use_l2warp
+        """.split()
+    ),
+    embedding="backbone.embeddings",
+    describe=_describe_mamba2,
+    fits=lambda config, names: not config.keys().isdisjoint(_FLA_KEYS),
+)
+"""Files of flash-linear-attention, which have other keys."""
 
 MAMBA2 = hf.Family(
     name="mamba2",
@@ -161,4 +212,5 @@ MAMBA2 = hf.Family(
     ),
     embedding="backbone.embeddings",
     describe=_describe_mamba2,
+    variants=(_FLA,),
 )
