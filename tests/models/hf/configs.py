@@ -167,6 +167,10 @@ ANOTHER = {
     "prefix_dense_intermediate_size": 20,
     "attention_head_dim": 12,
     "use_mem_rope": False,
+    "hidden_ratio": 32,
+    "attn": {"layers": [1], "num_heads": 2},
+    "num_v_heads": 8,
+    "output_gate_activation": "sigmoid",
 }
 """Values other than the small model's. For keys that are not listed, one is derived from the default."""
 RELATIVE = {"relative_attention": True, "pos_att_type": ["p2c"], "position_buckets": 4}
@@ -197,6 +201,7 @@ CONTEXTS = [
     {"layer_types": ["conv", "full_attention", "conv"]},
     {"layer_types": ["conv", "sliding_attention", "full_attention"], "sliding_window": 4},
     {"expert_selection_fn": "sigmoid", "num_shared_experts": 1, "first_k_dense_replace": 2},
+    {"intermediate_size": None},
 ]
 """Some keys have an effect only together with others."""
 

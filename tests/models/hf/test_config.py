@@ -152,7 +152,15 @@ NEEDS_KV_HEADS = [(name, "num_key_value_heads") for name in ("jetmoe", "mimo_v2_
 @EACH_AT_LENGTH
 def test_config_null_equals_absent(family):
     absent = {"num_key_value_heads", "head_dim", "sliding_window", "rope_parameters", "layer_types", "q_lora_rank"}
-    absent |= {"attn_logit_softcapping", "final_logit_softcapping", "attention_value_scale", "mamba_d_ssm"}
+    absent |= {
+        "attn_logit_softcapping",
+        "final_logit_softcapping",
+        "attention_value_scale",
+        "mamba_d_ssm",
+        "hidden_ratio",
+    }
+    if "hidden_ratio" in family.defaults:  # flash-linear-attention derives no head_dim
+        absent.remove("head_dim")
     for key, default in family.defaults.items():
         found = build_or_error(family, small(family) | {alias_of(family, key): None})
         if default is None and isinstance(found, str):
@@ -170,8 +178,9 @@ def test_config_null_equals_absent(family):
 BEYOND_THE_LAST = (
     *("max_position_embeddings", "sliding_window_pattern", "no_rope_layer_interval", "global_attn_every_n_layers"),
     *("index_topk_freq", "index_skip_topk_offset", "rescale_every", "attn_layer_period", "expert_layer_period"),
+    "hidden_ratio",
 )
-"""Keys of which a value larger than the number of tokens or layers is the same as another."""
+"""Keys of which a value larger than the number of tokens or layers is the same as another, or a rounded one."""
 MAY_BE_EMPTY = ("rope_parameters", "mlp_only_layers", "no_rope_layers", "architectures", "id2label")
 NEEDS_ARCHITECTURE = {
     "vit": ["ViTModel"],
@@ -216,6 +225,7 @@ def test_config_invalid_values_are_refused_or_honored(family, key):
     needed = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
     needed |= {"interleave_moe_layer_step": 3, "architectures": NEEDS_ARCHITECTURE.get(family.name)}
     needed |= {"no_rope_layers": [1, 0, 1]} if key in NEEDS_NO_ROPE_LAYERS else {}
+    needed |= {"intermediate_size": None} if key == "hidden_ratio" else {}
     needed |= {"mamba_rms_norm": True} if key == "mamba_norm_before_gate" else {}
     needed |= {"intermediate_size": None} if key == "hidden_ratio" else {}
     if family.name == "deberta-v2":

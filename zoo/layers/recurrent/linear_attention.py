@@ -34,15 +34,11 @@ from .common import (
     OutputGate,
     QKVProjections,
     RecurrentState,
+    elu_plus_one,
     head_norm_factory,
     local_heads,
 )
 from .context import RecurrenceContext
-
-
-def _elu_plus_one(x: Float[Array, "*dims"]) -> Float[Array, "*dims"]:
-    """Return elu(x) + 1 > 0: the feature map of Katharopoulos et al. (arXiv:2006.16236, equation 7)."""
-    return jax.nn.elu(x) + 1
 
 
 class LinearAttention(AbstractRecurrence):
@@ -63,7 +59,7 @@ class LinearAttention(AbstractRecurrence):
         heads: int,
         *,
         head_dim: int | None = None,
-        feature_map: Callable = _elu_plus_one,
+        feature_map: Callable = elu_plus_one,
         normalized: bool = True,
         out_scale: float = 1.0,
         implementation: str = "auto",
