@@ -17,6 +17,7 @@ from zoo.shapes import HeadVectors, HiddenStates, LogDecays, MatrixState, Residu
 
 from ..abstract import AbstractLinear, AbstractNorm
 from ..convolution import ConvState, ShortConvolution
+from ..heads import select_kv_heads
 from ..linear import Linear
 from ..norm import RMSNorm
 from .context import RecurrenceContext
@@ -48,6 +49,8 @@ class QKVProjections(Module):
 
     key_dim: int = eqx.field(static=True)
     value_dim: int = eqx.field(static=True)
+    group: int = eqx.field(static=True)
+    """Query heads per KV head."""
     num_householder: int = eqx.field(static=True)
     activation: Callable | None = eqx.field(static=True)
     plain_values: bool = eqx.field(static=True)
@@ -60,6 +63,7 @@ class QKVProjections(Module):
         value_dim: int,
         *,
         groups: int | None = None,
+        kv_heads: int | None = None,
         num_householder: int = 1,
         conv_width: int | None = None,
         activation: Callable | None = None,
@@ -67,23 +71,27 @@ class QKVProjections(Module):
         key: Key[Array, ""],
     ):
         """- `groups`: heads of queries and keys, if they are fewer than those of values.
+        - `kv_heads`: heads of keys and values, if they are fewer than those of queries, which repeat them.
         - `conv_width`: width of the short convolutions; None for no convolution.
         - `activation`: after the convolutions, or after the projections.
         - `plain_values`: values are W x, without convolution and activation.
 
-        **Raises** `ValueError` for a size below 1, and if `groups` does not divide `heads`.
+        **Raises** `ValueError` for a size below 1, and if `groups` or `kv_heads` does not divide `heads`.
         """
-        counts = {"heads": heads, "groups": heads if groups is None else groups, "num_householder": num_householder}
-        sizes = {**counts, "key_dim": key_dim, "value_dim": value_dim}
+        counts = {"heads": heads, "groups": heads if groups is None else groups}
+        counts["kv_heads"] = heads if kv_heads is None else kv_heads
+        sizes = {**counts, "num_householder": num_householder, "key_dim": key_dim, "value_dim": value_dim}
         if wrong := [name for name, size in sizes.items() if size < 1]:
             raise ValueError(f"{wrong[0]} is {sizes[wrong[0]]}, and a size is at least 1")
         if heads % counts["groups"]:
             raise ValueError(f"{heads} heads do not divide evenly over {groups} groups")
+        if heads % counts["kv_heads"]:
+            raise ValueError(f"{heads} heads do not divide evenly over {kv_heads} KV heads")
         unit = "heads" if groups is None else "groups"
         dims = (
             Dim(unit, key_dim),
-            Dim(unit, num_householder * key_dim),
-            Dim("heads", num_householder * value_dim),
+            Dim(unit if kv_heads is None else "kv_heads", num_householder * key_dim),
+            Dim("heads" if kv_heads is None else "kv_heads", num_householder * value_dim),
         )
         linear_keys, conv_keys = jax.random.split(key, 6).reshape(2, 3)
         self.query, self.key, self.value = (
@@ -99,6 +107,7 @@ class QKVProjections(Module):
             self.convolutions = tuple(convolutions)[: 2 if plain_values else 3]
         self.key_dim = key_dim
         self.value_dim = value_dim
+        self.group = heads // counts["kv_heads"]
         self.num_householder = num_householder
         self.activation = activation
         self.plain_values = plain_values
@@ -129,11 +138,19 @@ class QKVProjections(Module):
             split_heads_and_steps(y, y.shape[-1] // (size * count), size)
             for y, size, count in zip([*qkv, *plain], sizes, steps, strict=True)
         )
-        return query, key, value, tuple(new_states)
+        return query, self.repeat(key, query), self.repeat(value, query), tuple(new_states)
+
+    def repeat(self, x: _HeadRows, query: HeadVectors) -> _HeadRows:
+        """Repeat the vectors of each KV head for its query heads on this device."""
+        if self.group == 1:
+            return x
+        x = select_kv_heads(x, query, self.group)
+        return jnp.repeat(x, query.shape[2] // x.shape[2], axis=2)
 
     def init_state(self, batch: int, columns: int | None = None, dtype: Any = jnp.float32) -> RecurrentState:
         """Return an empty state, whose matrices have `columns` columns, `value_dim` by default."""
-        heads = self.value.out_size // (self.value_dim * self.num_householder)
+        of_values = self.value.out_size // (self.value_dim * self.num_householder)
+        heads = max(of_values, self.query.out_size // self.key_dim)
         matrix = jnp.zeros((batch, heads, self.key_dim, columns or self.value_dim), jnp.float32)
         return RecurrentState(matrix, tuple(conv.init_state(batch, dtype) for conv in self.convolutions))
 
@@ -344,6 +361,6 @@ def local_heads(make: Callable[[int], Float[Array, "heads"]], x: HeadVectors) ->
     return lax.dynamic_slice_in_dim(make(heads * num_shards(x, "heads")), shard_offset(x, "heads", heads), heads)
 
 
-def head_norm_factory(value_dim: int, epsilon: float = 1e-6) -> Callable[[], RMSNorm]:
-    """Return a factory of an RMSNorm over the values of each head."""
-    return partial(RMSNorm, value_dim, features=Dim("value_dim"), epsilon=epsilon)
+def head_norm_factory(value_dim: int, epsilon: float = 1e-6, scaled: bool = True) -> Callable[[], RMSNorm]:
+    """Return a factory of an RMSNorm over the values of each head, with a weight if `scaled`."""
+    return partial(RMSNorm, value_dim, features=Dim("value_dim"), epsilon=epsilon, scaled=scaled)

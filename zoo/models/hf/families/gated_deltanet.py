@@ -16,11 +16,13 @@ from zoo.ops.rotary import Rotary
 from . import kimi_linear, llama
 
 
-def build_fla_decoder(config: hf.Config, mixer: Callable[..., Any], *, key: Key[Array, ""]) -> hf.Decoder:
+def build_fla_decoder(
+    config: hf.Config, mixer: Callable[..., Any], *, key: Key[Array, ""], **options: Any
+) -> hf.Decoder:
     """Build the model of a config, with `mixer` in the layers that `attn` does not list."""
     ffn = hf.make_gated_mlp_factory(config, width=_read_width(config))
     layers = [(layer_mixer, ffn) for layer_mixer in _list_mixers(config, mixer)]
-    return hf.build_config_decoder(config, layers, hf.make_rms_norm_factory(config), key=key)
+    return hf.build_config_decoder(config, layers, hf.make_rms_norm_factory(config), key=key, **options)
 
 
 def _read_width(config: hf.Config) -> int:
@@ -90,14 +92,14 @@ def map_fla_names(path: str, mixer: hf.NameMap) -> hf.NameMap:
     return {**shell, **hf.prefixed("model.layers.*", "layers.*", block)}
 
 
-def describe_fla_decoder(model: Any, mixer_type: type) -> tuple[dict[str, Any], Any]:
+def describe_fla_decoder(model: Any, mixer_type: type, block_type: type = hf.Block) -> tuple[dict[str, Any], Any]:
     """Return the config keys that do not depend on the mixer, and the first mixer of this class.
 
     **Raises** `ConfigError` for other classes of layers.
     """
     model, blocks = hf.eval_shape_blocks(model)
     first = blocks[0]
-    for name, part, expected in (("block", first, hf.Block), ("ffn", getattr(first, "ffn", None), GatedMLP)):
+    for name, part, expected in (("block", first, block_type), ("ffn", getattr(first, "ffn", None), GatedMLP)):
         hf.check_type(name, part, expected)
     hf.check_type("mixer_norm", first.mixer_norm, RMSNorm)
     mixers = [getattr(block, "mixer", None) for block in blocks]

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, Key
 
-from zoo.layers import HGRN2, AbstractFeedForward, AbstractNorm, Dropout, TokenInfo
+from zoo.layers import HGRN2, AbstractFeedForward, AbstractMixer, AbstractNorm, Dropout, TokenInfo
 from zoo.layers.abstract import run_feed_forward, run_mixer
 from zoo.models.decoder import AbstractLayerInputs, AbstractMixerBlock, Hidden
 from zoo.parallel import Dim, named_by_class
@@ -47,7 +47,7 @@ class BoundedBlock(AbstractMixerBlock):
     """The pre-norm layer `zoo.models.Block` of HGRN2, with the lower bounds that the model has for this layer."""
 
     mixer_norm: AbstractNorm
-    mixer: HGRN2 = named_by_class()
+    mixer: AbstractMixer = named_by_class()
     ffn_norm: AbstractNorm
     ffn: AbstractFeedForward = named_by_class()
     dropout: Dropout
@@ -56,8 +56,10 @@ class BoundedBlock(AbstractMixerBlock):
         """**Raises** `TypeError` for hidden states without bounds, as from another decoder."""
         if not isinstance(hidden, BoundedHidden) or hidden.bounds is None or hidden.number is None:
             raise TypeError(f"{type(hidden).__name__} has no lower bounds of the layers: run the layers in their model")
-        bounds = hidden.bounds[hidden.number]
-        mixer = eqx.tree_at(lambda mixer: mixer.bounds, self.mixer, bounds, is_leaf=lambda x: x is None)
+        mixer = self.mixer
+        if isinstance(mixer, HGRN2):
+            bounds = hidden.bounds[hidden.number]
+            mixer = eqx.tree_at(lambda mixer: mixer.bounds, mixer, bounds, is_leaf=lambda x: x is None)
         mixed, state = run_mixer(mixer, self.mixer_norm(hidden.x), info, state)
         layer = dataclasses.replace(hidden, number=hidden.number + 1)
         layer = layer.add_residual(self.dropout(mixed, info, site=0))
