@@ -178,6 +178,7 @@ ANOTHER = {
     "clamp_min": -2.0,
     "expand_ratio": 16,
     "rope_fraction": 1.0,
+    "num_slots": 6,
 }
 """Values other than the small model's. For keys that are not listed, one is derived from the default."""
 RELATIVE = {"relative_attention": True, "pos_att_type": ["p2c"], "position_buckets": 4}

@@ -1,5 +1,7 @@
-"""Gated linear attention (Yang et al., arXiv:2312.06635) as flash-linear-attention stores it, and what its families
-without a delta rule share."""
+"""Gated linear attention (Yang et al., arXiv:2312.06635) as flash-linear-attention stores it.
+
+Its families without a delta rule share the sizes, names and descriptions here.
+"""
 
 from functools import partial
 from typing import Any
@@ -60,6 +62,12 @@ def describe_sizes(mixer: Any, embed: int) -> dict[str, Any]:
     }
 
 
+def describe_convolutions(mixer: Any) -> dict[str, Any]:
+    """Return the config keys of short convolutions."""
+    convolutions = mixer.projections.convolutions
+    return {"use_short_conv": bool(convolutions), "conv_size": convolutions[0].width if convolutions else 4}
+
+
 def find_feature_map(config: hf.Config) -> Any:
     """Return the feature map of queries and keys, or None."""
     return _FEATURE_MAPS.get(config["feature_map"])
@@ -112,13 +120,11 @@ def _map_gla_names(config: hf.Config) -> hf.NameMap:
 
 def _describe_gla(model: Any) -> dict[str, Any]:
     config, mixer = describe_fla_decoder(model, GatedLinearAttention)
-    convolutions = mixer.projections.convolutions
     return {
         **config,
         **describe_sizes(mixer, config["hidden_size"]),
         **describe_feature_map(mixer),
-        "use_short_conv": bool(convolutions),
-        "conv_size": convolutions[0].width if convolutions else 4,
+        **describe_convolutions(mixer),
         "clamp_min": mixer.min_log_decay,
     }
 
@@ -131,6 +137,7 @@ DEFAULTS: dict[str, Any] = {
     "expand_v": hf.Default(1.0, hf.POSITIVE_NUMBER),
     "elementwise_affine": True,
 }
+CONVOLUTION_DEFAULTS = {"use_short_conv": False, "conv_size": 4}
 GATE_DEFAULTS: dict[str, Any] = {
     "feature_map": hf.Default(
         None, hf.ValueKind("null, swish, silu or relu", lambda x: x is None or (hf.WORD.fits(x) and x in _FEATURE_MAPS))
@@ -148,9 +155,8 @@ GLA = hf.Family(
     defaults={
         **DEFAULTS,
         **GATE_DEFAULTS,
+        **CONVOLUTION_DEFAULTS,
         "expand_k": hf.Default(0.5, hf.POSITIVE_NUMBER),
-        "use_short_conv": False,
-        "conv_size": 4,
         "clamp_min": hf.Default(None, hf.optional(hf.NUMBER)),
     },
     describe=_describe_gla,

@@ -55,14 +55,12 @@ def _map_hgrn2_names(config: hf.Config) -> hf.NameMap:
 def _describe_hgrn2(model: Any) -> dict[str, Any]:
     block_type = BoundedBlock if isinstance(model.layer_inputs, LowerBounds) else hf.Block
     config, mixer = describe_fla_decoder(model, Mixer, block_type)
-    convolutions = mixer.projections.convolutions
     norm = mixer.readout.norm
     hf.check_type("norm of all heads", norm, RMSNorm)
     return config | {
         "expand_ratio": mixer.projections.key_dim,
         "elementwise_affine": norm.weight is not None,
-        "use_short_conv": bool(convolutions),
-        "conv_size": convolutions[0].width if convolutions else 4,
+        **gla.describe_convolutions(mixer),
         "use_lower_bound": block_type is BoundedBlock,
     }
 
@@ -76,8 +74,7 @@ HGRN2 = hf.Family(
         **HYBRID_DEFAULTS,
         "num_heads": hf.optional_count(),
         "expand_ratio": hf.optional_count(128),
-        "use_short_conv": False,
-        "conv_size": 4,
+        **gla.CONVOLUTION_DEFAULTS,
         "use_lower_bound": True,
         "elementwise_affine": True,
     },
