@@ -35,7 +35,9 @@ from zoo.layers import (
     Retention,
     RMSNorm,
 )
+from zoo.models.hf.families.gsa_layers import GatedSlotAttention
 from zoo.ops.rotary import DynamicScaling, Rotary
+from zoo.parallel import Dim
 from zoo.tools.testing import check_mixer
 
 KEY = jax.random.key(0)
@@ -51,11 +53,26 @@ def without_heads(mixer, **options):
 MIXERS = {
     "linear_attention": LinearAttention,
     "linear_attention, not normalized": partial(LinearAttention, normalized=False),
+    "linear_attention, learned features": partial(
+        LinearAttention,
+        kv_heads=1,
+        value_dim=4,
+        feature_map=None,
+        normalized=False,
+        norm=partial(RMSNorm, 4, features=Dim("value_dim")),
+    ),
+    "linear_attention, divided features": partial(LinearAttention, normalized=False, divides=(True, True)),
     "retention": Retention,
+    "retention, fewer KV heads": partial(Retention, kv_heads=1, feature_map=jax.nn.silu, gate=False),
     "lightning": partial(Lightning, depth=0.5),
     "lightning, slopes of its own": partial(Lightning, slopes=jnp.array([0.4, 0.03])),
     "gated_linear_attention": GatedLinearAttention,
+    "gated_linear_attention, fewer KV heads": partial(
+        GatedLinearAttention, kv_heads=1, conv_width=3, feature_map=jax.nn.relu, min_log_decay=-0.03, gate=False
+    ),
     "hgrn2": partial(HGRN2, bound=0.25),
+    "hgrn2, convolved": partial(HGRN2, conv_width=3, norm=partial(RMSNorm, 12, features=Dim("heads", 6))),
+    "gated_slot_attention": partial(GatedSlotAttention, key_dim=3, value_dim=6, slots=4, kv_heads=1, conv_width=3),
     "mlstm": MLSTM,
     "delta_net": partial(DeltaNet, negative_eigenvalues=True),
     "gated_delta_net": partial(GatedDeltaNet, key_dim=4, value_dim=8),

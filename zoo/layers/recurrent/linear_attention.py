@@ -1,7 +1,6 @@
 """Linear attention, retention, Lightning attention and gated linear attention (GLA). The recurrences are in
 `zoo.ops.recurrence.linear_attention`."""
 
-import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -110,7 +109,10 @@ class LinearAttention(AbstractRecurrence):
 
     def _map(self, x: HeadVectors, maps: tuple[AbstractLinear, ...], divides: bool) -> HeadVectors:
         """Return the features of queries or keys."""
-        x = math.prod(linear(x) for linear in maps) if maps else self.feature_map(x)
+        if maps:
+            x = maps[0](x) * maps[1](x)
+        else:
+            x = self.feature_map(x)
         return x / (x.sum(-1, keepdims=True) + 1e-4) if divides else x
 
 

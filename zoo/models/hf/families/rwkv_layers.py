@@ -75,7 +75,7 @@ class RWKVChannelMixing(AbstractMixer):
         if self.weighs_previous:
             x, previous = previous, x
         value = self.value(relu_squared(self.key(mix_with_previous(self.key_mix, x, previous))))
-        if self.receptance is None:
+        if self.receptance is None or self.receptance_mix is None:
             return value, shift_state
         mixed = match_tokens(mix_with_previous(self.receptance_mix, x, previous), value)
         return jax.nn.sigmoid(self.receptance(mixed)) * value, shift_state
