@@ -169,10 +169,11 @@ ANOTHER = {
     "use_mem_rope": False,
     "hidden_ratio": 32,
     "attn": {"layers": [1], "num_heads": 2},
+    "lower_bound": -3.0,
+    "num_kv_heads": 2,
     "num_v_heads": 8,
     "output_gate_activation": "sigmoid",
     "num_heads": 8,
-    "num_kv_heads": 2,
     "value_dim": [48, 48, 48],
     "feature_map": "relu",
     "clamp_min": -2.0,
@@ -181,6 +182,7 @@ ANOTHER = {
     "num_slots": 6,
 }
 """Values other than the small model's. For keys that are not listed, one is derived from the default."""
+OTHER_WORDS = {"silu": "relu", "l2": "sum"}
 RELATIVE = {"relative_attention": True, "pos_att_type": ["p2c"], "position_buckets": 4}
 CONTEXTS = [
     {},
@@ -283,6 +285,8 @@ def other_value(key, default):
         return not default
     if isinstance(default, int | float):
         return type(default)(default * 2 or 1)
+    if default in OTHER_WORDS:
+        return OTHER_WORDS[default]
     pytest.fail(f"the value {default!r} of {key!r} does not suggest another: list one in ANOTHER")
 
 

@@ -159,6 +159,8 @@ def test_config_null_equals_absent(family):
         "mamba_d_ssm",
         "hidden_ratio",
         "expand_ratio",
+        "num_slots",
+        "num_kv_heads",
     }
     if family.defaults.keys() & {"hidden_ratio", "A_floor"}:  # flash-linear-attention derives no head_dim
         absent.remove("head_dim")
@@ -264,8 +266,10 @@ def test_config_values_are_read_by_type(family):
     for key, default in family.defaults.items():
         alias = alias_of(family, key)
         for value in WRONG_VALUES[type(default)]:
-            if (key in PER_LAYER and isinstance(value, list)) or (key, value) == ("clamp_min", -1):
-                continue  # one number for each layer; a bound of numbers below 0
+            if key in PER_LAYER and isinstance(value, list):
+                continue  # one number for each layer
+            if key in ("lower_bound", "clamp_min") and value == -1:
+                continue
             with pytest.raises(ConfigError, match=alias):
                 read_config(family, {alias: value})
     for key, values in {**REQUIRED_VALUES, **family.required_values}.items():

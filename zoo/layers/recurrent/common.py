@@ -225,10 +225,20 @@ class HeadNorm(AbstractNorm):
     epsilon: float = eqx.field(static=True)
     centered: bool = eqx.field(static=True)
 
-    def __init__(self, heads: int, head_dim: int, *, epsilon: float = 1e-6, centered: bool = False, bias: bool = False):
+    def __init__(
+        self,
+        heads: int,
+        head_dim: int,
+        *,
+        epsilon: float = 1e-6,
+        centered: bool = False,
+        bias: bool = False,
+        unit: str = "heads",
+    ):
+        """`unit` is the layout's name of heads."""
         self.weight = jnp.ones(heads * head_dim, jnp.float32)
         self.bias = jnp.zeros(heads * head_dim, jnp.float32) if bias else None
-        self.features = Dim("heads", head_dim)
+        self.features = Dim(unit, head_dim)
         self.epsilon = epsilon
         self.centered = centered
 

@@ -256,12 +256,14 @@ class KimiDeltaAttention(AbstractDeltaRule):
         embed: int,
         heads: int,
         *,
+        groups: int | None = None,
         key_dim: int | None = None,
         value_dim: int | None = None,
         rank: int | Literal["full"] | None = None,
         lower_bound: float | None = None,
-        conv_width: int = 4,
+        conv_width: int | None = 4,
         negative_eigenvalues: bool = False,
+        gate_bias: bool = False,
         epsilon: float = 1e-6,
         out_scale: float = 1.0,
         implementation: str = "auto",
@@ -276,14 +278,14 @@ class KimiDeltaAttention(AbstractDeltaRule):
         if rank is None:
             rank = key_dim
         input_key, decay_key, out_key = jax.random.split(key, 3)
-        options = {"conv_width": conv_width, "negative_eigenvalues": negative_eigenvalues}
+        options = {"groups": groups, "conv_width": conv_width, "negative_eigenvalues": negative_eigenvalues}
         project = Linear if rank == "full" else partial(LowRank, rank=rank)
         self.corrector = DeltaInputs(embed, heads, key_dim, value_dim, **options, key=input_key)
         self.decay = DecayGate(
             partial(project, embed, in_=Dim("embed")), heads, key_dim, lower_bound=lower_bound, key=decay_key
         )
         norm = head_norm_factory(value_dim, epsilon)
-        gate = {"gate": project, "activation": jax.nn.sigmoid}
+        gate = {"gate": partial(project, bias=gate_bias), "activation": jax.nn.sigmoid}
         self.readout = OutputGate(embed, heads, value_dim, norm=norm, **gate, out_scale=out_scale, key=out_key)
         self.implementation = implementation
 
@@ -296,10 +298,10 @@ class KimiDeltaAttention(AbstractDeltaRule):
 class GatedDeltaProduct(AbstractDeltaRule):
     """`GatedDeltaNet` with `num_householder` delta-rule steps per token, each with its own key, value and beta: the
     state transition is a product of generalized Householder matrices (DeltaProduct, Siems et al., arXiv:2502.10297,
-    section 4)."""
+    section 4). The decay and the output gate are optional."""
 
     corrector: DeltaInputs
-    decay: DecayGate
+    decay: DecayGate | None
     readout: OutputGate
 
     implementation: str = implementation_option(DELTA_RULE)
@@ -312,14 +314,19 @@ class GatedDeltaProduct(AbstractDeltaRule):
         num_householder: int = 2,
         key_dim: int | None = None,
         value_dim: int | None = None,
-        conv_width: int = 4,
+        conv_width: int | None = 4,
         negative_eigenvalues: bool = True,
+        decay: bool = True,
+        gate: bool = True,
+        epsilon: float = 1e-6,
         out_scale: float = 1.0,
         implementation: str = "auto",
         key: Key[Array, ""],
     ):
         """- `num_householder`: delta-rule steps per token.
         - `key_dim`: `embed / heads` by default. `value_dim`: `key_dim` by default.
+        - `gate`: multiply the normalized heads by silu(W_gate x).
+        - `epsilon`: of the norm of each head's output.
         """
         key_dim, value_dim = resolve_head_dims(embed, heads, key_dim, value_dim)
         input_key, decay_key, out_key = jax.random.split(key, 3)
@@ -329,14 +336,20 @@ class GatedDeltaProduct(AbstractDeltaRule):
             "negative_eigenvalues": negative_eigenvalues,
         }
         self.corrector = DeltaInputs(embed, heads, key_dim, value_dim, **options, key=input_key)
-        self.decay = DecayGate(partial(Linear, embed, in_=Dim("embed")), heads, key=decay_key)
-        norm = head_norm_factory(value_dim)
-        self.readout = OutputGate(embed, heads, value_dim, norm=norm, gate=True, out_scale=out_scale, key=out_key)
+        self.decay = None
+        if decay:
+            self.decay = DecayGate(partial(Linear, embed, in_=Dim("embed")), heads, key=decay_key)
+        norm = head_norm_factory(value_dim, epsilon)
+        self.readout = OutputGate(embed, heads, value_dim, norm=norm, gate=gate, out_scale=out_scale, key=out_key)
         self.implementation = implementation
 
     def recur(self, x: HiddenStates, context: RecurrenceContext) -> tuple[HeadVectors, RecurrentState]:
         inputs, conv_states = self.corrector(x, context)
-        mixed, matrix = gated_delta_product(*inputs, context.mask_padding(self.decay(x)), **context.options())
+        if self.decay is None:
+            log_decay = jnp.zeros_like(inputs[3][:, :: self.corrector.num_householder])
+        else:
+            log_decay = context.mask_padding(self.decay(x))
+        mixed, matrix = gated_delta_product(*inputs, log_decay, **context.options())
         return mixed, RecurrentState(matrix, conv_states)
 
 

@@ -55,7 +55,7 @@ class LinearAttention(AbstractRecurrence):
     """Factors of a learned feature map, and `key_maps` of keys; () for `feature_map`."""
     key_maps: tuple[AbstractLinear, ...] = ()
 
-    feature_map: Callable = eqx.field(static=True)
+    feature_map: Callable | None = eqx.field(static=True)
     normalized: bool = eqx.field(static=True)
     divides: tuple[bool, bool] = eqx.field(static=True)
     implementation: str = implementation_option(GATED_LINEAR)
@@ -90,7 +90,6 @@ class LinearAttention(AbstractRecurrence):
             dims = {"in_": Dim("key_dim"), "out": Dim("features"), "bias": True}
             maps = tuple(Linear(size, size, **dims, key=map_key) for map_key in jax.random.split(input_key, 4))
             self.query_maps, self.key_maps = maps[:2], maps[2:]
-            feature_map = elu_plus_one
         self.divides = divides
         self.feature_map = feature_map
         self.normalized = normalized
@@ -109,7 +108,7 @@ class LinearAttention(AbstractRecurrence):
 
     def _map(self, x: HeadVectors, maps: tuple[AbstractLinear, ...], divides: bool) -> HeadVectors:
         """Return the features of queries or keys."""
-        if maps:
+        if self.feature_map is None:
             x = maps[0](x) * maps[1](x)
         else:
             x = self.feature_map(x)

@@ -1,52 +1,33 @@
 """RetNet (Sun et al., arXiv:2307.08621) as flash-linear-attention stores it."""
 
+from collections.abc import Callable
 from functools import partial
-from typing import Any
-
-from jaxtyping import Array, Key
 
 from zoo.layers import Retention
 from zoo.models.hf import grammar as hf
 
-from . import gla
-from .gated_deltanet import build_fla_decoder, build_fla_rotary, describe_fla_decoder, map_fla_names
+from . import gated_deltanet, gla
 
 
-def _build_retnet(config: hf.Config, *, key: Key[Array, ""]) -> hf.Decoder:
-    sizes = gla.read_sizes(config)
-    mixer = partial(
-        Retention,
-        config["hidden_size"],
-        **sizes,
-        rotary=build_fla_rotary(sizes["key_dim"], 10000.0),
-        feature_map=gla.find_feature_map(config),
-        gate=config["use_output_gate"],
-    )
-    return build_fla_decoder(config, mixer, key=key)
+def _make_factory(config: hf.Config) -> Callable[..., Retention]:
+    options = gla.read_options(config)
+    if options["key_dim"] % 2:
+        raise hf.ConfigError(f"expand_k: rotary embeddings turn pairs of values, and keys have {options['key_dim']}")
+    return partial(Retention, **options)
 
 
-def _map_retnet_names(config: hf.Config) -> hf.NameMap:
-    return map_fla_names("retention", {**gla.PROJECTION_NAMES, **gla.map_gate_names(config)})
-
-
-def _describe_retnet(model: Any) -> dict[str, Any]:
-    config, mixer = describe_fla_decoder(model, Retention)
-    return {**config, **gla.describe_sizes(mixer, config["hidden_size"]), **gla.describe_feature_map(mixer)}
-
-
-RETNET = hf.Family(
-    name="retnet",
-    architecture="RetNetForCausalLM",
-    build=_build_retnet,
-    names=_map_retnet_names,
+RETNET = gated_deltanet.make_fla_family(
+    "retnet",
+    "RetNetForCausalLM",
+    Retention,
+    factory=_make_factory,
+    names=gla.map_gated_names,
+    describe=gla.describe_mixer,
     defaults={
-        **gla.DEFAULTS,
-        **gla.GATE_DEFAULTS,
-        "hidden_ratio": hf.optional_number(2.0),
+        **gla.GATED_DEFAULTS,
+        "hidden_ratio": hf.optional_count(2),
         "num_heads": 8,
         "expand_v": hf.Default(2.0, hf.POSITIVE_NUMBER),
     },
-    describe=_describe_retnet,
-    # fla's model has no convolutions, whatever the config says
-    **{**gla.GATE_FACTS, "ignored_keys": gla.GATE_FACTS["ignored_keys"] | {"use_short_conv", "conv_size"}},
+    ignored={"use_short_conv", "conv_size"},  # fla's model has no convolutions, whatever the config says
 )

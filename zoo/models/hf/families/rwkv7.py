@@ -67,7 +67,7 @@ def _build_rwkv7(config: hf.Config, *, key: Key[Array, ""]) -> hf.Decoder:
     embed, head_dim = config["hidden_size"], config["head_dim"]
     if embed % head_dim or config["num_heads"] not in (None, embed // head_dim):
         raise hf.ConfigError(f"num_heads = {config['num_heads']} heads of head_dim = {head_dim} are not {embed} wide")
-    if any(size != embed for size in config["value_dim"] or ()):
+    if config["value_dim"] not in (None, [embed] * config["num_hidden_layers"]):
         raise hf.ConfigError(f"value_dim = {config['value_dim']}, and values are hidden_size = {embed} wide")
     ranks = {"rank": "a", "decay_rank": "decay", "gate_rank": "gate"}
     options = {option: config[f"{name}_low_rank_dim"] for option, name in ranks.items()}
