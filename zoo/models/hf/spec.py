@@ -190,6 +190,7 @@ class Family:
     - `callers(config)` returns the names of modules that layers share: in a later layer that calls it -> in the first,
       where files have it. Files may repeat it under the later ones.
     - `head`, `embedding`: the modules that `tie_word_embeddings` ties.
+    - `package`: what to import before the auto classes of transformers read its files, if that is not transformers.
     - `describe(model)` returns the config of a model built from scratch; None if unsupported. Its result is verified:
       the model that `build` makes of it is compared with the given one.
     """
@@ -215,6 +216,7 @@ class Family:
     callers: Callable[[Config], Mapping[str, str]] | None = None
     head: str = "lm_head"
     embedding: str = "model.embed_tokens"
+    package: str = ""
     describe: Callable[[Any], Mapping[str, Any]] | None = None
     kinds: Mapping[str, ValueKind] = dataclasses.field(default_factory=dict)
 
