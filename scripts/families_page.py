@@ -18,13 +18,16 @@ from zoo.layers import (
     AlibiAttention,
     DifferentialAttention,
     DoubleGatedConvolution,
+    ForgettingAttention,
     GroupedGatedDeltaNet,
     KimiDeltaAttention,
     LatentAttention,
     Mamba,
     Mamba2,
     Mamba3,
+    MixtureOfBlockAttention,
     MixtureOfExperts,
+    NativeSparseAttention,
     SparseLatentAttention,
 )
 from zoo.layers.embedding import SinusoidalPositionEmbedding
@@ -233,7 +236,7 @@ def describe_parts(family: Family) -> tuple[str, str, str, str]:
             f"`{type(mixer).__name__}`",
             f"keys of {mixer.projections.key_dim}, values of {mixer.projections.value_dim}",
         ]
-    elif isinstance(mixer, KimiDeltaAttention):
+    elif isinstance(mixer, KimiDeltaAttention) and family.name in LATENT_OPTIONS:
         words = [
             f"`{type(mixer).__name__}`",
             f"multi-head latent attention{LATENT_OPTIONS[family.name]} in other layers",
@@ -249,6 +252,8 @@ def describe_parts(family: Family) -> tuple[str, str, str, str]:
         ]
     elif isinstance(mixer, AbstractRecurrence | RWKV6 | RWKV7 | Mamba3):
         words = [f"`{type(mixer).__name__}`"] + ["attention in other layers, if a file lists some"] * ("attn" in config)
+    elif isinstance(mixer, ForgettingAttention | MixtureOfBlockAttention | NativeSparseAttention):
+        words = [f"`{type(mixer).__name__}`"] + ["RoPE"] * (mixer.rotary is not None)
     else:
         words = describe_attention(mixer, config, positions=describe_positions(model))
         words += [f"`{name}` in other layers" for name in OTHER_MIXERS.get(family.name, ())]

@@ -329,7 +329,8 @@ def _write_checkpoint(
             copy_tokenizer(source, directory)
         if is_of_transformers(origin.family):  # transformers does not read a family of one's own
             training = training or Training(None if source is None else name_base(source))
-            write_model_card(directory, describe_model(origin.family.name, training, _name_reader(model, origin)))
+            card = describe_model(origin.family.name, training, _name_reader(model, origin), origin.family.package)
+            write_model_card(directory, card)
     else:
         for shard in shards:  # take part in the all-gather of each tensor, in the order in which the first one writes
             for tensor in order_tensors(shard).values():

@@ -35,6 +35,7 @@ from zoo.layers import (
     Retention,
     RMSNorm,
 )
+from zoo.layers.recurrent.common import divide_by_sum, elu_plus_one
 from zoo.models.hf.families.gsa_layers import GatedSlotAttention
 from zoo.ops.rotary import DynamicScaling, Rotary
 from zoo.parallel import Dim
@@ -75,19 +76,26 @@ MIXERS = {
     "gated_slot_attention": partial(GatedSlotAttention, key_dim=3, value_dim=6, slots=4, kv_heads=1, conv_width=3),
     "mlstm": MLSTM,
     "delta_net": partial(DeltaNet, negative_eigenvalues=True),
+    "delta_net, of positive keys": partial(
+        DeltaNet, activation=elu_plus_one, normalize=divide_by_sum, conv_width=None, learned_beta=False, gate=True
+    ),
     "gated_delta_net": partial(GatedDeltaNet, key_dim=4, value_dim=8),
+    "gated_delta_net, grouped": partial(GatedDeltaNet, groups=1, conv_width=None, gate=False),
     "grouped_gated_delta_net": partial(GroupedGatedDeltaNet, key_dim=4, value_dim=8),
     "grouped_gated_delta_net, negative eigenvalues": partial(
         GroupedGatedDeltaNet, groups=2, key_dim=4, value_dim=4, negative_eigenvalues=True
     ),
     "kimi_delta_attention": KimiDeltaAttention,
     "kimi_delta_attention, full rank, bounded": partial(KimiDeltaAttention, rank="full", lower_bound=-3.0),
+    "kimi_delta_attention, grouped": partial(KimiDeltaAttention, groups=1, gate_bias=True),
     "gated_delta_product": GatedDeltaProduct,
+    "gated_delta_product, no decay": partial(GatedDeltaProduct, num_householder=3, decay=False, gate=False),
     "gated_delta_net_2": partial(GatedDeltaNet2, key_dim=4, value_dim=8),
     "gated_delta_net_2, full rank, negative eigenvalues": partial(
         GatedDeltaNet2, rank="full", lower_bound=-3.0, negative_eigenvalues=True
     ),
     "comba": partial(Comba, key_dim=4, value_dim=8),
+    "comba, grouped, normalized last": partial(Comba, groups=1, normalize_last=True, gate=False),
     "mesa_net": partial(MesaNet, key_dim=4, value_dim=8),
     "mesa_net, gated": partial(MesaNet, gate=True),
     "rwkv6": partial(RWKV6, rank=3, decay_rank=5),

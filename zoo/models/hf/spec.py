@@ -209,6 +209,7 @@ class Family:
     - `variants`: families of other files with this `model_type`, and `fits(config, names)`, which returns True for the
       config.json and the tensor names of such files.
     - `head`, `embedding`: the modules that `tie_word_embeddings` ties.
+    - `package`: what to import before the auto classes of transformers read its files, if that is not transformers.
     - `describe(model)` returns the config of a model built from scratch; None if unsupported. Its result is verified:
       the model that `build` makes of it is compared with the given one.
     """
@@ -236,6 +237,7 @@ class Family:
     fits: Callable[[Mapping[str, Any], Collection[str]], bool] | None = None
     head: str = "lm_head"
     embedding: str = "model.embed_tokens"
+    package: str = ""
     describe: Callable[[Any], Mapping[str, Any]] | None = None
     kinds: Mapping[str, ValueKind] = dataclasses.field(default_factory=dict)
 

@@ -16,14 +16,18 @@ from zoo.models.hf.families import FAMILIES
 from zoo.tools.testing import check_mixer
 
 SMALL = {"vocab_size": 11, "hidden_size": 16, "num_hidden_layers": 3, "expand_ratio": 8, "intermediate_size": 12}
-BUILD = partial(FAMILIES["hgrn2"].build, read_config(FAMILIES["hgrn2"], SMALL))
+ATTENTION = {"attn": {"layers": [1], "num_heads": 2}}
+BUILD, BUILD_HYBRID = (
+    partial(FAMILIES["hgrn2"].build, read_config(FAMILIES["hgrn2"], SMALL | more)) for more in ({}, ATTENTION)
+)
 
 
 @pytest.mark.slow
-def test_the_model_keeps_the_promises_of_a_mixer():
-    """Also on meshes."""
+@pytest.mark.parametrize("build", [BUILD, BUILD_HYBRID], ids=["recurrent", "hybrid"])
+def test_the_model_keeps_the_promises_of_a_mixer(build):
+    """Also on meshes, and with softmax attention in a layer between."""
     meshes = [zoo.make_mesh(data=2, fsdp=2, tensor=2), zoo.make_mesh(data=2, context=2, tensor=2)]
-    assert check_mixer(BUILD, meshes=meshes).passed
+    assert check_mixer(build, meshes=meshes).passed
 
 
 def test_layers_have_bounds_of_their_own():

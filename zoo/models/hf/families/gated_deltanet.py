@@ -47,6 +47,7 @@ def make_fla_family(
         defaults=defaults,
         describe=describe_decoder,
         embedding="model.embeddings",
+        package="fla",
         aliases={"norm_eps": "rms_norm_eps"},
         required_values={"hidden_act": ("swish",), "attnres_block_size": (None,), **(required or {})},
         ignored_keys=IGNORED_KEYS.union(ignored) - defaults.keys(),
