@@ -40,7 +40,9 @@ class LowerBounds(AbstractLayerInputs):
 
     def __call__(self, tokens: Tokens, x: ResidualStream) -> BoundedHidden:
         shares = jax.nn.softmax(self.weight.astype(jnp.float32), axis=0)
-        return BoundedHidden(x, bounds=shares.cumsum(0) - shares[0], number=jnp.zeros((), jnp.int32))
+        # The first bound is 0 itself and not a difference, which a program may round in two ways.
+        bounds = jnp.pad(shares[1:].cumsum(0), ((1, 0), (0, 0)))
+        return BoundedHidden(x, bounds=bounds, number=jnp.zeros((), jnp.int32))
 
 
 class BoundedBlock(AbstractMixerBlock):
