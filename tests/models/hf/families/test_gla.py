@@ -76,6 +76,6 @@ def test_configs_that_cannot_be_read_raise(name, changes, message):
         family.build(read_config(family, given), key=jax.random.key(0))
 
 
-def test_mixers_refuse_a_number_of_kv_heads_that_divides_no_heads():
+def test_mixers_refuse_kv_heads_that_divide_no_heads():
     with pytest.raises(ValueError, match="4 heads do not divide evenly over 3 KV heads"):
         GatedLinearAttention(16, 4, kv_heads=3, key=jax.random.key(0))

@@ -29,7 +29,7 @@ def build(**more):
     return partial(FAMILIES["rwkv7"].build, config)
 
 
-def test_files_with_all_shifts_in_one_tensor_are_read_and_written(tmp_path):
+def test_files_with_all_shifts_in_one_tensor(tmp_path):
     tensors = {name: np.array(x.read()) for name, x in open_tensors(FIXTURE).items()}
     for layer in range(2):
         names = [f"model.layers.{layer}.attn.x_{letter}" for letter in "rwkvag"]
@@ -85,7 +85,7 @@ def test_configs_that_cannot_be_read_raise(changes, message):
         build(**changes)(key=jax.random.key(0))
 
 
-def test_a_model_of_its_layers_is_saved_and_one_with_gated_mlps_refused(tmp_path):
+def test_models_from_scratch_are_saved_or_refused(tmp_path):
     model = build(norm_first=False, norm_bias=False, tie_word_embeddings=True)(key=jax.random.key(0))
     zoo.save(model, tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["model_type"] == "rwkv7"

@@ -11,7 +11,7 @@ from . import gated_deltanet, gla
 from .gsa_layers import GatedSlotAttention
 
 
-def _make_factory(config: hf.Config) -> Callable[..., GatedSlotAttention]:
+def _make_gsa_factory(config: hf.Config) -> Callable[..., GatedSlotAttention]:
     options = gla.read_options(config)
     del options["norm"]  # over all heads, with 1e-5 whatever norm_eps says
     if options["heads"] * options["value_dim"] != config["hidden_size"]:
@@ -25,7 +25,7 @@ def _make_factory(config: hf.Config) -> Callable[..., GatedSlotAttention]:
     )
 
 
-def _describe(mixer: GatedSlotAttention) -> dict[str, Any]:
+def _describe_gsa(mixer: GatedSlotAttention) -> dict[str, Any]:
     return gla.describe_mixer(mixer) | {"num_slots": mixer.slots, "gate_logit_normalizer": mixer.temperature}
 
 
@@ -34,9 +34,9 @@ GSA = dataclasses.replace(
         "gsa",
         "GSAForCausalLM",
         GatedSlotAttention,
-        factory=_make_factory,
+        factory=_make_gsa_factory,
         names=lambda config: {**gla.NAMES, "f_proj": "forget", "g_norm": "readout.norm"},
-        describe=_describe,
+        describe=_describe_gsa,
         defaults={
             **gla.SIZE_DEFAULTS,
             **gla.CONVOLUTION_DEFAULTS,

@@ -34,7 +34,7 @@ class GatedSlotAttention(AbstractRecurrence):
     slots: int = eqx.field(static=True)
     temperature: float = eqx.field(static=True)
     feature_map: Callable = eqx.field(static=True)
-    """Of queries and keys."""
+    """Applied to queries and keys."""
     implementation: str = implementation_option(GATED_LINEAR)
 
     def __init__(

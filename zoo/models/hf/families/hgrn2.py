@@ -22,7 +22,7 @@ def _build_hgrn2(config: hf.Config, *, key: Key[Array, ""]) -> hf.Decoder:
     if config["use_lower_bound"]:
         inputs = partial(LowerBounds, config["num_hidden_layers"], config["hidden_size"], _read_head_size(config))
         options = {"block": BoundedBlock, "layer_inputs": inputs}
-    return gated_deltanet.build_fla_decoder(config, _make_factory(config), key=key, **options)
+    return gated_deltanet.build_fla_decoder(config, _make_hgrn2_factory(config), key=key, **options)
 
 
 def _read_head_size(config: hf.Config) -> int:
@@ -35,7 +35,7 @@ def _read_head_size(config: hf.Config) -> int:
     return size
 
 
-def _make_factory(config: hf.Config) -> Callable[..., Mixer]:
+def _make_hgrn2_factory(config: hf.Config) -> Callable[..., Mixer]:
     embed, size = config["hidden_size"], _read_head_size(config)
     epsilon = 1e-5 * size  # whatever norm_eps says, and fla divides queries by the root of their size
     return partial(
@@ -76,7 +76,7 @@ HGRN2 = dataclasses.replace(
         "hgrn2",
         "HGRN2ForCausalLM",
         Mixer,
-        factory=_make_factory,
+        factory=_make_hgrn2_factory,
         names=lambda config: {},
         describe=gla.describe_mixer,
         defaults={

@@ -9,7 +9,7 @@ from zoo.models.hf import grammar as hf
 from . import gated_deltanet, gla
 
 
-def _make_factory(config: hf.Config) -> Callable[..., Retention]:
+def _make_retnet_factory(config: hf.Config) -> Callable[..., Retention]:
     options = gla.read_options(config)
     if options["key_dim"] % 2:
         raise hf.ConfigError(f"expand_k: rotary embeddings turn pairs of values, and keys have {options['key_dim']}")
@@ -20,7 +20,7 @@ RETNET = gated_deltanet.make_fla_family(
     "retnet",
     "RetNetForCausalLM",
     Retention,
-    factory=_make_factory,
+    factory=_make_retnet_factory,
     names=gla.map_gated_names,
     describe=gla.describe_mixer,
     defaults={
