@@ -72,7 +72,7 @@ FLOAT64_NORMS = {
 """Norms of gradients that PyTorch rounds by more than 2e-4 in float32, as its class computes them in float64."""
 
 
-WAYS_OF_DECODING = {"gemma3_text", "gpt_oss", "mamba2", "qwen3_5_text"}
+WAYS_OF_DECODING = {"gated_deltanet", "gemma3_text", "gpt_oss", "mamba2", "qwen3_5_text"}
 """Cases of `test_logits_and_files_match_pytorch` that `make test` runs, besides those of `WHOLE`."""
 
 SWITCHES = {"phi3_longrope": 24}

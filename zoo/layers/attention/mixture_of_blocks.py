@@ -5,7 +5,6 @@ from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
-import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Key
@@ -16,7 +15,7 @@ from zoo.ops.rotary import Rotary
 from zoo.parallel import Dim, num_shards
 from zoo.shapes import HeadVectors, HiddenStates, KVHeads, Positions, ResidualStream, ValueHeads
 
-from ..abstract import AbstractLinear, AbstractMixer, AbstractNorm
+from ..abstract import AbstractMixer, AbstractNorm
 from ..heads import select_kv_heads
 from ..kv_cache import mark_overfull, require_positions
 from ..token_info import TokenInfo
@@ -53,7 +52,6 @@ class MixtureOfBlockAttention(AbstractMixer):
 
     attention: Attention
     norm: AbstractNorm | None
-    gate: AbstractLinear | None
 
     block: int = eqx.field(static=True)
     """Tokens of a block."""
@@ -68,14 +66,12 @@ class MixtureOfBlockAttention(AbstractMixer):
         block: int,
         top: int,
         norm: Callable[..., AbstractNorm] | None = None,
-        gate: Callable[..., AbstractLinear] | None = None,
         key: Key[Array, ""],
         **options: Any,
     ):
         """- `block`: tokens of a block.
         - `top`: blocks that a query attends to at most, its own among them.
         - `norm`: factory of a norm over the values of a head, called with their number and `features=`.
-        - `gate`: factory of W in an output gate sigmoid(W x), called as `zoo.layers.Linear` is.
 
         Other options are as in `zoo.layers.Attention`, without a window. **Raises** `ValueError` as it does, for a
         `block` or `top` below 1, and for a window.
@@ -83,14 +79,8 @@ class MixtureOfBlockAttention(AbstractMixer):
         check_block_sizes(block=block, top=top)
         if options.get("window") is not None:
             raise ValueError(f"window={options['window']}: a query attends to blocks, and blocks have no window")
-        attention_key, gate_key = (key, key) if gate is None else jax.random.split(key)
-        self.attention = Attention(embed, heads, **options, key=attention_key)
-        head_dim = self.attention.head_dim
-        self.norm = None if norm is None else norm(head_dim, features=Dim("head_dim"))
-        self.gate = None
-        if gate is not None:
-            out = Dim("heads", head_dim)
-            self.gate = gate(embed, heads * head_dim, in_=Dim("embed"), out=out, key=gate_key)
+        self.attention = Attention(embed, heads, **options, key=key)
+        self.norm = None if norm is None else norm(self.attention.head_dim, features=Dim("head_dim"))
         self.block = block
         self.top = top
 
@@ -113,10 +103,7 @@ class MixtureOfBlockAttention(AbstractMixer):
         mixed = checkpoint_name(mixed, "attention")
         if self.norm is not None:
             mixed = self.norm(mixed)
-        mixed = mixed.reshape(*mixed.shape[:2], -1)
-        if self.gate is not None:
-            mixed = jax.nn.sigmoid(self.gate(x)) * mixed
-        return self.attention.out(mixed), state
+        return self.attention.out(mixed.reshape(*mixed.shape[:2], -1)), state
 
     def attend_to_sequence(self, query: HeadVectors, key: KVHeads, value: ValueHeads, info: TokenInfo) -> HeadVectors:
         """Attend within the sequence."""

@@ -24,11 +24,12 @@ from zoo.layers import (
     NativeSparseAttention,
     RMSNorm,
 )
-from zoo.layers.recurrent.common import LowRank, divide_by_sum, elu_plus_one
+from zoo.layers.recurrent.common import divide_by_sum, elu_plus_one
 from zoo.models.hf.errors import ConfigError
 from zoo.models.hf.families import FAMILIES
 from zoo.models.parameter_paths import find_differences
 from zoo.ops.rotary import Rotary
+from zoo.parallel import Dim
 from zoo.weights.save import NoFamilyError
 
 ROTARY = {"rotary": Rotary(8)}
@@ -50,7 +51,7 @@ MIXERS = {
     "mesa_net": [partial(MesaNet, least_regularization=0.1, decode_steps=3)],
     "forgetting_transformer": [partial(ForgettingAttention, kv_heads=1, gate_per_head=True)],
     "nsa": [partial(BLOCKS, kv_heads=1, **ROTARY)],
-    "moba": [partial(MOBA, gate=partial(LowRank, rank=8), **ROTARY)],
+    "moba": [partial(MOBA, qk_norm=partial(RMSNorm, 8, features=Dim("head_dim"), epsilon=1e-5), **ROTARY)],
 }
 
 
@@ -132,6 +133,7 @@ def test_the_width_of_the_mlp_is_a_multiple_of_256():
         ("forgetting_transformer", {"window_size": 4}, "window_size = 4 would change the result"),
         ("nsa", {"block_counts": 2}, "block_counts = 2"),
         ("moba", {"num_kv_heads": 2}, "num_kv_heads = 2"),
+        ("moba", {"use_output_gate": True}, "use_output_gate = True would change the result"),
     ],
 )
 def test_keys_that_no_layer_has_are_refused_by_name(family, given, message):

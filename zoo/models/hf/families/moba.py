@@ -1,12 +1,11 @@
 """Mixture of block attention (MoBA; Lu et al., arXiv:2502.13189) as flash-linear-attention stores it: each head has a
-norm, and an optional gate. fla's cached decoding attends to all blocks, and ours to the chosen ones."""
+norm. fla's cached decoding attends to all blocks, and ours to the chosen ones."""
 
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from zoo.layers import MixtureOfBlockAttention, RMSNorm
-from zoo.layers.recurrent.common import LowRank
 from zoo.models.hf import grammar as hf
 from zoo.parallel import Dim
 
@@ -26,19 +25,11 @@ def _make_factory(config: hf.Config) -> Callable[..., MixtureOfBlockAttention]:
         block=config["moba_chunk_size"],
         top=config["moba_topk"],
         norm=partial(RMSNorm, epsilon=1e-6),
-        gate=partial(LowRank, rank=head_dim) if config["use_output_gate"] else None,
     )
 
 
-_NAMES: hf.NameMap = {
-    **hf.prefixed("", "attention", llama.ATTENTION_NAMES),
-    **hf.prefixed("g_proj", "gate", {"0": "down", "1": "up"}),
-    "o_norm": "norm",
-}
-
-
 def _describe(mixer: MixtureOfBlockAttention) -> dict[str, Any]:
-    blocks = {"moba_chunk_size": mixer.block, "moba_topk": mixer.top, "use_output_gate": mixer.gate is not None}
+    blocks = {"moba_chunk_size": mixer.block, "moba_topk": mixer.top}
     return gated_deltanet.describe_heads(mixer.attention) | blocks
 
 
@@ -47,16 +38,15 @@ MOBA = gated_deltanet.make_fla_family(
     "MoBAForCausalLM",
     MixtureOfBlockAttention,
     factory=_make_factory,
-    names=lambda config: _NAMES,
+    names=lambda config: {**hf.prefixed("", "attention", llama.ATTENTION_NAMES), "o_norm": "norm"},
     describe=_describe,
     defaults={
         **gated_deltanet.ATTENTION_DEFAULTS,
         "qk_norm": False,
-        "use_output_gate": False,
         "rope_theta": hf.Default(10000.0, hf.POSITIVE_NUMBER),
         "moba_chunk_size": 256,
         "moba_topk": 4,
     },
-    required={"window_size": (None,)},  # fla has it in the cache only
+    required={"window_size": (None,), "use_output_gate": (False,)},  # fla has the window in its cache only
     ignored={"elementwise_affine", "use_flash_moba"},  # no layer reads the first, and the second is a kernel
 )
