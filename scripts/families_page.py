@@ -13,19 +13,26 @@ from zoo.layers import (
     MLSTM,
     RGLRU,
     RWKV4,
+    RWKV6,
+    RWKV7,
     AlibiAttention,
     DifferentialAttention,
     DoubleGatedConvolution,
+    ForgettingAttention,
     GroupedGatedDeltaNet,
     KimiDeltaAttention,
     LatentAttention,
     Mamba,
     Mamba2,
+    Mamba3,
+    MixtureOfBlockAttention,
     MixtureOfExperts,
+    NativeSparseAttention,
     SparseLatentAttention,
 )
 from zoo.layers.embedding import SinusoidalPositionEmbedding
 from zoo.layers.encoders.bidirectional_attention import BidirectionalAttention
+from zoo.layers.recurrent.base import AbstractRecurrence
 from zoo.models import Decoder, Encoder, ImageEncoder
 from zoo.models.blocks import ParallelBlock
 from zoo.models.hf.config import read_config
@@ -98,12 +105,13 @@ def build_families_page(note: str) -> str:
             "|---|---|---|---|---|",
             *rows,
             "\n## Tested\n",
-            "Tests compare a small checkpoint of each family with PyTorch: activations, gradients, padding, and files "
-            "bit for bit. `zoo.families()` returns this table. *Mesh*: a training step on data 2 x fsdp 2 x tensor 2, "
+            "Tests compare a small checkpoint of each family with PyTorch, in transformers or flash-linear-attention "
+            "(fla): activations, gradients, padding, and files bit for bit. `zoo.families()` returns this table. "
+            "*Mesh*: a training step on data 2 x fsdp 2 x tensor 2, "
             "of packed rows where the model takes them, equals one on one device. *Adapters*: LoRA around every linear "
             "layer does too. *Decoding*: greedy tokens with caches are PyTorch's. *Quantized*: formats with a case of "
             "the family; the [same code](checkpoints.md#quantized-files) reads them for the others.\n",
-            "| family | class in transformers | cases | mesh | adapters | decoding | quantized |",
+            "| family | class in transformers or fla | cases | mesh | adapters | decoding | quantized |",
             "|---|---|--:|---|---|---|---|",
             *(
                 f"| `{name}` | `{FAMILIES[name].architecture}` | {format_support(support)} |"
@@ -228,7 +236,7 @@ def describe_parts(family: Family) -> tuple[str, str, str, str]:
             f"`{type(mixer).__name__}`",
             f"keys of {mixer.projections.key_dim}, values of {mixer.projections.value_dim}",
         ]
-    elif isinstance(mixer, KimiDeltaAttention):
+    elif isinstance(mixer, KimiDeltaAttention) and family.name in LATENT_OPTIONS:
         words = [
             f"`{type(mixer).__name__}`",
             f"multi-head latent attention{LATENT_OPTIONS[family.name]} in other layers",
@@ -242,6 +250,10 @@ def describe_parts(family: Family) -> tuple[str, str, str, str]:
             f"convolution width {mixer.convolution.width}",
             "grouped-query attention in a window, RoPE on 50% of each head, in every third layer",
         ]
+    elif isinstance(mixer, AbstractRecurrence | RWKV6 | RWKV7 | Mamba3):
+        words = [f"`{type(mixer).__name__}`"] + ["attention in other layers, if a file lists some"] * ("attn" in config)
+    elif isinstance(mixer, ForgettingAttention | MixtureOfBlockAttention | NativeSparseAttention):
+        words = [f"`{type(mixer).__name__}`"] + ["RoPE"] * (mixer.rotary is not None)
     else:
         words = describe_attention(mixer, config, positions=describe_positions(model))
         words += [f"`{name}` in other layers" for name in OTHER_MIXERS.get(family.name, ())]

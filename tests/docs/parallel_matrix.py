@@ -67,7 +67,7 @@ from zoo.models.hf.families.jetmoe_layers import MixtureOfAttention
 from zoo.models.hf.families.llama4_text_layers import ChunkedAttention
 from zoo.models.hf.families.mimo_v2_flash_layers import ValueScaledAttention
 from zoo.models.hf.families.mpnet_layers import RelativeBiasAttention
-from zoo.models.hf.families.rwkv_layers import RWKV4ChannelMixing
+from zoo.models.hf.families.rwkv_layers import RWKVChannelMixing
 from zoo.models.hf.families.zamba_layers import MultiHeadMamba
 from zoo.ops.rotary import Rotary
 
@@ -102,7 +102,7 @@ MIXERS = {
     "lightning attention": partial(Lightning, heads=HEADS, depth=0.5),
     "HGRN2": partial(HGRN2, heads=HEADS, bound=0.25),
     "RWKV-4": partial(RWKV4, inner=16),
-    "RWKV-4 channel mixing": partial(RWKV4ChannelMixing, mlp=24),
+    "RWKV-4 channel mixing": partial(RWKVChannelMixing, mlp=24),
     "RWKV-6": partial(RWKV6, heads=HEADS, rank=3, decay_rank=5),
     "RWKV-7": partial(RWKV7, heads=HEADS, rank=3),
     "DeltaNet": partial(DeltaNet, heads=HEADS),

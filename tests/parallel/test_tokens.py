@@ -27,7 +27,7 @@ from zoo.layers import (
 from zoo.layers.token_info import pack_positions
 from zoo.models.blocks import ParallelBlock
 from zoo.models.build import build_decoder
-from zoo.models.hf.families.rwkv_layers import RWKV4ChannelMixing, TwoMixerBlock
+from zoo.models.hf.families.rwkv_layers import RWKVChannelMixing, TwoMixerBlock
 from zoo.ops.rotary import Rotary
 from zoo.parallel import SEQUENCE, ZERO2, Dim
 from zoo.tools.plan.inlining import Scan
@@ -55,7 +55,7 @@ def make_hybrid(key):
         embed=32,
         layers=[
             (latent, experts),
-            (partial(RWKV4, 32), partial(RWKV4ChannelMixing, 32, 64)),
+            (partial(RWKV4, 32), partial(RWKVChannelMixing, 32, 64)),
             (partial(Attention, 32, 4, kv_heads=1), partial(MLP, 32, 64)),
             (partial(Mamba, 32), None),
         ],
@@ -68,7 +68,7 @@ def make_hybrid(key):
 
 
 def _wire(ffn, **parts):
-    wiring = {RWKV4ChannelMixing: TwoMixerBlock, MLP: ParallelBlock}.get(type(ffn), zoo.models.Block)
+    wiring = {RWKVChannelMixing: TwoMixerBlock, MLP: ParallelBlock}.get(type(ffn), zoo.models.Block)
     return wiring(ffn=ffn, **parts)
 
 

@@ -188,7 +188,7 @@ def test_load_refuses_a_wrapper_that_is_not_read(plain, tmp_path):
     assert "model_type 'paligemma', which is not read: its language model sees" in refusal(model_type="paligemma")
     message = refusal(model_type="polygemma")
     assert "model_type 'polygemma'" in message and "Language models are read out of aya_vision, gemma3" in message
-    assert "wraps a language model that has the model_type 'rwkv7'" in refusal(text_config={"model_type": "rwkv7"})
+    assert "wraps a language model that has the model_type 'rwkv5'" in refusal(text_config={"model_type": "rwkv5"})
     assert "text_config = 3 should be a table" in refusal(text_config=3)
     tensors, config = read(wrap(plain, source)), config_of(source)
     store(source, {f"text.{name}": x for name, x in tensors.items()}, config)

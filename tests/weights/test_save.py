@@ -110,8 +110,10 @@ def configs(draw, family):
     if "altup_active_idx" in drawn:  # one of the streams
         drawn |= {"altup_active_idx": draw(st.integers(0, drawn["altup_num_inputs"] - 1))}
         drawn |= {"hidden_act": "gelu_pytorch_tanh", "activation_sparsity_pattern": None}
-    if "num_heads" in drawn:  # as wide together as `expand` says
+    if "num_heads" in drawn and "expand" in drawn:  # as wide together as `expand` says
         drawn |= {"head_dim": 8, "expand": 2, "num_heads": drawn["hidden_size"] // 4}
+    if "hidden_ratio" in drawn:
+        drawn["hidden_act"] = "swish"
     if drawn.get("layer_types"):
         drawn["layer_types"] = drawn["layer_types"][: drawn["num_hidden_layers"]]
     if drawn.get("rope_parameters"):

@@ -28,9 +28,10 @@ def write_model_card(directory: Path, text: str) -> None:
         write_text(path, text)
 
 
-def describe_model(model_type: str, training: Training, reader: str) -> str:
+def describe_model(model_type: str, training: Training, reader: str, package: str = "") -> str:
     """Return the model card of a checkpoint. It does not depend on the directory: equal models have equal files.
-    `reader` is the class of transformers that reads it."""
+    `reader` is the class of transformers that reads it, after an import of `package` if there is one."""
+    after = f" after `import {package}`" if package else ""
     origin = f" It was made from `{training.base}`." if training.base else ""
     rows = [f"| {name} | {value} |\n" for name, value in training.facts.items()]
     trained = "".join([_TRAINING, "\n| | |\n|---|---|\n", *rows]) if rows else ""
@@ -45,7 +46,7 @@ import zoo
 model = zoo.load("DIRECTORY")  # or its name on the hub
 ```
 
-`transformers.{reader}.from_pretrained` reads it too.
+`transformers.{reader}.from_pretrained` reads it too{after}.
 {trained}"""
 
 

@@ -149,7 +149,7 @@ def resolve_checkpoint(
     """
     try:
         kept = _drop_keys(config_json, ignore)
-        unwrapped = unwrap(Stored(kept, tensors, Origin(choose_head(family, kept), "")))
+        unwrapped = unwrap(Stored(kept, tensors, Origin(choose_head(family.choose(kept, tensors), kept), "")))
         described, config, decode = read_quantization(unwrapped, packed)
         config = count_predictors(config, tensors, described.family, described.notes.wrapping)
         _check_layer_count(config, len(tensors))

@@ -224,11 +224,11 @@ def resolve_origin(model: Any, requested: str | Family | None, overrides: dict[s
         reasons.append(f"it was read as {family.name}, and {reason}")
     read_alone = []
     if family is not None:
-        candidates = [family]
+        candidates = [family, *family.variants]
     elif is_score:
         candidates = filter(has_score, FAMILIES.values())
     else:
-        candidates = FAMILIES.values()
+        candidates = [x for known in FAMILIES.values() for x in (known, *known.variants)]
     sentence_files = () if origin is None else origin.sentence_files
     for candidate in candidates:
         try:
@@ -246,6 +246,7 @@ def resolve_origin(model: Any, requested: str | Family | None, overrides: dict[s
         if reason is None:
             return Origin(candidate, _format_config(config, model), predictors=count, sentence_files=sentence_files)
         reasons.append(f"{candidate.name}: {reason}")
+    reasons.sort(key=lambda reason: ": its mixer is " in reason)  # last: families of other mixers, which are many
     if read_alone:
         names = ", ".join(read_alone)
         reasons.append(f"{names}: only models that were read from such a checkpoint can be written as one")
@@ -336,7 +337,8 @@ def _write_checkpoint(
             copy_tokenizer(source, directory)
         if is_of_transformers(origin.family):  # transformers does not read a family of one's own
             training = training or Training(None if source is None else name_base(source))
-            write_model_card(directory, describe_model(origin.family.name, training, _name_reader(model, origin)))
+            card = describe_model(origin.family.name, training, _name_reader(model, origin), origin.family.package)
+            write_model_card(directory, card)
     else:
         for shard in shards:  # take part in the all-gather of each tensor, in the order in which the first one writes
             for tensor in order_tensors(shard).values():

@@ -4,10 +4,11 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from zoo.layers import Linear
-from zoo.layers.recurrent.common import DecayGate, LowRank
+from zoo.layers.recurrent.common import DecayGate, LowRank, divide_by_sum, elu_plus_one
 from zoo.parallel import Dim
 
 KEY = jax.random.key(0)
@@ -36,3 +37,10 @@ def test_log_decays_equal_their_formula(per_head, lower_bound):
     decays = gate(x)
     assert jnp.allclose(decays, wanted.reshape(decays.shape), rtol=1e-4, atol=1e-6) and decays.max() <= 0
     assert lower_bound is None or decays.min() >= lower_bound
+
+
+def test_keys_above_zero_sum_to_one():
+    x = jnp.asarray([[-1.0, 0.0, 2.0]])
+    raised = np.asarray([[np.exp(-1), 1, 3]])
+    np.testing.assert_allclose(elu_plus_one(x), raised, rtol=1e-6)
+    np.testing.assert_allclose(divide_by_sum(elu_plus_one(x)), raised / raised.sum(), rtol=1e-6)

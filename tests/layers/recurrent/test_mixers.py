@@ -35,7 +35,10 @@ from zoo.layers import (
     Retention,
     RMSNorm,
 )
+from zoo.layers.recurrent.common import divide_by_sum, elu_plus_one
+from zoo.models.hf.families.gsa_layers import GatedSlotAttention
 from zoo.ops.rotary import DynamicScaling, Rotary
+from zoo.parallel import Dim
 from zoo.tools.testing import check_mixer
 
 KEY = jax.random.key(0)
@@ -51,29 +54,52 @@ def without_heads(mixer, **options):
 MIXERS = {
     "linear_attention": LinearAttention,
     "linear_attention, not normalized": partial(LinearAttention, normalized=False),
+    "linear_attention, learned features": partial(
+        LinearAttention,
+        kv_heads=1,
+        value_dim=4,
+        feature_map=None,
+        normalized=False,
+        norm=partial(RMSNorm, 4, features=Dim("value_dim")),
+    ),
+    "linear_attention, divided features": partial(LinearAttention, normalized=False, divides=(True, True)),
     "retention": Retention,
+    "retention, fewer KV heads": partial(Retention, kv_heads=1, feature_map=jax.nn.silu, gate=False),
     "lightning": partial(Lightning, depth=0.5),
     "lightning, slopes of its own": partial(Lightning, slopes=jnp.array([0.4, 0.03])),
     "gated_linear_attention": GatedLinearAttention,
+    "gated_linear_attention, fewer KV heads": partial(
+        GatedLinearAttention, kv_heads=1, conv_width=3, feature_map=jax.nn.relu, min_log_decay=-0.03, gate=False
+    ),
     "hgrn2": partial(HGRN2, bound=0.25),
+    "hgrn2, convolved": partial(HGRN2, conv_width=3, norm=partial(RMSNorm, 12, features=Dim("heads", 6))),
+    "gated_slot_attention": partial(GatedSlotAttention, key_dim=3, value_dim=6, slots=4, kv_heads=1, conv_width=3),
     "mlstm": MLSTM,
     "delta_net": partial(DeltaNet, negative_eigenvalues=True),
+    "delta_net, of positive keys": partial(
+        DeltaNet, activation=elu_plus_one, normalize=divide_by_sum, conv_width=None, learned_beta=False, gate=True
+    ),
     "gated_delta_net": partial(GatedDeltaNet, key_dim=4, value_dim=8),
+    "gated_delta_net, grouped": partial(GatedDeltaNet, groups=1, conv_width=None, gate=False),
     "grouped_gated_delta_net": partial(GroupedGatedDeltaNet, key_dim=4, value_dim=8),
     "grouped_gated_delta_net, negative eigenvalues": partial(
         GroupedGatedDeltaNet, groups=2, key_dim=4, value_dim=4, negative_eigenvalues=True
     ),
     "kimi_delta_attention": KimiDeltaAttention,
     "kimi_delta_attention, full rank, bounded": partial(KimiDeltaAttention, rank="full", lower_bound=-3.0),
+    "kimi_delta_attention, grouped": partial(KimiDeltaAttention, groups=1, gate_bias=True),
     "gated_delta_product": GatedDeltaProduct,
+    "gated_delta_product, no decay": partial(GatedDeltaProduct, num_householder=3, decay=False, gate=False),
     "gated_delta_net_2": partial(GatedDeltaNet2, key_dim=4, value_dim=8),
     "gated_delta_net_2, full rank, negative eigenvalues": partial(
         GatedDeltaNet2, rank="full", lower_bound=-3.0, negative_eigenvalues=True
     ),
     "comba": partial(Comba, key_dim=4, value_dim=8),
+    "comba, grouped, normalized last": partial(Comba, groups=1, normalize_last=True, gate=False),
     "mesa_net": partial(MesaNet, key_dim=4, value_dim=8),
     "mesa_net, gated": partial(MesaNet, gate=True),
     "rwkv6": partial(RWKV6, rank=3, decay_rank=5),
+    "rwkv6, wide values": partial(RWKV6, head_dim=3, value_dim=4, rank=2, decay_rank=3),
     "rwkv7": partial(RWKV7, rank=3),
     "rg_lru": partial(RGLRU, inner=16),
     "rg_lru, biases": partial(RGLRU, bias=True, activation=jax.nn.silu),
@@ -82,8 +108,10 @@ MIXERS = {
     "mamba2, bounded": partial(
         Mamba2, head_dim=4, state_dim=5, conv_width=2, dt_limit=(0.05, 0.5), norm_before_gate=True
     ),
+    "mamba2, a skip of each channel": partial(Mamba2, head_dim=8, state_dim=3, D_per_channel=True, norm=False),
     "mamba3": partial(Mamba3, head_dim=4, groups=2, state_dim=5),
     "mamba3, rank 2": partial(Mamba3, head_dim=4, state_dim=4, angles=2, rank=2, norm=True),
+    "mamba3, softplus": partial(Mamba3, head_dim=4, state_dim=4, decay_rate=jax.nn.softplus, min_decay_rate=0.01),
     "rwkv4": without_heads(RWKV4, inner=16),
     "gated_convolution": without_heads(GatedConvolution, conv_width=4),
     "double_gated_convolution": without_heads(DoubleGatedConvolution, bias=True),

@@ -167,8 +167,22 @@ ANOTHER = {
     "prefix_dense_intermediate_size": 20,
     "attention_head_dim": 12,
     "use_mem_rope": False,
+    "hidden_ratio": 32,
+    "attn": {"layers": [1], "num_heads": 2},
+    "lower_bound": -3.0,
+    "num_kv_heads": 2,
+    "num_v_heads": 8,
+    "output_gate_activation": "sigmoid",
+    "num_heads": 8,
+    "value_dim": [48, 48, 48],
+    "feature_map": "relu",
+    "clamp_min": -2.0,
+    "expand_ratio": 16,
+    "rope_fraction": 1.0,
+    "num_slots": 6,
 }
 """Values other than the small model's. For keys that are not listed, one is derived from the default."""
+OTHER_WORDS = {"silu": "relu", "l2": "sum"}
 RELATIVE = {"relative_attention": True, "pos_att_type": ["p2c"], "position_buckets": 4}
 CONTEXTS = [
     {},
@@ -197,6 +211,9 @@ CONTEXTS = [
     {"layer_types": ["conv", "full_attention", "conv"]},
     {"layer_types": ["conv", "sliding_attention", "full_attention"], "sliding_window": 4},
     {"expert_selection_fn": "sigmoid", "num_shared_experts": 1, "first_k_dense_replace": 2},
+    {"intermediate_size": None},
+    {"expand_ratio": None},
+    {"use_short_conv": True},
 ]
 """Some keys have an effect only together with others."""
 
@@ -236,6 +253,8 @@ def small(family, **more):
         more = {"num_hidden_layers": 6} | more
     if family.name == "zamba2":  # the default has 54 layers
         more = {"layers_block_type": ["mamba", "hybrid", "hybrid"], "use_mem_rope": True} | more
+    sizes = {"rwkv7": {"num_heads": 2}, "mamba3": {"state_size": 8}, "hgrn2": {"expand_ratio": 8}}
+    more = sizes.get(family.name, {}) | more  # heads of several sizes, and pairs of states
     if family in HAS_ROPE_BY_TYPE and "rope_parameters" in more:
         tables = {"full_attention": more["rope_parameters"], "sliding_attention": {}}
         more = more | {"rope_parameters": tables, "layer_types": ["full_attention"] * 3}
@@ -266,6 +285,8 @@ def other_value(key, default):
         return not default
     if isinstance(default, int | float):
         return type(default)(default * 2 or 1)
+    if default in OTHER_WORDS:
+        return OTHER_WORDS[default]
     pytest.fail(f"the value {default!r} of {key!r} does not suggest another: list one in ANOTHER")
 
 

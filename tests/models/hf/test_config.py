@@ -45,7 +45,7 @@ def has_effect(family, key, given, default):
     return any(find_differences(changed, build(family, given))) or key in ONLY_NAMES
 
 
-ONLY_NAMES = ("legacy", "weight_mode")
+ONLY_NAMES = ("legacy", "weight_mode", "fuse_norm")
 """Keys that change the names of tensors, and nothing else."""
 
 
@@ -152,7 +152,18 @@ NEEDS_KV_HEADS = [(name, "num_key_value_heads") for name in ("jetmoe", "mimo_v2_
 @EACH_AT_LENGTH
 def test_config_null_equals_absent(family):
     absent = {"num_key_value_heads", "head_dim", "sliding_window", "rope_parameters", "layer_types", "q_lora_rank"}
-    absent |= {"attn_logit_softcapping", "final_logit_softcapping", "attention_value_scale", "mamba_d_ssm"}
+    absent |= {
+        "attn_logit_softcapping",
+        "final_logit_softcapping",
+        "attention_value_scale",
+        "mamba_d_ssm",
+        "hidden_ratio",
+        "expand_ratio",
+        "num_slots",
+        "num_kv_heads",
+    }
+    if family.defaults.keys() & {"hidden_ratio", "A_floor"}:  # flash-linear-attention derives no head_dim
+        absent.remove("head_dim")
     for key, default in family.defaults.items():
         found = build_or_error(family, small(family) | {alias_of(family, key): None})
         if default is None and isinstance(found, str):
@@ -170,8 +181,9 @@ def test_config_null_equals_absent(family):
 BEYOND_THE_LAST = (
     *("max_position_embeddings", "sliding_window_pattern", "no_rope_layer_interval", "global_attn_every_n_layers"),
     *("index_topk_freq", "index_skip_topk_offset", "rescale_every", "attn_layer_period", "expert_layer_period"),
+    "hidden_ratio",
 )
-"""Keys of which a value larger than the number of tokens or layers is the same as another."""
+"""Keys of which a value larger than the number of tokens or layers is the same as another, or a rounded one."""
 MAY_BE_EMPTY = ("rope_parameters", "mlp_only_layers", "no_rope_layers", "architectures", "id2label")
 NEEDS_ARCHITECTURE = {
     "vit": ["ViTModel"],
@@ -217,6 +229,7 @@ def test_config_invalid_values_are_refused_or_honored(family, key):
     needed |= {"interleave_moe_layer_step": 3, "architectures": NEEDS_ARCHITECTURE.get(family.name)}
     needed |= {"no_rope_layers": [1, 0, 1]} if key in NEEDS_NO_ROPE_LAYERS else {}
     needed |= {"mamba_rms_norm": True} if key == "mamba_norm_before_gate" else {}
+    needed |= {"intermediate_size": None} if key == "hidden_ratio" else {}
     if family.name == "deberta-v2":
         needed |= RELATIVE | {"architectures": ["DebertaV2ForSequenceClassification"]}
     if "num_kv_shared_layers" in family.defaults:  # some keys count in layers that see all tokens, or that reuse keys
@@ -245,6 +258,7 @@ WRONG_VALUES = {
     type(None): ("yes", True, -1, {"x": 1}, [1.5]),
 }
 """Values of other types than a default; most of them have a truth, which Python would take for the value."""
+PER_LAYER = ("moe_topk", "intermediate_size_by_layer", "layer_rope_theta", "value_dim")
 
 
 @EACH
@@ -252,8 +266,10 @@ def test_config_values_are_read_by_type(family):
     for key, default in family.defaults.items():
         alias = alias_of(family, key)
         for value in WRONG_VALUES[type(default)]:
-            if key in ("moe_topk", "intermediate_size_by_layer", "layer_rope_theta") and isinstance(value, list):
+            if key in PER_LAYER and isinstance(value, list):
                 continue  # one number for each layer
+            if key in ("lower_bound", "clamp_min") and value == -1:
+                continue
             with pytest.raises(ConfigError, match=alias):
                 read_config(family, {alias: value})
     for key, values in {**REQUIRED_VALUES, **family.required_values}.items():

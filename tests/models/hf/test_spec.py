@@ -68,6 +68,28 @@ def test_mapping_views_equal_concatenated_groups(drawn):
 
 
 @pytest.mark.parametrize("lead", [(), (2,)], ids=str)
+@pytest.mark.parametrize(
+    ("options", "shapes", "join"),
+    [
+        ({"flat": True}, [(3, 2)], lambda parts, lead: parts[0].reshape(*lead, 6)),
+        ({"stacked": True}, [(3,), (3,)], lambda parts, lead: np.stack(parts, len(lead))),
+        ({"columns": True}, [(3, 2), (3, 4)], lambda parts, lead: np.concatenate(parts, -1)),
+    ],
+    ids=["flat", "stacked", "columns"],
+)
+def test_parts_that_are_joined_otherwise(options, shapes, join, lead):
+    parts = distinct_arrays([(*lead, *shape) for shape in shapes])
+    expected = join(parts, lead)
+    mapping = TensorMapping(tuple("ab"[: len(parts)]), **options)
+    shapes = [part.shape for part in parts]
+    assert mapping.shape(shapes, len(lead)) == expected.shape
+    tensor = np.empty_like(expected)
+    for view, part in zip(mapping.views(tensor, shapes, len(lead)), parts, strict=True):
+        view[...] = part.reshape(view.shape)
+    assert np.array_equal(tensor, expected)
+
+
+@pytest.mark.parametrize("lead", [(), (2,)], ids=str)
 def test_matrices_per_head_have_a_dim_of_heads(lead):
     """A matrix (heads * out, in) is stored as (heads, in, out), and its bias as (heads, out)."""
     heads, out, in_ = 3, 2, 5

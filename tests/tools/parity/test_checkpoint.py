@@ -1,7 +1,8 @@
 """Compare every family with PyTorch on reference cases: activations, gradients, padding, greedy decoding, saving.
 
-A case is a small checkpoint with the results of transformers. The project's own cases are in `tests/fixtures/models`;
-the environment variable ZOO_PARITY names a directory with more. A new family needs cases, and nothing here.
+A case is a small checkpoint with the results of transformers, or of flash-linear-attention. The project's own cases are
+in `tests/fixtures/models`; the environment variable ZOO_PARITY names a directory with more. A new family needs cases,
+and nothing here.
 """
 
 import dataclasses
@@ -71,7 +72,7 @@ FLOAT64_NORMS = {
 """Norms of gradients that PyTorch rounds by more than 2e-4 in float32, as its class computes them in float64."""
 
 
-WAYS_OF_DECODING = {"gemma3_text", "gpt_oss", "mamba2", "qwen3_5_text"}
+WAYS_OF_DECODING = {"gated_deltanet", "gemma3_text", "gpt_oss", "mamba2", "qwen3_5_text"}
 """Cases of `test_logits_and_files_match_pytorch` that `make test` runs, besides those of `WHOLE`."""
 
 SWITCHES = {"phi3_longrope": 24}
@@ -91,7 +92,7 @@ def is_encoder(folder: Path) -> bool:
 @cache
 def find_cases() -> list[Path]:
     """All cases, in folders that are read once."""
-    more = ("models", "models_more", "models_2026")
+    more = ("models", "models_more", "models_2026", "models_fla")
     roots = [FIXTURES, *([Path(PARITY) / folder for folder in more] if PARITY else [])]
     folders = [folder for root in roots for folder in sorted(root.iterdir()) if (folder / "config.json").exists()]
     type_of_text = lambda folder: read_text_config(read(folder / "config.json"))["model_type"]
@@ -208,7 +209,8 @@ def test_hidden_states_match_pytorch(folder: Path):
 
 def check_hub_config_loads_the_same_model(folder: Path, copy: Path) -> Any:
     shutil.copytree(folder, copy)
-    shutil.copyfile(folder / "config_hub.json", copy / "config.json")
+    if (folder / "config_hub.json").exists():
+        shutil.copyfile(folder / "config_hub.json", copy / "config.json")
     new, old = zoo.load(folder), zoo.load(copy)
     assert not list(find_differences(new, old))
     assert all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True))

@@ -41,7 +41,7 @@ class ForgettingAttention(AbstractGroupedAttention):
 
     Norms, RoPE, the output gate and a sliding window are optional: the paper's FoX has none, its FoX (Pro) has the
     norms and the gate. The shift of keys and values of FoX (Pro) is left out. Grouped query heads share the forget gate
-    of their KV head.
+    of their KV head; with `gate_per_head` each has one of its own, and the cache copies keys and values for each.
 
     The log gates and their sums c are float32 whatever the compute dtype. `zoo.ops.attention.decays` says how keys, and
     so the KV cache, hold c; padding does not change it. The implementations are "grouped", "blockwise" and "reference".
@@ -61,7 +61,10 @@ class ForgettingAttention(AbstractGroupedAttention):
 
     head_dim: int = eqx.field(static=True)
     group: int = eqx.field(static=True)
-    """Query heads per KV head."""
+    """Query heads per forget gate, and KV head of the cache."""
+    copies: int = eqx.field(static=True)
+    """Forget gates per KV head."""
+    norm_over_heads: bool = eqx.field(static=True)
     rotary: Rotary | None = eqx.field(static=True)
     window: int | None = eqx.field(static=True)
     implementation: str | Callable = implementation_option(ATTENTION)
@@ -75,8 +78,10 @@ class ForgettingAttention(AbstractGroupedAttention):
         head_dim: int | None = None,
         rotary: Rotary | None = None,
         qk_norm: Callable[[], AbstractNorm] | None = None,
+        norm_over_heads: Callable[..., AbstractNorm] | None = None,
         norm: Callable[..., AbstractNorm] | None = None,
         gate: bool = False,
+        gate_per_head: bool = False,
         bias: bool = False,
         out_bias: bool = False,
         window: int | None = None,
@@ -86,6 +91,7 @@ class ForgettingAttention(AbstractGroupedAttention):
     ):
         """- `norm`: factory of the norm over the values of a head, called with their number and `features=`.
         - `gate`: add an output gate, one for each channel.
+        - `gate_per_head`: one forget gate for each query head rather than each KV head.
 
         Other options and **raised** errors are as in `zoo.layers.Attention`. The bias of the forget gate is initialized
         to 0, the gate to a half.
@@ -96,15 +102,23 @@ class ForgettingAttention(AbstractGroupedAttention):
             embed, heads, kv_heads, head_dim, bias=bias, out_bias=out_bias, out_scale=out_scale, key=key
         )
         self.query, self.key, self.value, self.out = projections
-        self.forget = Linear(embed, kv_heads, in_=Dim("embed"), out=Dim("kv_heads"), bias=True, key=forget_key)
+        gates, gate_dim = kv_heads, Dim("kv_heads")
+        if gate_per_head or heads == kv_heads:
+            gates, gate_dim = heads, Dim("heads")
+        self.forget = Linear(embed, gates, in_=Dim("embed"), out=gate_dim, bias=True, key=forget_key)
         self.gate = None
         if gate:
             self.gate = Linear(embed, heads * head_dim, in_=Dim("embed"), out=Dim("heads", head_dim), key=gate_key)
         self.query_norm = None if qk_norm is None else qk_norm()
         self.key_norm = None if qk_norm is None else qk_norm()
+        if norm_over_heads is not None:
+            self.query_norm = norm_over_heads(heads * head_dim, features=Dim("heads", head_dim))
+            self.key_norm = norm_over_heads(kv_heads * head_dim, features=Dim("kv_heads", head_dim))
+        self.norm_over_heads = norm_over_heads is not None
         self.norm = None if norm is None else norm(head_dim, features=Dim("head_dim"))
         self.head_dim = head_dim
-        self.group = heads // kv_heads
+        self.group = heads // gates
+        self.copies = gates // kv_heads
         self.rotary = rotary
         self.window = window
         self.implementation = implementation
@@ -112,10 +126,13 @@ class ForgettingAttention(AbstractGroupedAttention):
     def project(
         self, x: HiddenStates, info: TokenInfo, state: KeyValueCache | None
     ) -> tuple[HeadVectors, KVHeads, ValueHeads]:
-        query = split_heads(self.query(x), self.head_dim, self.query_norm)
-        key = split_heads(self.key(x), self.head_dim, self.key_norm)
+        query = self._split_heads(self.query(x), self.query_norm)
+        key = self._split_heads(self.key(x), self.key_norm)
         value = split_heads(self.value(x), self.head_dim)
         query, key = rotate(query, key, self.rotary, x, info, state)
+        if self.copies > 1:
+            key, value = (select_kv_heads(units, query, self.copies) for units in (key, value))
+            key, value = (jnp.repeat(units, query.shape[2] // units.shape[2], axis=2) for units in (key, value))
         sums = self._sum_log_gates(x, info, state)
         query_sums = jnp.repeat(select_kv_heads(sums, query, self.group), self.group, axis=2)
         # The query heads of a device may be fewer than a group: they then share one of the replicated KV heads.
@@ -135,9 +152,17 @@ class ForgettingAttention(AbstractGroupedAttention):
         """Return an empty KV cache for `length` tokens, of at most `window` slots, whose keys have the channels of
         `zoo.ops.attention.decays`. **Raises** `ValueError` for float16."""
         check_decay_dtype(dtype)
-        kv_heads = self.key.out_size // self.head_dim
+        kv_heads = self.forget.out_size
         size = self.head_dim + DECAY_CHANNELS
         return make_cache(batch, length, kv_heads, size, dtype, window=self.window, value_dim=self.head_dim)
+
+    def _split_heads(
+        self, x: Float[Array, "batch seq _"], norm: AbstractNorm | None
+    ) -> Float[Array, "batch seq _ head_dim"]:
+        """Reshape features to heads, with QK norm."""
+        if norm is None or not self.norm_over_heads:
+            return split_heads(x, self.head_dim, norm)
+        return split_heads(norm(x), self.head_dim)
 
     def _sum_log_gates(self, x: HiddenStates, info: TokenInfo, state: KeyValueCache | None) -> _DecaySums:
         """Return the sums of the log gates of each token and all before it, in the cache and in earlier shards too."""

@@ -1,6 +1,7 @@
 """Mixture of block attention: each query attends to its own block of keys and to the blocks that it likes best."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
@@ -11,10 +12,10 @@ from jaxtyping import Array, Bool, Key
 from zoo.ops.attention import AttentionMask
 from zoo.ops.attention.block_selection import average_blocks, place_in_blocks, select_blocks, select_keys
 from zoo.ops.rotary import Rotary
-from zoo.parallel import num_shards
+from zoo.parallel import Dim, num_shards
 from zoo.shapes import HeadVectors, HiddenStates, KVHeads, Positions, ResidualStream, ValueHeads
 
-from ..abstract import AbstractMixer
+from ..abstract import AbstractMixer, AbstractNorm
 from ..heads import select_kv_heads
 from ..kv_cache import mark_overfull, require_positions
 from ..token_info import TokenInfo
@@ -50,15 +51,27 @@ class MixtureOfBlockAttention(AbstractMixer):
     value_names = VALUE_NAMES
 
     attention: Attention
+    norm: AbstractNorm | None
 
     block: int = eqx.field(static=True)
     """Tokens of a block."""
     top: int = eqx.field(static=True)
     """Blocks that a query attends to at most, its own among them."""
 
-    def __init__(self, embed: int, heads: int, *, block: int, top: int, key: Key[Array, ""], **options: Any):
+    def __init__(
+        self,
+        embed: int,
+        heads: int,
+        *,
+        block: int,
+        top: int,
+        norm: Callable[..., AbstractNorm] | None = None,
+        key: Key[Array, ""],
+        **options: Any,
+    ):
         """- `block`: tokens of a block.
         - `top`: blocks that a query attends to at most, its own among them.
+        - `norm`: factory of a norm over the values of a head, called with their number and `features=`.
 
         Other options are as in `zoo.layers.Attention`, without a window. **Raises** `ValueError` as it does, for a
         `block` or `top` below 1, and for a window.
@@ -67,6 +80,7 @@ class MixtureOfBlockAttention(AbstractMixer):
         if options.get("window") is not None:
             raise ValueError(f"window={options['window']}: a query attends to blocks, and blocks have no window")
         self.attention = Attention(embed, heads, **options, key=key)
+        self.norm = None if norm is None else norm(self.attention.head_dim, features=Dim("head_dim"))
         self.block = block
         self.top = top
 
@@ -87,6 +101,8 @@ class MixtureOfBlockAttention(AbstractMixer):
             state = state.write(key, value, info.positions, self.block, average_blocks)
             mixed = self.attend_to_cache(query, state, info.positions)
         mixed = checkpoint_name(mixed, "attention")
+        if self.norm is not None:
+            mixed = self.norm(mixed)
         return self.attention.out(mixed.reshape(*mixed.shape[:2], -1)), state
 
     def attend_to_sequence(self, query: HeadVectors, key: KVHeads, value: ValueHeads, info: TokenInfo) -> HeadVectors:

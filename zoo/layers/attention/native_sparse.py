@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Float, Key
 from zoo.ops.attention import AttentionMask, attention
 from zoo.ops.attention.block_selection import (
     BlockPlaces,
+    average_blocks,
     place_in_blocks,
     score_probabilities,
     select_blocks,
@@ -80,7 +81,8 @@ class NativeSparseAttention(AbstractMixer):
 
     Projections, RoPE and the other options are of `zoo.layers.Attention`. Three things differ from the paper: the
     branches share keys and values; compressed blocks do not overlap, and are those that are selected; and the first
-    block is chosen by its score like any other.
+    block is chosen by its score like any other, unless `keep_ends`, with which the first block and the one before the
+    query's own are always chosen.
 
     Blocks are counted from the start of a text, and begin anew in each segment of a packed row.
 
@@ -98,26 +100,42 @@ class NativeSparseAttention(AbstractMixer):
 
     attention: Attention
     gate: AbstractLinear
-    compress_key: BlockCompression
-    compress_value: BlockCompression
+    compress_key: BlockCompression | None
+    """None for the mean."""
+    compress_value: BlockCompression | None
 
     block: int = eqx.field(static=True)
     """Tokens of a block."""
     top: int = eqx.field(static=True)
     """Blocks that the selected branch attends to at most, the query's own among them."""
     window: int = eqx.field(static=True)
+    keep_ends: bool = eqx.field(static=True)
 
     def __init__(
-        self, embed: int, heads: int, *, block: int, top: int, window: int, key: Key[Array, ""], **options: Any
+        self,
+        embed: int,
+        heads: int,
+        *,
+        block: int,
+        top: int,
+        window: int,
+        average: bool = False,
+        keep_ends: bool = False,
+        key: Key[Array, ""],
+        **options: Any,
     ):
         """- `block`: tokens of a block.
         - `top`: blocks that the selected branch attends to at most, the query's own among them.
         - `window`: tokens of the window, the query's own among them.
+        - `average`: compress a block to the means of its keys and values, and not by an MLP.
+        - `keep_ends`: always choose the first block and the one before the query's own, too. `top` is then at least 3.
 
         Other options are as in `zoo.layers.Attention`, without sinks. **Raises** `ValueError` as it does, for a
         `block`, `top` or `window` below 1, and for sinks.
         """
         check_block_sizes(block=block, top=top, window=window)
+        if keep_ends and top < 3:
+            raise ValueError(f"top={top}: keep_ends chooses three blocks, the first, the last and the query's own")
         if options.get("sinks"):
             raise ValueError("sinks=True: native sparse attention has three softmaxes, and no sinks in any")
         attention_key, gate_key, key_key, value_key = jax.random.split(key, 4)
@@ -125,11 +143,12 @@ class NativeSparseAttention(AbstractMixer):
         gates = Dim("heads", BRANCHES)
         self.gate = Linear(embed, heads * BRANCHES, in_=Dim("embed"), out=gates, key=gate_key)
         head_dim = self.attention.head_dim
-        self.compress_key = BlockCompression(block, head_dim, key=key_key)
-        self.compress_value = BlockCompression(block, head_dim, key=value_key)
+        self.compress_key = None if average else BlockCompression(block, head_dim, key=key_key)
+        self.compress_value = None if average else BlockCompression(block, head_dim, key=value_key)
         self.block = block
         self.top = top
         self.window = window
+        self.keep_ends = keep_ends
 
     def __call__(
         self, x: HiddenStates, info: TokenInfo, state: BlockCache | None = None
@@ -146,8 +165,7 @@ class NativeSparseAttention(AbstractMixer):
             mixed = self._attend_to_sequence(query, key, value, gates, info)
         else:
             assert info.positions is not None  # see require_positions
-            compress = self.compress_key, self.compress_value
-            state = state.write(key, value, info.positions, self.block, *compress)
+            state = state.write(key, value, info.positions, self.block, *self._compressions())
             mixed = self._attend_to_cache(query, gates, state, info.positions)
         mixed = checkpoint_name(mixed, "attention")
         return self.attention.out(mixed.reshape(*mixed.shape[:2], -1)), state
@@ -159,7 +177,8 @@ class NativeSparseAttention(AbstractMixer):
         implementation = self.attention.implementation
         tokens, mask = gather_keys(query, (key, value), info.segment_ids, implementation=implementation)
         (keys, values), key_places, places = split_sequence(tokens, query, mask, self.block)
-        blocks = self.compress_key(keys), self.compress_value(values)
+        compress_key, compress_value = self._compressions()
+        blocks = compress_key(keys), compress_value(values)
         chosen = self.choose_blocks(query, blocks[0], places)
         mask = dataclasses.replace(mask, selected=select_keys(chosen, key_places.own))
         return self.mix_branches(query, tokens, blocks, gates, mask, places, attention)
@@ -180,6 +199,12 @@ class NativeSparseAttention(AbstractMixer):
         mixed = self.mix_branches(query, (key, value), blocks, gates, mask, places, cached_attention)
         return mark_overfull(mixed, cache)
 
+    def _compressions(self) -> tuple[Callable[..., BlockKeys], Callable[..., BlockKeys]]:
+        """Return the functions that make a key, and a value, of each block."""
+        if self.compress_key is None or self.compress_value is None:
+            return average_blocks, average_blocks
+        return self.compress_key, self.compress_value
+
     def choose_blocks(
         self, query: HeadVectors, block_keys: BlockKeys, places: BlockPlaces
     ) -> Bool[Array, "batch kv_heads seq blocks"]:
@@ -191,6 +216,10 @@ class NativeSparseAttention(AbstractMixer):
     ) -> Float[Array, "batch kv_heads seq blocks"]:
         scale = self.attention.scale
         scores = score_probabilities(query, block_keys, places, scale=scale, soft_cap=self.attention.soft_cap)
+        if self.keep_ends:
+            index = jnp.arange(scores.shape[-1])
+            is_end = (index == places.first[..., None]) | (index == places.own[..., None] - 1)
+            scores = jnp.where(is_end[:, None], jnp.inf, scores)
         heads = query.shape[2]
         if heads == scores.shape[1] * self.attention.group:
             return scores

@@ -17,11 +17,13 @@ from zoo.shapes import HeadVectors, HiddenStates, LogDecays, MatrixState, Residu
 
 from ..abstract import AbstractLinear, AbstractNorm
 from ..convolution import ConvState, ShortConvolution
+from ..heads import select_kv_heads
 from ..linear import Linear
 from ..norm import RMSNorm
 from .context import RecurrenceContext
 
 _HeadRows = Float[Array, "batch rows heads _"]
+_GroupRows = Float[Array, "batch _ _ key_dim"]
 
 
 class RecurrentState(Module):
@@ -47,6 +49,9 @@ class QKVProjections(Module):
 
     key_dim: int = eqx.field(static=True)
     value_dim: int = eqx.field(static=True)
+    group: int = eqx.field(static=True)
+    """Query heads per KV head."""
+    num_householder: int = eqx.field(static=True)
     activation: Callable | None = eqx.field(static=True)
     plain_values: bool = eqx.field(static=True)
 
@@ -57,42 +62,59 @@ class QKVProjections(Module):
         key_dim: int,
         value_dim: int,
         *,
+        groups: int | None = None,
+        kv_heads: int | None = None,
         num_householder: int = 1,
         conv_width: int | None = None,
         activation: Callable | None = None,
         plain_values: bool = False,
         key: Key[Array, ""],
     ):
-        """- `conv_width`: width of the short convolutions; None for no convolution.
+        """- `groups`: heads of queries and keys, if they are fewer than those of values.
+        - `kv_heads`: heads of keys and values, if they are fewer than those of queries, which repeat them.
+        - `conv_width`: width of the short convolutions; None for no convolution.
         - `activation`: after the convolutions, or after the projections.
         - `plain_values`: values are W x, without convolution and activation.
 
-        **Raises** `ValueError` for a size below 1.
+        **Raises** `ValueError` for a size below 1, and if `groups` or `kv_heads` does not divide `heads`.
         """
-        sizes = {"heads": heads, "key_dim": key_dim, "value_dim": value_dim, "num_householder": num_householder}
+        counts = {"heads": heads, "groups": heads if groups is None else groups}
+        counts["kv_heads"] = heads if kv_heads is None else kv_heads
+        sizes = {**counts, "num_householder": num_householder, "key_dim": key_dim, "value_dim": value_dim}
         if wrong := [name for name, size in sizes.items() if size < 1]:
             raise ValueError(f"{wrong[0]} is {sizes[wrong[0]]}, and a size is at least 1")
-        features_per_head = [key_dim, num_householder * key_dim, num_householder * value_dim]
+        if heads % counts["groups"]:
+            raise ValueError(f"{heads} heads do not divide evenly over {groups} groups")
+        if heads % counts["kv_heads"]:
+            raise ValueError(f"{heads} heads do not divide evenly over {kv_heads} KV heads")
+        unit = "heads" if groups is None else "groups"
+        dims = (
+            Dim(unit, key_dim),
+            Dim(unit if kv_heads is None else "kv_heads", num_householder * key_dim),
+            Dim("heads" if kv_heads is None else "kv_heads", num_householder * value_dim),
+        )
         linear_keys, conv_keys = jax.random.split(key, 6).reshape(2, 3)
         self.query, self.key, self.value = (
-            Linear(embed, heads * features, in_=Dim("embed"), out=Dim("heads", features), key=linear_key)
-            for features, linear_key in zip(features_per_head, linear_keys, strict=True)
+            Linear(embed, counts[dim.name] * dim.unit, in_=Dim("embed"), out=dim, key=linear_key)
+            for dim, linear_key in zip(dims, linear_keys, strict=True)
         )
         self.convolutions = ()
         if conv_width is not None:
             convolutions = (
-                ShortConvolution(heads * features, conv_width, features=Dim("heads", features), key=conv_key)
-                for features, conv_key in zip(features_per_head, conv_keys, strict=True)
+                ShortConvolution(counts[dim.name] * dim.unit, conv_width, features=dim, key=conv_key)
+                for dim, conv_key in zip(dims, conv_keys, strict=True)
             )
             self.convolutions = tuple(convolutions)[: 2 if plain_values else 3]
         self.key_dim = key_dim
         self.value_dim = value_dim
+        self.group = heads // counts["kv_heads"]
+        self.num_householder = num_householder
         self.activation = activation
         self.plain_values = plain_values
 
     def __call__(
         self, x: HiddenStates, context: RecurrenceContext, conv_states: tuple[ConvState, ...] | None
-    ) -> tuple[HeadVectors, _HeadRows, _HeadRows, tuple[ConvState, ...]]:
+    ) -> tuple[_GroupRows, _GroupRows, _HeadRows, tuple[ConvState, ...]]:
         """Return queries, keys and values by head, keys and values with `num_householder` rows per token; and the
         updated convolution states, if there are any."""
         qkv = [linear(x) for linear in (self.query, self.key, self.value)]
@@ -111,15 +133,24 @@ class QKVProjections(Module):
         if self.activation is not None:
             qkv = [self.activation(y) for y in qkv]
         sizes = (self.key_dim, self.key_dim, self.value_dim)
-        heads = self.query.out_size // self.key_dim
+        steps = (1, self.num_householder, self.num_householder)
         query, key, value = (
-            split_heads_and_steps(y, heads, size) for y, size in zip([*qkv, *plain], sizes, strict=True)
+            split_heads_and_steps(y, y.shape[-1] // (size * count), size)
+            for y, size, count in zip([*qkv, *plain], sizes, steps, strict=True)
         )
-        return query, key, value, tuple(new_states)
+        return query, self.repeat(key, query), self.repeat(value, query), tuple(new_states)
+
+    def repeat(self, x: _HeadRows, query: HeadVectors) -> _HeadRows:
+        """Repeat the vectors of each KV head for its query heads on this device."""
+        if self.group == 1:
+            return x
+        x = select_kv_heads(x, query, self.group)
+        return jnp.repeat(x, query.shape[2] // x.shape[2], axis=2)
 
     def init_state(self, batch: int, columns: int | None = None, dtype: Any = jnp.float32) -> RecurrentState:
         """Return an empty state, whose matrices have `columns` columns, `value_dim` by default."""
-        heads = self.query.out_size // self.key_dim
+        of_values = self.value.out_size // (self.value_dim * self.num_householder)
+        heads = max(of_values, self.query.out_size // self.key_dim)
         matrix = jnp.zeros((batch, heads, self.key_dim, columns or self.value_dim), jnp.float32)
         return RecurrentState(matrix, tuple(conv.init_state(batch, dtype) for conv in self.convolutions))
 
@@ -194,10 +225,20 @@ class HeadNorm(AbstractNorm):
     epsilon: float = eqx.field(static=True)
     centered: bool = eqx.field(static=True)
 
-    def __init__(self, heads: int, head_dim: int, *, epsilon: float = 1e-6, centered: bool = False, bias: bool = False):
+    def __init__(
+        self,
+        heads: int,
+        head_dim: int,
+        *,
+        epsilon: float = 1e-6,
+        centered: bool = False,
+        bias: bool = False,
+        unit: str = "heads",
+    ):
+        """`unit` is the layout's name of heads."""
         self.weight = jnp.ones(heads * head_dim, jnp.float32)
         self.bias = jnp.zeros(heads * head_dim, jnp.float32) if bias else None
-        self.features = Dim("heads", head_dim)
+        self.features = Dim(unit, head_dim)
         self.epsilon = epsilon
         self.centered = centered
 
@@ -312,12 +353,24 @@ def l2_normalize(x: HeadVectors) -> HeadVectors:
     return (x.shape[-1] ** -0.5 * rms_norm(x, epsilon=1e-6 / x.shape[-1]).astype(jnp.float32)).astype(x.dtype)
 
 
+def divide_by_sum(x: HeadVectors) -> HeadVectors:
+    """Return x / sum(x) over the last dim, computed in float32: keys and queries above 0, after Schlag et al.
+    (arXiv:2102.11174, section 4.2)."""
+    x_float32 = x.astype(jnp.float32)
+    return (x_float32 / x_float32.sum(-1, keepdims=True)).astype(x.dtype)
+
+
+def elu_plus_one(x: Float[Array, "*dims"]) -> Float[Array, "*dims"]:
+    """Return elu(x) + 1 > 0: the feature map of Katharopoulos et al. (arXiv:2006.16236, equation 7)."""
+    return jax.nn.elu(x) + 1
+
+
 def local_heads(make: Callable[[int], Float[Array, "heads"]], x: HeadVectors) -> Float[Array, "_"]:
     """Call `make` with the number of all heads, and slice out the heads of this device's shard of `x`."""
     heads = x.shape[2]
     return lax.dynamic_slice_in_dim(make(heads * num_shards(x, "heads")), shard_offset(x, "heads", heads), heads)
 
 
-def head_norm_factory(value_dim: int, epsilon: float = 1e-6) -> Callable[[], RMSNorm]:
-    """Return a factory of an RMSNorm over the values of each head."""
-    return partial(RMSNorm, value_dim, features=Dim("value_dim"), epsilon=epsilon)
+def head_norm_factory(value_dim: int, epsilon: float = 1e-6, scaled: bool = True) -> Callable[[], RMSNorm]:
+    """Return a factory of an RMSNorm over the values of each head, with a weight if `scaled`."""
+    return partial(RMSNorm, value_dim, features=Dim("value_dim"), epsilon=epsilon, scaled=scaled)

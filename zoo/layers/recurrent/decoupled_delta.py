@@ -103,16 +103,24 @@ class GatedDeltaNet2(AbstractRecurrence):
 class Comba(AbstractDeltaRule):
     """y = W_out [sigmoid(W_gate x) * norm(S_tᵀ (q_t - d k_t))] with
     S_t = exp(g_t) S_{t-1} + k_t (beta_t (v_t - S_{t-1}ᵀ p_t))ᵀ and p_t = sigmoid(b) k_t, with numbers b and d per head:
-    feedback from the state to what is written, and from the key to what is read (Hu et al., arXiv:2506.02475)."""
+    feedback from the state to what is written, and from the key to what is read (Hu et al., arXiv:2506.02475). The
+    output gate is optional.
+
+    The kernels of flash-linear-attention compute another function: with `normalize_last`, the read is q_t - d p_t, and
+    it, k_t and p_t have unit length, so that the length of p_t, and with it b, has next to no effect.
+    """
 
     corrector: DeltaInputs
     decay: DecayGate
-    feedback: Float[Array, "heads"] = full_precision()
+    feedback: Float[Array, "units"] = full_precision()
     """b: the read key is sigmoid(b) times the key."""
-    correction: Float[Array, "heads"] = full_precision()
+    correction: Float[Array, "units"] = full_precision()
     """d: how much of the key the query loses."""
     readout: OutputGate
 
+    units: Dim = eqx.field(static=True)
+    """Heads of queries and keys."""
+    normalize_last: bool = eqx.field(static=True)
     implementation: str = implementation_option(GENERALIZED_DELTA)
 
     def __init__(
@@ -120,42 +128,48 @@ class Comba(AbstractDeltaRule):
         embed: int,
         heads: int,
         *,
+        groups: int | None = None,
         key_dim: int | None = None,
         value_dim: int | None = None,
-        conv_width: int = 4,
+        conv_width: int | None = 4,
         correction: float | int = 1.0,
+        normalize_last: bool = False,
+        gate: bool = True,
+        epsilon: float = 1e-6,
         out_scale: float = 1.0,
         implementation: str = "auto",
         key: Key[Array, ""],
     ):
         """- `key_dim`: `embed / heads` by default. `value_dim`: `key_dim` by default; twice that in the paper.
         - `correction`: d at initialization: 1 in the paper's models of 1.3 billion parameters, 0.02 in smaller ones.
+        - `normalize_last`: bring the read, k and p to unit length at the end, and not q and k at first.
+        - `gate`: multiply the normalized heads by sigmoid(W_gate x).
+        - `epsilon`: of the norm of each head's output.
         """
         key_dim, value_dim = resolve_head_dims(embed, heads, key_dim, value_dim)
         input_key, decay_key, out_key = jax.random.split(key, 3)
-        options = {"conv_width": conv_width, "negative_eigenvalues": False}
+        options = {"groups": groups, "conv_width": conv_width, "negative_eigenvalues": False}
         self.corrector = DeltaInputs(embed, heads, key_dim, value_dim, **options, key=input_key)
         self.decay = DecayGate(partial(Linear, embed, in_=Dim("embed")), heads, key=decay_key)
-        self.feedback = jnp.ones(heads, jnp.float32)
-        self.correction = jnp.full(heads, float(correction), jnp.float32)
-        norm = head_norm_factory(value_dim)
-        gate = {"gate": True, "activation": jax.nn.sigmoid}
-        self.readout = OutputGate(embed, heads, value_dim, norm=norm, **gate, out_scale=out_scale, key=out_key)
+        self.feedback = jnp.ones(groups or heads, jnp.float32)
+        self.correction = jnp.full(groups or heads, float(correction), jnp.float32)
+        norm = head_norm_factory(value_dim, epsilon)
+        gates = {"gate": gate, "activation": jax.nn.sigmoid}
+        self.readout = OutputGate(embed, heads, value_dim, norm=norm, **gates, out_scale=out_scale, key=out_key)
+        self.units = Dim("heads" if groups is None else "groups")
+        self.normalize_last = normalize_last
         self.implementation = implementation
 
     def recur(self, x: HiddenStates, context: RecurrenceContext) -> tuple[HeadVectors, RecurrentState]:
-        (query, key, value, beta), conv_states = self.corrector(x, context)
-
-        def scale_key(factor: Float[Array, "heads"]) -> HeadVectors:
-            return factor[:, None] * key.astype(jnp.float32)
-
-        mixed, matrix = comba(
-            (query - scale_key(self.correction)).astype(query.dtype),
-            key,
-            value,
-            scale_key(jax.nn.sigmoid(self.feedback)).astype(key.dtype),
-            beta,
-            context.mask_padding(self.decay(x)),
-            **context.options(),
-        )
+        (query, key, value, beta), conv_states = self.corrector.project(x, context)
+        if not self.normalize_last:
+            query, key = l2_normalize(query), l2_normalize(key)
+        read = (jax.nn.sigmoid(self.feedback)[:, None] * key.astype(jnp.float32)).astype(key.dtype)
+        subtracted = read if self.normalize_last else key
+        query = (query - self.correction[:, None] * subtracted.astype(jnp.float32)).astype(query.dtype)
+        if self.normalize_last:
+            query, key, read = l2_normalize(query), l2_normalize(key), l2_normalize(read)
+        query, key, read = (self.corrector.share(units, value) for units in (query, key, read))
+        log_decay = context.mask_padding(self.decay(x))
+        mixed, matrix = comba(query, key, value, read, beta, log_decay, **context.options())
         return mixed, RecurrentState(matrix, conv_states)

@@ -65,10 +65,11 @@ class Mamba2(AbstractMixer):
     C_convolution: ShortConvolution
     dt_bias: Float[Array, "heads"] = full_precision()
     A_log: Float[Array, "heads"] = full_precision()
-    D: Float[Array, "heads"] = full_precision()
+    D: Float[Array, "skips"] = full_precision()
     norm: GatedGroupNorm | None
     out: AbstractLinear
 
+    skips: Dim = eqx.field(static=True)
     head_dim: int = eqx.field(static=True)
     group: int = eqx.field(static=True)
     """Heads per group."""
@@ -93,6 +94,7 @@ class Mamba2(AbstractMixer):
         conv_bias: bool = True,
         norm: bool = True,
         norm_before_gate: bool = False,
+        D_per_channel: bool = False,
         epsilon: float | int = 1e-5,
         dt_limit: _StepLimits = (0.0, float("inf")),
         multipliers: tuple[float, ...] | None = None,
@@ -105,6 +107,7 @@ class Mamba2(AbstractMixer):
         - `conv_width` and `conv_bias`: of the convolutions. `bias`: of the linear projections; `out_bias`: of W_out, if
           it differs.
         - `norm`: if False, y = W_out (o * silu(W_gate u)). `norm_before_gate`: norm(o) * silu(W_gate u).
+        - `D_per_channel`: D has one value per channel of a head.
         - `epsilon`: of that norm. `dt_limit`: lower and upper bound of dt.
         - `multipliers`: of what W_gate, W_x, W_B, W_C and W_dt give, with their biases (Falcon-H1, arXiv:2507.22448).
 
@@ -146,7 +149,8 @@ class Mamba2(AbstractMixer):
         )
         self.dt_bias = inverse_softplus(sample_log_uniform(keys[8], heads, 1e-3, 1e-1))
         self.A_log = jnp.log(jax.random.uniform(keys[9], (heads,), jnp.float32, minval=1.0, maxval=16.0))
-        self.D = jnp.ones(heads, jnp.float32)
+        self.skips = Dim("heads", head_dim if D_per_channel else 1)
+        self.D = jnp.ones(heads * self.skips.unit, jnp.float32)
         gated_norm = partial(
             GatedGroupNorm, heads, head_dim, groups, norm_before_gate=norm_before_gate, epsilon=epsilon
         )

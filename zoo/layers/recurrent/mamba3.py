@@ -1,6 +1,7 @@
 """Mamba-3: trapezoidal rule, data-dependent rotations, several inputs and outputs. The recurrence is
 `zoo.ops.recurrence.mamba3`."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -23,9 +24,12 @@ from .common import inverse_softplus, sample_log_uniform
 from .context import RecurrenceContext
 from .gated_norm import GatedGroupNorm
 
-_MIN_DECAY_RATE = 1e-4
-"""Lower bound of -A."""
 _Rows = Float[Array, "batch seq rank heads _"]
+
+
+def _compute_decay_rate(x: Float[Array, "batch seq heads"]) -> Float[Array, "batch seq heads"]:
+    """Return 1 + x for x >= 0, and 1 / (1 - x) for x < 0: positive, and slower than exp(x) to reach 0."""
+    return jnp.maximum(x, 0) + 1 / (1 - jnp.minimum(x, 0))
 
 
 class _Mamba3State(Module):
@@ -87,6 +91,9 @@ class Mamba3(AbstractMixer):
     head_dim: int = eqx.field(static=True)
     group: int = eqx.field(static=True)
     """Heads per group."""
+    decay_rate: Callable = eqx.field(static=True)
+    """f."""
+    min_decay_rate: float = eqx.field(static=True)
     implementation: str = implementation_option(GATED_LINEAR)
 
     def __init__(
@@ -102,6 +109,8 @@ class Mamba3(AbstractMixer):
         expand: int = 2,
         norm: bool = False,
         epsilon: float | int = 1e-5,
+        decay_rate: Callable = _compute_decay_rate,
+        min_decay_rate: float = 1e-4,
         out_scale: float = 1.0,
         implementation: str = "auto",
         key: Key[Array, ""],
@@ -112,6 +121,7 @@ class Mamba3(AbstractMixer):
         - `rank`: inputs and outputs of a head per token.
         - `norm`: if True, y = W_out (norm(o) * silu(W_gate u)), with a norm of each head and output.
         - `epsilon`: of that norm, and of the norms of B and C.
+        - `decay_rate`: f. `min_decay_rate`: lower bound of -A.
 
         Biases of B and C are initialized to 1, D and `mimo_gate` to 1, `mimo_x` and `mimo_out` to 1 / rank, and dt_bias
         such that softplus(dt_bias) is log-uniform in [0.001, 0.1], as in the authors' code.
@@ -161,6 +171,8 @@ class Mamba3(AbstractMixer):
         self.out = Linear(heads * head_dim, embed, in_=head_channels, out=embed_dim, scale=out_scale, key=keys[9])
         self.head_dim = head_dim
         self.group = heads // groups
+        self.decay_rate = decay_rate
+        self.min_decay_rate = min_decay_rate
         self.implementation = implementation
 
     def init_state(self, batch: int, length: int, dtype: Any = jnp.float32) -> _Mamba3State:
@@ -180,7 +192,7 @@ class Mamba3(AbstractMixer):
         before = None if state is None else Mamba3State(state.ssm_state, state.B, state.x, state.turns)
         inputs = split_heads(self.x(x), self.head_dim)
         dt = jax.nn.softplus(self.dt(x).astype(jnp.float32) + self.dt_bias)
-        A = -jnp.maximum(_compute_decay_rate(self.A(x).astype(jnp.float32)), _MIN_DECAY_RATE)
+        A = -jnp.maximum(self.decay_rate(self.A(x).astype(jnp.float32)), self.min_decay_rate)
         angle = self.angle(x)[:, :, None]
         y, last = mamba3(
             _multiply_copies(inputs, self.mimo_x),
@@ -226,11 +238,6 @@ class Mamba3(AbstractMixer):
         if self.mimo_out is not None:
             gated = (gated * self.mimo_out.swapaxes(0, 1)).sum(2, keepdims=True).astype(y.dtype)
         return gated.reshape(*y.shape[:2], rows[2])
-
-
-def _compute_decay_rate(x: Float[Array, "batch seq heads"]) -> Float[Array, "batch seq heads"]:
-    """Return 1 + x for x >= 0, and 1 / (1 - x) for x < 0: positive, and slower than exp(x) to reach 0."""
-    return jnp.maximum(x, 0) + 1 / (1 - jnp.minimum(x, 0))
 
 
 def _multiply_copies(x: Float[Array, "batch seq heads _"], vectors: Float[Array, "heads rank _"] | None) -> _Rows:

@@ -54,36 +54,46 @@ class RWKV6(AbstractMixer):
         heads: int,
         *,
         head_dim: int | None = None,
+        value_dim: int | None = None,
         rank: int = 32,
         decay_rank: int = 64,
+        epsilon: float = 64e-5,
         out_scale: float = 1.0,
         implementation: str = "auto",
         key: Key[Array, ""],
     ):
-        """`head_dim`: `embed / heads` by default. `rank` and `decay_rank`: of the projections of shifts and decays.
-        Decays are initialized from exp(-exp(-6)) to exp(-exp(-1)) over the channels of a head, as in the paper."""
+        """- `head_dim`: of queries and keys, `embed / heads` by default. `value_dim`: `head_dim` by default.
+        - `rank`, `decay_rank`: of the projections of shifts and decays. `epsilon`: of the norm.
+
+        Decays are initialized from exp(-exp(-6)) to exp(-exp(-1)) over the channels of a head, as in the paper.
+        """
         size = resolve_head_dim(embed, heads, head_dim)
+        value_size = value_dim or size
         keys = jax.random.split(key, 12)
         inner_dim = Dim("heads", size)
+        values_dim = Dim("heads", value_size)
         project = partial(Linear, embed, heads * size, in_=Dim("embed"), out=inner_dim)
+        project_values = partial(Linear, embed, heads * value_size, in_=Dim("embed"), out=values_dim)
         adjust = partial(LowRank, embed, embed, rank=rank, out=Dim("embed"), activation=jnp.tanh)
         self.shift = TokenShift(embed)
         self.shifts = tuple(TokenShift(embed, adjust=adjust(key=shift_key)) for shift_key in keys[:5])
-        self.query, self.key, self.value, self.gate = (project(key=linear_key) for linear_key in keys[5:9])
+        self.query, self.key = (project(key=linear_key) for linear_key in keys[5:7])
+        self.value, self.gate = (project_values(key=linear_key) for linear_key in keys[7:9])
         decay = LowRank(
             embed, heads * size, rank=decay_rank, out=inner_dim, bias=True, activation=jnp.tanh, key=keys[9]
         )
         bias = jnp.linspace(-6.0, -1.0, size, dtype=jnp.float32)
         self.decay = eqx.tree_at(lambda decay: decay.up.bias, decay, jnp.tile(bias, heads))
         self.bonus = 0.5 * jax.random.normal(keys[10], (heads, size), jnp.float32)
-        self.norm = HeadNorm(heads, size, epsilon=64e-5, centered=True, bias=True)
-        self.out = Linear(heads * size, embed, in_=inner_dim, out=Dim("embed"), scale=out_scale, key=keys[11])
+        self.norm = HeadNorm(heads, value_size, epsilon=epsilon, centered=True, bias=True)
+        self.out = Linear(heads * value_size, embed, in_=values_dim, out=Dim("embed"), scale=out_scale, key=keys[11])
         self.head_dim = size
         self.implementation = implementation
 
     def init_state(self, batch: int, length: int, dtype: Any = jnp.float32) -> RecurrentState:
         heads = self.query.out_size // self.head_dim
-        return init_rwkv_state(batch, heads, self.head_dim, self.shift.weight.shape[0], dtype)
+        embed = self.shift.weight.shape[0]
+        return init_rwkv_state(batch, heads, self.head_dim, embed, dtype, self.value.out_size // heads)
 
     def __call__(
         self, x: HiddenStates, info: TokenInfo, state: RecurrentState | None = None
@@ -96,7 +106,8 @@ class RWKV6(AbstractMixer):
             linear(shift(x, delta, mixture)) for linear, shift in zip(linears, self.shifts, strict=True)
         )
         heads = query.shape[-1] // self.head_dim
-        query, key, value, decay = (split_heads_and_steps(y, heads, self.head_dim) for y in (query, key, value, decay))
+        query, key, decay = (split_heads_and_steps(y, heads, self.head_dim) for y in (query, key, decay))
+        value = split_heads_and_steps(value, heads, value.shape[-1] // heads)
         log_decay = -jnp.exp(decay.astype(jnp.float32))
         mixed, matrix = rwkv6(
             query,

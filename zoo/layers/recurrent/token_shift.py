@@ -45,8 +45,9 @@ def compute_token_delta(
     return previous - x, (shift_state,)
 
 
-def init_rwkv_state(batch: int, heads: int, head_dim: int, embed: int, dtype: Any) -> RecurrentState:
-    """Return the empty state of RWKV-6 and RWKV-7 time mixing."""
-    return RecurrentState(
-        jnp.zeros((batch, heads, head_dim, head_dim), jnp.float32), (init_token_shift(batch, embed, dtype),)
-    )
+def init_rwkv_state(
+    batch: int, heads: int, head_dim: int, embed: int, dtype: Any, value_dim: int | None = None
+) -> RecurrentState:
+    """Return the empty state of RWKV-6 and RWKV-7 time mixing. `value_dim` is `head_dim` by default."""
+    matrix = jnp.zeros((batch, heads, head_dim, value_dim or head_dim), jnp.float32)
+    return RecurrentState(matrix, (init_token_shift(batch, embed, dtype),))

@@ -15,7 +15,7 @@ _MODEL_TYPES_BY_REASON: Mapping[str, tuple[str, ...]] = {
         *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v", "glm4v_moe"),
     ),
     "codes of sounds beside texts": ("qwen2_audio", "qwen2_5_omni", "qwen3_omni_moe"),
-    "RWKV after its fourth version has no class in transformers": ("rwkv5", "rwkv6", "rwkv7"),
+    "RWKV-5 has no class in transformers": ("rwkv5",),
 }
 _MODEL_TYPES_BY_NEAREST: Mapping[str, tuple[str, ...]] = {
     "deberta-v2": ("deberta",),
@@ -26,7 +26,7 @@ _MODEL_TYPES_BY_NEAREST: Mapping[str, tuple[str, ...]] = {
     "qwen2": ("qwen2_vl", "qwen2_5_vl", "qwen2_audio", "qwen2_5_omni"),
     "qwen3": ("qwen3_vl",),
     "qwen3_moe": ("qwen3_vl_moe", "qwen3_omni_moe"),
-    "rwkv": ("rwkv5", "rwkv6", "rwkv7"),
+    "rwkv6": ("rwkv5",),
     "siglip_vision_model": ("siglip", "siglip2", "siglip_text_model"),
     "vit": ("clip", "clip_vision_model"),
 }

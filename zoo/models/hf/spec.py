@@ -10,6 +10,7 @@ saving writes through it, so that no inverse has to be written.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -43,12 +44,24 @@ class TensorMapping:
     """Rows of one part are stored as (runs, groups, rows), where the part has them as (groups, runs, rows)."""
     per_head: bool = False
     """Stored with a leading dim of groups: a matrix for each, transposed or not, and a row of the bias."""
+    flat: bool = False
+    """A matrix that is stored as a vector, row by row."""
+    stacked: bool = False
+    """Parts are the rows of a matrix."""
+    columns: bool = False
+    """Columns of the parts are concatenated, instead of rows."""
     otherwise: "TensorMapping | None" = None
     """The mapping of this name in layers of another class: see `either`."""
 
     def shape(self, parts: Sequence[Shape], num_stacked_dims: int) -> Shape:
         """Return the shape of the checkpoint tensor, from the shapes of our parts. The first `num_stacked_dims` dims
         are stacked layers or experts."""
+        if self.flat:
+            return (*parts[0][:num_stacked_dims], math.prod(parts[0][num_stacked_dims:]))
+        if self.stacked:
+            return (*parts[0][:num_stacked_dims], len(parts), *parts[0][num_stacked_dims:])
+        if self.columns:
+            return (*parts[0][:-1], sum(part[-1] for part in parts))
         if len(parts[0]) > num_stacked_dims:
             rows = sum(part[num_stacked_dims] for part in parts)
         else:
@@ -80,6 +93,10 @@ class TensorMapping:
             tensor = tensor.swapaxes(-1, -2)
         if self.keeps_rows:
             return [tensor]
+        if self.stacked:
+            return list(np.moveaxis(tensor, num_stacked_dims, 0))
+        if self.columns:
+            return np.split(tensor, np.cumsum([part[-1] for part in parts])[:-1], axis=-1)
         if self.runs > 1:
             lead = tensor.shape[:num_stacked_dims]
             by_run = tensor.reshape(*lead, self.runs, self.groups, -1, *tensor.shape[num_stacked_dims + 1 :])
@@ -207,7 +224,10 @@ class Family:
     - `callers(config)` returns the names of modules that layers share: in a later layer that calls it -> in the first,
       where files have it. Files may repeat it under the later ones.
     - `predictors`: modules of multi-token prediction, if they are read.
+    - `variants`: families of other files with this `model_type`, and `fits(config, names)`, which returns True for the
+      config.json and the tensor names of such files.
     - `head`, `embedding`: the modules that `tie_word_embeddings` ties.
+    - `package`: what to import before the auto classes of transformers read its files, if that is not transformers.
     - `describe(model)` returns the config of a model built from scratch; None if unsupported. Its result is verified:
       the model that `build` makes of it is compared with the given one.
     """
@@ -232,8 +252,11 @@ class Family:
     older_endings: Mapping[str, str] = dataclasses.field(default_factory=dict)
     callers: Callable[[Config], Mapping[str, str]] | None = None
     predictors: PredictorFacts | None = None
+    variants: "tuple[Family, ...]" = ()
+    fits: Callable[[Mapping[str, Any], Collection[str]], bool] | None = None
     head: str = "lm_head"
     embedding: str = "model.embed_tokens"
+    package: str = ""
     describe: Callable[[Any], Mapping[str, Any]] | None = None
     kinds: Mapping[str, ValueKind] = dataclasses.field(default_factory=dict)
 
@@ -254,6 +277,10 @@ class Family:
     def declared(self) -> dict[str, Any]:
         """The defaults with the kinds of their values, for the table of a family that has the same keys and more."""
         return {**self.defaults, **{key: Default(self.defaults[key], kind) for key, kind in self.kinds.items()}}
+
+    def choose(self, config: Mapping[str, Any], names: Collection[str]) -> "Family":
+        """Return the family of the files with this config.json and these tensors: a variant, or this one."""
+        return next((variant for variant in self.variants if variant.fits and variant.fits(config, names)), self)
 
     def __repr__(self) -> str:
         return f"Family({self.name!r})"

@@ -15,7 +15,7 @@ def ssd(
     A: Float[Array, "heads"],
     B: Float[Array, "batch seq groups state"],
     C: Float[Array, "batch seq groups state"],
-    D: Float[Array, "heads"] | None = None,
+    D: Float[Array, "skips"] | None = None,
     *,
     state: Float[Array, "batch heads head_dim state"] | IncomingState | None = None,
     segment_ids: SegmentIds | None = None,
@@ -28,7 +28,7 @@ def ssd(
 
     which is `gated_linear` with queries C, keys B, values dt x and log decays dt A (section 7.2); see there for costs
     and rounding. Head h uses the B and C of group h // (heads // groups). A is negative; dt, after its softplus, is >=
-    0.
+    0. D has a number for each head, or for each channel of all heads.
 
     **Raises** `ValueError` if groups do not divide heads.
     """
@@ -40,5 +40,5 @@ def ssd(
     options = {"state": state, "segment_ids": segment_ids, "implementation": implementation}
     y, last = gated_linear(C, B, value, log_decay, **options)
     if D is not None:
-        y = (y + D.astype(jnp.float32)[:, None] * x).astype(x.dtype)
+        y = (y + D.astype(jnp.float32).reshape(x.shape[2], -1) * x).astype(x.dtype)
     return y, last.swapaxes(-1, -2)

@@ -13,13 +13,13 @@ from tests.layers.recurrent.checks import decode, forward
 from zoo.layers import RWKV4, Dropout, LayerNorm, TokenInfo
 from zoo.layers.token_info import pack_positions
 from zoo.models import Hidden
-from zoo.models.hf.families.rwkv_layers import RWKV4ChannelMixing, TwoMixerBlock
+from zoo.models.hf.families.rwkv_layers import RWKVChannelMixing, TwoMixerBlock
 
 EMBED, SEQ = 16, 7
 
 
 def make_channel_mixing():
-    return randomize(partial(RWKV4ChannelMixing, EMBED, mlp=24), power=-0.25)
+    return randomize(partial(RWKVChannelMixing, EMBED, mlp=24), power=-0.25)
 
 
 def naive_channel_mixing(layer, x):
@@ -78,7 +78,7 @@ def test_two_mixer_block_of_a_smaller_stream_is_as_much_smaller():
     """Norms without an epsilon undo powers of 2, to the bit."""
     mixer_key, ffn_key, data_key = jax.random.split(jax.random.key(0), 3)
     norm = partial(LayerNorm, 8, epsilon=0.0)
-    parts = {"mixer": RWKV4(8, key=mixer_key), "ffn": RWKV4ChannelMixing(8, 16, key=ffn_key)}
+    parts = {"mixer": RWKV4(8, key=mixer_key), "ffn": RWKVChannelMixing(8, 16, key=ffn_key)}
     parts |= {"mixer_norm": norm(), "ffn_norm": norm(), "dropout": Dropout(0.0)}
     x = jax.random.normal(data_key, (2, 5, 8))
     plain, _ = TwoMixerBlock(**parts)(Hidden(x), TokenInfo())

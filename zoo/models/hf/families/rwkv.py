@@ -10,7 +10,7 @@ from jaxtyping import Array, Key
 from zoo.layers import RWKV4, LayerNorm
 from zoo.models.hf import grammar as hf
 
-from .rwkv_layers import RWKV4ChannelMixing, TwoMixerBlock
+from .rwkv_layers import RWKVChannelMixing, TwoMixerBlock
 
 _COMMON_MIXING_NAMES: hf.NameMap = {
     "key": "key",
@@ -33,7 +33,7 @@ def _build_rwkv(config: hf.Config, *, key: Key[Array, ""]) -> hf.Decoder:
     embed = config["hidden_size"]
     scale = hf.compute_out_scale(config)
     mixer = partial(RWKV4, embed, inner=config["attention_hidden_size"], out_scale=scale)
-    ffn = partial(RWKV4ChannelMixing, embed, config["intermediate_size"] or 4 * embed, out_scale=scale)
+    ffn = partial(RWKVChannelMixing, embed, config["intermediate_size"] or 4 * embed, out_scale=scale)
     final_norm = partial(LayerNorm, embed, epsilon=1e-5)  # transformers ignores the config's epsilon here
     blocks = _list_blocks(config["num_hidden_layers"], config["rescale_every"])
     options = {"block": blocks, "embedding_norm": norm, "final_norm": final_norm}
@@ -54,7 +54,7 @@ def _map_rwkv_names(config: hf.Config) -> hf.NameMap:
         "ln1": "mixer_norm",
         "ln2": "ffn_norm",
         **hf.prefixed("attention", "rwkv4", _TIME_MIXING_NAMES),
-        **hf.prefixed("feed_forward", "rwkv4_channel_mixing", _COMMON_MIXING_NAMES),
+        **hf.prefixed("feed_forward", "rwkv_channel_mixing", _COMMON_MIXING_NAMES),
     }
     shell = {"embeddings": "embedding", "blocks.0.pre_ln": "embedding_norm", "ln_out": "norm"}
     return {**hf.prefixed("rwkv", "", {**shell, **hf.prefixed("blocks.*", "layers.*", block)}), "head": "head"}
