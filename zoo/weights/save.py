@@ -238,6 +238,8 @@ def resolve_origin(model: Any, requested: str | Family | None, overrides: dict[s
         if reason is None:
             return Origin(candidate, _format_config(config, model), sentence_files=sentence_files)
         reasons.append(f"{candidate.name}: {reason}")
+    # families of other layers last: a long message is cut
+    reasons.sort(key=lambda reason: re.search(": (its|none of its) ", reason) is not None)
     if read_alone:
         names = ", ".join(read_alone)
         reasons.append(f"{names}: only models that were read from such a checkpoint can be written as one")
