@@ -246,7 +246,8 @@ def resolve_origin(model: Any, requested: str | Family | None, overrides: dict[s
         if reason is None:
             return Origin(candidate, _format_config(config, model), predictors=count, sentence_files=sentence_files)
         reasons.append(f"{candidate.name}: {reason}")
-    reasons.sort(key=lambda reason: ": its mixer is " in reason)  # last: families of other mixers, which are many
+    # families of other layers last: a long message is cut
+    reasons.sort(key=lambda reason: re.search(": (its|none of its) ", reason) is not None)
     if read_alone:
         names = ", ".join(read_alone)
         reasons.append(f"{names}: only models that were read from such a checkpoint can be written as one")
