@@ -11,6 +11,7 @@ from .methods.lora import LoRA, lora
 from .methods.lycoris import loha, lokr
 from .methods.modules_to_save import unfreeze
 from .methods.oft import oft
+from .methods.state import state
 from .methods.vera import vera
 from .peft.read import load
 from .peft.write import save
@@ -38,6 +39,7 @@ __all__ = [
     "save",
     "select_per_row",
     "set_strength",
+    "state",
     "unfreeze",
     "unmerge",
     "vera",

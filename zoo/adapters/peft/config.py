@@ -79,6 +79,13 @@ _LYCORIS_DEFAULTS: Mapping[str, Any] = {
 }  # fmt: skip
 _LYCORIS_REQUIRED_VALUES: Mapping[str, tuple] = {"rank_pattern": ({},)}
 
+_PROMPT_DEFAULTS: Mapping[str, Any] = {
+    "num_virtual_tokens": None, "token_dim": None, "num_attention_heads": None, "num_layers": None,
+}  # fmt: skip
+_PROMPT_IGNORED_KEYS = ("init_weights", "prefix_projection", "encoder_hidden_size")
+"""How virtual tokens were made: the file has the result."""
+_PROMPT_REQUIRED_VALUES: Mapping[str, tuple] = {"num_transformer_submodules": (None, 1), "modules_to_save": (None, [])}
+
 _METHODS: Mapping[str, tuple[Mapping[str, Any], tuple[str, ...], Mapping[str, tuple]]] = {
     "LORA": (_LORA_DEFAULTS, _LORA_IGNORED_KEYS, _LORA_REQUIRED_VALUES),
     "IA3": ({"feedforward_modules": None, "init_ia3_weights": True}, (), {}),
@@ -95,6 +102,12 @@ _METHODS: Mapping[str, tuple[Mapping[str, Any], tuple[str, ...], Mapping[str, tu
     ),
     "OFT": (_OFT_DEFAULTS, _OFT_IGNORED_KEYS, {"coft": (False,)}),
     "ADALORA": (_ADALORA_DEFAULTS, _ADALORA_IGNORED_KEYS, _ADALORA_REQUIRED_VALUES),
+    "PREFIX_TUNING": (_PROMPT_DEFAULTS, _PROMPT_IGNORED_KEYS, _PROMPT_REQUIRED_VALUES),
+    "CARTRIDGE": (
+        _PROMPT_DEFAULTS | {"num_frozen_tokens": 1},
+        _PROMPT_IGNORED_KEYS,
+        _PROMPT_REQUIRED_VALUES,
+    ),
 }
 """Per method: its keys with defaults, ignored keys, and keys with the only values that are supported."""
 
@@ -127,6 +140,7 @@ _KINDS: Mapping[str, ValueKind] = {
     "init_ia3_weights": BOOL, "save_projection": BOOL, "d_initial": NUMBER, "decompose_both": BOOL,
     "decompose_factor": integer(minimum=-1), "block_share": BOOL, "use_cayley_neumann": BOOL,
     "num_cayley_neumann_terms": integer(minimum=1, words="a number of at least 1"),
+    "num_virtual_tokens": integer(minimum=1, words="a number of at least 1"), "num_frozen_tokens": integer(minimum=0),
 }  # fmt: skip
 """Kinds of the options that are read. Those of `_METHODS` that have other values with one method are in
 `_KINDS_BY_METHOD`."""
@@ -201,7 +215,8 @@ def _find_wrong_values(config: Mapping[str, Any]) -> Iterator[str]:
     for word in [words] if isinstance(words, str) else words:
         if re.fullmatch(r"\w+", word) is None:
             yield f"layers_pattern = {shorten_repr(word)} should be the name of a list of layers, without a pattern"
-    if not config["target_modules"] and not config.get("target_parameters"):
+    is_prompt = "num_virtual_tokens" in config
+    if not is_prompt and not config["target_modules"] and not config.get("target_parameters"):
         yield "target_modules names no module"
     if method == "OFT" and bool(config["r"]) == bool(config["oft_block_size"]):
         yield f"r = {config['r']} and oft_block_size = {config['oft_block_size']}: one of the two should be 0"

@@ -27,6 +27,7 @@ from ..names import PeftModule, get_callers, get_name_table, list_peft_modules, 
 from . import base_tensors
 from .config import CONFIG_FILE, read_config, shorten_repr
 from .methods import PeftMethod, PeftTensor, refuse_fused, select_method
+from .prompts import read_prompt
 from .sharing import join_calls
 from .source import PREFIX, WEIGHTS_FILE, AdapterSource
 from .targeting import is_targeted, is_targeted_parameter
@@ -62,6 +63,8 @@ def load(
     path = resolve_directory(directory, revision, config=CONFIG_FILE)
     config = read_config(path)
     tensors = open_safetensors(path / WEIGHTS_FILE)
+    if "num_virtual_tokens" in config:
+        return read_prompt(model, config, tensors, str(path / WEIGHTS_FILE), adapter_name)
     table = _choose_name_table(model, config, tensors)
     tensors = join_calls(tensors, get_callers(model), str(path / WEIGHTS_FILE))
     config, tensors = resolve_tying(config, tensors, find_tied_modules(model), str(path))

@@ -20,6 +20,7 @@ from zoo.weights.safetensors import CheckpointError, hold_array, write_tensors
 
 from ..compose import adapter_names, check_adapter_name, is_adapter
 from ..merged_layers import restore_adapters
+from ..methods.state import list_state_names
 from ..names import PeftModule, get_callers, get_family_name, get_name_table, list_peft_modules, nest_parameters
 from ..peft_limits import find_limit
 from . import base_tensors
@@ -27,6 +28,7 @@ from .build_config import build_config
 from .config import CONFIG_FILE
 from .join import Experts, get_first_layer, join_experts, join_parts, keep_largest_shared, sum_parts
 from .methods import get_method, list_peft_tensors, refuse_fused
+from .prompts import build_prompt_config, collect_prompt
 from .sharing import copy_calls, copy_targets
 from .source import PREFIX, WEIGHTS_FILE
 from .tying import add_head_tensors, build_tying_config, find_tied_modules
@@ -60,7 +62,8 @@ def save(model: Any, directory: str | Path, *, adapter_name: str | None = None, 
     callers = get_callers(model)
     tensors = copy_calls(collect_tensors(model, adapter_name=adapter_name), callers)
     config = _build_adapter_config(model, adapter_name, _name_base(model) if base is None else os.fspath(base))
-    config = copy_targets(build_tying_config(config, find_tied_modules(model)), callers)
+    if "target_modules" in config:
+        config = copy_targets(build_tying_config(config, find_tied_modules(model)), callers)
     path = Path(directory)
     path.mkdir(parents=True, exist_ok=True)
     with create_files(path) as create:
@@ -96,6 +99,8 @@ def collect_tensors(model: Any, tree: Any = None, *, adapter_name: str) -> dict[
     """Return an adapter's arrays by PEFT's tensor names: the arrays of `model`, or their gradients from a tree of its
     structure, summed over the parts of a fused module that share an array."""
     model, tree = merge_rounds((model, tree))
+    if adapter_name in list_state_names(model):
+        return collect_prompt(model, tree)
     tensors: dict[str, np.ndarray] = {}
     table = get_name_table(model, in_memory=True)
     by_module = _group_by_module(model, tree, table, adapter_name)
@@ -159,6 +164,9 @@ def _find_adapter(node: Any, adapter_name: str) -> Any:
 
 def _build_adapter_config(model: Any, adapter_name: str, base: str | None) -> dict[str, Any]:
     """Build adapter_config.json."""
+    common = {"base_model_name_or_path": base, "inference_mode": True, "task_type": _name_task(model)}
+    if adapter_name in list_state_names(model):
+        return {**common, "modules_to_save": None, **build_prompt_config(model)}
     table = get_name_table(model, in_memory=True)
     by_module = _group_by_module(model, None, table, adapter_name)
     if not by_module:
@@ -167,10 +175,8 @@ def _build_adapter_config(model: Any, adapter_name: str, base: str | None) -> di
         )
     _, base_options = base_tensors.collect_base_tensors(model, None, table, adapter_name, set(by_module))
     return {
-        "base_model_name_or_path": base,
-        "inference_mode": True,
+        **common,
         "modules_to_save": base_options["modules_to_save"],
-        "task_type": _name_task(model),
         **build_config(by_module, family=get_family_name(model), bias=base_options["bias"]),
     }
 
