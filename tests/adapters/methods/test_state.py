@@ -187,7 +187,7 @@ def test_models_and_arguments_that_do_not_fit_are_refused():
             NotImplementedError,
             "layer 0 chooses the tokens that it reads",
         ),
-        (lambda: adapters.merge(adapted), ValueError, "state is a trained state, which no weight holds"),
+        (lambda: adapters.merge(adapted), ValueError, "no weight holds a trained state"),
         (lambda: adapters.set_strength(adapted, {"state": 0}), ValueError, "state is a trained state"),
         (lambda: adapters.select_per_row(adapted, ["state", None]), ValueError, "which all rows share"),
         (lambda: zoo.save(adapted, "unwritten"), zoo.CheckpointError, "the model has adapters"),

@@ -37,7 +37,7 @@ table of the family."""
 
 _LORA_DEFAULTS: Mapping[str, Any] = {
     "r": 8, "lora_alpha": 8, "rank_pattern": {}, "alpha_pattern": {}, "use_rslora": False, "use_dora": False,
-    "lora_dropout": 0.0, "init_lora_weights": True, "target_parameters": None,
+    "lora_dropout": 0.0, "init_lora_weights": True, "target_parameters": None, "trainable_token_indices": None,
 }  # fmt: skip
 _LORA_IGNORED_KEYS = (
     "corda_config",
@@ -51,7 +51,7 @@ _LORA_IGNORED_KEYS = (
 _LORA_REQUIRED_VALUES: Mapping[str, tuple] = {
     "alora_invocation_tokens": (None,), "arrow_config": (None,), "kasa_config": (None,), "layer_replication": (None,),
     "lora_bias": (False,), "megatron_config": (None,), "monteclora_config": (None,),
-    "trainable_token_indices": (None,), "use_bdlora": (None, False), "use_qalora": (False,), "velora_config": (None,),
+    "use_bdlora": (None, False), "use_qalora": (False,), "velora_config": (None,),
 }  # fmt: skip
 
 _ADALORA_DEFAULTS: Mapping[str, Any] = {
@@ -65,6 +65,7 @@ _ADALORA_IGNORED_KEYS = (
 _ADALORA_REQUIRED_VALUES: Mapping[str, tuple] = {
     **_LORA_REQUIRED_VALUES,
     "use_dora": (False,),
+    "trainable_token_indices": (None,),
     "target_parameters": (None, []),
 }
 
@@ -86,6 +87,14 @@ _PROMPT_IGNORED_KEYS = ("init_weights", "prefix_projection", "encoder_hidden_siz
 """How virtual tokens were made: the file has the result."""
 _PROMPT_REQUIRED_VALUES: Mapping[str, tuple] = {"num_transformer_submodules": (None, 1), "modules_to_save": (None, [])}
 
+_TUNED_PROMPT = (
+    _PROMPT_DEFAULTS,
+    ("prompt_tuning_init", "prompt_tuning_init_text", "prompt_tuning_init_state_dict_path", "tokenizer_name_or_path",
+     "tokenizer_kwargs", "encoder_reparameterization_type", "encoder_hidden_size", "encoder_num_layers",
+     "encoder_dropout"),
+    _PROMPT_REQUIRED_VALUES,
+)  # fmt: skip
+
 _METHODS: Mapping[str, tuple[Mapping[str, Any], tuple[str, ...], Mapping[str, tuple]]] = {
     "LORA": (_LORA_DEFAULTS, _LORA_IGNORED_KEYS, _LORA_REQUIRED_VALUES),
     "IA3": ({"feedforward_modules": None, "init_ia3_weights": True}, (), {}),
@@ -103,6 +112,9 @@ _METHODS: Mapping[str, tuple[Mapping[str, Any], tuple[str, ...], Mapping[str, tu
     "OFT": (_OFT_DEFAULTS, _OFT_IGNORED_KEYS, {"coft": (False,)}),
     "ADALORA": (_ADALORA_DEFAULTS, _ADALORA_IGNORED_KEYS, _ADALORA_REQUIRED_VALUES),
     "PREFIX_TUNING": (_PROMPT_DEFAULTS, _PROMPT_IGNORED_KEYS, _PROMPT_REQUIRED_VALUES),
+    "PROMPT_TUNING": _TUNED_PROMPT,
+    "P_TUNING": _TUNED_PROMPT,
+    "TRAINABLE_TOKENS": ({"token_indices": None}, ("init_weights",), {"modules_to_save": (None, [])}),
     "CARTRIDGE": (
         _PROMPT_DEFAULTS | {"num_frozen_tokens": 1},
         _PROMPT_IGNORED_KEYS,
@@ -121,6 +133,12 @@ _NAMES = ValueKind("a list of names, or a pattern", lambda value: WORD.fits(valu
 _LAYERS = ValueKind(
     "a layer number, or a list of them",
     lambda value: integer(minimum=0).fits(value) or list_of(integer(minimum=0)).fits(value),
+)
+_TOKENS = ValueKind(
+    "a list of token ids, or a table of one module and such a list",
+    lambda value: any(
+        kind.fits(value) for kind in (optional(list_of(integer(minimum=0))), table_of(list_of(integer(minimum=0))))
+    ),
 )
 _INITIAL_VALUES = (True, False, "gaussian", "eva", "orthogonal")
 _INITIALIZATION = ValueKind(
@@ -141,6 +159,7 @@ _KINDS: Mapping[str, ValueKind] = {
     "decompose_factor": integer(minimum=-1), "block_share": BOOL, "use_cayley_neumann": BOOL,
     "num_cayley_neumann_terms": integer(minimum=1, words="a number of at least 1"),
     "num_virtual_tokens": integer(minimum=1, words="a number of at least 1"), "num_frozen_tokens": integer(minimum=0),
+    "trainable_token_indices": _TOKENS, "token_indices": list_of(integer(minimum=0)),
 }  # fmt: skip
 """Kinds of the options that are read. Those of `_METHODS` that have other values with one method are in
 `_KINDS_BY_METHOD`."""

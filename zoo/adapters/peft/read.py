@@ -23,11 +23,12 @@ from ..base import AbstractAdapter
 from ..merged_layers import require_unmerged
 from ..methods.low_rank import check_dropout_rate
 from ..methods.modules_to_save import make_trainable
+from ..methods.token_rows import wrap_embedding
 from ..names import PeftModule, get_callers, get_name_table, list_peft_modules, nest_parameters
 from . import base_tensors
 from .config import CONFIG_FILE, read_config, shorten_repr
 from .methods import PeftMethod, PeftTensor, refuse_fused, select_method
-from .prompts import read_prompt
+from .prompts import read_prompt, take_token_rows
 from .sharing import join_calls
 from .source import PREFIX, WEIGHTS_FILE, AdapterSource
 from .targeting import is_targeted, is_targeted_parameter
@@ -65,6 +66,12 @@ def load(
     tensors = open_safetensors(path / WEIGHTS_FILE)
     if "num_virtual_tokens" in config:
         return read_prompt(model, config, tensors, str(path / WEIGHTS_FILE), adapter_name)
+    rows, tensors = take_token_rows(model, config, tensors, str(path / WEIGHTS_FILE))
+    if rows is not None:
+        ids, array = rows
+        model = wrap_embedding(model, lambda _: array, ids, adapter_name)
+        if config["peft_type"] == "TRAINABLE_TOKENS":
+            return model
     table = _choose_name_table(model, config, tensors)
     tensors = join_calls(tensors, get_callers(model), str(path / WEIGHTS_FILE))
     config, tensors = resolve_tying(config, tensors, find_tied_modules(model), str(path))
