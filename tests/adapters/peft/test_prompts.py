@@ -19,7 +19,7 @@ from zoo.weights.safetensors import open_safetensors
 
 MODELS = Path(__file__).parents[2] / "fixtures" / "models"
 FOLDER = Path(os.environ.get("ZOO_PARITY", "nowhere")) / "adapters_more"
-OTHERS = ("lora_layer_replication", "olora_initial", "pissa_initial")
+OTHERS = ("lora_layer_replication",)
 CASES = [path for path in sorted(FOLDER.glob("*/meta.json")) if path.parent.name not in OTHERS]
 KEY = jax.random.key(0)
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -60,10 +60,12 @@ def test_case_matches_peft(case, tmp_path):
     ids = jnp.broadcast_to(base.embedding.table_shape[0] + jnp.arange(virtual), (2, virtual))
     put_before = lambda tokens: jnp.concatenate([ids, tokens], axis=1)
     (loss, logits), gradients = eqx.filter_jit(compute)(model, put_before(expected["input_ids"]), virtual)
-    assert_close(logits[:, virtual:], expected["logits"], 2e-6, "logits")
+    is_subtracted = config.get("init_lora_weights") in ("pissa", "olora")  # by a decomposition of the base's weight
+    tolerance = 1e-5 if is_subtracted else 2e-6
+    assert_close(logits[:, virtual:], expected["logits"], tolerance, "logits")
     if virtual:
         assert_close(logits[:, :virtual], expected["logits_virtual"], 2e-6, "logits of virtual tokens")
-    np.testing.assert_allclose(loss, expected["loss"], rtol=1e-6)
+    np.testing.assert_allclose(loss, expected["loss"], rtol=2e-6)
     frozen = config.get("num_frozen_tokens", 0)
     for name, gradient in collect_tensors(model, gradients, adapter_name="default").items():
         assert not gradient[:frozen].any()
@@ -76,10 +78,14 @@ def test_case_matches_peft(case, tmp_path):
                 np.testing.assert_array_equal(x.value.swapaxes(0, 1), expected[f"{name}.{number}"])
     if "logits_merged" in expected:
         merged = eqx.filter_jit(adapters.merge)(model)
-        assert_close(merged(expected["input_ids"]), expected["logits_merged"], 2e-6, "merged logits")
+        assert_close(merged(expected["input_ids"]), expected["logits_merged"], tolerance, "merged logits")
     adapters.save(model, tmp_path)
+    again = adapters.load(base, tmp_path)
+    if is_subtracted:  # saved as the update of the base, of twice the rank
+        assert_close(again(expected["input_ids"]), expected["logits"], tolerance, "logits of the converted file")
+        return
     assert (tmp_path / WEIGHTS).read_bytes() == (case / "adapter" / WEIGHTS).read_bytes()
-    assert eqx.tree_equal(adapters.load(base, tmp_path), model)
+    assert eqx.tree_equal(again, model)
 
 
 @pytest.mark.parametrize("frozen", [0, 1])

@@ -140,10 +140,12 @@ _TOKENS = ValueKind(
         kind.fits(value) for kind in (optional(list_of(integer(minimum=0))), table_of(list_of(integer(minimum=0))))
     ),
 )
-_INITIAL_VALUES = (True, False, "gaussian", "eva", "orthogonal")
+SUBTRACTED_INITIAL_VALUES = ("pissa", "olora")
+"""Initializations with a part of the base's weight, which PEFT subtracts from the base whenever it reads the file."""
+_INITIAL_VALUES = (True, False, "gaussian", "eva", "orthogonal", *SUBTRACTED_INITIAL_VALUES)
 _INITIALIZATION = ValueKind(
     f"one of {', '.join(map(repr, _INITIAL_VALUES))}, since PEFT changes the base's weights for the others whenever it "
-    "reads the file (save with path_initial_model_for_weight_conversion)",
+    "reads the file, and at random (save with path_initial_model_for_weight_conversion)",
     lambda value: is_any_of(value, _INITIAL_VALUES),
 )
 _KINDS: Mapping[str, ValueKind] = {
@@ -241,6 +243,9 @@ def _find_wrong_values(config: Mapping[str, Any]) -> Iterator[str]:
         yield f"r = {config['r']} and oft_block_size = {config['oft_block_size']}: one of the two should be 0"
     if config.get("use_dora") and config.get("target_parameters"):
         yield "use_dora and target_parameters exclude each other, in PEFT too"
+    initial = config.get("init_lora_weights")
+    if initial in SUBTRACTED_INITIAL_VALUES and (method != "LORA" or config["use_dora"]):
+        yield f"init_lora_weights = {initial!r} is read for a LoRA without use_dora"
 
 
 def _find_version_error(config: Mapping[str, Any]) -> str:

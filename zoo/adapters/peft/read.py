@@ -21,12 +21,13 @@ from zoo.weights.safetensors import CheckpointError, LazyTensor, open_safetensor
 from ..apply import apply_adapters
 from ..base import AbstractAdapter
 from ..merged_layers import require_unmerged
+from ..methods.lora import LoRA
 from ..methods.low_rank import check_dropout_rate
 from ..methods.modules_to_save import make_trainable
 from ..methods.token_rows import wrap_embedding
 from ..names import PeftModule, get_callers, get_name_table, list_peft_modules, nest_parameters
 from . import base_tensors
-from .config import CONFIG_FILE, read_config, shorten_repr
+from .config import CONFIG_FILE, SUBTRACTED_INITIAL_VALUES, read_config, shorten_repr
 from .methods import PeftMethod, PeftTensor, refuse_fused, select_method
 from .prompts import read_prompt, take_token_rows
 from .sharing import join_calls
@@ -184,6 +185,7 @@ def read_module(source: AdapterSource, module: PeftModule) -> dict[str, Any] | N
     method = select_method(source.config, module.site.module)
     _refuse_table(source, module)
     refuse_fused(method, module, source.path)
+    _refuse_subtracted(source, module)
     source.names_read |= method.shared.keys() & source.tensors.keys()
     shapes = method.find_shapes(source, module)
     arrays: dict[str, np.ndarray] = {}
@@ -216,6 +218,18 @@ def _refuse_table(source: AdapterSource, module: PeftModule) -> None:
     else:
         given = f"peft_type is {config['peft_type']}"
     raise CheckpointError(f"{source.path}: {given}, and {module.peft_name} is a table: it is read with LoRA only")
+
+
+def _refuse_subtracted(source: AdapterSource, module: PeftModule) -> None:
+    """**Raises** `CheckpointError` for PiSSA or OLoRA of anything but one matrix: it is another matrix's part."""
+    initial = source.config.get("init_lora_weights")
+    is_one = len(module.mapping.parts) == 1 and module.mapping.runs == 1 and not module.holds_experts
+    is_table = isinstance(module.site.module, AbstractEmbedding)
+    if initial in SUBTRACTED_INITIAL_VALUES and (not is_one or is_table or module.mapping.transposed):
+        raise CheckpointError(
+            f"{source.path}: init_lora_weights = {initial!r} takes a part of {module.peft_name}, which is not one "
+            "Linear here: save with path_initial_model_for_weight_conversion"
+        )
 
 
 def _get_shape(array: np.ndarray | None) -> tuple[int, ...] | None:
@@ -266,7 +280,13 @@ def plan_adapter(
         tables[field] = _stack_layers(site, values, fills.get(field, 0), dtype if is_array else value.dtype)
 
     def factory(base: Any, *, key: Any, **fields: Any) -> AbstractAdapter:
-        return _replace_fields(method, method.make(source, base, key), fields)
+        made = method.make(source, base, key)
+        initial = source.config.get("init_lora_weights")
+        if initial in SUBTRACTED_INITIAL_VALUES:
+            options = {"dropout": source.dropout, "adapter_name": source.adapter_name, "init": initial}
+            sizes = {"max_rank": len(fields["down.weight"]), "rank": fields["rank"], "scale": fields["scale"]}
+            made = LoRA(base, **sizes, **options, key=key)
+        return _replace_fields(method, made, fields)
 
     return factory, tables
 
