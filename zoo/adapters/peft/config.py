@@ -38,6 +38,7 @@ table of the family."""
 _LORA_DEFAULTS: Mapping[str, Any] = {
     "r": 8, "lora_alpha": 8, "rank_pattern": {}, "alpha_pattern": {}, "use_rslora": False, "use_dora": False,
     "lora_dropout": 0.0, "init_lora_weights": True, "target_parameters": None, "trainable_token_indices": None,
+    "layer_replication": None,
 }  # fmt: skip
 _LORA_IGNORED_KEYS = (
     "corda_config",
@@ -49,7 +50,7 @@ _LORA_IGNORED_KEYS = (
 )
 """Initialization, and options that have no effect without another that is refused."""
 _LORA_REQUIRED_VALUES: Mapping[str, tuple] = {
-    "alora_invocation_tokens": (None,), "arrow_config": (None,), "kasa_config": (None,), "layer_replication": (None,),
+    "alora_invocation_tokens": (None,), "arrow_config": (None,), "kasa_config": (None,),
     "lora_bias": (False,), "megatron_config": (None,), "monteclora_config": (None,),
     "use_bdlora": (None, False), "use_qalora": (False,), "velora_config": (None,),
 }  # fmt: skip
@@ -66,6 +67,7 @@ _ADALORA_REQUIRED_VALUES: Mapping[str, tuple] = {
     **_LORA_REQUIRED_VALUES,
     "use_dora": (False,),
     "trainable_token_indices": (None,),
+    "layer_replication": (None,),
     "target_parameters": (None, []),
 }
 
@@ -142,6 +144,10 @@ _TOKENS = ValueKind(
 )
 SUBTRACTED_INITIAL_VALUES = ("pissa", "olora")
 """Initializations with a part of the base's weight, which PEFT subtracts from the base whenever it reads the file."""
+_STRETCHES = ValueKind(
+    "a list of stretches of layers, [begin, end]",
+    lambda value: list_of(list_of(integer(minimum=0))).fits(value) and all(len(pair) == 2 for pair in value),
+)
 _INITIAL_VALUES = (True, False, "gaussian", "eva", "orthogonal", *SUBTRACTED_INITIAL_VALUES)
 _INITIALIZATION = ValueKind(
     f"one of {', '.join(map(repr, _INITIAL_VALUES))}, since PEFT changes the base's weights for the others whenever it "
@@ -161,7 +167,8 @@ _KINDS: Mapping[str, ValueKind] = {
     "decompose_factor": integer(minimum=-1), "block_share": BOOL, "use_cayley_neumann": BOOL,
     "num_cayley_neumann_terms": integer(minimum=1, words="a number of at least 1"),
     "num_virtual_tokens": integer(minimum=1, words="a number of at least 1"), "num_frozen_tokens": integer(minimum=0),
-    "trainable_token_indices": _TOKENS, "token_indices": list_of(integer(minimum=0)),
+    "layer_replication": optional(_STRETCHES), "trainable_token_indices": _TOKENS,
+    "token_indices": list_of(integer(minimum=0)),
 }  # fmt: skip
 """Kinds of the options that are read. Those of `_METHODS` that have other values with one method are in
 `_KINDS_BY_METHOD`."""

@@ -1,5 +1,7 @@
 """Read PEFT's files: adapter_config.json and adapter_model.safetensors."""
 
+import dataclasses
+import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
 from operator import attrgetter
@@ -14,6 +16,7 @@ import numpy as np
 from zoo.layers.embedding import AbstractEmbedding
 from zoo.models.hf.spec import NameMap
 from zoo.models.parameter_paths import IndexRanges
+from zoo.models.restack import keep_layers
 from zoo.models.targets import LinearSite
 from zoo.weights.directory import resolve_directory
 from zoo.weights.safetensors import CheckpointError, LazyTensor, open_safetensors
@@ -54,6 +57,8 @@ def load(
     - `dropout`: dropout rate of a LoRA or DoRA that is trained further. The file's own rate is not read.
     - `adapter_name`: the name that the adapter's parameter paths contain.
 
+    With `layer_replication` the result has the repeated layers, as copies, and is merged and saved as such a model.
+
     The file has to be complete: the tensors of every module that the config targets, every bias and every module that
     it trains in full, in floating point, and no others.
 
@@ -67,6 +72,8 @@ def load(
     tensors = open_safetensors(path / WEIGHTS_FILE)
     if "num_virtual_tokens" in config:
         return read_prompt(model, config, tensors, str(path / WEIGHTS_FILE), adapter_name)
+    if config.get("layer_replication"):
+        model = _replicate_layers(model, config["layer_replication"], str(path / CONFIG_FILE))
     rows, tensors = take_token_rows(model, config, tensors, str(path / WEIGHTS_FILE))
     if rows is not None:
         ids, array = rows
@@ -87,6 +94,25 @@ def load(
     reader.check_all_read()
     adapted = apply_adapters(model, reader.plan_adapter, jax.random.key(0))
     return make_trainable(adapted, trained, adapter_name)
+
+
+def _replicate_layers(model: Any, stretches: Sequence[Sequence[int]], path: str) -> Any:
+    """Return the model with stretches of its layers, one after the other: copies, since each has adapters of its own.
+
+    **Raises** `CheckpointError` for a model of no family, and as `zoo.models.keep_layers` raises.
+    """
+    order = [number for begin, end in stretches for number in range(begin, end)]
+    origin = getattr(model, "origin", None)
+    config = {} if origin is None else json.loads(origin.config)
+    if "num_hidden_layers" not in config:
+        raise CheckpointError(f"{path}: layer_replication is read for a model whose config has num_hidden_layers")
+    try:
+        repeated = keep_layers(model, order)
+    except (ValueError, NotImplementedError, TypeError) as error:
+        raise CheckpointError(f"{path}: layer_replication = {stretches}, and {error}") from None
+    lists = {key: [config[key][n] for n in order] for key in config if key.endswith("layer_types") and config[key]}
+    config = {**config, **lists, "num_hidden_layers": len(order), "_name_or_path": ""}
+    return dataclasses.replace(repeated, origin=dataclasses.replace(origin, config=json.dumps(config)))
 
 
 def _choose_name_table(model: Any, config: Mapping[str, Any], tensors: Mapping[str, LazyTensor]) -> NameMap:
