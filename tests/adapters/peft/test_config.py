@@ -62,7 +62,6 @@ def change_config(path, **keys):
         ({"target_modules": 3}, "target_modules = 3 should be null or a list of names, or a pattern"),
         ({"target_modules": []}, "target_modules names no module"),
         ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights = 'pissa_niter_4' should be one of True, False"),
-        ({"init_lora_weights": "pissa", "use_dora": True}, "'pissa' is read for a LoRA without use_dora"),
         ({"lora_alpha": "8"}, "lora_alpha = '8' should be a number"),
         ({"alpha_pattern": {"q_proj": None}}, "alpha_pattern = .* should be a table of patterns and numbers"),
         ({"alpha_pattern": {"(": 2}}, "alpha_pattern has the pattern '\\(', which is not a regular exp.*: missing"),

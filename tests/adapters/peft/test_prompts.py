@@ -125,6 +125,8 @@ def test_files_that_do_not_fit_are_refused(tmp_path):
         with pytest.raises(zoo.CheckpointError, match=message):
             adapters.load(base, tmp_path)
     (tmp_path / CONFIG).write_text(json.dumps(config))
+    with pytest.raises(zoo.CheckpointError, match="has a trained state already"):
+        adapters.load(adapters.load(base, tmp_path), tmp_path, adapter_name="second")
     recurrent = zoo.load(MODELS / "mamba2", dtype="float32")
     with pytest.raises(zoo.CheckpointError, match="keys and values, of one shape in every layer"):
         adapters.load(recurrent, tmp_path)
@@ -161,6 +163,9 @@ def test_token_rows_and_prompts_are_written_and_read(with_lora, tmp_path):
         (tmp_path / CONFIG).write_text(json.dumps({**config, key: ids}))
         with pytest.raises(zoo.CheckpointError, match=message):
             adapters.load(base, tmp_path)
+    other = adapters.ia3(adapters.token_rows(base, [7]), targets="key", adapter_name="tokens")
+    with pytest.raises(zoo.CheckpointError, match="rows of tokens with a LoRA, and not with IA3"):
+        adapters.save(other, tmp_path)
     with pytest.raises(zoo.CheckpointError, match="hold no strength"):
         adapters.save(adapters.set_strength(model, {"default": 0.5}), tmp_path)
 
@@ -174,6 +179,8 @@ def test_prompt_is_written_and_read(tmp_path):
     scaled = eqx.tree_at(lambda model: model.embedding, base, replace_option(base.embedding, "multiplier", 2.0))
     with pytest.raises(zoo.CheckpointError, match="PEFT does not multiply virtual tokens"):
         adapters.load(scaled, tmp_path)
-    both = adapters.lora(model, rank=2, adapter_name="default", key=KEY)
-    with pytest.raises(zoo.CheckpointError, match="virtual tokens and more"):
-        adapters.save(both, tmp_path)
+    begun = adapters.state(base, 2, adapter_name="default", key=KEY)
+    for adapted, what in (model, "virtual tokens"), (begun, "a trained state"):
+        both = adapters.lora(adapted, rank=2, adapter_name="default", key=KEY)
+        with pytest.raises(zoo.CheckpointError, match=f"{what}.* and more"):
+            adapters.save(both, tmp_path)

@@ -92,11 +92,15 @@ def test_file_of_pissa_or_olora_without_conversion(init, tmp_path):
     config = json.loads(path.read_text())
     path.write_text(json.dumps({**config, "init_lora_weights": init}))
     np.testing.assert_allclose(run(adapters.load(model, tmp_path)), run(trained), atol=2e-5)
+    adapters.save(adapters.dora(model, rank=2, key=jax.random.key(1)), tmp_path)
+    path.write_text(json.dumps({**json.loads(path.read_text()), "init_lora_weights": init}))
+    with pytest.raises(zoo.CheckpointError, match="is read for a LoRA of a Linear"):
+        adapters.load(model, tmp_path)
     gpt2 = zoo.load(Path(__file__).parents[2] / "fixtures/models/gpt2", dtype="float32")
     adapters.save(adapters.lora(gpt2, targets=["c_attn"], key=jax.random.key(1)), tmp_path)
     config = json.loads(path.read_text())
     path.write_text(json.dumps({**config, "init_lora_weights": init}))
-    with pytest.raises(zoo.CheckpointError, match="c_attn, which is not one Linear here"):
+    with pytest.raises(zoo.CheckpointError, match="c_attn is not one here"):
         adapters.load(gpt2, tmp_path)
 
 

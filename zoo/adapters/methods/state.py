@@ -191,8 +191,6 @@ def state(
     `TypeError` for a model that is not a decoder.
     """
     require_unmerged(model)
-    if list_state_names(model):
-        raise ValueError("the model has a trained state already: take it off with adapters.remove")
     if length < 1 or (text is not None and np.shape(text) != (length,)) or not 0 <= frozen < length:
         raise ValueError(f"length={length}: expected 1 or more, a text of as many tokens, and fewer frozen ones")
     return add_state(model, make_initial_values(model, length, text, wrap_key(key)), length, frozen, adapter_name)
@@ -224,6 +222,8 @@ def add_state(model: _Model, layers: list[LayerValues], length: int, frozen: int
 
 def make_initial_values(model: Any, length: int, text: Any, key: Key[Array, ""]) -> list[LayerValues]:
     """Return the initial state of each layer. **Raises** as `state` does."""
+    if list_state_names(model):
+        raise ValueError("the model has a trained state already: take it off with adapters.remove")
     model = getattr(model, "decoder", model)
     if not isinstance(model, Decoder):
         raise TypeError(f"a state is trained for a Decoder, not for {type(model).__name__}")

@@ -82,20 +82,18 @@ _LYCORIS_DEFAULTS: Mapping[str, Any] = {
 }  # fmt: skip
 _LYCORIS_REQUIRED_VALUES: Mapping[str, tuple] = {"rank_pattern": ({},)}
 
-_PROMPT_DEFAULTS: Mapping[str, Any] = {
-    "num_virtual_tokens": None, "token_dim": None, "num_attention_heads": None, "num_layers": None,
-}  # fmt: skip
-_PROMPT_IGNORED_KEYS = ("init_weights", "prefix_projection", "encoder_hidden_size")
-"""How virtual tokens were made: the file has the result."""
-_PROMPT_REQUIRED_VALUES: Mapping[str, tuple] = {"num_transformer_submodules": (None, 1), "modules_to_save": (None, [])}
-
-_TUNED_PROMPT = (
-    _PROMPT_DEFAULTS,
-    ("prompt_tuning_init", "prompt_tuning_init_text", "prompt_tuning_init_state_dict_path", "tokenizer_name_or_path",
-     "tokenizer_kwargs", "encoder_reparameterization_type", "encoder_hidden_size", "encoder_num_layers",
-     "encoder_dropout"),
-    _PROMPT_REQUIRED_VALUES,
+_PROMPT_DEFAULTS: Mapping[str, Any] = {"num_virtual_tokens": None}
+_PROMPT_IGNORED_KEYS = (
+    "token_dim", "num_attention_heads", "num_layers", "init_weights", "prefix_projection", "prompt_tuning_init",
+    "prompt_tuning_init_text", "prompt_tuning_init_state_dict_path", "tokenizer_name_or_path", "tokenizer_kwargs",
+    "encoder_reparameterization_type", "encoder_hidden_size", "encoder_num_layers", "encoder_dropout",
 )  # fmt: skip
+"""Sizes, and how virtual tokens were made: the file has the result."""
+_PROMPT = (
+    _PROMPT_DEFAULTS,
+    _PROMPT_IGNORED_KEYS,
+    {"num_transformer_submodules": (None, 1), "modules_to_save": (None,)},
+)
 
 _METHODS: Mapping[str, tuple[Mapping[str, Any], tuple[str, ...], Mapping[str, tuple]]] = {
     "LORA": (_LORA_DEFAULTS, _LORA_IGNORED_KEYS, _LORA_REQUIRED_VALUES),
@@ -113,15 +111,9 @@ _METHODS: Mapping[str, tuple[Mapping[str, Any], tuple[str, ...], Mapping[str, tu
     ),
     "OFT": (_OFT_DEFAULTS, _OFT_IGNORED_KEYS, {"coft": (False,)}),
     "ADALORA": (_ADALORA_DEFAULTS, _ADALORA_IGNORED_KEYS, _ADALORA_REQUIRED_VALUES),
-    "PREFIX_TUNING": (_PROMPT_DEFAULTS, _PROMPT_IGNORED_KEYS, _PROMPT_REQUIRED_VALUES),
-    "PROMPT_TUNING": _TUNED_PROMPT,
-    "P_TUNING": _TUNED_PROMPT,
-    "TRAINABLE_TOKENS": ({"token_indices": None}, ("init_weights",), {"modules_to_save": (None, [])}),
-    "CARTRIDGE": (
-        _PROMPT_DEFAULTS | {"num_frozen_tokens": 1},
-        _PROMPT_IGNORED_KEYS,
-        _PROMPT_REQUIRED_VALUES,
-    ),
+    **dict.fromkeys(("PREFIX_TUNING", "PROMPT_TUNING", "P_TUNING"), _PROMPT),
+    "CARTRIDGE": (_PROMPT_DEFAULTS | {"num_frozen_tokens": 1}, *_PROMPT[1:]),
+    "TRAINABLE_TOKENS": ({"token_indices": None}, ("init_weights",), {"modules_to_save": (None,)}),
 }
 """Per method: its keys with defaults, ignored keys, and keys with the only values that are supported."""
 
@@ -136,17 +128,16 @@ _LAYERS = ValueKind(
     "a layer number, or a list of them",
     lambda value: integer(minimum=0).fits(value) or list_of(integer(minimum=0)).fits(value),
 )
+_IDS = list_of(integer(minimum=0))
 _TOKENS = ValueKind(
-    "a list of token ids, or a table of one module and such a list",
-    lambda value: any(
-        kind.fits(value) for kind in (optional(list_of(integer(minimum=0))), table_of(list_of(integer(minimum=0))))
-    ),
+    "null, a list of token ids, or a table of one module and such a list",
+    lambda value: optional(_IDS).fits(value) or table_of(_IDS).fits(value),
 )
 SUBTRACTED_INITIAL_VALUES = ("pissa", "olora")
 """Initializations with a part of the base's weight, which PEFT subtracts from the base whenever it reads the file."""
 _STRETCHES = ValueKind(
     "a list of stretches of layers, [begin, end]",
-    lambda value: list_of(list_of(integer(minimum=0))).fits(value) and all(len(pair) == 2 for pair in value),
+    lambda value: list_of(_IDS).fits(value) and all(len(pair) == 2 for pair in value),
 )
 _INITIAL_VALUES = (True, False, "gaussian", "eva", "orthogonal", *SUBTRACTED_INITIAL_VALUES)
 _INITIALIZATION = ValueKind(
@@ -168,7 +159,7 @@ _KINDS: Mapping[str, ValueKind] = {
     "num_cayley_neumann_terms": integer(minimum=1, words="a number of at least 1"),
     "num_virtual_tokens": integer(minimum=1, words="a number of at least 1"), "num_frozen_tokens": integer(minimum=0),
     "layer_replication": optional(_STRETCHES), "trainable_token_indices": _TOKENS,
-    "token_indices": list_of(integer(minimum=0)),
+    "token_indices": _IDS,
 }  # fmt: skip
 """Kinds of the options that are read. Those of `_METHODS` that have other values with one method are in
 `_KINDS_BY_METHOD`."""
@@ -243,16 +234,12 @@ def _find_wrong_values(config: Mapping[str, Any]) -> Iterator[str]:
     for word in [words] if isinstance(words, str) else words:
         if re.fullmatch(r"\w+", word) is None:
             yield f"layers_pattern = {shorten_repr(word)} should be the name of a list of layers, without a pattern"
-    is_prompt = "num_virtual_tokens" in config
-    if not is_prompt and not config["target_modules"] and not config.get("target_parameters"):
+    if not any(config.get(key) for key in ("target_modules", "target_parameters", "num_virtual_tokens")):
         yield "target_modules names no module"
     if method == "OFT" and bool(config["r"]) == bool(config["oft_block_size"]):
         yield f"r = {config['r']} and oft_block_size = {config['oft_block_size']}: one of the two should be 0"
     if config.get("use_dora") and config.get("target_parameters"):
         yield "use_dora and target_parameters exclude each other, in PEFT too"
-    initial = config.get("init_lora_weights")
-    if initial in SUBTRACTED_INITIAL_VALUES and (method != "LORA" or config["use_dora"]):
-        yield f"init_lora_weights = {initial!r} is read for a LoRA without use_dora"
 
 
 def _find_version_error(config: Mapping[str, Any]) -> str:

@@ -34,7 +34,10 @@ def read_prompt(
         _check_rows(model, path, array, length)
         _refuse_multiplier(model)
         return wrap_embedding(model, lambda _: array, length, adapter_name)
-    layers = make_initial_values(model, length, None, jax.random.key(0))
+    try:
+        layers = make_initial_values(model, length, None, jax.random.key(0))
+    except (ValueError, NotImplementedError) as error:
+        raise CheckpointError(f"{path}: {error}") from None
     shape = (length, len(layers), 2, *_get_shape(layers))
     if array.shape != (length, np.prod(shape[1:])):
         raise CheckpointError(

@@ -31,7 +31,7 @@ from ..methods.token_rows import wrap_embedding
 from ..names import PeftModule, get_callers, get_name_table, list_peft_modules, nest_parameters
 from . import base_tensors
 from .config import CONFIG_FILE, SUBTRACTED_INITIAL_VALUES, read_config, shorten_repr
-from .methods import PeftMethod, PeftTensor, refuse_fused, select_method
+from .methods import METHODS, PeftMethod, PeftTensor, refuse_fused, select_method
 from .prompts import read_prompt, take_token_rows
 from .sharing import join_calls
 from .source import PREFIX, WEIGHTS_FILE, AdapterSource
@@ -247,14 +247,15 @@ def _refuse_table(source: AdapterSource, module: PeftModule) -> None:
 
 
 def _refuse_subtracted(source: AdapterSource, module: PeftModule) -> None:
-    """**Raises** `CheckpointError` for PiSSA or OLoRA of anything but one matrix: it is another matrix's part."""
+    """**Raises** `CheckpointError` for PiSSA or OLoRA of another method, or of anything but one matrix."""
     initial = source.config.get("init_lora_weights")
-    is_one = len(module.mapping.parts) == 1 and module.mapping.runs == 1 and not module.holds_experts
-    is_table = isinstance(module.site.module, AbstractEmbedding)
-    if initial in SUBTRACTED_INITIAL_VALUES and (not is_one or is_table or module.mapping.transposed):
+    mapping = module.mapping
+    is_one = len(mapping.parts) == mapping.runs == 1 and not (mapping.transposed or module.holds_experts)
+    is_lora = select_method(source.config, module.site.module) is METHODS[LoRA]
+    if initial in SUBTRACTED_INITIAL_VALUES and not (is_one and is_lora):
         raise CheckpointError(
-            f"{source.path}: init_lora_weights = {initial!r} takes a part of {module.peft_name}, which is not one "
-            "Linear here: save with path_initial_model_for_weight_conversion"
+            f"{source.path}: init_lora_weights = {initial!r} is read for a LoRA of a Linear, and {module.peft_name} is "
+            "not one here: save with path_initial_model_for_weight_conversion"
         )
 
 
@@ -309,9 +310,9 @@ def plan_adapter(
         made = method.make(source, base, key)
         initial = source.config.get("init_lora_weights")
         if initial in SUBTRACTED_INITIAL_VALUES:
-            options = {"dropout": source.dropout, "adapter_name": source.adapter_name, "init": initial}
             sizes = {"max_rank": len(fields["down.weight"]), "rank": fields["rank"], "scale": fields["scale"]}
-            made = LoRA(base, **sizes, **options, key=key)
+            options = {"dropout": source.dropout, "adapter_name": source.adapter_name}
+            made = LoRA(base, **sizes, **options, init=initial, key=key)
         return _replace_fields(method, made, fields)
 
     return factory, tables

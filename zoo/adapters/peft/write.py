@@ -20,7 +20,7 @@ from zoo.weights.safetensors import CheckpointError, hold_array, write_tensors
 
 from ..compose import adapter_names, check_adapter_name, is_adapter
 from ..merged_layers import restore_adapters
-from ..methods.state import list_state_names
+from ..methods.state import list_state_names, remove_state
 from ..methods.token_rows import TokenRows
 from ..names import PeftModule, get_callers, get_family_name, get_name_table, list_peft_modules, nest_parameters
 from ..peft_limits import find_limit
@@ -29,13 +29,7 @@ from .build_config import build_config
 from .config import CONFIG_FILE
 from .join import Experts, get_first_layer, join_experts, join_parts, keep_largest_shared, sum_parts
 from .methods import METHODS, get_method, list_peft_tensors, refuse_fused
-from .prompts import (
-    build_prompt_config,
-    build_rows_config,
-    collect_prompt,
-    collect_token_rows,
-    find_token_rows,
-)
+from .prompts import build_prompt_config, build_rows_config, collect_prompt, collect_token_rows, find_token_rows
 from .sharing import copy_calls, copy_targets
 from .source import PREFIX, WEIGHTS_FILE
 from .tying import add_head_tensors, build_tying_config, find_tied_modules
@@ -107,6 +101,8 @@ def collect_tensors(model: Any, tree: Any = None, *, adapter_name: str) -> dict[
     structure, summed over the parts of a fused module that share an array."""
     model, tree = merge_rounds((model, tree))
     if adapter_name in list_state_names(model):
+        if adapter_name in adapter_names(remove_state(model)):
+            raise CheckpointError(f"{adapter_name!r} is a trained state and more, which no file of PEFT's has")
         return collect_prompt(model, tree)
     tensors: dict[str, np.ndarray] = {}
     table = get_name_table(model, in_memory=True)
@@ -181,19 +177,19 @@ def _build_adapter_config(model: Any, adapter_name: str, base: str | None) -> di
     table = get_name_table(model, in_memory=True)
     by_module = _group_by_module(model, None, table, adapter_name)
     rows = find_token_rows(model, adapter_name)
-    if not by_module and rows is not None:
+    of_base, base_options = base_tensors.collect_base_tensors(model, None, table, adapter_name, set(by_module))
+    if not by_module and rows is not None and not of_base:
         return {**common, "modules_to_save": None, **build_rows_config(model, rows)}
     if not by_module:
         raise CheckpointError(
             f"{adapter_name!r} has parameters trained in full only: zoo.save writes them with the model"
         )
-    _, base_options = base_tensors.collect_base_tensors(model, None, table, adapter_name, set(by_module))
-    return {
-        **common,
-        "modules_to_save": base_options["modules_to_save"],
-        **build_config(by_module, family=get_family_name(model), bias=base_options["bias"]),
-        **({} if rows is None else {"trainable_token_indices": rows.ids.tolist()}),
-    }
+    config = build_config(by_module, family=get_family_name(model), bias=base_options["bias"])
+    if rows is not None:
+        config["trainable_token_indices"] = rows.ids.tolist()
+        if config["peft_type"] != "LORA":
+            raise CheckpointError(f"PEFT's files have rows of tokens with a LoRA, and not with {config['peft_type']}")
+    return {**common, "modules_to_save": base_options["modules_to_save"], **config}
 
 
 def _name_task(model: Any) -> str | None:
