@@ -2,9 +2,10 @@
 
     python scripts/state_recall.py
 
-Two toy models learn to copy: they read 64 random tokens, and write them again. Frozen, they then see one text of 64
-tokens without its first copy. A state, virtual tokens or a LoRA is trained on this text only. Recalled is a token that
-is the likeliest after the tokens before it. It takes about 5 minutes on two cores; `--steps` shortens the training.
+Two toy models, of attention and a hybrid with a recurrence, learn to copy: they read 64 random tokens, and write them
+again. Frozen, they then see one text of 64 tokens without its first copy. A state, virtual tokens or a LoRA is trained
+on this text only. Recalled is a token that is the likeliest after the tokens before it. It takes about five minutes on
+two cores; `--steps` shortens the training.
 """
 
 import argparse
@@ -17,11 +18,13 @@ import optax
 
 import zoo
 from zoo import adapters
-from zoo.layers import GatedDeltaNet
+from zoo.layers import Attention, GatedDeltaNet
+from zoo.ops.rotary import Rotary
 
 VOCAB, LENGTH = 32, 64
 SIZES = {"vocab": VOCAB, "embed": 64, "layers": 2, "mlp": 128, "key": jax.random.key(0)}
 DELTA = partial(GatedDeltaNet, heads=2)
+ATTENTION = partial(Attention, heads=4, rotary=Rotary(16))
 TEXT = jax.random.randint(jax.random.key(7), (LENGTH,), 0, VOCAB)
 
 
@@ -67,12 +70,12 @@ def count_recalled(model, batch):
     return is_right.sum()
 
 
-def main(steps=600, adapter_steps=300):
+def main(steps=400, adapter_steps=300):
     key = jax.random.key(2)
     nothing = TEXT[:0]
     models = {
         "attention": eqx.filter_jit(zoo.models.Transformer)(heads=4, **SIZES),
-        "gated delta net": eqx.filter_jit(partial(zoo.models.Hybrid, pattern=[DELTA]))(**SIZES),
+        "hybrid": eqx.filter_jit(partial(zoo.models.Hybrid, pattern=[DELTA, ATTENTION]))(**SIZES),
     }
     print("| model | what is trained | numbers | tokens of 63 |\n|---|---|--:|--:|")
     for name, model in models.items():
@@ -83,16 +86,14 @@ def main(steps=600, adapter_steps=300):
             flush=True,
         )
         tries = [
-            (f"LoRA of rank {rank}", adapters.lora(base, targets="all-linear", rank=rank, key=key), nothing, 0.03)
+            (f"LoRA, rank {rank}", adapters.lora(base, targets="all-linear", rank=rank, key=key), nothing, 0.03)
             for rank in (1, 4)
         ]
-        lengths = (1, 4, 16) if name == "attention" else (1,)
-        for length in lengths:
-            words = f"state of {length} tokens" if name == "attention" else "state"
-            tries.append((words, adapters.state(base, length, key=key), nothing, 0.1))
+        for length in (1, 4, 16):
+            tries.append((f"state, {length} tokens", adapters.state(base, length, key=key), nothing, 0.1))
         for length in (4, 16):
             virtual = VOCAB + jnp.arange(length)
-            tries.append((f"prompt of {length} tokens", adapters.prompt(base, length, key=key), virtual, 0.1))
+            tries.append((f"prompt, {length} tokens", adapters.prompt(base, length, key=key), virtual, 0.1))
         for words, adapted, ids, learning_rate in tries:
             batch = put_before(ids)
             trained = train(adapted, lambda _, batch=batch: batch, adapter_steps, learning_rate)
@@ -101,6 +102,6 @@ def main(steps=600, adapter_steps=300):
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=600, help="steps of the models that copy")
+    parser.add_argument("--steps", type=int, default=400, help="steps of the models that copy")
     parser.add_argument("--adapter-steps", type=int, default=300, help="steps of each state, prompt and LoRA")
     main(**vars(parser.parse_args()))
