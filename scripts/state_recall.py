@@ -4,8 +4,8 @@
 
 Two toy models, of attention and a hybrid with a recurrence, learn to copy: they read 64 random tokens, and write them
 again. Frozen, they then see one text of 64 tokens without its first copy. A state, virtual tokens or a LoRA is trained
-on this text only. Recalled is a token that is the likeliest after the tokens before it. It takes about five minutes on
-two cores; `--steps` shortens the training.
+on this text only, at the better of two learning rates. Recalled is a token that is the likeliest after the tokens
+before it. It takes about ten minutes on two cores; `--steps` shortens the training.
 """
 
 import argparse
@@ -25,6 +25,7 @@ VOCAB, LENGTH = 32, 64
 SIZES = {"vocab": VOCAB, "embed": 64, "layers": 2, "mlp": 128, "key": jax.random.key(0)}
 DELTA = partial(GatedDeltaNet, heads=2)
 ATTENTION = partial(Attention, heads=4, rotary=Rotary(16))
+RATES = 0.03, 0.1
 TEXT = jax.random.randint(jax.random.key(7), (LENGTH,), 0, VOCAB)
 
 
@@ -86,18 +87,19 @@ def main(steps=400, adapter_steps=300):
             flush=True,
         )
         tries = [
-            (f"LoRA, rank {rank}", adapters.lora(base, targets="all-linear", rank=rank, key=key), nothing, 0.03)
+            (f"LoRA, rank {rank}", adapters.lora(base, targets="all-linear", rank=rank, key=key), nothing)
             for rank in (1, 4)
         ]
         for length in (1, 4, 16):
-            tries.append((f"state, {length} tokens", adapters.state(base, length, key=key), nothing, 0.1))
+            tries.append((f"state, {length} tokens", adapters.state(base, length, key=key), nothing))
         for length in (4, 16):
             virtual = VOCAB + jnp.arange(length)
-            tries.append((f"prompt, {length} tokens", adapters.prompt(base, length, key=key), virtual, 0.1))
-        for words, adapted, ids, learning_rate in tries:
+            tries.append((f"prompt, {length} tokens", adapters.prompt(base, length, key=key), virtual))
+        for words, adapted, ids in tries:
             batch = put_before(ids)
-            trained = train(adapted, lambda _, batch=batch: batch, adapter_steps, learning_rate)
-            print(f"| {name} | {words} | {zoo.count(adapted):,} | {count_recalled(trained, batch)} |", flush=True)
+            trained = [train(adapted, lambda _, batch=batch: batch, adapter_steps, rate) for rate in RATES]
+            recalled = max(int(count_recalled(model, batch)) for model in trained)
+            print(f"| {name} | {words} | {zoo.count(adapted):,} | {recalled} |", flush=True)
 
 
 if __name__ == "__main__":

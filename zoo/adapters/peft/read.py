@@ -103,8 +103,7 @@ def _replicate_layers(model: Any, stretches: Sequence[Sequence[int]], path: str)
     """
     order = [number for begin, end in stretches for number in range(begin, end)]
     origin = getattr(model, "origin", None)
-    config = {} if origin is None else json.loads(origin.config)
-    if "num_hidden_layers" not in config:
+    if origin is None or "num_hidden_layers" not in (config := json.loads(origin.config)):
         raise CheckpointError(f"{path}: layer_replication is read for a model whose config has num_hidden_layers")
     try:
         repeated = keep_layers(model, order)
