@@ -45,7 +45,7 @@ PATTERNS = {
     "delta": [partial(GatedDeltaNet, heads=2)],
     "rwkv4": [RWKV4],
     "rwkv7": [partial(RWKV7, heads=2)],
-    "rg_lru": [RGLRU],
+    "rg_lru": [partial(RGLRU, heads=2)],
 }
 
 
