@@ -11,6 +11,8 @@ from .methods.lora import LoRA, lora
 from .methods.lycoris import loha, lokr
 from .methods.modules_to_save import unfreeze
 from .methods.oft import oft
+from .methods.state import state
+from .methods.token_rows import prompt, token_rows
 from .methods.vera import vera
 from .peft.read import load
 from .peft.write import save
@@ -33,11 +35,14 @@ __all__ = [
     "merge",
     "oft",
     "orthogonality",
+    "prompt",
     "quantize",
     "remove",
     "save",
     "select_per_row",
     "set_strength",
+    "state",
+    "token_rows",
     "unfreeze",
     "unmerge",
     "vera",

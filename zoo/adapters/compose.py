@@ -18,12 +18,14 @@ from .base import AbstractAdapter, is_adapter
 from .merged_layers import require_unmerged, restore_adapters
 from .methods.dora import DoRA
 from .methods.lora import LoRA
+from .methods.state import list_state_names, remove_state
 
 _Model = TypeVar("Model")
 
 
 def adapter_names(model: Any) -> list[str]:
-    """List the names of a model's adapters, innermost first, then the names of parameters that are trained in full."""
+    """List the names of a model's adapters, innermost first, then the names of parameters or a state trained in
+    full."""
     names: dict[str, None] = {}
 
     def visit(tree: Any) -> None:
@@ -33,7 +35,7 @@ def adapter_names(model: Any) -> list[str]:
                 names.setdefault(node.adapter_name)
 
     visit(model)
-    return list(names | dict.fromkeys(_list_trainable_copy_names(model)))
+    return list(names | dict.fromkeys([*_list_trainable_copy_names(model), *list_state_names(model)]))
 
 
 def _list_trainable_copy_names(model: Any) -> list[str]:
@@ -69,7 +71,7 @@ def remove(model: _Model, adapter_name: str | None = None) -> _Model:
     part of the base's weight. Of a model that was merged with `keep=True`, the weights before merging are taken, and
     adapters that remain are not merged. **Raises** `ValueError` for a name that no adapter has."""
     check_adapter_name(model, adapter_name)
-    model = restore_adapters(model)
+    model = remove_state(restore_adapters(model), adapter_name)
     is_removed = lambda node: is_trainable_copy(node) and adapter_name in (None, node.adapter_name)
     model = jax.tree.map(lambda node: node.base if is_removed(node) else node, model, is_leaf=is_trainable_copy)
 
@@ -99,10 +101,13 @@ def _unwrap_adapter(module: Any, adapter_name: str | None) -> Any:
 
 def set_strength(model: _Model, strengths: Mapping[str, float | int]) -> _Model:
     """Set the strength of adapters by name: 0 switches an adapter off, 1 on. Array shapes do not change, so nothing
-    recompiles. **Raises** `ValueError` for a name that no adapter has, and for a model whose adapters are merged."""
+    recompiles. **Raises** `ValueError` for a name that no adapter has, for the name of a trained state, and for a model
+    whose adapters are merged."""
     require_unmerged(model)
     for name in strengths:
         check_adapter_name(model, name)
+    if states := strengths.keys() & set(list_state_names(model)):
+        raise ValueError(f"{states.pop()} is a trained state, which has no strength: adapters.remove takes it off")
 
     def set_adapter(adapter: Any) -> Any:
         if adapter.adapter_name not in strengths:
@@ -123,7 +128,7 @@ def select_per_row(model: _Model, rows: Sequence[str | None] | Int[Array, "batch
     All adapters are computed for all rows and multiplied by 0 or 1: for a few adapters this costs little compared to
     the base.
 
-    **Raises** `ValueError` for a name that no adapter has, for parameters that are trained in full, which all rows
+    **Raises** `ValueError` for a name that no adapter has, for parameters or a state trained in full, which all rows
     share, for a model whose adapters are merged, and for a DoRA around another adapter: the norm of its rows would
     differ between rows of the batch. Adapters of experts, or of a head, raise when the model is called.
     """
@@ -133,8 +138,8 @@ def select_per_row(model: _Model, rows: Sequence[str | None] | Int[Array, "batch
         for name in {name for name in rows if name is not None}:
             check_adapter_name(model, name)
         rows = jnp.asarray([-1 if name is None else names.index(name) for name in rows])
-    if trained_in_full := set(_list_trainable_copy_names(model)):
-        raise ValueError(f"{', '.join(sorted(trained_in_full))}: parameters are trained in full, which all rows share")
+    if shared := {*_list_trainable_copy_names(model), *list_state_names(model)}:
+        raise ValueError(f"{', '.join(sorted(shared))}: trained in full, which all rows share")
 
     def select(adapter: AbstractAdapter) -> AbstractAdapter:
         if isinstance(adapter, DoRA) and isinstance(beneath := adapter.base, AbstractAdapter):

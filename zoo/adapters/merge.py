@@ -13,6 +13,8 @@ from .base import AbstractAdapter, AbstractLinearAdapter, get_base_layer, get_di
 from .compose import cast_like, check_adapter_name
 from .merged_layers import MergedEmbedding, MergedLinear, has_merged, restore_adapters
 from .methods.embedding import EmbeddingLoRA
+from .methods.state import list_state_names
+from .methods.token_rows import TokenRows, has_virtual_tokens
 
 _Model = TypeVar("Model")
 _QuantizedMerge = Literal["refuse", "decode", "round"]
@@ -30,10 +32,12 @@ def merge(model: _Model, *, keep: bool = False, quantized: _QuantizedMerge = "re
       in int8, 1 / 254 of its row's largest magnitude, in NF4 0.152 of its block's and 1 / 510 of its row's, in MXFP4 a
       quarter of its block's. A smaller update may be lost.
 
-    **Raises** `ValueError` for a model without adapters, and, unless `quantized` is given, for adapters of quantized
-    layers.
+    **Raises** `ValueError` for a model without adapters, with a trained state or virtual tokens, and, unless
+    `quantized` is given, for adapters of quantized layers.
     """
     check_adapter_name(model, None)
+    if list_state_names(model) or has_virtual_tokens(model):
+        raise ValueError("no weight holds a trained state or virtual tokens: decode with them, or adapters.remove them")
     model = restore_adapters(model)
     if quantized not in get_args(_QuantizedMerge):
         raise ValueError(f"quantized is one of {', '.join(get_args(_QuantizedMerge))}, not {quantized!r}")
@@ -58,7 +62,7 @@ def merge(model: _Model, *, keep: bool = False, quantized: _QuantizedMerge = "re
         merged = vmap_stacked(merge_layer, ranges)(adapter)
         if not keep:
             return merged
-        if isinstance(adapter, EmbeddingLoRA):
+        if isinstance(adapter, EmbeddingLoRA | TokenRows):
             return MergedEmbedding(
                 base=merged, made_of=adapter, adapter_name=adapter.adapter_name, multiplier=adapter.multiplier
             )

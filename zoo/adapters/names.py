@@ -24,6 +24,7 @@ from zoo.weights.stages import read_callers, read_name_map
 from .base import get_base_layer, is_adapter
 from .dequantize import dequantize
 from .merged_layers import restore_adapters
+from .methods.state import remove_state
 
 
 class PeftModule(NamedTuple):
@@ -135,7 +136,7 @@ def _resolve_module_origin(model: Any) -> Origin:
 
 def _get_base_shapes(model: Any) -> Any:
     """Return the shapes of a model without adapters and quantization, without computing any array."""
-    model = restore_adapters(model)
+    model = remove_state(restore_adapters(model))
     model = jax.tree.map(lambda node: node.base if is_trainable_copy(node) else node, model, is_leaf=is_trainable_copy)
     return eqx.filter_eval_shape(dequantize, jax.tree.map(get_base_layer, model, is_leaf=is_adapter))
 

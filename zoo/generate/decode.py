@@ -373,12 +373,13 @@ def adjust_logits(
     state: DecodeState, logits: Float[Array, "batch vocab"], options: DecodeOptions
 ) -> Float[Array, "batch vocab"]:
     """Apply the penalties, then the function of one's own."""
-    logits = penalize_repetition(logits, state.seen, options.repetition_penalty)
+    vocab = logits.shape[1]  # without virtual tokens, which an embedding may have
+    logits = penalize_repetition(logits, state.seen[:, :vocab], options.repetition_penalty)
     if state.counts is not None:
         assert options.presence_penalty is not None
         assert options.frequency_penalty is not None
-        logits = penalize_presence(logits, state.counts, options.presence_penalty)
-        logits = penalize_frequency(logits, state.counts, options.frequency_penalty)
+        logits = penalize_presence(logits, state.counts[:, :vocab], options.presence_penalty)
+        logits = penalize_frequency(logits, state.counts[:, :vocab], options.frequency_penalty)
     if options.adjust is None:
         return logits
     assert state.text is not None

@@ -130,7 +130,7 @@ def resolve_dims(module: Module, field: dataclasses.Field, ndim: int) -> tuple[D
     """Return the dims that a field's annotation names for an array of `ndim` dims, as renamed by this instance. A field
     `array_dims` names all dims of the field `array`."""
     if (names := getattr(module, f"{field.name}_dims", None)) is not None:
-        return tuple(map(Dim, names))
+        return tuple(name if isinstance(name, Dim) else Dim(name) for name in names)
     field_name = f"{type(module).__name__}.{field.name}"
     matching = [names for names in _find_dim_names(field) if len(names) == ndim]
     if isinstance(field.type, str):

@@ -61,7 +61,7 @@ def change_config(path, **keys):
         ({"layers_pattern": "(a+)+"}, "layers_pattern = .* should be the name of a list of layers"),
         ({"target_modules": 3}, "target_modules = 3 should be null or a list of names, or a pattern"),
         ({"target_modules": []}, "target_modules names no module"),
-        ({"init_lora_weights": "pissa"}, "init_lora_weights = 'pissa' should be one of True, False"),
+        ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights = 'pissa_niter_4' should be one of True, False"),
         ({"lora_alpha": "8"}, "lora_alpha = '8' should be a number"),
         ({"alpha_pattern": {"q_proj": None}}, "alpha_pattern = .* should be a table of patterns and numbers"),
         ({"alpha_pattern": {"(": 2}}, "alpha_pattern has the pattern '\\(', which is not a regular exp.*: missing"),

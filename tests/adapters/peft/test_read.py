@@ -194,3 +194,28 @@ def test_load_with_dropout_applies_inside_layers_only(adapted, tmp_path):
     adapters.save(adapters.lora(model, targets="head", key=jax.random.key(1)), tmp_path / "head")
     with pytest.raises(zoo.CheckpointError, match="what head reads is not dropped: read the adapter without"):
         adapters.load(model, tmp_path / "head", dropout=0.5)
+
+
+def test_layer_replication_repeats_layers_of_the_base(tmp_path):
+    """Each copy has a LoRA of its own, which is merged into that copy only; the result is saved as what it is."""
+    base = zoo.load(Path(__file__).parents[2] / "fixtures/models/llama", dtype="float32")
+    repeated = zoo.models.keep_layers(base, [0, 1, 1])
+    model = perturb(adapters.lora(repeated, rank=2, key=jax.random.key(0)))
+    adapters.save(model, tmp_path)
+    path = tmp_path / "adapter_config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps({**config, "layer_replication": [[0, 2], [1, 2]]}))
+    loaded = adapters.load(base, tmp_path)
+    tokens = jnp.arange(10).reshape(2, 5)
+    expected = model(tokens)
+    np.testing.assert_allclose(loaded(tokens), expected, atol=1e-5)
+    zoo.save(adapters.merge(loaded), tmp_path / "merged")
+    np.testing.assert_allclose(zoo.load(tmp_path / "merged")(tokens), expected, atol=1e-5)
+    for wrong, message in (
+        ([[0, 3]], "there is no layer 2"),
+        ([[0, 1, 2]], "a list of stretches of layers, .begin, end."),
+        ([[1, 1]], "layers is empty"),
+    ):
+        path.write_text(json.dumps({**config, "layer_replication": wrong}))
+        with pytest.raises(zoo.CheckpointError, match=message):
+            adapters.load(base, tmp_path)

@@ -76,6 +76,34 @@ def test_save_after_pissa_or_olora_doubles_the_rank(init, tmp_path):
         adapters.dora(model, init=init, key=jax.random.key(1))
 
 
+@pytest.mark.parametrize("init", mark_slow(["pissa", "olora"], but=["pissa"]))
+def test_file_of_pissa_or_olora_without_conversion(init, tmp_path):
+    """A and B as they are, and the name of their initialization: PEFT takes the part of the base's weight again."""
+    model = zoo.load(Path(__file__).parents[2] / "fixtures/models/llama", dtype="float32")
+    options = {"rank": 4, "alpha": 8, "rank_pattern": {"layers.1.attention.query": 2}, "adapter_name": "default"}
+    wrapped = adapters.lora(model, init=init, key=jax.random.key(1), **options)
+    noise = lambda x: x + 0.1 * jax.random.normal(jax.random.key(x.size), x.shape) * (x != 0)  # padding stays zero
+    trained = eqx.combine(jax.tree.map(noise, zoo.trainable(wrapped)), wrapped)
+    is_lora = lambda node: isinstance(node, adapters.LoRA)
+    forget = lambda node: eqx.tree_at(lambda lora: (lora.first_down, lora.first_up), node, (None, None))
+    plain = jax.tree.map(lambda node: forget(node) if is_lora(node) else node, trained, is_leaf=is_lora)
+    adapters.save(plain, tmp_path)
+    path = tmp_path / "adapter_config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps({**config, "init_lora_weights": init}))
+    np.testing.assert_allclose(run(adapters.load(model, tmp_path)), run(trained), atol=2e-5)
+    adapters.save(adapters.dora(model, rank=2, key=jax.random.key(1)), tmp_path)
+    path.write_text(json.dumps({**json.loads(path.read_text()), "init_lora_weights": init}))
+    with pytest.raises(zoo.CheckpointError, match="is read for a LoRA of a Linear"):
+        adapters.load(model, tmp_path)
+    gpt2 = zoo.load(Path(__file__).parents[2] / "fixtures/models/gpt2", dtype="float32")
+    adapters.save(adapters.lora(gpt2, targets=["c_attn"], key=jax.random.key(1)), tmp_path)
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps({**config, "init_lora_weights": init}))
+    with pytest.raises(zoo.CheckpointError, match="c_attn is not one here"):
+        adapters.load(gpt2, tmp_path)
+
+
 @pytest.mark.parametrize("method", ["dora", "ia3"])
 def test_save_of_some_parts_of_a_fused_module_leaves_the_others(method, tmp_path):
     """GPT-2's c_attn is query, key and value. The key has no adapter: its rows have the factor 1, or as magnitude

@@ -37,7 +37,8 @@ table of the family."""
 
 _LORA_DEFAULTS: Mapping[str, Any] = {
     "r": 8, "lora_alpha": 8, "rank_pattern": {}, "alpha_pattern": {}, "use_rslora": False, "use_dora": False,
-    "lora_dropout": 0.0, "init_lora_weights": True, "target_parameters": None,
+    "lora_dropout": 0.0, "init_lora_weights": True, "target_parameters": None, "trainable_token_indices": None,
+    "layer_replication": None,
 }  # fmt: skip
 _LORA_IGNORED_KEYS = (
     "corda_config",
@@ -49,9 +50,9 @@ _LORA_IGNORED_KEYS = (
 )
 """Initialization, and options that have no effect without another that is refused."""
 _LORA_REQUIRED_VALUES: Mapping[str, tuple] = {
-    "alora_invocation_tokens": (None,), "arrow_config": (None,), "kasa_config": (None,), "layer_replication": (None,),
+    "alora_invocation_tokens": (None,), "arrow_config": (None,), "kasa_config": (None,),
     "lora_bias": (False,), "megatron_config": (None,), "monteclora_config": (None,),
-    "trainable_token_indices": (None,), "use_bdlora": (None, False), "use_qalora": (False,), "velora_config": (None,),
+    "use_bdlora": (None, False), "use_qalora": (False,), "velora_config": (None,),
 }  # fmt: skip
 
 _ADALORA_DEFAULTS: Mapping[str, Any] = {
@@ -65,6 +66,8 @@ _ADALORA_IGNORED_KEYS = (
 _ADALORA_REQUIRED_VALUES: Mapping[str, tuple] = {
     **_LORA_REQUIRED_VALUES,
     "use_dora": (False,),
+    "trainable_token_indices": (None,),
+    "layer_replication": (None,),
     "target_parameters": (None, []),
 }
 
@@ -78,6 +81,19 @@ _LYCORIS_DEFAULTS: Mapping[str, Any] = {
     "r": 8, "alpha": 8, "alpha_pattern": {}, "rank_dropout": 0.0, "module_dropout": 0.0, "rank_dropout_scale": False,
 }  # fmt: skip
 _LYCORIS_REQUIRED_VALUES: Mapping[str, tuple] = {"rank_pattern": ({},)}
+
+_PROMPT_DEFAULTS: Mapping[str, Any] = {"num_virtual_tokens": None}
+_PROMPT_IGNORED_KEYS = (
+    "token_dim", "num_attention_heads", "num_layers", "init_weights", "prefix_projection", "prompt_tuning_init",
+    "prompt_tuning_init_text", "prompt_tuning_init_state_dict_path", "tokenizer_name_or_path", "tokenizer_kwargs",
+    "encoder_reparameterization_type", "encoder_hidden_size", "encoder_num_layers", "encoder_dropout",
+)  # fmt: skip
+"""Sizes, and how virtual tokens were made: the file has the result."""
+_PROMPT = (
+    _PROMPT_DEFAULTS,
+    _PROMPT_IGNORED_KEYS,
+    {"num_transformer_submodules": (None, 1), "modules_to_save": (None,)},
+)
 
 _METHODS: Mapping[str, tuple[Mapping[str, Any], tuple[str, ...], Mapping[str, tuple]]] = {
     "LORA": (_LORA_DEFAULTS, _LORA_IGNORED_KEYS, _LORA_REQUIRED_VALUES),
@@ -95,6 +111,9 @@ _METHODS: Mapping[str, tuple[Mapping[str, Any], tuple[str, ...], Mapping[str, tu
     ),
     "OFT": (_OFT_DEFAULTS, _OFT_IGNORED_KEYS, {"coft": (False,)}),
     "ADALORA": (_ADALORA_DEFAULTS, _ADALORA_IGNORED_KEYS, _ADALORA_REQUIRED_VALUES),
+    **dict.fromkeys(("PREFIX_TUNING", "PROMPT_TUNING", "P_TUNING"), _PROMPT),
+    "CARTRIDGE": (_PROMPT_DEFAULTS | {"num_frozen_tokens": 1}, *_PROMPT[1:]),
+    "TRAINABLE_TOKENS": ({"token_indices": None}, ("init_weights",), {"modules_to_save": (None,)}),
 }
 """Per method: its keys with defaults, ignored keys, and keys with the only values that are supported."""
 
@@ -109,10 +128,21 @@ _LAYERS = ValueKind(
     "a layer number, or a list of them",
     lambda value: integer(minimum=0).fits(value) or list_of(integer(minimum=0)).fits(value),
 )
-_INITIAL_VALUES = (True, False, "gaussian", "eva", "orthogonal")
+_IDS = list_of(integer(minimum=0))
+_TOKENS = ValueKind(
+    "null, a list of token ids, or a table of one module and such a list",
+    lambda value: optional(_IDS).fits(value) or table_of(_IDS).fits(value),
+)
+SUBTRACTED_INITIAL_VALUES = ("pissa", "olora")
+"""Initializations with a part of the base's weight, which PEFT subtracts from the base whenever it reads the file."""
+_STRETCHES = ValueKind(
+    "a list of stretches of layers, [begin, end]",
+    lambda value: list_of(_IDS).fits(value) and all(len(pair) == 2 for pair in value),
+)
+_INITIAL_VALUES = (True, False, "gaussian", "eva", "orthogonal", *SUBTRACTED_INITIAL_VALUES)
 _INITIALIZATION = ValueKind(
     f"one of {', '.join(map(repr, _INITIAL_VALUES))}, since PEFT changes the base's weights for the others whenever it "
-    "reads the file (save with path_initial_model_for_weight_conversion)",
+    "reads the file, and at random (save with path_initial_model_for_weight_conversion)",
     lambda value: is_any_of(value, _INITIAL_VALUES),
 )
 _KINDS: Mapping[str, ValueKind] = {
@@ -127,6 +157,9 @@ _KINDS: Mapping[str, ValueKind] = {
     "init_ia3_weights": BOOL, "save_projection": BOOL, "d_initial": NUMBER, "decompose_both": BOOL,
     "decompose_factor": integer(minimum=-1), "block_share": BOOL, "use_cayley_neumann": BOOL,
     "num_cayley_neumann_terms": integer(minimum=1, words="a number of at least 1"),
+    "num_virtual_tokens": integer(minimum=1, words="a number of at least 1"), "num_frozen_tokens": integer(minimum=0),
+    "layer_replication": optional(_STRETCHES), "trainable_token_indices": _TOKENS,
+    "token_indices": _IDS,
 }  # fmt: skip
 """Kinds of the options that are read. Those of `_METHODS` that have other values with one method are in
 `_KINDS_BY_METHOD`."""
@@ -201,7 +234,7 @@ def _find_wrong_values(config: Mapping[str, Any]) -> Iterator[str]:
     for word in [words] if isinstance(words, str) else words:
         if re.fullmatch(r"\w+", word) is None:
             yield f"layers_pattern = {shorten_repr(word)} should be the name of a list of layers, without a pattern"
-    if not config["target_modules"] and not config.get("target_parameters"):
+    if not any(config.get(key) for key in ("target_modules", "target_parameters", "num_virtual_tokens")):
         yield "target_modules names no module"
     if method == "OFT" and bool(config["r"]) == bool(config["oft_block_size"]):
         yield f"r = {config['r']} and oft_block_size = {config['oft_block_size']}: one of the two should be 0"

@@ -1,5 +1,7 @@
 """Read PEFT's files: adapter_config.json and adapter_model.safetensors."""
 
+import dataclasses
+import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
 from operator import attrgetter
@@ -14,6 +16,7 @@ import numpy as np
 from zoo.layers.embedding import AbstractEmbedding
 from zoo.models.hf.spec import NameMap
 from zoo.models.parameter_paths import IndexRanges
+from zoo.models.restack import keep_layers
 from zoo.models.targets import LinearSite
 from zoo.weights.directory import resolve_directory
 from zoo.weights.safetensors import CheckpointError, LazyTensor, open_safetensors
@@ -21,12 +24,15 @@ from zoo.weights.safetensors import CheckpointError, LazyTensor, open_safetensor
 from ..apply import apply_adapters
 from ..base import AbstractAdapter
 from ..merged_layers import require_unmerged
+from ..methods.lora import LoRA
 from ..methods.low_rank import check_dropout_rate
 from ..methods.modules_to_save import make_trainable
+from ..methods.token_rows import wrap_embedding
 from ..names import PeftModule, get_callers, get_name_table, list_peft_modules, nest_parameters
 from . import base_tensors
-from .config import CONFIG_FILE, read_config, shorten_repr
-from .methods import PeftMethod, PeftTensor, refuse_fused, select_method
+from .config import CONFIG_FILE, SUBTRACTED_INITIAL_VALUES, read_config, shorten_repr
+from .methods import METHODS, PeftMethod, PeftTensor, refuse_fused, select_method
+from .prompts import read_prompt, take_token_rows
 from .sharing import join_calls
 from .source import PREFIX, WEIGHTS_FILE, AdapterSource
 from .targeting import is_targeted, is_targeted_parameter
@@ -51,6 +57,8 @@ def load(
     - `dropout`: dropout rate of a LoRA or DoRA that is trained further. The file's own rate is not read.
     - `adapter_name`: the name that the adapter's parameter paths contain.
 
+    With `layer_replication` the result has the repeated layers, as copies, and is merged and saved as such a model.
+
     The file has to be complete: the tensors of every module that the config targets, every bias and every module that
     it trains in full, in floating point, and no others.
 
@@ -62,6 +70,16 @@ def load(
     path = resolve_directory(directory, revision, config=CONFIG_FILE)
     config = read_config(path)
     tensors = open_safetensors(path / WEIGHTS_FILE)
+    if "num_virtual_tokens" in config:
+        return read_prompt(model, config, tensors, str(path / WEIGHTS_FILE), adapter_name)
+    if config.get("layer_replication"):
+        model = _replicate_layers(model, config["layer_replication"], str(path / CONFIG_FILE))
+    rows, tensors = take_token_rows(model, config, tensors, str(path / WEIGHTS_FILE))
+    if rows is not None:
+        ids, array = rows
+        model = wrap_embedding(model, lambda _: array, ids, adapter_name)
+        if config["peft_type"] == "TRAINABLE_TOKENS":
+            return model
     table = _choose_name_table(model, config, tensors)
     tensors = join_calls(tensors, get_callers(model), str(path / WEIGHTS_FILE))
     config, tensors = resolve_tying(config, tensors, find_tied_modules(model), str(path))
@@ -76,6 +94,24 @@ def load(
     reader.check_all_read()
     adapted = apply_adapters(model, reader.plan_adapter, jax.random.key(0))
     return make_trainable(adapted, trained, adapter_name)
+
+
+def _replicate_layers(model: Any, stretches: Sequence[Sequence[int]], path: str) -> Any:
+    """Return the model with stretches of its layers, one after the other: copies, since each has adapters of its own.
+
+    **Raises** `CheckpointError` for a model of no family, and as `zoo.models.keep_layers` raises.
+    """
+    order = [number for begin, end in stretches for number in range(begin, end)]
+    origin = getattr(model, "origin", None)
+    if origin is None or "num_hidden_layers" not in (config := json.loads(origin.config)):
+        raise CheckpointError(f"{path}: layer_replication is read for a model whose config has num_hidden_layers")
+    try:
+        repeated = keep_layers(model, order)
+    except (ValueError, NotImplementedError, TypeError) as error:
+        raise CheckpointError(f"{path}: layer_replication = {stretches}, and {error}") from None
+    lists = {key: [config[key][n] for n in order] for key in config if key.endswith("layer_types") and config[key]}
+    config = {**config, **lists, "num_hidden_layers": len(order), "_name_or_path": ""}
+    return dataclasses.replace(repeated, origin=dataclasses.replace(origin, config=json.dumps(config)))
 
 
 def _choose_name_table(model: Any, config: Mapping[str, Any], tensors: Mapping[str, LazyTensor]) -> NameMap:
@@ -174,6 +210,7 @@ def read_module(source: AdapterSource, module: PeftModule) -> dict[str, Any] | N
     method = select_method(source.config, module.site.module)
     _refuse_table(source, module)
     refuse_fused(method, module, source.path)
+    _refuse_subtracted(source, module)
     source.names_read |= method.shared.keys() & source.tensors.keys()
     shapes = method.find_shapes(source, module)
     arrays: dict[str, np.ndarray] = {}
@@ -206,6 +243,19 @@ def _refuse_table(source: AdapterSource, module: PeftModule) -> None:
     else:
         given = f"peft_type is {config['peft_type']}"
     raise CheckpointError(f"{source.path}: {given}, and {module.peft_name} is a table: it is read with LoRA only")
+
+
+def _refuse_subtracted(source: AdapterSource, module: PeftModule) -> None:
+    """**Raises** `CheckpointError` for PiSSA or OLoRA of another method, or of anything but one matrix."""
+    initial = source.config.get("init_lora_weights")
+    mapping = module.mapping
+    is_one = len(mapping.parts) == mapping.runs == 1 and not (mapping.transposed or module.holds_experts)
+    is_lora = select_method(source.config, module.site.module) is METHODS[LoRA]
+    if initial in SUBTRACTED_INITIAL_VALUES and not (is_one and is_lora):
+        raise CheckpointError(
+            f"{source.path}: init_lora_weights = {initial!r} is read for a LoRA of a Linear, and {module.peft_name} is "
+            "not one here: save with path_initial_model_for_weight_conversion"
+        )
 
 
 def _get_shape(array: np.ndarray | None) -> tuple[int, ...] | None:
@@ -256,7 +306,13 @@ def plan_adapter(
         tables[field] = _stack_layers(site, values, fills.get(field, 0), dtype if is_array else value.dtype)
 
     def factory(base: Any, *, key: Any, **fields: Any) -> AbstractAdapter:
-        return _replace_fields(method, method.make(source, base, key), fields)
+        made = method.make(source, base, key)
+        initial = source.config.get("init_lora_weights")
+        if initial in SUBTRACTED_INITIAL_VALUES:
+            sizes = {"max_rank": len(fields["down.weight"]), "rank": fields["rank"], "scale": fields["scale"]}
+            options = {"dropout": source.dropout, "adapter_name": source.adapter_name}
+            made = LoRA(base, **sizes, **options, init=initial, key=key)
+        return _replace_fields(method, made, fields)
 
     return factory, tables
 

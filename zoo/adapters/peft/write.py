@@ -20,13 +20,16 @@ from zoo.weights.safetensors import CheckpointError, hold_array, write_tensors
 
 from ..compose import adapter_names, check_adapter_name, is_adapter
 from ..merged_layers import restore_adapters
+from ..methods.state import list_state_names, remove_state
+from ..methods.token_rows import TokenRows
 from ..names import PeftModule, get_callers, get_family_name, get_name_table, list_peft_modules, nest_parameters
 from ..peft_limits import find_limit
 from . import base_tensors
 from .build_config import build_config
 from .config import CONFIG_FILE
 from .join import Experts, get_first_layer, join_experts, join_parts, keep_largest_shared, sum_parts
-from .methods import get_method, list_peft_tensors, refuse_fused
+from .methods import METHODS, get_method, list_peft_tensors, refuse_fused
+from .prompts import build_prompt_config, build_rows_config, collect_prompt, collect_token_rows, find_token_rows
 from .sharing import copy_calls, copy_targets
 from .source import PREFIX, WEIGHTS_FILE
 from .tying import add_head_tensors, build_tying_config, find_tied_modules
@@ -60,7 +63,8 @@ def save(model: Any, directory: str | Path, *, adapter_name: str | None = None, 
     callers = get_callers(model)
     tensors = copy_calls(collect_tensors(model, adapter_name=adapter_name), callers)
     config = _build_adapter_config(model, adapter_name, _name_base(model) if base is None else os.fspath(base))
-    config = copy_targets(build_tying_config(config, find_tied_modules(model)), callers)
+    if config["peft_type"] in {method.peft_type for method in METHODS.values()}:
+        config = copy_targets(build_tying_config(config, find_tied_modules(model)), callers)
     path = Path(directory)
     path.mkdir(parents=True, exist_ok=True)
     with create_files(path) as create:
@@ -96,6 +100,10 @@ def collect_tensors(model: Any, tree: Any = None, *, adapter_name: str) -> dict[
     """Return an adapter's arrays by PEFT's tensor names: the arrays of `model`, or their gradients from a tree of its
     structure, summed over the parts of a fused module that share an array."""
     model, tree = merge_rounds((model, tree))
+    if adapter_name in list_state_names(model):
+        if adapter_name in adapter_names(remove_state(model)):
+            raise CheckpointError(f"{adapter_name!r} is a trained state and more, which no file of PEFT's has")
+        return collect_prompt(model, tree)
     tensors: dict[str, np.ndarray] = {}
     table = get_name_table(model, in_memory=True)
     by_module = _group_by_module(model, tree, table, adapter_name)
@@ -114,7 +122,11 @@ def collect_tensors(model: Any, tree: Any = None, *, adapter_name: str) -> dict[
     of_base, _ = base_tensors.collect_base_tensors(model, tree, table, adapter_name, set(by_module))
     for name, array in of_base.items():
         tensors[PREFIX + name] = array
-    return dict(sorted(add_head_tensors(tensors, find_tied_modules(model)).items()))
+    tensors = add_head_tensors(tensors, find_tied_modules(model))
+    if rows := find_token_rows(model, adapter_name):
+        values = rows if tree is None else find_token_rows(tree, adapter_name)
+        tensors |= collect_token_rows(model, rows, values, is_whole=not tensors)
+    return dict(sorted(tensors.items()))
 
 
 def _group_by_module(model: Any, tree: Any, table: NameMap, adapter_name: str) -> Mapping[str, Experts]:
@@ -152,27 +164,32 @@ def _refuse_unwritable(module: PeftModule, adapter: Any, family: str) -> None:
 
 def _find_adapter(node: Any, adapter_name: str) -> Any:
     """Return the adapter of this name among the adapters of one layer, or None."""
-    while is_adapter(node) and node.adapter_name != adapter_name:
+    while is_adapter(node) and (node.adapter_name != adapter_name or isinstance(node, TokenRows)):
         node = node.base
     return node if is_adapter(node) else None
 
 
 def _build_adapter_config(model: Any, adapter_name: str, base: str | None) -> dict[str, Any]:
     """Build adapter_config.json."""
+    common = {"base_model_name_or_path": base, "inference_mode": True, "task_type": _name_task(model)}
+    if adapter_name in list_state_names(model):
+        return {**common, "modules_to_save": None, **build_prompt_config(model)}
     table = get_name_table(model, in_memory=True)
     by_module = _group_by_module(model, None, table, adapter_name)
+    rows = find_token_rows(model, adapter_name)
+    of_base, base_options = base_tensors.collect_base_tensors(model, None, table, adapter_name, set(by_module))
+    if not by_module and rows is not None and not of_base:
+        return {**common, "modules_to_save": None, **build_rows_config(model, rows)}
     if not by_module:
         raise CheckpointError(
             f"{adapter_name!r} has parameters trained in full only: zoo.save writes them with the model"
         )
-    _, base_options = base_tensors.collect_base_tensors(model, None, table, adapter_name, set(by_module))
-    return {
-        "base_model_name_or_path": base,
-        "inference_mode": True,
-        "modules_to_save": base_options["modules_to_save"],
-        "task_type": _name_task(model),
-        **build_config(by_module, family=get_family_name(model), bias=base_options["bias"]),
-    }
+    config = build_config(by_module, family=get_family_name(model), bias=base_options["bias"])
+    if rows is not None:
+        config["trainable_token_indices"] = rows.ids.tolist()
+        if config["peft_type"] != "LORA":
+            raise CheckpointError(f"PEFT's files have rows of tokens with a LoRA, and not with {config['peft_type']}")
+    return {**common, "modules_to_save": base_options["modules_to_save"], **config}
 
 
 def _name_task(model: Any) -> str | None:
