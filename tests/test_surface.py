@@ -40,7 +40,7 @@ SIGNATURES = {
     zoo.value: "loss_fn mesh has_aux microbatches",
     zoo.value_and_grad: "loss_fn mesh has_aux observe microbatches schedule",
     zoo.spmd: "fn mesh out",
-    zoo.cross_entropy: "model batch key z_loss balance router_z indexer over chunk implementation",
+    zoo.cross_entropy: "model batch key z_loss balance router_z indexer predictors over chunk implementation",
     zoo.log_probs: "model batch temperature entropy key chunk",
     zoo.generate: (
         "model tokens max_new_tokens mask length prefix samples draft draft_tokens mesh callback details capture key "

@@ -65,7 +65,7 @@ def count_rounds(model, text, prompt, depths):
 
 @pytest.mark.one_case
 @pytest.mark.parametrize("kind", ["hybrid", "attention", "recurrent"])
-def test_greedy_tokens_are_plain_and_proposals_those_of_whole_passes(kind):
+def test_greedy_tokens_are_plain_and_proposals_right(kind):
     """Proposals are right now and then, and never always: the number of rounds tells whether each was the right one."""
     model = make_model(kind)
     tokens, mask = draw_prompt()

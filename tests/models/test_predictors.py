@@ -97,7 +97,7 @@ def test_loss_is_that_of_each_document_by_itself(make):
     assert eqx.filter_jit(mean_loss)(model, batch) == pytest.approx(losses_of_documents(model, batch), rel=1e-5)
 
 
-def test_gradient_reaches_predictors_and_trunk_only_if_they_are_trained():
+def test_gradient_reaches_predictors_only_if_they_are_trained():
     model, batch = make_attention(), make_batch(documents=False)
 
     @eqx.filter_jit

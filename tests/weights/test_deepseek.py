@@ -51,7 +51,7 @@ def with_predictor(tensors):
     return tensors | module | {f"model.layers.2.{name}": x.astype(np.float32) for name, x in more.items()}
 
 
-def test_deepseek_multi_token_prediction_module_is_ignored_in_a_base_model(directory):
+def test_deepseek_predictor_of_a_base_model_is_ignored(directory):
     expected, tensors = bits(zoo.load(directory)), stored(directory)
     both = {name.removeprefix("model."): x for name, x in with_predictor(tensors).items()}
     store(directory, both, num_nextn_predict_layers=1)

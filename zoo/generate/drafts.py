@@ -36,7 +36,7 @@ class Proposals(Module):
     """None for a draft that is certain of each token."""
 
 
-class Block(Module):
+class ReadTokens(Module):
     """The tokens that a model reads in one call: the latest of each row and the proposals after it."""
 
     tokens: Tokens
@@ -60,7 +60,7 @@ class AbstractDraft(Module):
         """Propose up to `drafted` tokens after the latest token of each row; return also the states."""
 
     def follow(
-        self, model: Decoder, states: Any, block: Block, count: Int[Array, "batch"], positions: Int[Array, "batch"]
+        self, model: Decoder, states: Any, block: ReadTokens, count: Int[Array, "batch"], positions: Int[Array, "batch"]
     ) -> Any:
         """Return the states after the first `count` tokens of a block, after which the latest token of each row is at
         `positions`."""

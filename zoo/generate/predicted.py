@@ -20,12 +20,12 @@ from zoo.shapes import HiddenStates, Positions, Tokens
 
 from .branches import branch_blocks, keep
 from .decode import DecodeState
-from .drafts import AbstractDraft, Block, Proposals, ReadPrompt, count_wanted, draw_proposal, find_latest
+from .drafts import AbstractDraft, ReadTokens, Proposals, ReadPrompt, count_wanted, draw_proposal, find_latest
 from .request import DecodeOptions
 
 
 class PredictorStates(Module):
-    """What the predictors have read, up to the token before the latest of each row."""
+    """States of the predictors, up to the token before the latest of each row."""
 
     inputs: Float[Array, "batch depths embed"]
     """Input of each depth with the next token."""
@@ -55,7 +55,7 @@ class PredictorDraft(AbstractDraft):
             is_read = (tokens >= 0) & ~state.done[:, None]
             positions = jnp.where(is_read, state.positions[:, None] + number, -1)
             inputs = jnp.concatenate([states.inputs[:, depth - 1 : depth], outputs], axis=1)
-            outputs, _ = _run(model, predictor, depth, inputs, tokens, positions, states.layers[depth - 1])
+            outputs, _ = _run_predictor(model, predictor, depth, inputs, tokens, positions, states.layers[depth - 1])
             # The first token of a text has none before it, from whose states it could be predicted.
             is_wanted = (depth <= wanted) & (state.positions > 0) & is_read[:, -1]
             token, log_q = draw_proposal(model, outputs[:, -1], state, options, depth - 1, is_wanted)
@@ -67,11 +67,11 @@ class PredictorDraft(AbstractDraft):
         self,
         model: Decoder,
         states: PredictorStates,
-        block: Block,
+        block: ReadTokens,
         count: Int[Array, "batch"],
         positions: Int[Array, "batch"],
     ) -> PredictorStates:
-        inputs, layers = _read(model, states, block, branched=True)
+        inputs, layers = _read_block(model, states, block, branched=True)
         last = (count - 1)[:, None, None]
         latest = [jnp.take_along_axis(x, last, axis=1) for x in inputs]
         kept = [keep(own, count, jnp.maximum(positions - depth, 0)) for depth, own in enumerate(layers, start=1)]
@@ -97,13 +97,13 @@ class _Joined(Module):
         assert info.positions is not None
         hidden, own = self.model.hidden(tokens, info, own)
         tokens, positions, x = (all_gather(x, "seq", axis=1) for x in (tokens, info.positions, hidden.x))
-        inputs, layers = _read(self.model, draft, Block(tokens, positions, x))
+        inputs, layers = _read_block(self.model, draft, ReadTokens(tokens, positions, x))
         draft = PredictorStates(jnp.stack([x[:, -1] for x in inputs], axis=1), tuple(layers))
         return hidden, (own or (), draft)
 
 
-def _read(
-    model: Decoder, states: PredictorStates, block: Block, *, branched: bool = False
+def _read_block(
+    model: Decoder, states: PredictorStates, block: ReadTokens, *, branched: bool = False
 ) -> tuple[list[HiddenStates], list[LayerStates]]:
     """Let all depths read a block; return the input that each has for the token after each of the block's, and the
     states of its layers, if `branched` those after each token where they are recurrent."""
@@ -116,12 +116,12 @@ def _read(
         if branched:
             predictor = dataclasses.replace(predictor, layers=branch_blocks(predictor.layers, own))
         before = jnp.concatenate([states.inputs[:, depth - 1 : depth], x[:, :-1]], axis=1)
-        x, own = _run(model, predictor, depth, before, block.tokens, block.positions, own)
+        x, own = _run_predictor(model, predictor, depth, before, block.tokens, block.positions, own)
         layers.append(own)
     return inputs, layers
 
 
-def _run(
+def _run_predictor(
     model: Decoder,
     predictor: Predictor,
     depth: int,

@@ -50,7 +50,7 @@ from .decode import (
 )
 from .drafts import (
     AbstractDraft,
-    Block,
+    ReadTokens,
     ModelDraft,
     PromptDraft,
     Proposals,
@@ -200,7 +200,7 @@ def _branch(stack: AbstractStack, states: LayerStates) -> AbstractStack:
 
 def _read_proposals(
     model: Decoder, state: DecodeState, proposals: Proposals
-) -> tuple[Block, Float[Array, "batch proposed vocab"], LayerStates]:
+) -> tuple[ReadTokens, Float[Array, "batch proposed vocab"], LayerStates]:
     """Read each row's latest token and the proposals after it; return what was read, the logits, and the states after
     all of them."""
     tokens = jnp.concatenate([find_latest(state)[:, None], proposals.tokens], axis=1)
@@ -208,7 +208,7 @@ def _read_proposals(
     positions = jnp.where(is_read, state.positions[:, None] + jnp.arange(tokens.shape[1]), -1)
     hidden, states = model.hidden(jnp.maximum(tokens, 0), TokenInfo(positions), state.states)
     logits = model.logits(hidden.x).astype(jnp.float32)
-    return Block(tokens, positions, hidden.x), all_gather(logits, "vocab", axis=2), states or ()
+    return ReadTokens(tokens, positions, hidden.x), all_gather(logits, "vocab", axis=2), states or ()
 
 
 def _verify(

@@ -38,7 +38,7 @@ class Predictor(Module):
         y = norm(layers(W [norm_e(embedding of the token that they predict), norm_h(hidden states)]))
 
     `y` are the hidden states of the token after it, for the head of the model, and for the next predictor. The states
-    that the first one reads are those of the model after its final norm. Embedding and head are the model's own.
+    that the first one reads come from the model, after its final norm. Embedding and head are the model's own.
     """
 
     hides_value = True
@@ -135,7 +135,7 @@ def count_depths(model: Decoder) -> int:
 def predict_further(
     model: Decoder, tokens: Tokens, info: TokenInfo, x: HiddenStates
 ) -> tuple[list[HiddenStates], tuple[RoutingSums, ...]]:
-    """Return the hidden states of each depth, and sums of the routers' decisions of the predictors. `x` are those of
+    """Return the hidden states of each depth, and sums of the routers' decisions of the predictors. `x` comes from
     `model.hidden(tokens, info)`: row i predicts token i + 1, and of depth k token i + k + 1. The last k of each
     document are meaningless, since they read tokens after its end.
 
@@ -155,7 +155,7 @@ def predict_further(
         own_info = info.fold_keys(_FIRST_NUMBER + depth)
         embedded = model.embed(_shift(tokens, depth), own_info).x
         check_sequence_sharding(predictor, embedded)
-        y, sums = _run(predictor, shard_tokens(x), embedded, own_info, model)
+        y, sums = _run_rematerialized(predictor, shard_tokens(x), embedded, own_info, model)
         x = replicate_tokens(y)
         states.append(x)
         if number in routing:  # the same routers, once more
@@ -164,7 +164,7 @@ def predict_further(
     return states, merge_copies(sum(routing.values(), ()))
 
 
-def _run(
+def _run_rematerialized(
     predictor: Predictor, x: ResidualStream, embedded: ResidualStream, info: TokenInfo, model: Decoder
 ) -> tuple[ResidualStream, tuple[RoutingSums, ...]]:
     """Run a predictor in training, rematerialized as the layers of the model are."""

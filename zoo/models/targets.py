@@ -86,7 +86,7 @@ def find_linears(model: Any, *, include_embeddings: bool = False) -> list[Linear
 def match_targets(targets: Targets, sites: Sequence[LinearSite]) -> Callable[[str], bool]:
     """Return a predicate of full module paths (with layer indices) that is True for target modules.
 
-    - `"all-linear"`: every linear layer except the head and those of `model.predictors`, which other targets name:
+    - `"all-linear"`: every linear layer except the head and layers of `model.predictors`, which other targets name:
       `r"predictors\\..*"`.
     - a name: `"query"`, `"attention.query"` and `"layers.3.attention.query"` match every path that ends with them. A
       pattern is a regular expression that matches the full path: `r"layers\\.[01]\\..*"`.

@@ -78,7 +78,7 @@ def test_state_of_a_text_is_the_text_in_the_context(name):
     )
 
 
-def test_decoding_after_a_prefix_and_with_a_draft_begins_from_the_state():
+def test_decoding_with_prefix_or_draft_begins_from_the_state():
     """A state of learned positions and of a window: `prefix=` reads on after it, and a rejected draft keeps it."""
     model = make_model([partial(Attention, heads=2, window=12)])
     learned = PositionEmbedding(24, 16, key=KEY)

@@ -237,7 +237,7 @@ def make_initial_values(model: Any, length: int, text: Any, key: Key[Array, ""])
         states = run(model, jnp.asarray(text)[None], TokenInfo(jnp.arange(length)[None]), states)
     layers = []
     for number, layer in enumerate(states):
-        values = list(_list_values(number, layer, length))
+        values = list(_list_state_arrays(number, layer, length))
         layer_key = jax.random.fold_in(key, number)
         if text is None:
             values = [(_begin(x, dims, jax.random.fold_in(layer_key, i)), dims) for i, (x, dims) in enumerate(values)]
@@ -251,7 +251,7 @@ def _begin(empty: Array, dims: tuple[Dim, ...], key: Key[Array, ""]) -> Array:
     return jnp.where(jnp.abs(empty) > 1e30, 0, empty)  # the maximum of nothing, which no step would move
 
 
-def _list_values(number: int, state: Any, length: int) -> Iterator[tuple[Array, tuple[Dim, ...]]]:
+def _list_state_arrays(number: int, state: Any, length: int) -> Iterator[tuple[Array, tuple[Dim, ...]]]:
     """Yield the arrays of one layer's state of one row, and their dims."""
     is_cached = lambda node: is_cache(node) or isinstance(node, BlockCache | IndexedLatentCache)
     described = iter(leaves(state))

@@ -31,7 +31,7 @@ def read_prompt(
     array = read_floats(tensors[_TENSOR], _TENSOR, path)
     length = config["num_virtual_tokens"]
     if config["peft_type"] in ("PROMPT_TUNING", "P_TUNING"):
-        _check_rows(model, path, array, length)
+        _check_token_rows(model, path, array, length)
         _refuse_multiplier(model)
         return wrap_embedding(model, lambda _: array, length, adapter_name)
     try:
@@ -60,7 +60,7 @@ def _get_shape(layers: list[LayerValues]) -> tuple[int, ...]:
 def collect_prompt(model: Any, tree: Any) -> dict[str, np.ndarray]:
     """Return a trained state by its tensor's name in PEFT's files, or the gradients `tree`: 0 for frozen tokens."""
     layers: dict[int, Any] = {}
-    nodes = zip(_list_blocks(model), _list_blocks(model if tree is None else tree), strict=True)
+    nodes = zip(_list_layer_blocks(model), _list_layer_blocks(model if tree is None else tree), strict=True)
     for (_, ranges, block), (_, _, values) in nodes:
         for i, number in enumerate(ranges[0]):
             layers[number] = []
@@ -75,7 +75,7 @@ def collect_prompt(model: Any, tree: Any) -> dict[str, np.ndarray]:
 
 def build_prompt_config(model: Any) -> dict[str, Any]:
     """Build the options of a trained state in PEFT's config."""
-    blocks = _list_blocks(model)
+    blocks = _list_layer_blocks(model)
     _, _, block = blocks[0]
     heads, size = block.values[0].array.shape[2:]
     config = {
@@ -87,7 +87,7 @@ def build_prompt_config(model: Any) -> dict[str, Any]:
     return {"peft_type": "PREFIX_TUNING", "prefix_projection": False, "encoder_hidden_size": heads * size, **config}
 
 
-def _check_rows(model: Any, path: str, array: np.ndarray, count: int) -> None:
+def _check_token_rows(model: Any, path: str, array: np.ndarray, count: int) -> None:
     _, embed = model.embedding.table_shape
     if array.shape != (count, embed):
         raise CheckpointError(f"{path}: the rows of tokens are {list(array.shape)}, expected {[count, embed]}")
@@ -121,7 +121,7 @@ def take_token_rows(
     if tensor_name not in tensors or (is_whole and len(tensors) > 1):
         raise CheckpointError(f"{path} has {', '.join(sorted(tensors)[:3])}: expected {tensor_name}")
     array = read_floats(tensors.pop(tensor_name), tensor_name, path)
-    _check_rows(model, path, array, len(ids))
+    _check_token_rows(model, path, array, len(ids))
     return (ids, array), tensors
 
 
@@ -159,5 +159,5 @@ def build_rows_config(model: Any, rows: TokenRows) -> dict[str, Any]:
     return {"peft_type": "TRAINABLE_TOKENS", "token_indices": rows.ids.tolist(), "target_modules": [target]}
 
 
-def _list_blocks(model: Any) -> list[tuple[str, Any, StateBlock]]:
+def _list_layer_blocks(model: Any) -> list[tuple[str, Any, StateBlock]]:
     return list_modules(model, lambda node: isinstance(node, StateBlock))

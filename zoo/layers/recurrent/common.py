@@ -70,8 +70,8 @@ class QKVProjections(Module):
         plain_values: bool = False,
         key: Key[Array, ""],
     ):
-        """- `groups`: heads of queries and keys, if they are fewer than those of values.
-        - `kv_heads`: heads of keys and values, if they are fewer than those of queries, which repeat them.
+        """- `groups`: heads of queries and keys, if they are fewer than heads of values.
+        - `kv_heads`: heads of keys and values, if they are fewer than query heads, which repeat them.
         - `conv_width`: width of the short convolutions; None for no convolution.
         - `activation`: after the convolutions, or after the projections.
         - `plain_values`: values are W x, without convolution and activation.

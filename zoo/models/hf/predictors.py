@@ -38,7 +38,7 @@ def build_model(family: Family, config: Config, *, key: Key[Array, ""]) -> Any:
 def _build_predictor(family: Family, config: Config, key: Key[Array, ""]) -> Predictor:
     """Build a predictor with the layers and the norm of a smaller model of the family."""
     assert family.predictors is not None
-    decoder: Decoder = family.build(_shorten(family, config), key=key)
+    decoder: Decoder = family.build(_make_layer_config(family, config), key=key)
     embed = config["hidden_size"]
     projection = Linear(2 * embed, embed, in_=Dim("latent"), out=Dim("embed"), key=key)
     assert isinstance(decoder.stack, Stack)
@@ -46,7 +46,7 @@ def _build_predictor(family: Family, config: Config, key: Key[Array, ""]) -> Pre
     return make_predictor(decoder.norm, projection, layers, state_first=family.predictors.state_first)
 
 
-def _shorten(family: Family, config: Config) -> Config:
+def _make_layer_config(family: Family, config: Config) -> Config:
     """Return the config of a model that has only the layers of one predictor."""
     assert family.predictors is not None
     return Config(config, **family.predictors.layers(config))
@@ -90,7 +90,7 @@ def name_tensors(family: Family, config: Config) -> NameMap:
     count = config.get(NUM_PREDICTORS, 0)
     if not count:
         return names
-    layer_names = prefixed("", "", family.names(_shorten(family, config)))
+    layer_names = prefixed("", "", family.names(_make_layer_config(family, config)))
     layer_names = {name: mapping for name, mapping in layer_names.items() if mapping.parts[0].startswith(_LAYERS)}
     named = dict(names)
     for number in range(count):

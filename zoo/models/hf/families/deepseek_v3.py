@@ -31,7 +31,7 @@ def find_mtp_tensors(config: hf.Config, tensors: Collection[str]) -> set[str]:
     return {name for name, n in layer_of.items() if n in mtp_layers and n >= config["num_hidden_layers"]}
 
 
-def _name_predictor(config: hf.Config, number: int) -> dict[str, str]:
+def _name_deepseek_v3_predictor(config: hf.Config, number: int) -> dict[str, str]:
     layer = f"model.layers.{config['num_hidden_layers'] + number}"
     return {
         layer: "layers.0",
@@ -48,7 +48,7 @@ def _take_sparse_layer(config: hf.Config) -> dict[str, Any]:
     return {"num_hidden_layers": 1, "first_k_dense_replace": 0}
 
 
-PREDICTORS = hf.PredictorFacts(_name_predictor, _take_sparse_layer)
+PREDICTORS = hf.PredictorFacts(_name_deepseek_v3_predictor, _take_sparse_layer)
 
 DEEPSEEK_V3 = hf.Family(
     name="deepseek_v3",

@@ -19,7 +19,7 @@ _WORDS: dict[str, dict[str, Callable]] = {
 }
 
 
-def _make_factory(config: hf.Config) -> Callable[..., DeltaNet]:
+def _make_delta_net_factory(config: hf.Config) -> Callable[..., DeltaNet]:
     heads = config["num_heads"]
     for name, known in _WORDS.items():
         if config[name] not in known:
@@ -49,7 +49,7 @@ def _read_head_size(config: hf.Config, factor: str) -> int:
     return size // heads
 
 
-def _describe(mixer: DeltaNet) -> dict[str, Any]:
+def _describe_delta_net(mixer: DeltaNet) -> dict[str, Any]:
     inputs = mixer.corrector
     functions = {"qk_activation": inputs.activation, "qk_norm": inputs.normalize}
     words = {key: [word for word, x in _WORDS[key].items() if x is function] for key, function in functions.items()}
@@ -69,9 +69,9 @@ DELTA_NET = gated_deltanet.make_fla_family(
     "delta_net",
     "DeltaNetForCausalLM",
     DeltaNet,
-    factory=_make_factory,
+    factory=_make_delta_net_factory,
     names=lambda config: gated_deltanet.DELTA_NAMES,
-    describe=_describe,
+    describe=_describe_delta_net,
     defaults={
         **hf.omit(gated_deltanet.DELTA_DEFAULTS, "head_dim", "num_v_heads"),
         "num_hidden_layers": 24,

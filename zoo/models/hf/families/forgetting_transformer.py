@@ -11,7 +11,7 @@ from zoo.parallel import Dim
 from . import gated_deltanet, llama
 
 
-def _make_factory(config: hf.Config) -> Callable[..., ForgettingAttention]:
+def _make_forgetting_transformer_factory(config: hf.Config) -> Callable[..., ForgettingAttention]:
     return hf.make_attention_factory(
         gated_deltanet.name_heads(config),
         attention=ForgettingAttention,
@@ -32,7 +32,7 @@ FORGETTING_TRANSFORMER = gated_deltanet.make_fla_family(
     "forgetting_transformer",
     "ForgettingTransformerForCausalLM",
     ForgettingAttention,
-    factory=_make_factory,
+    factory=_make_forgetting_transformer_factory,
     names=lambda config: {**llama.ATTENTION_NAMES, "f_proj": "forget", "g_proj": "gate"},
     describe=lambda mixer: gated_deltanet.describe_heads(mixer) | {"use_output_gate": mixer.gate is not None},
     defaults={**gated_deltanet.ATTENTION_DEFAULTS, "qk_norm": False, "use_output_gate": False},

@@ -106,7 +106,7 @@ def make_fla_attention_factory(config: hf.Config, **options: Any) -> Callable[..
 
 
 def map_fla_names(path: str, mixer: hf.NameMap) -> hf.NameMap:
-    """Return the name map of a model, given the names of its mixer `path`, and those of attention beside it."""
+    """Return the name map of a model, given the names of its mixer `path`. Attention beside it has its usual names."""
     mixers = hf.either(hf.prefixed("", "attention", llama.ATTENTION_NAMES), hf.prefixed("", path, mixer))
     block = {
         "attn_norm": "mixer_norm",

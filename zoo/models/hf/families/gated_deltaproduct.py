@@ -11,7 +11,7 @@ from zoo.models.hf import grammar as hf
 from . import gated_deltanet
 
 
-def _make_factory(config: hf.Config) -> Callable[..., GatedDeltaProduct]:
+def _make_gated_deltaproduct_factory(config: hf.Config) -> Callable[..., GatedDeltaProduct]:
     return partial(
         GatedDeltaProduct,
         **gated_deltanet.read_delta_options(config),
@@ -23,7 +23,7 @@ def _make_factory(config: hf.Config) -> Callable[..., GatedDeltaProduct]:
 
 
 def _map_mixer_names(config: hf.Config) -> hf.NameMap:
-    """Return the name map. Keys, values and betas of a step are consecutive in files, and those of a head here."""
+    """Return the name map. Keys, values and betas of a step are consecutive in files; here the steps of a head are."""
     of_steps = ("k_proj", "v_proj", "b_proj", "k_conv1d", "v_conv1d")
     names = hf.prefixed("", "", {**gated_deltanet.DELTA_NAMES, **gated_deltanet.DECAY_NAMES})
     order = {"groups": config["num_heads"], "runs": config["num_householder"]}
@@ -34,7 +34,7 @@ GATED_DELTAPRODUCT = gated_deltanet.make_fla_family(
     "gated_deltaproduct",
     "GatedDeltaProductForCausalLM",
     GatedDeltaProduct,
-    factory=_make_factory,
+    factory=_make_gated_deltaproduct_factory,
     names=_map_mixer_names,
     describe=gated_deltanet.describe_delta_rule,
     defaults={

@@ -9,7 +9,7 @@ from zoo.models.hf import grammar as hf
 from . import gated_deltanet
 
 
-def _make_factory(config: hf.Config) -> Callable[..., KimiDeltaAttention]:
+def _make_kda_factory(config: hf.Config) -> Callable[..., KimiDeltaAttention]:
     if config["safe_gate"] and config["lower_bound"] is None:
         raise hf.ConfigError("safe_gate = True needs a lower_bound")
     options = gated_deltanet.read_grouped_options(config)
@@ -35,7 +35,7 @@ KDA = gated_deltanet.make_fla_family(
     "kda",
     "KDAForCausalLM",
     KimiDeltaAttention,
-    factory=_make_factory,
+    factory=_make_kda_factory,
     names=lambda config: _NAMES,
     describe=gated_deltanet.describe_delta_rule,
     defaults={

@@ -9,7 +9,7 @@ from zoo.models.hf import grammar as hf
 from . import gated_deltanet
 
 
-def _make_factory(config: hf.Config) -> partial[MesaNet]:
+def _make_mesa_net_factory(config: hf.Config) -> partial[MesaNet]:
     return partial(
         MesaNet,
         config["hidden_size"],
@@ -36,7 +36,7 @@ _NAMES: hf.NameMap = {
 }
 
 
-def _describe(mixer: MesaNet) -> dict[str, Any]:
+def _describe_mesa_net(mixer: MesaNet) -> dict[str, Any]:
     convolutions = mixer.projections.convolutions
     return {
         "num_heads": mixer.rate.out_size,
@@ -53,9 +53,9 @@ MESA_NET = gated_deltanet.make_fla_family(
     "mesa_net",
     "MesaNetForCausalLM",
     MesaNet,
-    factory=_make_factory,
+    factory=_make_mesa_net_factory,
     names=lambda config: _NAMES,
-    describe=_describe,
+    describe=_describe_mesa_net,
     defaults={
         **gated_deltanet.HYBRID_DEFAULTS,
         "num_heads": 16,

@@ -8,7 +8,7 @@ from zoo.models.hf import grammar as hf
 from . import llama, qwen2
 
 
-def _name_predictor(config: hf.Config, number: int) -> dict[str, str]:
+def _name_mimo_predictor(config: hf.Config, number: int) -> dict[str, str]:
     module = f"model.mtp_layers.{number}"
     return {
         module: "layers.0",
@@ -43,5 +43,5 @@ MIMO = hf.Family(
     ignored_keys=frozenset({"num_nextn_predict_layers"}),
     ignored_tensors=llama.LLAMA.ignored_tensors,
     other_modules=(r"^model\.mtp_layers\.",),
-    predictors=hf.PredictorFacts(_name_predictor, _take_first_layer, state_first=True),
+    predictors=hf.PredictorFacts(_name_mimo_predictor, _take_first_layer, state_first=True),
 )

@@ -12,7 +12,7 @@ from zoo.parallel import Dim
 from . import gated_deltanet, llama
 
 
-def _make_factory(config: hf.Config) -> Callable[..., MixtureOfBlockAttention]:
+def _make_moba_factory(config: hf.Config) -> Callable[..., MixtureOfBlockAttention]:
     sizes = gated_deltanet.name_heads(config)
     heads, kv_heads, head_dim = hf.read_head_sizes(sizes)
     if kv_heads != heads:
@@ -28,7 +28,7 @@ def _make_factory(config: hf.Config) -> Callable[..., MixtureOfBlockAttention]:
     )
 
 
-def _describe(mixer: MixtureOfBlockAttention) -> dict[str, Any]:
+def _describe_moba(mixer: MixtureOfBlockAttention) -> dict[str, Any]:
     blocks = {"moba_chunk_size": mixer.block, "moba_topk": mixer.top}
     return gated_deltanet.describe_heads(mixer.attention) | blocks
 
@@ -37,9 +37,9 @@ MOBA = gated_deltanet.make_fla_family(
     "moba",
     "MoBAForCausalLM",
     MixtureOfBlockAttention,
-    factory=_make_factory,
+    factory=_make_moba_factory,
     names=lambda config: {**hf.prefixed("", "attention", llama.ATTENTION_NAMES), "o_norm": "norm"},
-    describe=_describe,
+    describe=_describe_moba,
     defaults={
         **gated_deltanet.ATTENTION_DEFAULTS,
         "qk_norm": False,

@@ -142,7 +142,7 @@ def _map_nemotron_h_layers(config: hf.Config, experts: hf.NameMap) -> hf.NameMap
 _MLP_NAMES: hf.NameMap = {"up_proj": "up", "down_proj": "down"}
 
 
-def _name_predictor(config: hf.Config, number: int) -> dict[str, str]:
+def _name_nemotron_h_predictor(config: hf.Config, number: int) -> dict[str, str]:
     count = len(_read_layer_types(hf.Config(config, **_take_predictor_layers(config))))
     first = number * count
     last = first + count - 1
@@ -232,5 +232,5 @@ NEMOTRON_H = hf.Family(
     embedding="backbone.embeddings",
     memory_modules={"model": "backbone"},
     memory_names=_map_nemotron_h_memory_names,
-    predictors=hf.PredictorFacts(_name_predictor, _take_predictor_layers),
+    predictors=hf.PredictorFacts(_name_nemotron_h_predictor, _take_predictor_layers),
 )

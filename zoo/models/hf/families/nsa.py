@@ -10,7 +10,7 @@ from zoo.models.hf import grammar as hf
 from . import gated_deltanet, llama
 
 
-def _make_factory(config: hf.Config) -> Callable[..., NativeSparseAttention]:
+def _make_nsa_factory(config: hf.Config) -> Callable[..., NativeSparseAttention]:
     if config["block_counts"] < 3:
         raise hf.ConfigError(f"block_counts = {config['block_counts']} should be at least 3, the blocks always chosen")
     return gated_deltanet.make_fla_attention_factory(
@@ -24,7 +24,7 @@ def _make_factory(config: hf.Config) -> Callable[..., NativeSparseAttention]:
     )
 
 
-def _describe(mixer: NativeSparseAttention) -> dict[str, Any]:
+def _describe_nsa(mixer: NativeSparseAttention) -> dict[str, Any]:
     blocks = {"block_size": mixer.block, "block_counts": mixer.top, "window_size": mixer.window}
     return gated_deltanet.describe_heads(mixer.attention) | blocks
 
@@ -33,9 +33,9 @@ NSA = gated_deltanet.make_fla_family(
     "nsa",
     "NSAForCausalLM",
     NativeSparseAttention,
-    factory=_make_factory,
+    factory=_make_nsa_factory,
     names=lambda config: {**hf.prefixed("", "attention", llama.ATTENTION_NAMES), "g_proj": "gate"},
-    describe=_describe,
+    describe=_describe_nsa,
     defaults={
         **gated_deltanet.ATTENTION_DEFAULTS,
         "num_heads": 64,

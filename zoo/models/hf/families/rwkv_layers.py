@@ -25,7 +25,7 @@ class RWKVChannelMixing(AbstractMixer):
     """RWKV's channel mixing (arXiv:2305.13048, section 3.1): sigmoid(W_r mix_r(x)) * W_v relu(W_k mix_k(x))², with the
     token shift of `zoo.layers.RWKV4`. It replaces the feed-forward layer; its state is one token.
 
-    In RWKV-6 mixing weights are those of the token before (arXiv:2404.05892, section 4.1), and RWKV-7 has no sigmoid
+    In RWKV-6 a mixing weight multiplies the token before (arXiv:2404.05892, section 4.1), and RWKV-7 has no sigmoid
     (arXiv:2503.14456, section 4).
     """
 
@@ -50,7 +50,7 @@ class RWKVChannelMixing(AbstractMixer):
         key: Key[Array, ""],
     ):
         """- `mlp`: hidden size. Mixing weights are initialized as in `zoo.layers.RWKV4`.
-        - `receptance`: multiply by the sigmoid. `weighs_previous`: mixing weights are those of the token before.
+        - `receptance`: multiply by the sigmoid. `weighs_previous`: a mixing weight multiplies the token before.
         """
         keys = jax.random.split(key, 3)
         embed_dim = Dim("embed")
