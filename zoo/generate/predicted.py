@@ -20,7 +20,7 @@ from zoo.shapes import HiddenStates, Positions, Tokens
 
 from .branches import branch_blocks, keep
 from .decode import DecodeState
-from .drafts import AbstractDraft, ReadTokens, Proposals, ReadPrompt, count_wanted, draw_proposal, find_latest
+from .drafts import AbstractDraft, Proposals, ReadPrompt, ReadTokens, count_wanted, draw_proposal, find_latest
 from .request import DecodeOptions
 
 

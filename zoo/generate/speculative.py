@@ -50,10 +50,10 @@ from .decode import (
 )
 from .drafts import (
     AbstractDraft,
-    ReadTokens,
     ModelDraft,
     PromptDraft,
     Proposals,
+    ReadTokens,
     find_latest,
     fold_keys,
     log_distribution,
