@@ -51,14 +51,16 @@ class BranchingBlock(AbstractBlock):
     def __call__(self, hidden: Hidden, info: TokenInfo, state: Any = None) -> tuple[Hidden, Any]:
         assert info.positions is not None
         count = info.positions.shape[1]
-        # Padding is on the left: the last column of copy j is token j.
-        source = jnp.arange(count) - (count - 1 - jnp.arange(count))[:, None]
+        # Padding is on the left: the last column of copy j is token j, or the last token of the row if it has fewer.
+        number_of_tokens = jnp.maximum((info.positions >= 0).sum(axis=1), 1)
+        last = jnp.minimum(jnp.arange(count), number_of_tokens[:, None] - 1)
+        source = jnp.arange(count) - (count - 1 - last)[..., None]
+        source = source.reshape(-1, count)
         copies = _copy_rows(hidden, source)
         info = _copy_rows(info, source)
         positions = info.positions
         assert positions is not None
-        is_padding = jnp.tile(source < 0, (len(positions) // count, 1))
-        info = dataclasses.replace(info, positions=jnp.where(is_padding, -1, positions))
+        info = dataclasses.replace(info, positions=jnp.where(source < 0, -1, positions))
         output, states = self.block(copies, info, repeat_rows(state, count))
         return _take_last(dataclasses.replace(output, decisions=()), count), Branches(states)
 
@@ -82,17 +84,16 @@ def keep(states: _Tree, count: Int[Array, "batch"], positions: Int[Array, "batch
 
 
 def _copy_rows(tree: _Tree, source: Int[Array, "copies seq"]) -> _Tree:
-    """Repeat each row for each copy, with the tokens at the places `source` of the row."""
+    """Repeat each row for as many copies as tokens, each with the tokens at the places `source` of the row."""
 
     def copy(leaf: Leaf, x: Array, repeated: Array) -> Array:
         axis = _find_token_axis(leaf, x)
         if axis is None:
             return repeated
-        places = jnp.tile(jnp.maximum(source, 0), (x.shape[axis - 1], 1))
-        places = places.reshape((1,) * (axis - 1) + places.shape + (1,) * (x.ndim - axis - 1))
+        places = jnp.maximum(source, 0).reshape((1,) * (axis - 1) + source.shape + (1,) * (x.ndim - axis - 1))
         return jnp.take_along_axis(repeated, places, axis=axis)
 
-    return map_leaves(copy, tree, repeat_rows(tree, len(source)))
+    return map_leaves(copy, tree, repeat_rows(tree, source.shape[1]))
 
 
 def _take_last(tree: _Tree, copies: int) -> _Tree:

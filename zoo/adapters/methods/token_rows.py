@@ -81,6 +81,7 @@ class TokenRows(AbstractAdapter, AbstractEmbedding):
 
 
 def has_virtual_tokens(model: Any) -> bool:
+    """Return True for a model with virtual tokens."""
     nodes = jax.tree.leaves(model, is_leaf=lambda node: isinstance(node, TokenRows))
     return any(isinstance(node, TokenRows) and node.num_virtual > 0 for node in nodes)
 
@@ -94,9 +95,14 @@ def wrap_embedding(model: _Model, make_rows: Any, ids: Any, adapter_name: str) -
         own = vocab + jnp.arange(ids) if isinstance(ids, int) else jnp.asarray(ids, jnp.int32)
         rows = jnp.array(make_rows(materialize(base).dense_weight))
         return TokenRows(
-            base=base, rows=rows, ids=own, strength=jnp.ones((), jnp.float32), num_virtual=num_virtual,
-            adapter_name=adapter_name, multiplier=base.multiplier,
-        )  # fmt: skip
+            base=base,
+            rows=rows,
+            ids=own,
+            strength=jnp.ones((), jnp.float32),
+            num_virtual=num_virtual,
+            adapter_name=adapter_name,
+            multiplier=base.multiplier,
+        )
 
     return apply_adapters(model, lambda site: (make, {}) if site.name == "embedding" else None, jax.random.key(0))
 

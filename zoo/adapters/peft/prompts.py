@@ -79,9 +79,12 @@ def build_prompt_config(model: Any) -> dict[str, Any]:
     _, _, block = blocks[0]
     heads, size = block.values[0].array.shape[2:]
     config = {
-        "num_virtual_tokens": block.length, "num_layers": sum(len(ranges[0]) for _, ranges, _ in blocks),
-        "num_attention_heads": heads, "token_dim": heads * size, "num_transformer_submodules": 1,
-    }  # fmt: skip
+        "num_virtual_tokens": block.length,
+        "num_layers": sum(len(ranges[0]) for _, ranges, _ in blocks),
+        "num_attention_heads": heads,
+        "token_dim": heads * size,
+        "num_transformer_submodules": 1,
+    }
     if (frozen := block.values[0].frozen) is not None:
         return {"peft_type": "CARTRIDGE", "num_frozen_tokens": frozen.shape[1], **config}
     return {"peft_type": "PREFIX_TUNING", "prefix_projection": False, "encoder_hidden_size": heads * size, **config}
@@ -152,9 +155,12 @@ def build_rows_config(model: Any, rows: TokenRows) -> dict[str, Any]:
     """Build the options of an adapter of trained rows only in PEFT's config."""
     if rows.num_virtual:
         return {
-            "peft_type": "PROMPT_TUNING", "num_virtual_tokens": rows.num_virtual, "token_dim": rows.rows.shape[1],
-            "num_transformer_submodules": 1, "prompt_tuning_init": "RANDOM",
-        }  # fmt: skip
+            "peft_type": "PROMPT_TUNING",
+            "num_virtual_tokens": rows.num_virtual,
+            "token_dim": rows.rows.shape[1],
+            "num_transformer_submodules": 1,
+            "prompt_tuning_init": "RANDOM",
+        }
     target = get_embedding_and_head_names(model)[0]
     return {"peft_type": "TRAINABLE_TOKENS", "token_indices": rows.ids.tolist(), "target_modules": [target]}
 
