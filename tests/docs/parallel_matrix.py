@@ -63,6 +63,7 @@ from zoo.layers.attention.cross_layer import CrossLayerAttention
 from zoo.layers.encoders.bidirectional_attention import BidirectionalAttention
 from zoo.models.hf.families.deberta_v2_layers import DisentangledAttention
 from zoo.models.hf.families.falcon_h1_layers import SideBySide
+from zoo.models.hf.families.gsa_layers import GatedSlotAttention
 from zoo.models.hf.families.jetmoe_layers import MixtureOfAttention
 from zoo.models.hf.families.llama4_text_layers import ChunkedAttention
 from zoo.models.hf.families.mimo_v2_flash_layers import ValueScaledAttention
@@ -81,7 +82,7 @@ SEEDS = range(3)
 SIBLINGS = {
     *(AlibiAttention, ChunkedAttention, CrossLayerAttention, GatedAttention, PostRotaryAttention, ValueScaledAttention),
     *(BidirectionalAttention, DisentangledAttention, GroupedGatedDeltaNet, MixtureOfAttention, SparseLatentAttention),
-    *(DoubleGatedConvolution, MultiHeadMamba, RelativeBiasAttention, SideBySide),
+    *(DoubleGatedConvolution, MultiHeadMamba, RelativeBiasAttention, SideBySide, GatedSlotAttention),
     *(MixtureOfBlockAttention, NativeSparseAttention),
 }
 """Mixers of checkpoint families, which compute as those of the tables do; each of their families is held on a mesh by

@@ -91,7 +91,7 @@ def test_modules_to_save_with_lora_of_embedding(model):
         (
             lambda model: adapters.select_per_row(adapters.unfreeze(model, "norm"), ["full"]),
             ValueError,
-            "full: parameters are trained in full",
+            "full: trained in full, which all rows share",
         ),
         (lambda model: adapters.select_per_row(adapters.lora(model, key=KEY), ["ora"]), ValueError, "no adapter 'ora'"),
         (

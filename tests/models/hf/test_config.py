@@ -45,7 +45,7 @@ def has_effect(family, key, given, default):
     return any(find_differences(changed, build(family, given))) or key in ONLY_NAMES
 
 
-ONLY_NAMES = ("legacy", "weight_mode", "fuse_norm")
+ONLY_NAMES = ("legacy", "weight_mode", "fuse_norm", "mtp_layers_block_type", "mtp_hybrid_override_pattern")
 """Keys that change the names of tensors, and nothing else."""
 
 

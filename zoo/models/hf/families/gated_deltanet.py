@@ -50,7 +50,7 @@ def make_fla_family(
         package="fla",
         aliases={"norm_eps": "rms_norm_eps"},
         required_values={"hidden_act": ("swish",), "attnres_block_size": (None,), **(required or {})},
-        ignored_keys=IGNORED_KEYS.union(ignored) - defaults.keys(),
+        ignored_keys=IGNORED_KEYS.union(ignored).difference(defaults),
     )
 
 
