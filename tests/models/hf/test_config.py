@@ -46,7 +46,7 @@ def has_effect(family, key, given, default):
 
 
 ONLY_NAMES = ("legacy", "weight_mode", "fuse_norm", "mtp_layers_block_type", "mtp_hybrid_override_pattern")
-"""Keys that change the names of tensors, and nothing else."""
+"""Keys that change the names of tensors, or the layers of predictors, which only tensors bring."""
 
 
 READ_BY_SOME = {"architectures", "id2label", "num_labels", "pad_token_id"}
