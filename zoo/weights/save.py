@@ -246,12 +246,18 @@ def resolve_origin(model: Any, requested: str | Family | None, overrides: dict[s
         if reason is None:
             return Origin(candidate, _format_config(config, model), predictors=count, sentence_files=sentence_files)
         reasons.append(f"{candidate.name}: {reason}")
-    # families of other layers last: a long message is cut
-    reasons.sort(key=lambda reason: re.search(": (its|none of its) ", reason) is not None)
+    reasons.sort(key=_rank_reason)
     if read_alone:
         names = ", ".join(read_alone)
         reasons.append(f"{names}: only models that were read from such a checkpoint can be written as one")
     raise NoFamilyError(_name_foreign_part(model, reasons), reasons)
+
+
+def _rank_reason(reason: str) -> int:
+    """Return a place for the reason of a family: families of other mixers come last, since a long message is cut."""
+    if ": its mixer is " in reason or ": none of its " in reason:
+        return 2
+    return int(": its " in reason)
 
 
 def _name_foreign_part(model: Any, reasons: Sequence[str]) -> str:

@@ -43,4 +43,5 @@ def test_keys_above_zero_sum_to_one():
     x = jnp.asarray([[-1.0, 0.0, 2.0]])
     raised = np.asarray([[np.exp(-1), 1, 3]])
     np.testing.assert_allclose(elu_plus_one(x), raised, rtol=1e-6)
-    np.testing.assert_allclose(divide_by_sum(elu_plus_one(x)), raised / raised.sum(), rtol=1e-6)
+    features = divide_by_sum(elu_plus_one(x)[None, None])[0, 0]
+    np.testing.assert_allclose(features, raised / raised.sum(), rtol=1e-6)
