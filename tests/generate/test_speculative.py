@@ -102,13 +102,13 @@ def test_prompt_lookup_reads_a_repeated_text_in_fewer_steps():
 
 
 @pytest.mark.one_case("slow")
-@pytest.mark.parametrize("draft", ["another", "prompt"])
+@pytest.mark.parametrize("draft", ["another", "prompt", "mtp"])
 def test_samples_follow_the_distribution_of_the_model(draft):
     """p(a, b, c) by chi-square over 6,000 rows of one prompt with fixed keys, after temperature, top-k and min-p. The
     draft's own distribution would fail. Some of its proposals are accepted: for the first token p is (0, 0.30, 0,
     0.02, 0.68), and q (0, 0.22, 0.22, 0.35, 0.21)."""
     vocab, rows = 5, 6000
-    model = make_model(2, 4, 2.0, vocab=vocab)
+    model = zoo.models.add_predictors(make_model(2, 4, 2.0, vocab=vocab), 2, key=jax.random.key(0))
     other = make_model(1, 3, 0.5, vocab=vocab)
     prompt = jnp.array([[1, 3, 0, 2, 1, 3]])
     options = {"temperature": 1.5, "top_k": 4, "min_p": 0.02}
