@@ -134,6 +134,15 @@ def test_mesh_loss_and_gradients_equal_one_device(make, axes, layout):
         np.testing.assert_allclose(x, y, atol=2e-5 * np.abs(y).max() + 1e-7 * largest)
 
 
+def test_micro_batches_of_equal_rows_are_one_batch():
+    model, batch = make_attention(1), make_batch(documents=False)
+    batch = {"tokens": batch["tokens"], "targets": jnp.abs(batch["targets"])}
+    mesh = zoo.make_mesh(data=2, devices=jax.devices()[:2])
+    loss_fn = lambda model, batch, key=None: zoo.cross_entropy(model, batch, predictors=0.3)
+    loss, _ = zoo.value_and_grad(loss_fn, mesh, microbatches=2)(zoo.place(model, mesh), batch)
+    assert loss == pytest.approx(float(eqx.filter_jit(mean_loss)(model, batch)), rel=1e-5)
+
+
 def test_routers_of_predictors_count_and_their_bias_moves():
     model, batch = make_mixture(), make_batch(documents=False)
 

@@ -49,19 +49,16 @@ class BranchingBlock(AbstractBlock):
         return self.block.init_state(batch, length, dtype)
 
     def __call__(self, hidden: Hidden, info: TokenInfo, state: Any = None) -> tuple[Hidden, Any]:
-        assert info.positions is not None
-        count = info.positions.shape[1]
-        # Padding is on the left: the last column of copy j is token j, or the last token of the row if it has fewer.
-        number_of_tokens = jnp.maximum((info.positions >= 0).sum(axis=1), 1)
-        last = jnp.minimum(jnp.arange(count), number_of_tokens[:, None] - 1)
-        source = jnp.arange(count) - (count - 1 - last)[..., None]
-        source = source.reshape(-1, count)
-        copies = _copy_rows(hidden, source)
-        info = _copy_rows(info, source)
         positions = info.positions
         assert positions is not None
-        info = dataclasses.replace(info, positions=jnp.where(source < 0, -1, positions))
-        output, states = self.block(copies, info, repeat_rows(state, count))
+        count = positions.shape[1]
+        # Padding is on the left: the last column of copy j is token j, or the last token of the row if it has fewer.
+        number_of_tokens = jnp.maximum((positions >= 0).sum(axis=1), 1)
+        last = jnp.minimum(jnp.arange(count), number_of_tokens[:, None] - 1).reshape(-1, 1)
+        source = jnp.arange(count) - (count - 1 - last)
+        copied = jnp.take_along_axis(jnp.repeat(positions, count, axis=0), jnp.maximum(source, 0), axis=1)
+        info = dataclasses.replace(_copy_rows(info, source), positions=jnp.where(source < 0, -1, copied))
+        output, states = self.block(_copy_rows(hidden, source), info, repeat_rows(state, count))
         return _take_last(dataclasses.replace(output, decisions=()), count), Branches(states)
 
 

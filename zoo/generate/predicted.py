@@ -51,9 +51,8 @@ class PredictorDraft(AbstractDraft):
         for depth, (_, predictor) in enumerate(iter_depths(model), start=1):
             if depth > drafted:
                 break
-            number = jnp.arange(depth)
             is_read = (tokens >= 0) & ~state.done[:, None]
-            positions = jnp.where(is_read, state.positions[:, None] + number, -1)
+            positions = jnp.where(is_read, state.positions[:, None] + jnp.arange(depth), -1)
             inputs = jnp.concatenate([states.inputs[:, depth - 1 : depth], outputs], axis=1)
             outputs, _ = _run_predictor(model, predictor, depth, inputs, tokens, positions, states.layers[depth - 1])
             # The first token of a text has none before it, from whose states it could be predicted.

@@ -65,7 +65,8 @@ def cross_entropy(
       indexers of sparse attention, and nothing else.
     - `predictors`: weight of the mean loss of `model.predictors`, added to the mean over tokens. The target of each is
       one token later than the one before, with its weight, and none is in another document. Each loss is divided by the
-      weights of its own targets, on all devices of a mesh. With `balance`, their routers count, too.
+      weights of its own targets, on all devices of a mesh and in each micro-batch. With `balance`, their routers
+      count, too.
     - `chunk`: tokens whose logits are in memory at a time, by default 1,024 on CPUs and 4,096 elsewhere, fewer of a
       vocabulary over 65,536. The gradient of a chunk is computed together with its loss, from the same logits: three
       matrix products per chunk, none of them repeated; in float16 four.
@@ -134,8 +135,7 @@ def cross_entropy_and_routing(
     routing = hidden.routing
     # The library divides the total by the count, so an auxiliary loss, which is a mean, is multiplied by it here.
     if predictors:
-        decoder = _require_decoder(model, "predictors")
-        states, own_routing = predict_further(decoder, batch["tokens"], info, hidden.x)
+        states, own_routing = predict_further(_require_decoder(model, "predictors"), batch["tokens"], info, hidden.x)
         total = total + predictors * average_further_losses(states, info, targets, weights, sum_losses) * count
         routing += own_routing
     if balance:

@@ -228,8 +228,7 @@ def _take_last_layer(model: Decoder) -> AbstractBlock:
 
 def _find_size(model: Decoder) -> int:
     """Return the number of features of the residual stream."""
-    info = TokenInfo()
-    return eqx.filter_eval_shape(lambda model: model.embed(jnp.zeros((1, 1), int), info).x, model).shape[-1]
+    return eqx.filter_eval_shape(lambda model: model.embed(jnp.zeros((1, 1), int), TokenInfo()).x, model).shape[-1]
 
 
 def _copy(tree: Any) -> Any:

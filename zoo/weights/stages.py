@@ -188,8 +188,7 @@ def note_head_copies(stored: Stored, config: Config) -> tuple[Stored, dict[str, 
 
 def restore_head_copies(stored: Stored) -> Stored:
     """Undo `note_head_copies`: write the embedding and the head where the files had them once more."""
-    family = stored.family
-    listed = list_head_copies(family, read_written_config(stored.notes), stored.notes.wrapping)
+    listed = list_head_copies(stored.family, read_written_config(stored.notes), stored.notes.wrapping)
     copies = {copy: stored.tensors[name] for copy, name in listed.items() if copy in stored.notes.head_copies}
     return stored.replace(tensors=dict(sorted({**stored.tensors, **copies}.items())))
 

@@ -102,10 +102,12 @@ class ForgettingAttention(AbstractGroupedAttention):
             embed, heads, kv_heads, head_dim, bias=bias, out_bias=out_bias, out_scale=out_scale, key=key
         )
         self.query, self.key, self.value, self.out = projections
-        gates, gate_dim = kv_heads, Dim("kv_heads")
+        gates = kv_heads
+        unit = "kv_heads"
         if gate_per_head or heads == kv_heads:
-            gates, gate_dim = heads, Dim("heads")
-        self.forget = Linear(embed, gates, in_=Dim("embed"), out=gate_dim, bias=True, key=forget_key)
+            gates = heads
+            unit = "heads"
+        self.forget = Linear(embed, gates, in_=Dim("embed"), out=Dim(unit), bias=True, key=forget_key)
         self.gate = None
         if gate:
             self.gate = Linear(embed, heads * head_dim, in_=Dim("embed"), out=Dim("heads", head_dim), key=gate_key)

@@ -89,7 +89,8 @@ class LinearAttention(AbstractRecurrence):
         if feature_map is None:
             dims = {"in_": Dim("key_dim"), "out": Dim("features"), "bias": True}
             maps = tuple(Linear(size, size, **dims, key=map_key) for map_key in jax.random.split(input_key, 4))
-            self.query_maps, self.key_maps = maps[:2], maps[2:]
+            self.query_maps = maps[:2]
+            self.key_maps = maps[2:]
         self.divides = divides
         self.feature_map = feature_map
         self.normalized = normalized

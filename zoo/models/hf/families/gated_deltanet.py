@@ -212,8 +212,10 @@ def multiply_size(config: hf.Config, size: int, factor: str) -> int:
 
 def describe_delta_rule(mixer: Any) -> dict[str, Any]:
     """Return the config keys of the families of delta rules with a `head_dim`."""
-    inputs, decay = mixer.corrector, getattr(mixer, "decay", None)
-    key_dim, convolutions = inputs.projections.key_dim, inputs.projections.convolutions
+    inputs = mixer.corrector
+    decay = getattr(mixer, "decay", None)
+    key_dim = inputs.projections.key_dim
+    convolutions = inputs.projections.convolutions
     groups = inputs.projections.query.out_size // key_dim
     gates = (name for name, activation in _GATES.items() if activation is mixer.readout.activation)
     return {

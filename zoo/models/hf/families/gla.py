@@ -35,7 +35,8 @@ def choose_feature_map(*words: str | None) -> hf.Default:
 def read_options(config: hf.Config) -> dict[str, Any]:
     """Return the options of a mixer. **Raises** `ConfigError` for features that do not divide evenly over the heads,
     and heads over `num_kv_heads`."""
-    heads, kv_heads = config["num_heads"], config["num_kv_heads"]
+    heads = config["num_heads"]
+    kv_heads = config["num_kv_heads"]
     if heads % (kv_heads or heads):
         raise hf.ConfigError(f"num_heads = {heads} heads do not divide evenly over num_kv_heads = {kv_heads}")
     sizes = {}
@@ -62,7 +63,9 @@ def read_options(config: hf.Config) -> dict[str, Any]:
 def describe_mixer(mixer: Any) -> dict[str, Any]:
     """Return the config keys of a mixer, of all families. **Raises** `ConfigError` for a mixer without a norm, and for
     a feature map without a word."""
-    inputs, norm, embed = mixer.projections, mixer.readout.norm, mixer.readout.out.out_size
+    inputs = mixer.projections
+    norm = mixer.readout.norm
+    embed = mixer.readout.out.out_size
     feature_map = getattr(mixer, "feature_map", None)
     words = [word for word, function in _FEATURE_MAPS.items() if function is feature_map]
     if norm is None or not words:

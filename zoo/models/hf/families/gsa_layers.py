@@ -85,7 +85,8 @@ class GatedSlotAttention(AbstractRecurrence):
         log_decay = self.projections.repeat(log_decay.reshape(*x.shape[:2], -1, self.slots), query)
         log_decay = context.mask_padding(log_decay)  # and what is written is 0
         written = -jnp.expm1(log_decay)
-        keys, values = None, None
+        keys = None
+        values = None
         if context.state is not None:
             keys, values = jnp.split(context.state.matrix, [key_dim], axis=-1)
             keys = keys.reshape(len(x), -1, key_dim, 1)
