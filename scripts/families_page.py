@@ -30,6 +30,7 @@ from zoo.layers import (
     NativeSparseAttention,
     SparseLatentAttention,
 )
+from zoo.layers.attention.relative_bias import RelativeBiasAttention
 from zoo.layers.embedding import SinusoidalPositionEmbedding
 from zoo.layers.encoders.bidirectional_attention import BidirectionalAttention
 from zoo.layers.recurrent.base import AbstractRecurrence
@@ -41,7 +42,6 @@ from zoo.models.hf.families.falcon_h1_layers import SideBySide
 from zoo.models.hf.families.gpt_oss_layers import ClampedGatedMLP
 from zoo.models.hf.families.jetmoe_layers import MixtureOfAttention, OutputBias
 from zoo.models.hf.families.mimo_v2_flash_layers import ValueScaledAttention
-from zoo.models.hf.families.mpnet_layers import RelativeBiasAttention
 from zoo.models.hf.families.zamba_layers import MultiHeadMamba, SharingBlock
 from zoo.models.hf.not_read import REFUSED_VARIANTS, list_reasons
 from zoo.models.hf.spec import Config, Family

@@ -19,6 +19,9 @@ from jaxtyping import Array, Key
 BATCH_KEYS = ("tokens", "targets", "weights", "segment_ids", "positions", "reference")
 """Names of the arrays of a token batch, all of dims "batch seq". No model reads `reference`: it is log p of the targets
 under a reference model, for a loss of preferences (`zoo.train.precompute_reference`)."""
+SOURCE_KEYS = ("source", "source_mask")
+"""Names of the arrays of a batch that an encoder-decoder reads besides: sources, "batch seq", and their padding
+mask."""
 _FLOAT_KEYS = ("weights", "reference")
 _DTYPES = ("float32", "bfloat16", "float16")
 _DTYPE_WORDS = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "full": "float32"}

@@ -60,6 +60,7 @@ from zoo.layers import (
     SparseLatentAttention,
 )
 from zoo.layers.attention.cross_layer import CrossLayerAttention
+from zoo.layers.attention.relative_bias import RelativeBiasAttention
 from zoo.layers.encoders.bidirectional_attention import BidirectionalAttention
 from zoo.models.hf.families.deberta_v2_layers import DisentangledAttention
 from zoo.models.hf.families.falcon_h1_layers import SideBySide
@@ -67,7 +68,6 @@ from zoo.models.hf.families.gsa_layers import GatedSlotAttention
 from zoo.models.hf.families.jetmoe_layers import MixtureOfAttention
 from zoo.models.hf.families.llama4_text_layers import ChunkedAttention
 from zoo.models.hf.families.mimo_v2_flash_layers import ValueScaledAttention
-from zoo.models.hf.families.mpnet_layers import RelativeBiasAttention
 from zoo.models.hf.families.rwkv_layers import RWKVChannelMixing
 from zoo.models.hf.families.zamba_layers import MultiHeadMamba
 from zoo.ops.rotary import Rotary

@@ -44,7 +44,7 @@ def choose_cache_length(model: Decoder, prompt: int, new: int, length: int | Non
         )
     if length is not None:
         return length
-    return int(min(max(_round_up(needed), _MIN_LENGTH), longest))
+    return int(min(max(round_up(needed), _MIN_LENGTH), longest))
 
 
 def choose_piece(length: int, mesh: Mesh | None = None) -> int:
@@ -66,7 +66,7 @@ def choose_rows(model: Decoder, rows: int, mesh: Mesh | None, samples: int = 1) 
     shards = 1 if mesh is None else mesh.count_shards("batch")
     local = -(-rows // shards)
     if local > 8:
-        rounded = _round_up(local)
+        rounded = round_up(local)
     else:
         rounded = min(size for size in (1, 4, 8) if size >= local)
     if samples > 1 or (rounded > local and _has_arrays_per_row(model)):
@@ -84,7 +84,7 @@ def _has_arrays_per_row(model: Decoder) -> bool:
     return any(dim.name == "batch" for leaf in leaves(eqx.filter(model, eqx.is_array)) for dim in leaf.dims or ())
 
 
-def _round_up(size: int) -> int:
+def round_up(size: int) -> int:
     """Return the smallest of 2ⁿ and 3 · 2ⁿ that is at least `size`: two buckets per octave."""
     power = 1 << (size - 1).bit_length()
     if power >= 4 and size <= power * 3 // 4:

@@ -155,7 +155,7 @@ def follow_prefix(
         return prompt, None, None
     prefix = repeat_rows(prefix, len(prompt.last) // len(prefix.text))
     length = count_tokens(prefix.text)
-    last = jnp.take_along_axis(prefix.text, length[:, None] - 1, axis=1)[:, 0]
+    last = jnp.maximum(jnp.take_along_axis(prefix.text, length[:, None] - 1, axis=1)[:, 0], 0)  # of a source none
     is_real = prompt.positions >= 0
     place = is_real.shape[1] - is_real.sum(axis=1) - 1
     is_place = jnp.arange(is_real.shape[1]) == place[:, None]

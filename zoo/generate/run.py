@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Float, Int, Key, Shaped
 from zoo._checks import is_host_readable, wrap_key
 from zoo._keywords import check_keywords
 from zoo.models import Decoder
+from zoo.models.encoder_decoder import EncoderDecoder
 from zoo.parallel import Mesh
 from zoo.parallel.activation import Activation
 from zoo.parallel.spmd import run_jitted
@@ -32,6 +33,7 @@ from .prefill import (
 )
 from .request import DecodeOptions, Sampling, SamplingOptions
 from .speculative import Draft, check_draft, choose_draft_tokens, make_draft, speculate
+from .target import read_source
 
 
 class Generated(NamedTuple):
@@ -72,19 +74,27 @@ class _Options(SamplingOptions, total=False):
 
 @overload
 def generate(
-    model: Decoder, tokens: Int[Array, "batch seq"], *, details: Literal[True], **options: Unpack[_Options]
+    model: Decoder | EncoderDecoder,
+    tokens: Int[Array, "batch seq"],
+    *,
+    details: Literal[True],
+    **options: Unpack[_Options],
 ) -> Generated: ...
 
 
 @overload
 def generate(
-    model: Decoder, tokens: Int[Array, "batch seq"], *, details: Literal[False] = False, **options: Unpack[_Options]
+    model: Decoder | EncoderDecoder,
+    tokens: Int[Array, "batch seq"],
+    *,
+    details: Literal[False] = False,
+    **options: Unpack[_Options],
 ) -> Int[Array, "batch new"]: ...
 
 
 @check_keywords
 def generate(
-    model: Decoder,
+    model: Decoder | EncoderDecoder,
     tokens: Int[Array, "batch seq"],
     *,
     max_new_tokens: int,
@@ -102,6 +112,9 @@ def generate(
     **options: Unpack[SamplingOptions],
 ) -> Int[Array, "batch new"] | Generated:
     """Generate `max_new_tokens` tokens per row after a prompt; return the new tokens only.
+
+    For an `EncoderDecoder`, `tokens` and `mask` are a source, padded on either side, or what else its encoder reads,
+    and the new tokens are its target, after `model.start`.
 
     - `mask`: padding mask, True or 1 for real tokens. Prompts of different lengths are padded on the left.
     - `temperature`: 0 is greedy decoding; otherwise tokens are sampled from softmax(logits / temperature) with `key`.
@@ -159,20 +172,29 @@ def generate(
     **Raises** `ValueError` for a prompt that is not "batch seq" or is empty, padding on the right, a row without a real
     token, a prompt id or stop token outside the vocabulary, an option out of its range, a temperature above 0 without a
     key, truncation options with temperature 0, a `length` below prompt and new tokens or besides a prefix, a prefix of
-    other rows or without room, a draft of another vocabulary, more tokens than learned positions, and a callback under
-    `jit` or with a draft; after decoding, for a row of logits that are not finite. Under `jit`, and where other
-    processes hold rows, the rest of such a row is -1 instead. **Raises** `TypeError` for a model that is not a decoder,
-    for a prompt, `max_new_tokens`, `top_k`, `samples` or `draft_tokens` that does not consist of integers, for stop
+    other rows or without room, a prefix or a draft besides a source, a draft of another vocabulary, more tokens than
+    learned positions, and a callback under `jit` or with a draft; after decoding, for a row of logits that are not
+    finite. Under `jit`, and where other processes hold rows, the rest of such a row is -1 instead. **Raises**
+    `TypeError` for a model that is neither a decoder nor an encoder-decoder, for a prompt, `max_new_tokens`, `top_k`, `samples` or `draft_tokens` that does not consist of integers, for stop
     tokens or sequences that do not, and for a function of logits that cannot be hashed; `NotImplementedError` for a
     mesh that shards layers, for a draft model with recurrent states or RoPE that depends on the length (see
     `zoo.generate.speculative`), and after a prefix for LongRoPE without a length.
     """
-    request.check_decoder(model)
-    vocab, _ = model.embedding.table_shape
+    if not isinstance(model, EncoderDecoder):
+        request.check_decoder(model)
     sampling = Sampling(**options)
     request.check_temperature(sampling.temperature, key)
     request.check_count("max_new_tokens", max_new_tokens)
     request.check_count("samples", samples)
+    if isinstance(model, EncoderDecoder):
+        request.check_mesh(mesh, model)
+        request.refuse_beside_source(prefix, draft)
+        reading = {"new": max_new_tokens, "length": length, "samples": samples}
+        tokens, prefix = read_source(model, tokens, mask, mesh=drop_sequence_parallelism(mesh), **reading)
+        model = model.decoder
+        mask = None
+        length = None
+    vocab, _ = model.embedding.table_shape
     if samples > 1:
         advice = "repeat the prompts instead, and select an adapter for each copy"
         refuse_arrays_per_row(model, f"samples={samples}", advice)

@@ -143,6 +143,11 @@ def make_shared_block(number: int, key: Key[Array, ""]) -> SharedBlock:
     return SharedBlock(number)
 
 
+def make_shared_module(number: int, key: Key[Array, ""]) -> SharedModule:
+    """Make the stand-in for module `number`. A factory, for `functools.partial`."""
+    return SharedModule(number)
+
+
 def find_shared_modules(tree: Any) -> list[SharedModule]:
     """Return the shared modules that a block calls."""
     return [x for x in jax.tree.leaves(tree, is_leaf=_is_shared) if _is_shared(x)]

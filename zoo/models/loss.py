@@ -23,6 +23,7 @@ from zoo.parallel import num_shards, reduce, scan, vary
 from zoo.parallel.collectives import shard_offset, varying
 
 from .decoder import Decoder, find_checkable_vocab
+from .encoder_decoder import EncoderDecoder
 from .encoders.text import Encoder
 from .indexer_loss import average_divergence, run_measured
 from .load_balancing import BalanceOver, balance_loss, router_z_loss
@@ -38,7 +39,7 @@ _NEGATIVE_WEIGHT = (
 
 
 def cross_entropy(
-    model: Decoder | Encoder,
+    model: Decoder | Encoder | EncoderDecoder,
     batch: Mapping[str, Array],
     *,
     key: Key[Array, "batch"] | None = None,
@@ -54,10 +55,10 @@ def cross_entropy(
     """Return the sum over tokens of weight * (log Z - logit[target] + z_loss * (log Z)²), and the sum of the weights.
 
     - `batch`: `tokens` and `targets`, "batch seq", already shifted (for an `Encoder`, the tokens before masking, and
-      negative where none was masked); optionally `weights` (loss weight of each target, 1
-      by default), `segment_ids` and `positions`. A negative target is ignored, like PyTorch's `ignore_index=-100`: its
-      weight is 0. A weight is at least 0, since the mean divides by their sum: a policy gradient, whose advantages may
-      be negative, is a loss of your own with `zoo.train.objectives`.
+      negative where none was masked); optionally `weights` (loss weight of each target, 1 by default), `segment_ids`
+      and `positions`; for an `EncoderDecoder` also `source`, and optionally `source_mask`. A negative target is
+      ignored, like PyTorch's `ignore_index=-100`: its weight is 0. A weight is at least 0, since the mean divides by
+      their sum: a policy gradient, whose advantages may be negative, is a loss of your own with `zoo.train.objectives`.
     - `z_loss`: keeps log Z near zero (PaLM, arXiv:2204.02311, section 5).
     - `balance`, `router_z`: weights of `balance_loss` (with its `over`) and of `router_z_loss`, added to the mean over
       tokens. Both leave out tokens of segment 0, which is padding.
@@ -88,7 +89,7 @@ def cross_entropy(
 
 
 def cross_entropy_and_routing(
-    model: Decoder | Encoder,
+    model: Decoder | Encoder | EncoderDecoder,
     batch: Mapping[str, Array],
     *,
     key: Key[Array, "batch"] | None = None,
@@ -103,6 +104,8 @@ def cross_entropy_and_routing(
 ) -> tuple[tuple[Float[Array, ""], Float[Array, ""]], tuple[RoutingSums, ...]]:
     """Return `cross_entropy`, and the `RoutingSums` of each layer that has a router: for `tokens_per_expert`, and for
     auxiliary losses of your own. `configure(model, routing="tokens")` adds the decisions of every token."""
+    if isinstance(model, EncoderDecoder):
+        model, batch = model.bind(batch, key)
     check_batch(batch, find_checkable_vocab(model))
     check_chunk(chunk, batch["tokens"].shape)
     info = batch_token_info(batch, key)

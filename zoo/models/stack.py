@@ -42,8 +42,8 @@ _Model = TypeVar("_Model")
 BlockFactory = Callable[[Key[Array, ""]], AbstractBlock]
 """A function `key -> block`. Layers of one factory object are equal in structure, and share a compiled block."""
 
-SharedFactory = Callable[[Key[Array, ""]], Module]
-"""A function `key -> module` of a module that several layers call."""
+SharedFactory = Callable[..., Module]
+"""A function `key= -> module` of a module that several layers call."""
 
 
 class Stack(AbstractStack):
@@ -103,7 +103,7 @@ class Stack(AbstractStack):
 
         self.segments = make_segments(makers, stack)
         # fold_in(key, i) is the key of layer i
-        made = [make(jax.random.fold_in(key, len(factories) + i)) for i, make in enumerate(shared)]
+        made = [make(key=jax.random.fold_in(key, len(factories) + i)) for i, make in enumerate(shared)]
         self.shared = (*made, *(factories[number](keys[number]) for number in repeated))
         if missing := [x.number for x in find_shared_modules(self.segments) if x.number >= len(self.shared)]:
             raise ValueError(f"a layer calls the shared module {missing[0]}, and there are {len(self.shared)}")

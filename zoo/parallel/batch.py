@@ -12,7 +12,14 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from zoo._checks import BATCH_KEYS, check_batch_ids, check_batch_types, check_numpy_values, is_host_readable
+from zoo._checks import (
+    BATCH_KEYS,
+    SOURCE_KEYS,
+    check_batch_ids,
+    check_batch_types,
+    check_numpy_values,
+    is_host_readable,
+)
 
 from .mesh import Mesh, require_mesh
 from .module import Leaf, leaves, map_leaves
@@ -23,11 +30,11 @@ def name_batch_dims(name: str) -> tuple[str, ...]:
     """Return the leading dims of a batch array that is in no module, by its path in the tree.
 
     They are `batch seq` for the arrays of a token batch (`tokens`, `targets`, `weights`, `segment_ids`, `positions`,
-    `reference`) and for an array without a name: an argument by itself or an element of a tuple. Any other name has
-    only rows.
+    `reference`, and of an encoder-decoder `source` and `source_mask`) and for an array without a name: an argument by
+    itself or an element of a tuple. Any other name has only rows.
     """
     names = {part for part in name.split(".") if part and not part.isdigit()}
-    if not names or names.intersection(BATCH_KEYS):
+    if not names or names.intersection((*BATCH_KEYS, *SOURCE_KEYS)):
         return ("batch", "seq")
     return ("batch",)
 

@@ -135,17 +135,20 @@ def make_projections(
     out_bias: bool = False,
     out_scale: float = 1.0,
     out_embed: int | None = None,
+    source_embed: int | None = None,
     key: Key[Array, ""],
 ) -> tuple[Linear, Linear, Linear, Linear]:
     """Initialize the projections of attention: query, key, value and out. `value_dim` is `head_dim` by default, and
-    `out_embed` is `embed`."""
+    `out_embed` is `embed`, as is `source_embed`, the features that keys and values are made of."""
     query_key, key_key, value_key, out_key = jax.random.split(key, 4)
     if value_dim is None:
         value_dim = head_dim
+    if source_embed is None:
+        source_embed = embed
     embed_dim = Dim("embed")
-    project = partial(Linear, embed, in_=embed_dim, bias=bias)
+    project = partial(Linear, source_embed, in_=embed_dim, bias=bias)
     return (
-        project(heads * head_dim, out=Dim("heads", head_dim), key=query_key),
+        Linear(embed, heads * head_dim, in_=embed_dim, out=Dim("heads", head_dim), bias=bias, key=query_key),
         project(kv_heads * head_dim, out=Dim("kv_heads", head_dim), key=key_key),
         project(kv_heads * value_dim, out=Dim("kv_heads", value_dim), key=value_key),
         Linear(

@@ -11,11 +11,13 @@ from jaxtyping import Array, Key
 from zoo.ops.attention import ATTENTION, AttentionMask
 from zoo.ops.axial_rotary import AxialRotary
 from zoo.ops.rotary import Rotary, apply_rotary
-from zoo.parallel import implementation_option
+from zoo.parallel import all_gather, implementation_option
+from zoo.parallel.collectives import sharded_axes
 from zoo.shapes import HiddenStates, ResidualStream
 
 from ..abstract import AbstractLinear, AbstractMixer
 from ..attention.base import check_attention_sizes, make_projections
+from ..attention.context import find_places
 from ..attention.tapped import VALUE_NAMES, select_attention, tap_heads
 from ..heads import select_kv_heads, split_heads
 from ..rotary import compute_cos_sin
@@ -27,9 +29,11 @@ class BidirectionalAttention(AbstractMixer):
     there is one, over all tokens of a segment, or those within a window (Vaswani et al., arXiv:1706.03762,
     section 3.2; Devlin et al., arXiv:1810.04805).
 
-    Heads are sharded over `tensor`, as in `Attention`. The sequence is not: `context` stays at 1.
+    Heads are sharded over `tensor`, as in `Attention`. Where `context` shards the sequence, keys and values are
+    all-gathered, and each device attends with the queries of its own tokens.
     """
 
+    shards_sequence = True
     value_names = VALUE_NAMES
 
     query: AbstractLinear
@@ -85,7 +89,12 @@ class BidirectionalAttention(AbstractMixer):
             key = apply_rotary(key, cos, sin, interleaved=self.rotary.interleaved)
         query, key, value = map(checkpoint_name, tap_heads(query, key, value), ("query", "key", "value"))
         key, value = (select_kv_heads(x, query, self.group) for x in (key, value))
-        mask = AttentionMask(False, self.window, query_segments=info.segment_ids, key_segments=info.segment_ids)
+        segments = info.segment_ids
+        mask = AttentionMask(False, self.window, segments, segments)
+        if sharded_axes(query, "seq"):
+            key, value = (all_gather(x, "seq", axis=1) for x in (key, value))
+            every = None if segments is None else all_gather(segments, "seq", axis=1)
+            mask = AttentionMask(False, self.window, segments, every, *find_places(query, key.shape[1]))
         mixed = select_attention()(query, key, value, mask, implementation=self.implementation)
         return self.out(checkpoint_name(mixed, "attention").reshape(*mixed.shape[:2], -1)), None
 

@@ -2,10 +2,8 @@
 
 import abc
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Key
@@ -13,10 +11,9 @@ from jaxtyping import Array, Float, Key
 from zoo.layers import AbstractFeedForward, AbstractMixer, AbstractNorm, Dropout, TokenInfo
 from zoo.layers.abstract import run_feed_forward
 from zoo.layers.linear import truncated_normal
-from zoo.ops.attention import AttentionMask
 from zoo.parallel import Module, named_by_class
 from zoo.parallel.tokens import run_on_all_tokens
-from zoo.shapes import HeadVectors, HiddenStates, ResidualStream
+from zoo.shapes import HiddenStates, ResidualStream
 
 from ..decoder import AbstractMixerBlock, Hidden
 
@@ -64,18 +61,6 @@ class RelativeEmbedding(AbstractRelativeEmbedding):
         return self.weight if self.norm is None else self.norm(self.weight)
 
 
-class RelativeBias(AbstractRelativeEmbedding):
-    """Bias of each head's scores, for each bucket of distances (T5; Raffel et al., arXiv:1910.10683, section 2.1)."""
-
-    weight: Float[Array, "distances heads"]
-
-    def __init__(self, buckets: int, heads: int, *, scale: float = 1.0, key: Key[Array, ""]):
-        self.weight = truncated_normal(key, (buckets, heads), scale)
-
-    def __call__(self) -> Float[Array, "distances heads"]:
-        return self.weight
-
-
 class AbstractRelativeMixer(AbstractMixer):
     """Attention in both directions that reads the table of relative positions: `mix(x, info, table) -> (y, None)`."""
 
@@ -116,21 +101,3 @@ class RelativeBlock(AbstractMixerBlock):
         fed, routing = run_feed_forward(self.ffn, hidden.x)
         fed = checkpoint_name(fed, "ffn_output")
         return hidden.add_residual(self.dropout(fed, info, site=1), routing).normalize(self.ffn_norm), state
-
-
-def biased_attention(
-    query: HeadVectors,
-    key: HeadVectors,
-    value: HeadVectors,
-    biases: Float[Array, "rows heads query_seq key_seq"],
-    mask: AttentionMask,
-    *,
-    scale: float,
-) -> HeadVectors:
-    """Compute softmax(q kᵀ scale + biases) v by its definition in float32. The result has the dtype of `value`."""
-    contract = partial(jnp.einsum, precision="highest", preferred_element_type=jnp.float32)
-    scores = scale * contract("bqhd,bkhd->bhqk", query, key) + biases
-    allowed = mask.materialize(query.shape[1], key.shape[1])  # a token attends to itself at least
-    if allowed is not None:
-        scores = jnp.where(allowed[:, None], scores, -jnp.inf)
-    return contract("bhqk,bkhd->bqhd", jax.nn.softmax(scores, axis=-1), value.astype(jnp.float32)).astype(value.dtype)

@@ -11,9 +11,9 @@ from jaxtyping import Array, Float, Int, Key
 from zoo._checks import check_token_arrays, check_tokens, wrap_key
 from zoo.layers import AbstractLinear, AbstractNorm, Dropout, Embedding, PositionEmbedding, TokenInfo
 from zoo.layers.abstract import check_sequence_sharding
-from zoo.layers.embedding import AbstractEmbedding, TokenTypeEmbedding
+from zoo.layers.embedding import AbstractEmbedding, AbstractPositionEmbedding, TokenTypeEmbedding
 from zoo.layers.token_info import token_info, token_positions
-from zoo.parallel import Module, buffer, gather, implementation_option
+from zoo.parallel import Module, buffer, gather, implementation_option, num_shards
 from zoo.parallel.activation import Edit
 from zoo.parallel.remat import Remat
 from zoo.parallel.tokens import merge_copies, replicate_tokens, shard_tokens
@@ -52,7 +52,7 @@ class Encoder(Module):
     norm: AbstractNorm
     head: AbstractEncoderHead | MaskedLMHead
     dropout: Dropout
-    position_embedding: PositionEmbedding | None = None
+    position_embedding: AbstractPositionEmbedding | None = None
     type_embedding: TokenTypeEmbedding | None = None
     embedding_norm: AbstractNorm | None = None
     embedding_projection: AbstractLinear | None = None
@@ -129,15 +129,22 @@ class Encoder(Module):
         return dataclasses.replace(info, token_types=jnp.asarray(token_types).astype(jnp.int32))
 
     def read_head(self, x: HiddenStates, mask: PaddingMask | None = None) -> Any:
-        """Return the head's output for normalized hidden states."""
+        """Return the head's output for normalized hidden states.
+
+        **Raises** `NotImplementedError` for a head that makes one vector of a row, where the sequence is sharded.
+        """
         if isinstance(self.head, MaskedLMHead):
             return self.logits(x)
+        if num_shards(x, "seq") > 1 and not isinstance(self.head, TokenClassificationHead | ReplacedTokenHead):
+            raise NotImplementedError(
+                f"{type(self.head).__name__} makes one vector of a row, and the mesh shards its tokens: take context=1"
+            )
         return gather(self.head)(x, mask)
 
     def hidden(self, tokens: Tokens, info: TokenInfo, states: None = None) -> tuple[Hidden, None]:
         """Return the hidden states after the final norm, and None: there are no states.
 
-        **Raises** `NotImplementedError` where the sequence is sharded.
+        **Raises** `NotImplementedError` where the sequence is sharded, for a mixer that needs all of it.
         """
         info = info.mask_padding()
         hidden = self.embed(tokens, info)
@@ -153,9 +160,9 @@ class Encoder(Module):
         x = gather(self.embedding)(tokens)
         if self.position_embedding is not None:
             if info.positions is None:
-                check_length(self, tokens.shape[1])
+                check_length(self, tokens.shape[1] * num_shards(x, "seq"))
             positions = shard_tokens(token_positions(tokens, info), axis=-1)
-            x = x + gather(self.position_embedding)(positions)
+            x = x + gather(self.position_embedding)(positions).astype(x.dtype)
         if self.type_embedding is not None:
             if info.token_types is None:
                 types = jnp.zeros_like(tokens)
@@ -199,7 +206,7 @@ def build_encoder(
     head: Callable[..., AbstractEncoderHead | MaskedLMHead],
     block: Callable[..., AbstractBlock] | Sequence[Callable[..., AbstractBlock]],
     embedding_size: int | None = None,
-    positions: int | None = None,
+    positions: int | AbstractPositionEmbedding | None = None,
     position_offset: int = 0,
     token_types: int = 0,
     relative_embedding: Callable[..., AbstractRelativeEmbedding] | None = None,
@@ -218,7 +225,8 @@ def build_encoder(
     - `block`: residual wiring of all layers, or of each.
     - `embedding_size`: features of the embeddings, whose sum a linear layer projects; None for `embed` features without
       a projection.
-    - `positions`: number of learned positions, None without; `position_offset`: unused rows before them.
+    - `positions`: number of learned positions, None without; `position_offset`: unused rows before them. Or a position
+      embedding that is not learned.
     - `token_types`: number of token types, 0 without an embedding of types.
     - `relative_embedding`: factory of the table of relative positions that all layers read, called with `key=`.
     - `shared`: factories of modules that several layers call, see `zoo.models.Stack`.
@@ -227,10 +235,10 @@ def build_encoder(
     position_key = jax.random.fold_in(embedding_key, 1)
     type_key = jax.random.fold_in(embedding_key, 2)
     scale = embed**-0.5
-    position_embedding = type_embedding = projection = relative = None
+    type_embedding = projection = relative = None
     size = embed if embedding_size is None else embedding_size
-    if positions is not None:
-        position_embedding = PositionEmbedding(positions, size, offset=position_offset, scale=scale, key=position_key)
+    if isinstance(positions, int):
+        positions = PositionEmbedding(positions, size, offset=position_offset, scale=scale, key=position_key)
     if token_types:
         type_embedding = TokenTypeEmbedding(token_types, size, scale=scale, key=type_key)
     if embedding_size is not None:
@@ -240,7 +248,7 @@ def build_encoder(
         relative = relative_embedding(key=jax.random.fold_in(embedding_key, 3))
     return Encoder(
         embedding=Embedding(vocab, size, scale=scale, key=embedding_key),
-        position_embedding=position_embedding,
+        position_embedding=positions,
         type_embedding=type_embedding,
         relative_embedding=relative,
         embedding_norm=None if embedding_norm is None else embedding_norm(),

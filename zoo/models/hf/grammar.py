@@ -19,7 +19,9 @@ from ..blocks import (
     make_unnormalized_block,
 )
 from ..build import FeedForwardFactory, LayerFactories, MixerFactory
-from ..decoder import AbstractBlock, Block, Decoder, SharedModule, make_shared_block
+from ..cross_blocks import AddNormCrossBlock, CrossBlock
+from ..decoder import AbstractBlock, Block, Decoder, SharedModule, make_shared_block, make_shared_module
+from ..encoder_decoder import EncoderDecoder
 from ..encoders.heads import (
     ClassificationHead,
     DenseTransform,
@@ -29,7 +31,7 @@ from ..encoders.heads import (
     join_class_and_mean,
 )
 from ..encoders.image import ImageEncoder
-from ..encoders.relative import RelativeBias, RelativeBlock, RelativeEmbedding
+from ..encoders.relative import RelativeBlock, RelativeEmbedding
 from ..encoders.text import Encoder
 from ..layer_inputs import EmbeddingInputs, LayerInputBlock, LayerInputProjection, LayerInputs
 from .builders import (
@@ -70,6 +72,14 @@ from .describe import (
     describe_rope_parameters,
     eval_shape_blocks,
     has_bias,
+)
+from .encoder_decoders import (
+    START_DEFAULTS,
+    build_source_encoder,
+    build_target_decoder,
+    join_encoder_decoder,
+    make_cross_attention_factory,
+    read_start,
 )
 from .encoder_heads import (
     HEAD_DEFAULTS,
@@ -141,20 +151,24 @@ __all__ = [
     "ONLY_ENCODERS",
     "POSITIVE_NUMBER",
     "SIZE",
+    "START_DEFAULTS",
     "VISION_DEFAULTS",
     "WINDOW_PATTERN",
     "WORD",
     "AbstractBlock",
     "AddNormBlock",
+    "AddNormCrossBlock",
     "Block",
     "ClassificationHead",
     "Config",
     "ConfigError",
+    "CrossBlock",
     "Decoder",
     "Default",
     "DenseTransform",
     "EmbeddingInputs",
     "Encoder",
+    "EncoderDecoder",
     "Family",
     "FeedForwardFactory",
     "HeadFactory",
@@ -170,7 +184,6 @@ __all__ = [
     "ParallelBlock",
     "PostNormBlock",
     "PredictorFacts",
-    "RelativeBias",
     "RelativeBlock",
     "RelativeEmbedding",
     "ReplacedTokenHead",
@@ -185,6 +198,8 @@ __all__ = [
     "build_layer_rotaries",
     "build_moe_decoder",
     "build_rotary",
+    "build_source_encoder",
+    "build_target_decoder",
     "check_type",
     "compute_out_scale",
     "describe_dense",
@@ -200,6 +215,7 @@ __all__ = [
     "integer",
     "is_number",
     "join_class_and_mean",
+    "join_encoder_decoder",
     "list_layer_types",
     "list_layer_windows",
     "list_of",
@@ -209,6 +225,7 @@ __all__ = [
     "make_biased_router_factory",
     "make_bidirectional_attention_factory",
     "make_classification_head_factory",
+    "make_cross_attention_factory",
     "make_feature_head_factory",
     "make_gated_mlp_factory",
     "make_head_norm_factory",
@@ -225,6 +242,7 @@ __all__ = [
     "make_rms_norm_factory",
     "make_sandwich_block",
     "make_shared_block",
+    "make_shared_module",
     "make_token_head_factory",
     "make_unnormalized_block",
     "make_windowed_attention_factories",
@@ -242,6 +260,7 @@ __all__ = [
     "read_config",
     "read_head_sizes",
     "read_layer_types",
+    "read_start",
     "select_head",
     "select_names",
     "set_by_layer",

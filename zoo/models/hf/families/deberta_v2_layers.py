@@ -12,9 +12,10 @@ from jaxtyping import Array, Float, Int, Key
 
 from zoo.layers import AbstractLinear, Linear, TokenInfo
 from zoo.layers.attention.base import check_attention_sizes, make_projections
+from zoo.layers.attention.relative_bias import biased_attention
 from zoo.layers.heads import split_heads
 from zoo.layers.token_info import token_positions
-from zoo.models.encoders.relative import AbstractRelativeMixer, RelativeTable, biased_attention
+from zoo.models.encoders.relative import AbstractRelativeMixer, RelativeTable
 from zoo.ops.attention import AttentionMask
 from zoo.parallel import Dim
 from zoo.shapes import HeadVectors, HiddenStates, ResidualStream

@@ -5,10 +5,10 @@ from functools import partial
 
 from jaxtyping import Array, Key
 
+from zoo.layers.attention.relative_bias import RelativeBias, RelativeBiasAttention
 from zoo.models.hf import grammar as hf
 
 from . import bert, roberta
-from .mpnet_layers import RelativeBiasAttention
 
 _BUCKETS = 32
 
@@ -16,10 +16,9 @@ _BUCKETS = 32
 def _build_mpnet(config: hf.Config, *, key: Key[Array, ""]) -> hf.Encoder:
     heads = hf.read_head_sizes(config)[0]
     options = {"bias": True, "out_bias": True, "out_scale": hf.compute_out_scale(config)}
-    mixer = partial(RelativeBiasAttention, config["hidden_size"], heads, **options)
-    relative = partial(hf.RelativeBias, _BUCKETS, heads)
-    parts = {"mixer": mixer, "block": hf.RelativeBlock, "relative_embedding": relative}
-    return roberta.build_roberta("MPNet", config, offset=2, key=key, **parts)
+    mixer = partial(RelativeBiasAttention, config["hidden_size"], heads, partial(hf.make_shared_module, 0), **options)
+    shared = [partial(RelativeBias, _BUCKETS, heads)]
+    return roberta.build_roberta("MPNet", config, offset=2, mixer=mixer, shared=shared, key=key)
 
 
 def _map_mpnet_names(config: hf.Config) -> hf.NameMap:
@@ -29,7 +28,7 @@ def _map_mpnet_names(config: hf.Config) -> hf.NameMap:
     }
     return {
         **bert.map_bert_layers("mpnet", attention),
-        "mpnet.encoder.relative_attention_bias": "relative_embedding",
+        "mpnet.encoder.relative_attention_bias": "shared.0",
         **roberta.map_roberta_heads("MPNet", "mpnet", config),
     }
 

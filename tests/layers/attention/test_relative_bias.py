@@ -10,7 +10,7 @@ import zoo
 from tests.models.hf.families.test_deberta_v2_layers import compare_scan_on_a_mesh
 from tests.weights.test_families_on_meshes import FIXTURES
 from zoo.layers import TokenInfo
-from zoo.models.hf.families.mpnet_layers import compute_bucket_index
+from zoo.layers.attention.relative_bias import compute_bucket_index
 from zoo.models.scoring import unstack_blocks
 
 FOLDER = FIXTURES / "encoders" / "mpnet_masked"
