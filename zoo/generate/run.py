@@ -175,10 +175,11 @@ def generate(
     other rows or without room, a prefix or a draft besides a source, a draft of another vocabulary, more tokens than
     learned positions, and a callback under `jit` or with a draft; after decoding, for a row of logits that are not
     finite. Under `jit`, and where other processes hold rows, the rest of such a row is -1 instead. **Raises**
-    `TypeError` for a model that is neither a decoder nor an encoder-decoder, for a prompt, `max_new_tokens`, `top_k`, `samples` or `draft_tokens` that does not consist of integers, for stop
-    tokens or sequences that do not, and for a function of logits that cannot be hashed; `NotImplementedError` for a
-    mesh that shards layers, for a draft model with recurrent states or RoPE that depends on the length (see
-    `zoo.generate.speculative`), and after a prefix for LongRoPE without a length.
+    `TypeError` for a model that is neither a decoder nor an encoder-decoder, for a prompt, `max_new_tokens`, `top_k`,
+    `samples` or `draft_tokens` that does not consist of integers, for stop tokens or sequences that do not, and for a
+    function of logits that cannot be hashed; `NotImplementedError` for a mesh that shards layers, for a draft model with
+    recurrent states or RoPE that depends on the length (see `zoo.generate.speculative`), and after a prefix for
+    LongRoPE without a length.
     """
     if not isinstance(model, EncoderDecoder):
         request.check_decoder(model)

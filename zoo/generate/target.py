@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool
 
 from zoo._checks import is_host_readable
 from zoo.models.decoder import LayerStates
@@ -26,9 +26,9 @@ def read_source(
     length: int | None,
     samples: int,
     mesh: Mesh | None,
-) -> tuple[Int[np.ndarray, "batch start"], Prefix]:
-    """Return the tokens that each target begins with, and the prefix that they follow: no tokens, and the states of the
-    decoder before them.
+) -> tuple[Any, Prefix]:
+    """Return the tokens that each target begins with, "batch start", and the prefix that they follow: no tokens, and
+    the states of the decoder before them.
 
     Tokens of a source are padded on the right to a bucket, and their rows as those of a prompt, so that few programs
     are compiled.

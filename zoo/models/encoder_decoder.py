@@ -179,8 +179,8 @@ class EncoderDecoder(Module):
         **Raises** `ValueError` for more tokens than there are learned positions.
         """
         states = self.decoder.init_state(len(source.x), length)
-        blocks = self.decoder.stack.iter_blocks()
-        return tuple((own, _read_source(block, source)) for own, block in zip(states, blocks, strict=True))
+        stack: Any = self.decoder.stack
+        return tuple((own, _read_source(block, source)) for own, block in zip(states, stack.iter_blocks(), strict=True))
 
     def bind(
         self, batch: Mapping[str, Array], key: Key[Array, "batch"] | None = None

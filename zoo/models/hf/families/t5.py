@@ -69,11 +69,10 @@ def build_t5(
 
 def _read_feed_forward(config: hf.Config) -> tuple[str, bool]:
     """Return the activation of the feed-forward layers, and True if they are gated."""
-    gate, _, activation = config["feed_forward_proj"].rpartition("-")
+    word: str = config["feed_forward_proj"]
+    gate, _, activation = word.rpartition("-")
     if gate not in ("", "gated"):
-        raise hf.ConfigError(
-            f"feed_forward_proj = {config['feed_forward_proj']!r}: expected an activation, or gated-one"
-        )
+        raise hf.ConfigError(f"feed_forward_proj = {word!r}: expected an activation, or gated-one")
     if not gate:
         return activation, False
     return _ACTIVATIONS.get(activation, activation), True
