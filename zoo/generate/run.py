@@ -177,8 +177,8 @@ def generate(
     finite. Under `jit`, and where other processes hold rows, the rest of such a row is -1 instead. **Raises**
     `TypeError` for a model that is neither a decoder nor an encoder-decoder, for a prompt, `max_new_tokens`, `top_k`,
     `samples` or `draft_tokens` that does not consist of integers, for stop tokens or sequences that do not, and for a
-    function of logits that cannot be hashed; `NotImplementedError` for a mesh that shards layers, for a draft model with
-    recurrent states or RoPE that depends on the length (see `zoo.generate.speculative`), and after a prefix for
+    function of logits that cannot be hashed; `NotImplementedError` for a mesh that shards layers, for a draft model
+    with recurrent states or RoPE that depends on the length (see `zoo.generate.speculative`), and after a prefix for
     LongRoPE without a length.
     """
     if not isinstance(model, EncoderDecoder):

@@ -49,7 +49,7 @@ class RelativeBiasAttention(AbstractMixer):
     softmax are computed in float32, by their definition.
 
     The `relative_bias` is the layer's own, or one that layers share, which the stack puts in its place. Heads are
-    sharded over `tensor`. Where `context` shards the sequence or the slots of a cache, keys and values are all-gathered.
+    sharded over `tensor`. Keys and values are all-gathered where `context` shards the sequence or the slots of a cache.
     """
 
     shards_sequence = True
