@@ -8,9 +8,11 @@ import numpy as np
 from jaxtyping import Array, Bool
 
 from zoo._checks import is_host_readable
+from zoo.layers import TokenInfo
 from zoo.models.decoder import LayerStates
 from zoo.models.encoder_decoder import EncoderDecoder
-from zoo.parallel import Mesh
+from zoo.parallel import Mesh, vary
+from zoo.parallel.collectives import current_mesh, vary_as_returned
 from zoo.parallel.spmd import run_jitted
 
 from .buckets import choose_cache_length, choose_rows, round_up
@@ -48,7 +50,16 @@ def read_source(
 
 def _read_states(model: EncoderDecoder, batch: dict[str, Array], length: int) -> LayerStates:
     source = model.encode(batch[model.source_key], mask=batch.get("source_mask"))
-    return model.init_state(source, length)
+    states = model.init_state(source, length)
+    if (mesh := current_mesh()) is None:
+        return states
+    # The empty states of a device become its shards of arrays: they have to vary as the states that follow them.
+    padding = vary(jnp.full((len(source.x), 1), -1, jnp.int32), mesh.axes("batch"))
+
+    def read(states: LayerStates) -> LayerStates | None:
+        return model.decoder.hidden(jnp.zeros_like(padding), TokenInfo(padding), states)[1]
+
+    return vary_as_returned(read, states)
 
 
 def _pad_source(

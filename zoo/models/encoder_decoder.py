@@ -14,7 +14,8 @@ from zoo._checks import check_ids, check_mask, check_tokens, is_host_readable
 from zoo.layers import TokenInfo
 from zoo.layers.attention.cross import Source, SourceKeys
 from zoo.layers.embedding import AbstractEmbedding
-from zoo.parallel import Module, gather, implementation_option
+from zoo.layers.token_info import count_positions
+from zoo.parallel import Module, all_gather, gather, implementation_option, num_shards, shard
 from zoo.shapes import ResidualStream, Tokens
 
 from .cross_blocks import AbstractCrossBlock, SourceInputs
@@ -138,7 +139,11 @@ class EncoderDecoder(Module):
         """Return the encoder's hidden states after its final norm. Arguments are as for the model."""
         self.check_source(source, mask)
         encoder = self.whole_encoder
-        info: TokenInfo = encoder.token_info(source, mask=mask, key=key).fold_keys(_ENCODER)
+        padding: dict[str, Any] = {} if mask is None else {"mask": mask}
+        if mask is not None and num_shards(mask, "seq") > 1:
+            positions = shard(count_positions(all_gather(mask, "seq", axis=1)), "seq", axis=1)
+            padding = {"segment_ids": mask.astype(jnp.int32), "positions": positions}
+        info: TokenInfo = encoder.token_info(source, key=key, **padding).fold_keys(_ENCODER)
         hidden, _ = encoder.hidden(source, info)
         return Source(hidden.x, None if mask is None else jnp.asarray(mask, bool))
 

@@ -26,7 +26,7 @@ _COMPUTE: dict[str, tuple[str, ...]] = {
         ("in", "out", "features", "prompt", "new", "text", "stops", "choices", "top", "key_dim", "value_dim"), ()
     ),
     **dict.fromkeys(("left_out", "left_in", "right_out", "right_in", "pairs", "ends", "rounds", "history"), ()),
-    **dict.fromkeys(("text", "stops"), ()),
+    **dict.fromkeys(("text", "stops", "source"), ()),
 }
 _PARAMETERS: dict[str, tuple[str, ...]] = {"embed": ("fsdp",)}
 
