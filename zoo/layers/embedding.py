@@ -92,6 +92,14 @@ class Embedding(AbstractEmbedding):
         return vocab, embed
 
 
+class SharedEmbedding(Module):
+    """Stands in an encoder for the embedding of its decoder. It has no parameters."""
+
+    def __call__(self, tokens: Tokens) -> ResidualStream:
+        """**Raises** `TypeError`."""
+        raise TypeError("this encoder shares the embedding of its decoder: take EncoderDecoder.whole_encoder")
+
+
 def lookup_rows(table: Float[Array, "vocab size"], tokens: Tokens) -> Float[Array, "batch tokens size"]:
     """Look up rows of a table whose vocabulary may be sharded; NaN for an id outside it. The result has the tokens of
     hidden states: all, or, with sequence parallelism, the tokens of this device."""

@@ -4,7 +4,6 @@ import dataclasses
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,10 +12,10 @@ from jaxtyping import Array, Bool, Float, Key
 from zoo._checks import check_ids, check_mask, check_tokens, is_host_readable
 from zoo.layers import TokenInfo
 from zoo.layers.attention.cross import Source, SourceKeys
-from zoo.layers.embedding import AbstractEmbedding
+from zoo.layers.embedding import SharedEmbedding
 from zoo.layers.token_info import count_positions
 from zoo.parallel import Module, all_gather, gather, implementation_option, num_shards, shard
-from zoo.shapes import ResidualStream, Tokens
+from zoo.shapes import Tokens
 
 from .cross_blocks import AbstractCrossBlock, SourceInputs
 from .decoder import AbstractBlock, Decoder, LayerStates, find_checkable_vocab
@@ -26,32 +25,6 @@ from .torch_habits import explain_torch_habit, hash_for_jit
 
 _ENCODER = 2**20
 """Number that is folded into the PRNG keys of the encoder, so that its layers draw other dropout masks."""
-
-
-class SharedEmbedding(AbstractEmbedding):
-    """Stands in an encoder for the embedding of its decoder. It has no parameters."""
-
-    multiplier: float = eqx.field(static=True, default=1.0)
-
-    @property
-    def dense_weight(self) -> Float[Array, "vocab embed"]:
-        self._refuse()
-
-    @property
-    def table_shape(self) -> tuple[int, int]:
-        self._refuse()
-
-    def __call__(self, tokens: Tokens) -> ResidualStream:
-        self._refuse()
-
-    def transposed(self, x: Float[Array, "*rows embed"]) -> Float[Array, "*rows vocab"]:
-        self._refuse()
-
-    def with_weight(self, weight: Float[Array, "vocab embed"], bias: None = None) -> "SharedEmbedding":
-        self._refuse()
-
-    def _refuse(self) -> NoReturn:
-        raise TypeError("this encoder shares the embedding of its decoder: take EncoderDecoder.whole_encoder")
 
 
 class EncoderDecoder(Module):

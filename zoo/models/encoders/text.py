@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int, Key
 from zoo._checks import check_token_arrays, check_tokens, wrap_key
 from zoo.layers import AbstractLinear, AbstractNorm, Dropout, Embedding, PositionEmbedding, TokenInfo
 from zoo.layers.abstract import check_sequence_sharding
-from zoo.layers.embedding import AbstractEmbedding, AbstractPositionEmbedding, TokenTypeEmbedding
+from zoo.layers.embedding import AbstractEmbedding, AbstractPositionEmbedding, SharedEmbedding, TokenTypeEmbedding
 from zoo.layers.token_info import token_info, token_positions
 from zoo.parallel import Module, buffer, gather, implementation_option, num_shards
 from zoo.parallel.activation import Edit
@@ -47,7 +47,7 @@ class Encoder(Module):
     A token also attends to later tokens, so there is neither a KV cache nor generation.
     """
 
-    embedding: AbstractEmbedding
+    embedding: AbstractEmbedding | SharedEmbedding
     stack: AbstractStack
     norm: AbstractNorm
     head: AbstractEncoderHead | MaskedLMHead

@@ -8,11 +8,12 @@ from typing import Any
 from jaxtyping import Array, Key
 
 from zoo.layers.attention.cross import CrossAttention
+from zoo.layers.embedding import SharedEmbedding
 
 from ..build import LayerFactories
 from ..cross_blocks import AbstractCrossBlock, make_cross_block
 from ..decoder import Decoder
-from ..encoder_decoder import EncoderDecoder, SharedEmbedding
+from ..encoder_decoder import EncoderDecoder
 from ..encoders.text import Encoder, build_encoder
 from .builders import build_config_decoder, compute_out_scale, read_head_sizes
 from .encoder_heads import make_feature_head_factory

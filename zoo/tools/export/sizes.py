@@ -35,7 +35,8 @@ def choose_sizes(
     longest = None if position_embedding is None else int(position_embedding.length)
     if seq_len != SYMBOLIC:
         seq_len = _choose_length(model, "seq_len", seq_len, _SEQ_LEN, longest)
-    sizes |= {"vocabulary": model.embedding.table_shape[0], "seq_len": seq_len}
+    embedding: Any = model.embedding
+    sizes |= {"vocabulary": embedding.table_shape[0], "seq_len": seq_len}
     if isinstance(model, Encoder):
         _refuse(model, length=length)
         return sizes

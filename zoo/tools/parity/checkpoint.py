@@ -35,7 +35,7 @@ from zoo.weights.stages import read_name_map
 
 from .activations import TextInputs, join_streams
 from .comparison import GRADIENT_FLOOR, TOLERANCE, Comparison, ParityReport, norm_error, relative_error
-from .model_kinds import LossAndBatch, ModelKind, find_model_kind
+from .model_kinds import LossAndBatch, ModelKind, find_model_kind, list_parts
 
 EXPECTED_FILE = "expected.safetensors"
 """Results of PyTorch in a checkpoint directory."""
@@ -53,9 +53,10 @@ def compare_checkpoint(
     """Compare the model in a directory with results of PyTorch.
 
     - `expected`: `input_ids`, of an encoder also `attention_mask`, `token_type_ids` and `labels`; or, for images,
-      `pixel_values` and `labels`; and any of `logits`, `last_hidden_state`, `pooler_output`, `loss`, `hidden_states.N`,
-      `router_logits.N` (of the N-th layer that has a router, "tokens experts") and `grad.NAME`; of PyTorch in bfloat16,
-      `bfloat16.logits` and `bfloat16.hidden_states.N`.
+      `pixel_values` and `labels`; with a decoder also `decoder_input_ids` and `labels`, and `encoder_hidden_states.N`
+      and `decoder_hidden_states.N` in place of `hidden_states.N`; and any of `logits`, `last_hidden_state`,
+      `pooler_output`, `loss`, `hidden_states.N`, `router_logits.N` (of the N-th layer that has a router, "tokens
+      experts") and `grad.NAME`; of PyTorch in bfloat16, `bfloat16.logits` and `bfloat16.hidden_states.N`.
     - `gradient_norms`: norms of the loss's gradient, by the checkpoint's names. An MXFP4 matrix is named by its blocks,
       and the gradient of any quantized matrix is taken with respect to the dequantized one.
     - `packed`: as for `load`. Matrices that stay packed have no gradient, and none is compared.
@@ -76,7 +77,10 @@ def compare_checkpoint(
         bfloat16_model = None
     with jax.default_matmul_precision("highest"):
         expected = join_streams(model, expected)
-        comparisons = [*_compare_activations(kind, model, bfloat16_model, expected, tolerance)]
+        comparisons = []
+        for name, part, own in list_parts(model, expected):
+            compared = _compare_activations(find_model_kind(part), part, bfloat16_model, own, tolerance)
+            comparisons += [dataclasses.replace(line, name=name + line.name) for line in compared]
         comparisons += _compare_gradients(kind, model, expected, gradient_norms or {}, 2 * tolerance)
     return ParityReport(tuple(comparisons))
 

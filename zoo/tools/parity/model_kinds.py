@@ -1,4 +1,4 @@
-"""Inputs, activations and losses of decoders, and of encoders of texts and of images."""
+"""Inputs, activations and losses of decoders, of encoders of texts and of images, and of encoders with a decoder."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -8,6 +8,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from zoo.models import Encoder, ImageEncoder, SequenceScore, classification_loss, token_losses
+from zoo.models.encoder_decoder import EncoderDecoder
 from zoo.models.encoders.heads import EncoderFeatures, MaskedLMHead
 from zoo.models.loss import cross_entropy
 from zoo.weights.resolve import LoadedModel
@@ -36,9 +37,47 @@ def find_model_kind(model: LoadedModel) -> ModelKind:
         )
     if isinstance(model, ImageEncoder):
         return _IMAGES
+    if isinstance(model, EncoderDecoder):
+        return _PAIRS
     if isinstance(model, Encoder):
         return _TEXTS
     return _TOKENS
+
+
+def list_parts(
+    model: LoadedModel, expected: Mapping[str, np.ndarray]
+) -> list[tuple[str, LoadedModel, Mapping[str, np.ndarray]]]:
+    """Return the models whose activations are compared, each with a name before its comparisons and its expectations:
+    the model itself, or its encoder, and its decoder of targets of the given sources."""
+    if not isinstance(model, EncoderDecoder):
+        return [("", model, expected)]
+    source = expected[_find_source(expected)]
+    parts = {"encoder": model.whole_encoder, "decoder": model.read(jnp.asarray(source))}
+    listed = []
+    for name, part in parts.items():
+        beginning = f"{name}_hidden_states."
+        own = {f"hidden_states.{key.removeprefix(beginning)}": x for key, x in expected.items() if beginning in key}
+        if name == "encoder":
+            own[find_model_kind(part).inputs] = source
+        else:
+            own |= {"input_ids": expected["decoder_input_ids"], "logits": expected["logits"]}
+        listed.append((f"{name}: ", part, own))
+    return listed
+
+
+def _find_source(expected: Mapping[str, np.ndarray]) -> str:
+    """Return the name of the sources in the expectations."""
+    return "input_ids" if "input_ids" in expected else "input_features"
+
+
+def _make_pair_loss(expected: Mapping[str, np.ndarray]) -> LossAndBatch:
+    name = _find_source(expected)
+    source = {"input_ids": "source", "input_features": "features"}[name]
+    return cross_entropy, {
+        source: expected[name],
+        "tokens": expected["decoder_input_ids"],
+        "targets": expected["labels"].astype(np.int32),
+    }
 
 
 def make_next_token_batch(tokens: Any) -> dict[str, np.ndarray]:
@@ -122,4 +161,5 @@ _TOKENS = ModelKind(
     lambda x: (cross_entropy, make_next_token_batch(x["input_ids"])),
 )
 _TEXTS = ModelKind("input_ids", _read_texts, run_encoder, _make_text_loss)
+_PAIRS = ModelKind("decoder_input_ids", lambda x: jnp.asarray(x["decoder_input_ids"]), run_decoder, _make_pair_loss)
 _IMAGES = ModelKind("pixel_values", lambda x: jnp.asarray(x["pixel_values"]), run_image_encoder, _make_image_loss)

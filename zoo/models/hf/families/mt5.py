@@ -2,4 +2,13 @@
 
 from . import t5
 
-MT5 = t5.make_t5_family("mt5", "MT5ForConditionalGeneration")
+DEFAULTS = {
+    "vocab_size": 250112,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 6,
+    "feed_forward_proj": "gated-gelu",
+    "tie_word_embeddings": False,
+}
+
+MT5 = t5.make_t5_family("mt5", "MT5ForConditionalGeneration", defaults=DEFAULTS)

@@ -2,7 +2,9 @@
 relative position, which the layers of each share, RMSNorms before the sublayers, and scores that are not scaled."""
 
 import dataclasses
+from collections.abc import Mapping
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -116,7 +118,14 @@ def _has_head(config: Any, names: Any) -> bool:
     return "lm_head.weight" in names
 
 
-def make_t5_family(name: str, architecture: str, *, scales: bool = False, shares_bias: bool = True) -> hf.Family:
+def make_t5_family(
+    name: str,
+    architecture: str,
+    *,
+    scales: bool = False,
+    shares_bias: bool = True,
+    defaults: Mapping[str, Any] = MappingProxyType({}),
+) -> hf.Family:
     """Make a family of T5's line. A file with a head of its own unties it, whatever its config says, as in transformers
     5. `tie_word_embeddings` says that logits are divided by sqrt(d_model), in a family that `scales` them."""
 
@@ -143,6 +152,7 @@ def make_t5_family(name: str, architecture: str, *, scales: bool = False, shares
             "feed_forward_proj": "relu",
             "rms_norm_eps": 1e-6,
             "tie_word_embeddings": True,
+            **defaults,
         },
         aliases={
             "d_model": "hidden_size",
