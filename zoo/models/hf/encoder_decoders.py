@@ -14,9 +14,9 @@ from ..build import LayerFactories
 from ..cross_blocks import AbstractCrossBlock, make_cross_block
 from ..decoder import Decoder
 from ..encoder_decoder import EncoderDecoder
+from ..encoders.heads import make_feature_head
 from ..encoders.text import Encoder, build_encoder
 from .builders import build_config_decoder, compute_out_scale, read_head_sizes
-from .encoder_heads import make_feature_head_factory
 from .kinds import optional_non_negative
 from .spec import Config
 
@@ -39,7 +39,7 @@ def build_source_encoder(
 ) -> Encoder:
     """Call `build_encoder` with the sizes of the config, for an encoder without a head."""
     sizes = {"vocab": config["vocab_size"], "embed": config["hidden_size"]}
-    return build_encoder(layers=layers, norm=norm, head=make_feature_head_factory(), key=key, **sizes, **options)
+    return build_encoder(layers=layers, norm=norm, head=make_feature_head, key=key, **sizes, **options)
 
 
 def build_target_decoder(
