@@ -46,10 +46,9 @@ class PairRows:
 
     def __getitem__(self, index: int) -> dict[str, Shaped[np.ndarray, "..."]]:
         first = 2 * self._items[index]
-        source, target = (
-            self._store.tokens[slice(*self._store.starts[text : text + 2])] for text in (first, first + 1)
-        )
-        target = np.concatenate([self._start, target])
+        begin, middle, end = self._store.starts[first : first + 3]
+        source = self._store.tokens[begin:middle]
+        target = np.concatenate([self._start, self._store.tokens[middle:end]])
         return {
             "source": _pad(source, self._source_len, 0),
             "source_mask": np.arange(self._source_len) < len(source),

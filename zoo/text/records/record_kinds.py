@@ -10,8 +10,8 @@
 | prompts | `prompt`, and any other fields | nothing: a model completes them |
 | pair | `source` and `target`, both text | the target, by a model with an encoder |
 
-The others are the fields that TRL's trainers read. The first record decides the kind, `find_kind`; a later record without its
-fields is a fault.
+All but the last are the fields that TRL's trainers read. The first record decides the kind, `find_kind`; a later record
+without its fields is a fault.
 """
 
 import json
