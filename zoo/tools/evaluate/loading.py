@@ -53,7 +53,7 @@ def load_language_model(
     stops = read_stop_tokens(path)
     model = load(path, mesh=mesh, dtype=dtype)
     if not isinstance(model, Decoder):
-        raise TypeError(f"{path} is a {type(model).__name__}, and only a Decoder has likelihoods of texts")
+        raise TypeError(f"{path} is read as {type(model).__name__}, and only a Decoder has likelihoods of texts")
     if adapter is not None:
         model = adapters.merge(adapters.load(model, adapter))
     vocab, _ = model.embedding.table_shape
