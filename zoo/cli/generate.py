@@ -1,5 +1,6 @@
 """Implement `zoo generate`."""
 
+import dataclasses
 import sys
 import time
 from collections.abc import Sequence
@@ -19,7 +20,7 @@ from zoo.parallel.devices import make_device_mesh
 from zoo.text.batches import pad_left
 from zoo.text.stream_decoder import StoppingDecoder
 from zoo.text.tokenizer_file import TOKENIZER_FILE
-from zoo.text.tokenizers import Tokenizer, find_tokenizer
+from zoo.text.tokenizers import Tokenizer, find_language_token, find_tokenizer
 from zoo.weights.directory import resolve_directory
 from zoo.weights.generation_config import read_stop_tokens
 
@@ -42,6 +43,7 @@ def generate(
     stop: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="TEXT")] = (),
     draft: Annotated[str | None, tyro.conf.arg(metavar="DIRECTORY|prompt|mtp")] = None,
     draft_tokens: int | None = None,
+    language: Annotated[str | None, tyro.conf.arg(metavar="CODE")] = None,
     no_stream: bool = False,
     dtype: Literal["float32", "bfloat16", "float16"] | None = None,
     data: int = 1,
@@ -52,7 +54,8 @@ def generate(
     pipe: int = 1,
     no_compile_cache: bool = False,
 ) -> None:
-    """Generate text from prompts: zoo generate DIRECTORY "Once upon a time".
+    """Generate text from prompts: zoo generate DIRECTORY "Once upon a time". A model with an encoder reads the prompt
+    as its source, and writes the target.
 
     Prints the new tokens to standard output: streamed for one prompt, in order for several texts, which form one batch.
     Prompts are used verbatim, without a chat template. Without tokenizer.json, a vocabulary of 256 means bytes; with
@@ -74,6 +77,8 @@ def generate(
         draft: Checkpoint directory or name of a smaller model of the same vocabulary, which proposes tokens, or
             "prompt" to look them up in the text so far. Not streamed.
         draft_tokens: Number of tokens that a draft proposes at a time.
+        language: Of a model with an encoder, the language that the target is written in, as the tokenizer spells it:
+            fra_Latn, fr_XX, fr.
         no_stream: Print at the end, and generate in one program, which is faster. Has no effect with --stop.
         dtype: Dtype of the parameters and the computation. Default: as stored.
         data: Data parallelism: number of devices that shard the prompts. -1 for all remaining devices.
@@ -102,10 +107,14 @@ def generate(
     stops = read_stop_tokens(path) if stop_token is None else stop_token
     mesh = make_device_mesh(data=data, fsdp=fsdp, expert=expert, context=context, tensor=tensor, pipe=pipe)
     model = zoo.load(path, mesh=mesh, dtype=dtype)
-    check_decoder(model)
-    vocab, _ = model.embedding.table_shape
+    reads_source = isinstance(model, zoo.models.EncoderDecoder)
+    decoder = model.decoder if reads_source else model
+    check_decoder(decoder)
+    vocab, _ = decoder.embedding.table_shape
     text = find_tokenizer(path, vocab)
-    prompts = list(tokens) or [_encode_prompt(text, each, path) for each in prompt]
+    prompts = list(tokens) or [_encode_prompt(text, each, path, with_end=reads_source) for each in prompt]
+    if language is not None:
+        model = _begin_with_language(model, language, text)
     if not all(prompts):
         raise ValueError("a prompt needs at least one token: --tokens 3 5 7")
     batch, mask = pad_left(prompts)
@@ -139,11 +148,24 @@ def generate(
     printer.close()
 
 
-def _encode_prompt(text: Tokenizer | None, prompt: str, directory: Path) -> tuple[int, ...]:
-    """Tokenize a prompt. **Raises** `ValueError` without a tokenizer, and for a prompt without tokens."""
+def _begin_with_language(model: Any, language: str, text: Tokenizer | None) -> Any:
+    """Return a model whose targets begin with the token of a language.
+
+    **Raises** `ValueError` for a model without an encoder, and for a language that its tokenizer does not have.
+    """
+    if not isinstance(model, zoo.models.EncoderDecoder) or text is None:
+        raise ValueError(f"--language {language} begins the target of a model with an encoder and a tokenizer")
+    return dataclasses.replace(model, start=(model.start[0], find_language_token(text, language), *model.start[2:]))
+
+
+def _encode_prompt(text: Tokenizer | None, prompt: str, directory: Path, *, with_end: bool) -> tuple[int, ...]:
+    """Tokenize a prompt; `with_end` as the source of an encoder. **Raises** `ValueError` without a tokenizer, and for a
+    prompt without tokens."""
     if text is None:
         raise ValueError(f"{directory} has no {TOKENIZER_FILE}: pass token ids, --tokens 3 5 7")
     tokens = (*text.prefix, *text.encode(prompt).tolist())
+    if with_end:
+        tokens += text.suffix
     if not tokens:
         raise ValueError("a prompt needs at least one token: this one is empty, and the tokenizer has no prefix")
     return tokens

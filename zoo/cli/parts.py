@@ -14,7 +14,7 @@ import numpy as np
 from zoo.inspect import implementations
 from zoo.inspect.implementations import ModelImplementations
 from zoo.inspect.parameters import ModelSummary, count_by_dtype, summarize_model
-from zoo.models import Decoder, preset
+from zoo.models import Decoder, EncoderDecoder, preset
 from zoo.models.hf.config import read_config
 from zoo.models.hf.spec import Config, Family, NameMap
 from zoo.models.parameter_paths import ParameterPath
@@ -107,7 +107,7 @@ def _summarize_shapes(
             model,
             [tuple(map(str, array_dtypes)) for array_dtypes in dtypes],
             mesh,
-            cached_model=stored_model,
+            cached_model=stored_model.decoder if isinstance(stored_model, EncoderDecoder) else stored_model,
             max_length=config.get("max_position_embeddings"),
             name_tensor=partial(_format_tensor_name, mappings=mappings),
         ),

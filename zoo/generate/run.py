@@ -13,8 +13,7 @@ from jaxtyping import Array, Bool, Float, Int, Key, Shaped
 
 from zoo._checks import is_host_readable, wrap_key
 from zoo._keywords import check_keywords
-from zoo.models import Decoder
-from zoo.models.encoder_decoder import EncoderDecoder
+from zoo.models import Decoder, EncoderDecoder
 from zoo.parallel import Mesh
 from zoo.parallel.activation import Activation
 from zoo.parallel.spmd import run_jitted

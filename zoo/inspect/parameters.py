@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from zoo._terminal import align_columns, format_bytes
-from zoo.models import Decoder, Stack, count_active_parameters
+from zoo.models import Decoder, EncoderDecoder, Stack, count_active_parameters
 from zoo.models.hf.config import read_config
 from zoo.models.parameter_paths import ParameterPath, list_parameters
 from zoo.models.stack import is_stack, swap_stack
@@ -195,7 +195,7 @@ def summarize_model(
     """
     parameters = list_parameters(model)
     return ModelSummary(
-        tied=isinstance(model, Decoder) and model.head is None,
+        tied=_is_tied(model.decoder if isinstance(model, EncoderDecoder) else model),
         active=count_active_parameters(model),
         num_parameters=sum(x.size for path, x in parameters if is_parameter(path.leaf, x)) + count_packed(model),
         dtypes=count_by_dtype(jax.tree.leaves(model)),
@@ -288,6 +288,11 @@ def _get_part_name(name: str) -> str:
     if word == "norm" or word.endswith("_norm"):
         return "norms"
     return word
+
+
+def _is_tied(model: Any) -> bool:
+    """Return True for a decoder whose head is its embedding."""
+    return isinstance(model, Decoder) and model.head is None
 
 
 def count_by_dtype(tensors: Iterable[Any]) -> dict[str, int]:

@@ -7,6 +7,7 @@ from zoo.layers.token_info import count_positions, pack_positions
 
 from .build import build_decoder
 from .decoder import Block, Decoder, Hidden
+from .encoder_decoder import EncoderDecoder
 from .encoders.classification import classification_loss
 from .encoders.image import ImageEncoder, build_image_encoder
 from .encoders.text import Encoder, build_encoder
@@ -17,6 +18,7 @@ from .observe import find_first_nonfinite, observe, tabulate_observations, unobs
 from .parameter_access import get, replace
 from .parameter_paths import list_parameter_paths
 from .predictors import add_predictors, repeat_predictor
+from .presets.encoder_decoder import EncoderDecoderTransformer
 from .presets.hybrid import Hybrid
 from .presets.looped import Looped
 from .presets.mamba import Mamba, Mamba2
@@ -56,6 +58,8 @@ __all__ = [
     "Decoder",
     "DeltaNet",
     "Encoder",
+    "EncoderDecoder",
+    "EncoderDecoderTransformer",
     "GatedDeltaNet",
     "GatedDeltaProduct",
     "Griffin",

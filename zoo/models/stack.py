@@ -232,10 +232,10 @@ def describe_loop(stack: Stack) -> str:
 
 
 def swap_stack(model: Any, make: Callable[[Any], AbstractStack]) -> Any:
-    """Return `model` with `make(stack)` in place of its stack. **Raises** `ValueError` unless it has one stack."""
-    stacks = [x for x in jax.tree.leaves(model, is_leaf=is_stack) if is_stack(x)]
-    if len(stacks) != 1:
-        raise ValueError(f"{type(model).__name__} has {len(stacks)} stacks of layers: expected one")
+    """Return `model` with `make(stack)` in place of its stack, or of the stacks of its encoder and its decoder.
+    **Raises** `ValueError` for a model without one."""
+    if not any(map(is_stack, jax.tree.leaves(model, is_leaf=is_stack))):
+        raise ValueError(f"{type(model).__name__} has no stack of layers")
     return jax.tree.map(lambda x: make(x) if is_stack(x) else x, model, is_leaf=is_stack)
 
 

@@ -18,7 +18,7 @@ from zoo.text.tokenizers import Tokenizer
 class RecordOptions:
     """Reading of records: their kind, what is trained on, and what is left out."""
 
-    kind: Literal["auto", "text", "chat", "completion", "preference", "labeled", "prompts"] = "auto"
+    kind: Literal["auto", "text", "chat", "completion", "preference", "labeled", "prompts", "pair"] = "auto"
     """Kind of the records; auto reads it off the first."""
     field: str = "text"
     """Field of plain text."""

@@ -8,6 +8,7 @@ In training, each document starts with a separator token. In the tokenizers that
 which does not occur in text.
 """
 
+import difflib
 import functools
 import itertools
 import json
@@ -58,6 +59,8 @@ class Tokenizer(Protocol):
     """Token that ends an answer (EOS); the separator, if the checkpoint names none."""
     prefix: tuple[int, ...]
     """Tokens that precede every prompt (BOS)."""
+    suffix: tuple[int, ...]
+    """Tokens that follow a text that an encoder reads (EOS, a language)."""
     cache_key: str
     """Identifies the tokenizer: equal keys produce equal tokens."""
     special_tokens: Mapping[str, int]
@@ -127,6 +130,7 @@ class ByteTokenizer:
         self.separator = SEPARATOR
         self.end = SEPARATOR
         self.prefix: tuple[int, ...] = (SEPARATOR,)
+        self.suffix: tuple[int, ...] = ()
         self.token_bytes = (np.arange(256) != SEPARATOR).astype(np.int64)
         self.cache_key = "256"
         self.special_tokens: Mapping[str, int] = {"\0": SEPARATOR}
@@ -169,7 +173,7 @@ class FileTokenizer:
         self._text_of = _find_spelling(facts)
         self._splits_at_lines = splits_at_lines(facts)
         self.vocab = vocab
-        self.prefix = self._find_prefix()
+        self.prefix, self.suffix = self._find_special_tokens()
         self._tokenizer.post_processor = None  # it only adds special tokens, and takes spaces out of offsets
         if separator is None:
             separator = self.prefix[0] if self.prefix else SEPARATOR
@@ -182,14 +186,14 @@ class FileTokenizer:
     def __reduce__(self) -> tuple[Any, ...]:
         return FileTokenizer, (self._path, self.vocab, self.separator, self.end)  # another process reads the file again
 
-    def _find_prefix(self) -> tuple[int, ...]:
-        """Find the special tokens before a text by encoding one. Special tokens after a text (EOS) are not used."""
+    def _find_special_tokens(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Find the special tokens before and after a text by encoding one."""
         with_special = self._tokenizer.encode("a").ids
         plain = self._tokenizer.encode("a", add_special_tokens=False).ids
         starts = [i for i in range(len(with_special)) if plain and with_special[i : i + len(plain)] == plain]
         if not starts:
-            return ()
-        return tuple(with_special[: starts[0]])
+            return (), ()
+        return tuple(with_special[: starts[0]]), tuple(with_special[starts[0] + len(plain) :])
 
     @property
     def token_bytes(self) -> Int[np.ndarray, "vocab"]:
@@ -333,7 +337,7 @@ def read_tokenizer(directory: str | Path) -> Tokenizer:
     with the separator.
 
     **Raises** `FileNotFoundError` if a file is missing, and `TokenizerError`, a `ValueError`, if a file is damaged, if
-    the two do not match, or if tokenizing a text would lose bytes of it.
+    the two do not match, or if tokenizing a text would lose bytes of it, unless the model has an encoder.
     """
     directory = Path(directory)
     path = directory / TOKENIZER_FILE
@@ -369,8 +373,25 @@ def read_tokenizer(directory: str | Path) -> Tokenizer:
                 f"{config} names no token of the {vocab} as bos_token_id or eos_token_id, to begin a text with"
             )
     tokenizer = FileTokenizer(path, vocab, separator, end)
-    tokenizer.check_for_training()
+    if not facts.get("is_encoder_decoder"):  # whose losses are per token, and need no bytes
+        tokenizer.check_for_training()
     return tokenizer
+
+
+def find_language_token(tokenizer: Tokenizer, language: str) -> int:
+    """Return the token of a language: `fra_Latn`, `fr_XX`, `__fr__`, `<|fr|>`, or what these have in common, `fr`.
+
+    **Raises** `ValueError` for a language that the tokenizer does not have, with the nearest that it has.
+    """
+    codes = {spelling.strip("_<|>"): token for spelling, token in tokenizer.special_tokens.items()}
+    if language in codes:
+        return codes[language]
+    short = {code: token for code, token in codes.items() if code.partition("_")[0] == language}
+    if len(short) == 1:
+        return next(iter(short.values()))
+    nearest = list(short) or difflib.get_close_matches(language, codes, n=3, cutoff=0.3)
+    hint = f"; did you mean {' or '.join(nearest)}?" if nearest else ""
+    raise ValueError(f"the tokenizer has no token for the language {language!r}{hint}")
 
 
 def count_bytes(text: str, offsets: Int[np.ndarray, "tokens 2"]) -> Int[np.ndarray, "tokens"]:

@@ -1,7 +1,7 @@
 """Continuations of prompts, for reports."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Array, Int, Key
 
 from zoo.generate.run import generate
-from zoo.models import Decoder
+from zoo.models import Decoder, EncoderDecoder
 from zoo.parallel import ZERO3, Mesh
 from zoo.parallel.mesh import make_mesh
 from zoo.parallel.place import place
@@ -29,7 +29,7 @@ class HeldOutPrompt(NamedTuple):
 
 
 def continue_prompts(
-    model: Decoder,
+    model: Decoder | EncoderDecoder,
     data: RunData,
     prompts: Sequence[str | HeldOutPrompt],
     *,
@@ -74,20 +74,27 @@ def find_prompts(data: Records, count: int = 3) -> list[HeldOutPrompt]:
     rows = data.validation.rows
     found = {}
     for index in [*spread_rows(len(rows), 1, count), *range(min(len(rows), 100))]:
-        row = rows[index]
-        for segment in range(row["segment_ids"].max(), 0, -1):  # in a row the longest is first
-            is_inside = row["segment_ids"] == segment
-            tokens = row["tokens"][is_inside]
-            length = int((row["weights"][is_inside] > 0).argmax()) + 1
-            if length == 1:
-                length = min(_TEXT_PROMPT, len(tokens) // 2 + 1)
-            text = data.decode_prompt(tokens[:length])
-            if text not in found:
-                found[text] = HeldOutPrompt(text, tokens[:length])
-                break
+        prompt = next((prompt for prompt in _iterate_prompts(data, rows[index]) if prompt.text not in found), None)
+        if prompt is not None:
+            found[prompt.text] = prompt
         if len(found) == count:
             break
     return list(found.values())
+
+
+def _iterate_prompts(data: Records, row: Mapping[str, np.ndarray]) -> Iterator[HeldOutPrompt]:
+    """Yield the source of a pair, or the prompt of each text of a packed row."""
+    if "source" in row:
+        tokens = row["source"][row["source_mask"]]
+        yield HeldOutPrompt(data.decode_prompt(tokens), tokens)
+        return
+    for segment in range(row["segment_ids"].max(), 0, -1):  # in a row the longest is first
+        is_inside = row["segment_ids"] == segment
+        tokens = row["tokens"][is_inside]
+        length = int((row["weights"][is_inside] > 0).argmax()) + 1
+        if length == 1:
+            length = min(_TEXT_PROMPT, len(tokens) // 2 + 1)
+        yield HeldOutPrompt(data.decode_prompt(tokens[:length]), tokens[:length])
 
 
 def _move_stages_to_fsdp(mesh: Mesh) -> Mesh:

@@ -31,6 +31,24 @@ def read_stop_tokens(directory: Path) -> list[int]:
     return []
 
 
+def read_start(directory: Path, start: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the tokens that targets begin with: `start`, as the config has them, unless generation_config.json, where
+    transformers writes them since version 5, has others.
+
+    **Raises** `CheckpointError` for values that are not token ids.
+    """
+    path = directory / _GENERATION_CONFIG_FILE
+    config = read_json(path) if path.exists() else {}
+    keys = ("decoder_start_token_id", "forced_bos_token_id")
+    named = [config.get(key) for key in keys]
+    for key, token in zip(keys, named, strict=True):
+        if token is not None and (error := integer(minimum=0).find_error(token)):
+            raise CheckpointError(f"{path}: {key} = {token!r} {error}")
+    listed = [*start, None][:2]
+    chosen = [old if new is None else new for old, new in zip(listed, named, strict=True)]
+    return (*(token for token in chosen if token is not None), *start[2:])
+
+
 def read_generation_defaults(directory: Path) -> dict[str, float | int]:
     """Return the sampling options of a checkpoint's generation_config.json: a temperature of 0 if it does not sample.
 

@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+from zoo.models.encoder_decoder import EncoderDecoder
 from zoo.models.hf.errors import ConfigError, shorten_repr, suggest_nearest
 from zoo.models.hf.families import ALIASES, FAMILIES, get_family
 from zoo.models.hf.not_read import find_nearest, find_reason
@@ -20,6 +21,7 @@ from zoo.models.hf.wrappers import TEXT_CONFIG, TIE, WRAPPERS, read_text_config,
 from zoo.models.parameter_paths import list_parameter_paths
 
 from .directory import CONFIG_NAME
+from .generation_config import read_start
 from .left_aside import set_aside
 from .plan import TensorPlan, drop_tensors, find_mapping, invert_name_map, list_callers, list_copies, plan_tensors
 from .safetensors import (
@@ -52,7 +54,8 @@ _MOST_SHARED_LAYERS = 128
 
 
 LoadedModel = Any
-"""A `zoo.models.Decoder`, `SequenceScore`, `Encoder` or, of images, `ImageEncoder`: the config says which."""
+"""A `zoo.models.Decoder`, `SequenceScore`, `Encoder`, `EncoderDecoder` or, of images, `ImageEncoder`: the config says
+which."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,7 +104,10 @@ def open_checkpoint(
     origin = dataclasses.replace(
         found.model.origin, sentence_files=read_sentence_files(path), has_tokenizer=has_tokenizer(path)
     )
-    return dataclasses.replace(found, model=dataclasses.replace(found.model, origin=origin))
+    model = dataclasses.replace(found.model, origin=origin)
+    if isinstance(model, EncoderDecoder):
+        model = dataclasses.replace(model, start=read_start(path, model.start))
+    return dataclasses.replace(found, model=model)
 
 
 def find_family(config: Mapping[str, Any], path: Path) -> Family:

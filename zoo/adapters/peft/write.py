@@ -11,6 +11,7 @@ import numpy as np
 
 from zoo._files import create_files
 from zoo.models.decoder import Decoder
+from zoo.models.encoder_decoder import EncoderDecoder
 from zoo.models.hf.spec import NameMap
 from zoo.models.sequence_score import SequenceScore
 from zoo.models.targets import find_linears
@@ -196,4 +197,6 @@ def _name_task(model: Any) -> str | None:
     """Return the task that PEFT's class for this model has. None for an encoder, which PEFT wraps as any module."""
     if isinstance(model, SequenceScore):
         return "SEQ_CLS"
+    if isinstance(model, EncoderDecoder):
+        return "SEQ_2_SEQ_LM"
     return "CAUSAL_LM" if isinstance(model, Decoder) else None

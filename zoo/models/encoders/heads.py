@@ -205,3 +205,8 @@ class FeatureHead(AbstractEncoderHead):
     def __call__(self, x: HiddenStates, mask: PaddingMask | None = None) -> EncoderFeatures:
         pooled = None if self.pooler is None else self.pooler(x, mask)
         return EncoderFeatures(x, pooled)
+
+
+def make_feature_head(key: Key[Array, ""]) -> FeatureHead:
+    """Make a `FeatureHead` without a pooler. A factory, as `build_encoder` takes one."""
+    return FeatureHead(None)

@@ -14,9 +14,10 @@ from ..build import LayerFactories
 from ..cross_blocks import AbstractCrossBlock, make_cross_block
 from ..decoder import Decoder
 from ..encoder_decoder import EncoderDecoder
+from ..encoders.heads import make_feature_head
 from ..encoders.text import Encoder, build_encoder
 from .builders import build_config_decoder, compute_out_scale, read_head_sizes
-from .encoder_heads import make_feature_head_factory
+from .errors import ConfigError
 from .kinds import optional_non_negative
 from .spec import Config
 
@@ -39,7 +40,7 @@ def build_source_encoder(
 ) -> Encoder:
     """Call `build_encoder` with the sizes of the config, for an encoder without a head."""
     sizes = {"vocab": config["vocab_size"], "embed": config["hidden_size"]}
-    return build_encoder(layers=layers, norm=norm, head=make_feature_head_factory(), key=key, **sizes, **options)
+    return build_encoder(layers=layers, norm=norm, head=make_feature_head, key=key, **sizes, **options)
 
 
 def build_target_decoder(
@@ -65,6 +66,12 @@ def join_encoder_decoder(config: Config, encoder: Encoder, decoder: Decoder) -> 
 
 
 def read_start(config: Config) -> tuple[int, ...]:
-    """Return the tokens that every target begins with: the start token, and the one that is forced, if any."""
-    tokens = (config["decoder_start_token_id"], config["forced_bos_token_id"])
-    return tuple(token for token in tokens if token is not None)
+    """Return the tokens that every target begins with: the start token, and the one that is forced, if any.
+
+    **Raises** `ConfigError` without a start token.
+    """
+    start = config["decoder_start_token_id"]
+    forced = config["forced_bos_token_id"]
+    if start is None:
+        raise ConfigError("decoder_start_token_id is null, and a target begins with this token")
+    return (start,) if forced is None else (start, forced)

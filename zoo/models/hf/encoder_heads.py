@@ -3,11 +3,9 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jaxtyping import Array, Key
-
 from zoo.layers.encoders.pooling import AbstractPooler
 
-from ..encoders.heads import FeatureHead
+from ..encoders.heads import FeatureHead, make_feature_head
 from .errors import ConfigError
 from .kinds import Default, optional_count, optional_words
 from .spec import Config, NameMap
@@ -76,9 +74,6 @@ def name_label_ids(config: Mapping[str, Any]) -> dict[str, Any]:
 def make_feature_head_factory(pooler: Callable[..., AbstractPooler] | None = None) -> HeadFactory:
     """Return a factory of a `FeatureHead`; `pooler` is the factory of its pooler, called with `key=`, if it has one."""
 
-    def make_head(key: Key[Array, ""]) -> FeatureHead:
-        if pooler is None:
-            return FeatureHead(None)
-        return FeatureHead(pooler(key=key))
-
-    return make_head
+    if pooler is None:
+        return make_feature_head
+    return lambda key: FeatureHead(pooler(key=key))

@@ -8,9 +8,10 @@
 | preference | `chosen` and `rejected`, with a `prompt` or a common beginning | both answers |
 | labeled | as completion, and a `label` | the completion |
 | prompts | `prompt`, and any other fields | nothing: a model completes them |
+| pair | `source` and `target`, both text | the target, by a model with an encoder |
 
-They are the fields that TRL's trainers read. The first record decides the kind, `find_kind`; a later record without its
-fields is a fault.
+All but the last are the fields that TRL's trainers read. The first record decides the kind, `find_kind`; a later record
+without its fields is a fault.
 """
 
 import json
@@ -39,6 +40,7 @@ _OTHER_FORMATS = {
         "assistant, and `content`"
     ),
     "instruction": "`instruction`, `input` and `output` (Alpaca): write a `prompt` and a `completion`",
+    "translation": "`translation`, by languages: write a `source` and a `target`",
     "question": "`question` and an answer: write a `prompt` and a `completion`",
 }
 """First fields of formats that are not read, and what to write instead."""
@@ -93,6 +95,15 @@ class Encoding:
         encoded = encode_spans(text, [(len(written["prompt"]), len(text))], self.tokenizer)
         tokens = np.concatenate([[self.tokenizer.separator], encoded.tokens, [self.tokenizer.end]])
         return EncodedText(tokens, np.concatenate([[False], encoded.mask, [True]]))
+
+    def encode_pair(self, source: str, target: str) -> tuple[EncodedText, EncodedText]:
+        """Encode a source as its encoder reads it, and a target with its end."""
+        tokenizer = self.tokenizer
+        encoded = tokenizer.encode_all([source.encode(), target.encode()])
+        parts = (tokenizer.prefix, tokenizer.suffix or (tokenizer.end,)), ((), (tokenizer.end,))
+        texts = (np.array([*before, *x, *after]) for x, (before, after) in zip(encoded, parts, strict=True))
+        first, second = (EncodedText(tokens, np.ones(len(tokens), bool)) for tokens in texts)
+        return first, second
 
     def _get_template(self) -> ChatTemplate:
         if self.template is None:
@@ -265,9 +276,30 @@ class PromptKind(RecordKind):
         return _find_question(record["prompt"])
 
 
+class PairKind(RecordKind):
+    """Sources with a target, which a decoder writes of what an encoder reads."""
+
+    name = "pair"
+    fields = "`source` and `target`, both text"
+    texts_per_item = 2
+
+    def encode(self, record: _Record, encoding: Encoding) -> list[Item]:
+        source, target = (_get(record, name, str, self) for name in ("source", "target"))
+        for name, text in {"source": source, "target": target}.items():
+            if not text:
+                raise RecordError(f"`{name}` is empty: a pair has text in both")
+        return [Item(encoding.encode_pair(source, target))]
+
+    def has_messages(self, record: _Record) -> bool:
+        return False
+
+    def find_key(self, record: _Record, encoding: Encoding) -> str:
+        return record["source"]
+
+
 KINDS: dict[str, RecordKind] = {
     kind.name: kind
-    for kind in (TextKind(), ChatKind(), CompletionKind(), PreferenceKind(), LabeledKind(), PromptKind())
+    for kind in (TextKind(), ChatKind(), CompletionKind(), PreferenceKind(), LabeledKind(), PromptKind(), PairKind())
 }
 
 
@@ -278,6 +310,8 @@ def find_kind(record: _Record, text_field: str = "text") -> RecordKind:
         return KINDS["preference"]
     if "messages" in names:
         return KINDS["chat"]
+    if "source" in names or "target" in names:
+        return KINDS["pair"]
     if {"prompt", "completion", "label"} <= names:
         return KINDS["labeled"]
     if {"prompt", "completion"} <= names:

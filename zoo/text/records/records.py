@@ -36,8 +36,9 @@ from zoo.text.tokenizers import Tokenizer
 
 from .find_files import digest_files
 from .in_memory import InMemory
+from .pair_rows import PairRows
 from .prompt_rows import PromptRows
-from .record_kinds import KINDS
+from .record_kinds import KINDS, Encoding
 from .source import (
     Reading,
     ReadingOptions,
@@ -117,7 +118,7 @@ class RecordSplit:
 class Records:
     """Records as rows for training and validation.
 
-    - `kind`: text, chat, completion, preference, labeled or prompts.
+    - `kind`: text, chat, completion, preference, labeled, prompts or pair.
     - `template`: None for records of text, without messages.
     - `parts`: of a mixture, the records of each source, by name.
     - `digest`: a hash of everything that the rows depend on.
@@ -160,7 +161,11 @@ class Records:
         return {}
 
     def encode_prompt(self, prompt: str) -> Int[np.ndarray, "tokens"]:
-        """Tokenize what a user says, up to the beginning of the answer; of records without messages, a text."""
+        """Tokenize what a user says, up to the beginning of the answer; of records without messages, a text, and of
+        pairs a source."""
+        if self.kind == "pair":
+            encoding = Encoding(self.tokenizer, None, "text", "all", {})
+            return encoding.encode_pair(prompt, "")[0].tokens
         if self.template is None:
             (tokens,) = self.tokenizer.encode_all([prompt.encode()])
             return np.append(self.tokenizer.separator, tokens)
@@ -222,6 +227,8 @@ def load_records(
     seq_len: int,
     pack: bool = True,
     whole: bool = False,
+    start: Sequence[int] | None = None,
+    source_len: int | None = None,
     validation: float = 0.05,
     processes: int | None = None,
     cache: str | Path | None = None,
@@ -242,6 +249,8 @@ def load_records(
     - `pack`: if False, each text has a row of its own.
     - `whole`: keep the last token of each text, at which `zoo.models.SequenceScore` reads it, and drop what is too
       long: see `PackedRows`.
+    - `start`: of pairs, the tokens that every target begins with: `start` of the `EncoderDecoder`. `source_len`: tokens
+      of a source, `seq_len` by default.
     - `validation`: share of the records that is held out, by a hash of their first question.
     - `bad_records`: "skip" leaves out at most 1% of the records, and writes them to a file with their faults.
     - `chat_date`: the day, as 2026-01-31, for templates that write a date; today by default.
@@ -264,6 +273,8 @@ def load_records(
         seq_len=seq_len,
         pack=pack,
         whole=whole,
+        start=start,
+        source_len=source_len or seq_len,
         validation=validation,
         processes=processes or count_default_processes(),
         cache=Path(cache or user_cache_folder() / "records"),
@@ -286,6 +297,8 @@ class _Options:
     seq_len: int
     pack: bool
     whole: bool
+    start: Sequence[int] | None
+    source_len: int
     validation: float
     processes: int
     cache: Path
@@ -298,6 +311,9 @@ def _load_source(reading: Reading, options: _Options) -> Records:
     template = reading.encoding.template
     if options.whole and kind.has_fields:
         raise ValueError(f"whole is for texts with a score, and {kind.noun}s are to be completed: leave it out")
+    if (kind.name == "pair") != (options.start is not None):
+        asked = "start=model.start, the tokens that their targets begin with" if kind.name == "pair" else "no start"
+        raise ValueError(f"{name_files(reading.files)}: {kind.noun}s need {asked}")
     name = _fingerprint(reading, options.cache)
     rejected = options.cache / f"rejected-{name}.jsonl" if reading.skips else None
 
@@ -316,6 +332,8 @@ def _load_source(reading: Reading, options: _Options) -> Records:
     shape = [options.seq_len, reading.too_long, options.pack, options.validation]
     if options.whole:
         shape.append("whole")
+    if options.start is not None:
+        shape += [options.source_len, *options.start]
     digest = digest_values(digests, *shape)
     held_out = _hold_out(store.shares, options.validation)
     items_of = {"train": ~held_out, "validation": held_out}
@@ -364,9 +382,12 @@ def _hold_out(shares: Float[np.ndarray, "items"], fraction: float) -> Bool[np.nd
 
 def _make_rows(
     store: TokenStore, items: Bool[np.ndarray, "items"], reading: Reading, options: _Options
-) -> PackedRows | PromptRows:
+) -> PackedRows | PromptRows | PairRows:
     if reading.kind.has_fields:
         return PromptRows(store, options.seq_len, items=items)
+    if options.start is not None:
+        sizes = {"source_len": options.source_len, "start": options.start}
+        return PairRows(store, options.seq_len, items=items, **sizes)
     too_long = reading.too_long or reading.kind.too_long
     if options.whole:
         too_long = "drop"
@@ -384,7 +405,7 @@ def _make_rows(
     )
 
 
-def _count(about: Mapping[str, Any], rows: Mapping[str, PackedRows | PromptRows]) -> dict[str, Any]:
+def _count(about: Mapping[str, Any], rows: Mapping[str, PackedRows | PromptRows | PairRows]) -> dict[str, Any]:
     """Return the numbers that are printed, and kept with a run."""
     parts = list(rows.values())
     return {

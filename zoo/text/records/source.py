@@ -19,7 +19,7 @@ from .in_memory import InMemory
 from .record_file import RecordError, RecordFile
 from .record_kinds import KINDS, NO_TEMPLATE, Encoding, RecordKind, find_kind
 
-KindName = Literal["auto", "text", "chat", "completion", "preference", "labeled", "prompts"]
+KindName = Literal["auto", "text", "chat", "completion", "preference", "labeled", "prompts", "pair"]
 Weights = Mapping[str, float] | Sequence[tuple[int, Mapping[str, float]]]
 Source = str | Path | Sequence[str | Path] | Sequence[Mapping[str, Any]]
 
@@ -137,6 +137,7 @@ def check_kind(files: Sequence[RecordFile], kind: RecordKind, kinds: Collection[
 
 
 _LEARNED_BY = {
+    "pair": "`zoo fork translate` learns to write the target of each source",
     **dict.fromkeys(("text", "chat", "completion"), "`zoo fork sft` trains on them"),
     "preference": (
         "`zoo fork dpo` learns from pairs; to train on the chosen answers only, rename `chosen` to `completion`, or to "

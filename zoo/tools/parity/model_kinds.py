@@ -7,8 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from zoo.models import Encoder, ImageEncoder, SequenceScore, classification_loss, token_losses
-from zoo.models.encoder_decoder import EncoderDecoder
+from zoo.models import Encoder, EncoderDecoder, ImageEncoder, SequenceScore, classification_loss, token_losses
 from zoo.models.encoders.heads import EncoderFeatures, MaskedLMHead
 from zoo.models.loss import cross_entropy
 from zoo.weights.resolve import LoadedModel

@@ -140,6 +140,7 @@ def make_t5_family(
         names=partial(map_t5_names, tied=True, shares_bias=shares_bias),
         defaults={
             **hf.START_DEFAULTS,
+            "decoder_start_token_id": hf.optional_non_negative(0),
             "vocab_size": 32128,
             "hidden_size": 512,
             "head_dim": 64,
