@@ -105,6 +105,13 @@ CASES = {
     "mpnet_texts": Case("MPNetForSequenceClassification", TEXT | THREE),
     "mpnet_tokens": Case("MPNetForTokenClassification", TEXT | THREE | {"hidden_act": "relu"}),
     "mpnet_features": Case("MPNetModel", TEXT),
+    "roformer_masked": Case("RoFormerForMaskedLM", TEXT),
+    "roformer_texts": Case("RoFormerForSequenceClassification", TEXT | THREE | {"embedding_size": 16}),
+    "roformer_tokens": Case("RoFormerForTokenClassification", TEXT | THREE | {"hidden_act": "relu"}),
+    "roformer_features": Case("RoFormerModel", TEXT),
+    "roberta_prelayernorm_masked": Case("RobertaPreLayerNormForMaskedLM", TEXT),
+    "roberta_prelayernorm_texts": Case("RobertaPreLayerNormForSequenceClassification", TEXT | THREE),
+    "roberta_prelayernorm_features": Case("RobertaPreLayerNormModel", TEXT),
     "xlm_roberta_xl_masked": Case("XLMRobertaXLForMaskedLM", TEXT),
     "xlm_roberta_xl_texts": Case("XLMRobertaXLForSequenceClassification", TEXT | THREE),
     "xlm_roberta_xl_features": Case("XLMRobertaXLModel", TEXT),
@@ -181,6 +188,8 @@ def build(case: Case, random: np.random.Generator, seed: int) -> Any:
     model = kind(kind.config_class(**case.config, **marks)).eval()
     with torch.no_grad():
         for _, weight in sorted(model.named_parameters()):
+            if not weight.requires_grad:  # a table that the class computes
+                continue
             draw = torch.from_numpy(random.standard_normal(tuple(weight.shape), dtype=np.float32))
             weight.add_(0.2 * draw) if weight.ndim == 1 else weight.copy_(0.3 * draw)
     return model
@@ -192,13 +201,13 @@ def find_padding(case: Case) -> int:
 
 
 def draw_texts(case: Case, random: np.random.Generator) -> dict[str, Any]:
-    """Return a row without padding and one with padding on the right; of ALBERT, BERT, ELECTRA and Nomic
-    Embed, the second half is of type 1."""
+    """Return a row without padding and one with padding on the right; of ALBERT, BERT, ELECTRA, Nomic
+    Embed and RoFormer, the second half is of type 1."""
     mask = torch.ones(2, 9, dtype=torch.long)
     mask[1, 6:] = 0
     ids = torch.from_numpy(random.integers(3, case.config["vocab_size"], (2, 9)))
     ids = ids.masked_fill(mask == 0, find_padding(case))
-    typed = case.architecture.startswith(("Albert", "Bert", "NomicBert", "Electra"))
+    typed = case.architecture.startswith(("Albert", "Bert", "NomicBert", "Electra", "RoFormer"))
     types = {"token_type_ids": (torch.arange(9) > 3).long().expand(2, 9)} if typed else {}
     return {"input_ids": ids, "attention_mask": mask, **types}
 

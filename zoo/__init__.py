@@ -27,6 +27,7 @@ from .parallel.spmd import spmd
 
 if TYPE_CHECKING:
     from . import adapters as adapters
+    from . import audio as audio
     from . import inspect as inspect
     from . import parity as parity
     from . import testing as testing
@@ -51,6 +52,7 @@ __all__ = [
     "Layout",
     "__version__",
     "adapters",
+    "audio",
     "capture",
     "capture_gradients",
     "capture_names",
@@ -98,7 +100,7 @@ __all__ = [
     "weights",
 ]
 
-_LAZY = ("adapters", "inspect", "parity", "testing", "text", "tools", "train", "weights")
+_LAZY = ("adapters", "audio", "inspect", "parity", "testing", "text", "tools", "train", "weights")
 """Packages imported at first use: not every program needs them, and `zoo.train` needs an extra, which it names."""
 _LAZY_NAMES = {
     "CheckpointError": "weights.safetensors",

@@ -15,6 +15,7 @@ from jaxtyping import Array
 from zoo.layers import TokenInfo
 from zoo.layers.moe.routing import Routing
 from zoo.models import Decoder, Encoder, Hidden, ImageEncoder
+from zoo.models.encoders.audio import AudioEncoder
 from zoo.models.encoders.heads import EncoderFeatures
 
 
@@ -108,6 +109,17 @@ def run_encoder(
     return Activations(states, alone, {name: texts.zero_padding(x) for name, x in _name_results(result).items()}, [])
 
 
+def run_audio_encoder(
+    model: AudioEncoder, blocks: Sequence[Any], features: Array, inputs: Mapping[int, np.ndarray]
+) -> Activations:
+    """Run an encoder of audio, and each layer by itself on its input in `inputs`, by the number of the hidden state."""
+    outputs, alone, _ = _run_layers(blocks, _embed_audio(model, features), TokenInfo(), inputs)
+    last = len(blocks)
+    if last in alone:
+        alone[last] = _normalize(model, alone[last])
+    return Activations([*outputs[:-1], _normalize(model, outputs[-1])], alone, {}, [])
+
+
 def _run_layers(
     blocks: Sequence[Any], hidden: Hidden, info: TokenInfo, inputs: Mapping[int, np.ndarray]
 ) -> tuple[list[Array], dict[int, Array], list[Routing]]:
@@ -151,6 +163,16 @@ def _embed_images(model: ImageEncoder, images: Array) -> tuple[Hidden, TokenInfo
 def _embed_texts(model: Encoder, texts: TextInputs) -> tuple[Hidden, TokenInfo]:
     info = model.token_info(texts.tokens, mask=texts.mask, token_types=texts.token_types)
     return model.embed(texts.tokens, info), info
+
+
+@eqx.filter_jit
+def _embed_audio(model: AudioEncoder, features: Array) -> Hidden:
+    return model.embed(features, TokenInfo())
+
+
+@eqx.filter_jit
+def _normalize(model: AudioEncoder, x: Array) -> Array:
+    return model.norm(x)
 
 
 @eqx.filter_jit

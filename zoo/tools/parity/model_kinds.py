@@ -8,11 +8,19 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from zoo.models import Encoder, EncoderDecoder, ImageEncoder, SequenceScore, classification_loss, token_losses
+from zoo.models.encoders.audio import AudioEncoder
 from zoo.models.encoders.heads import EncoderFeatures, MaskedLMHead
 from zoo.models.loss import cross_entropy
 from zoo.weights.resolve import LoadedModel
 
-from .activations import Activations, TextInputs, run_decoder, run_encoder, run_image_encoder
+from .activations import (
+    Activations,
+    TextInputs,
+    run_audio_encoder,
+    run_decoder,
+    run_encoder,
+    run_image_encoder,
+)
 
 LossAndBatch = tuple[Callable, dict[str, np.ndarray]]
 
@@ -38,6 +46,8 @@ def find_model_kind(model: LoadedModel) -> ModelKind:
         return _IMAGES
     if isinstance(model, EncoderDecoder):
         return _PAIRS
+    if isinstance(model, AudioEncoder):
+        return _AUDIO
     if isinstance(model, Encoder):
         return _TEXTS
     return _TOKENS
@@ -161,4 +171,5 @@ _TOKENS = ModelKind(
 )
 _TEXTS = ModelKind("input_ids", _read_texts, run_encoder, _make_text_loss)
 _PAIRS = ModelKind("decoder_input_ids", lambda x: jnp.asarray(x["decoder_input_ids"]), run_decoder, _make_pair_loss)
+_AUDIO = ModelKind("input_features", lambda x: jnp.asarray(x["input_features"]), run_audio_encoder, _make_pair_loss)
 _IMAGES = ModelKind("pixel_values", lambda x: jnp.asarray(x["pixel_values"]), run_image_encoder, _make_image_loss)
