@@ -49,6 +49,7 @@ from .tokenizer_files import has_tokenizer
 
 _logger = logging.getLogger("zoo")
 _MAX_MISSING = 10_000
+_LAYER_COUNTS = ("num_hidden_layers", "num_decoder_layers", "decoder_layers")
 _MOST_SHARED_LAYERS = 128
 """Most layers of a checkpoint with fewer tensors than layers, which share them."""
 
@@ -193,9 +194,11 @@ def _drop_keys(config: Mapping[str, Any], ignore: Collection[str]) -> dict[str, 
 def _check_layer_count(config: Config, available: int) -> None:
     """**Raises** `ConfigError` for far more layers than tensors: building 10^9 layers, if only in shapes, would never
     end."""
-    layers = config.get("num_hidden_layers", 0)  # a family of one's own may have another key
-    if layers > max(available, _MOST_SHARED_LAYERS):
-        raise ConfigError(f"num_hidden_layers = {layers}, and the checkpoint has {available} tensors in all")
+    for table in (config, *(value for value in config.values() if isinstance(value, Mapping))):
+        for key in _LAYER_COUNTS:
+            layers = table.get(key)
+            if isinstance(layers, int) and layers > max(available, _MOST_SHARED_LAYERS):
+                raise ConfigError(f"{key} = {layers}, and the checkpoint has {available} tensors in all")
 
 
 def _find_tied_head(stored: Stored, config: Config) -> tuple[str, ...]:

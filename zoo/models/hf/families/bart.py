@@ -45,10 +45,7 @@ def build_bart(config: hf.Config, wiring: Wiring, *, key: Key[Array, ""]) -> hf.
     if isinstance(wiring.positions, int):
         shell |= {"positions": config["max_position_embeddings"], "position_offset": wiring.positions}
     else:
-        try:
-            shell["positions"] = wiring.positions(config)
-        except ValueError as error:
-            raise hf.ConfigError(f"d_model = {embed}: {error}") from None
+        shell["positions"] = wiring.positions(config)
     biases = {"bias": True, "out_bias": True}
     attention = hf.make_bidirectional_attention_factory(config, **biases)
     encoder = hf.build_source_encoder(
@@ -80,6 +77,14 @@ def build_bart(config: hf.Config, wiring: Wiring, *, key: Key[Array, ""]) -> hf.
     if wiring.logits_bias:
         decoder = dataclasses.replace(decoder, embedding=BiasedEmbedding(decoder.embedding))
     return hf.join_encoder_decoder(config, encoder, decoder)
+
+
+def make_sinusoids(config: hf.Config, **options: int) -> SinusoidalPositionEmbedding:
+    """Make computed positions. **Raises** `ConfigError` for a width that cannot be halved."""
+    try:
+        return SinusoidalPositionEmbedding(config["hidden_size"], **options)
+    except ValueError as error:
+        raise hf.ConfigError(f"d_model = {config['hidden_size']}: {error}") from None
 
 
 def map_bart_names(config: hf.Config, wiring: Wiring) -> hf.NameMap:

@@ -15,7 +15,7 @@ def _make_positions(config: hf.Config) -> SinusoidalPositionEmbedding:
     padding = config["pad_token_id"]
     if padding in hf.read_start(config):
         raise hf.ConfigError(f"pad_token_id = {padding}, and targets begin with it: positions count other tokens only")
-    return SinusoidalPositionEmbedding(config["hidden_size"], offset=padding + 1)
+    return bart.make_sinusoids(config, offset=padding + 1)
 
 
 M2M_100 = bart.make_bart_family(

@@ -9,7 +9,7 @@ from . import bart
 
 def make_positions(config: hf.Config) -> SinusoidalPositionEmbedding:
     """Make the positions of PEGASUS and Marian."""
-    return SinusoidalPositionEmbedding(config["hidden_size"], steps=config["hidden_size"] // 2)
+    return bart.make_sinusoids(config, steps=config["hidden_size"] // 2)
 
 
 PEGASUS = bart.make_bart_family(

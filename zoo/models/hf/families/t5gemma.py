@@ -16,9 +16,15 @@ from . import gemma2, llama
 
 def _read_stacks(config: hf.Config) -> tuple[hf.Config, hf.Config]:
     """Read the configs of the encoder and of the decoder. The width of a source is that of the encoder, whatever the
-    decoder's table says."""
+    decoder's table says.
+
+    **Raises** `ConfigError` for a vocabulary that is not the decoder's.
+    """
     encoder = hf.read_config(_STACK, config["encoder"], ignore=None)
     decoder = hf.read_config(_STACK, hf.omit(config["decoder"], "cross_attention_hidden_size"), ignore=None)
+    vocab = config["vocab_size"]
+    if vocab not in (None, decoder["vocab_size"]):
+        raise hf.ConfigError(f"vocab_size = {vocab}, and the decoder's is {decoder['vocab_size']}")
     return encoder, hf.Config(decoder, tie_word_embeddings=config["tie_word_embeddings"])
 
 
@@ -101,9 +107,9 @@ T5GEMMA = hf.Family(
     architecture="T5GemmaForConditionalGeneration",
     build=_build_t5gemma,
     names=_map_t5gemma_names,
-    defaults={"encoder": _TABLE, "decoder": _TABLE, "tie_word_embeddings": True},
+    defaults={"encoder": _TABLE, "decoder": _TABLE, "tie_word_embeddings": True, "vocab_size": hf.optional_count()},
     required_values={"is_encoder_decoder": (True,)},
-    ignored_keys=frozenset({"classifier_dropout_rate", "dropout_rate", "vocab_size"}),
+    ignored_keys=frozenset({"classifier_dropout_rate", "dropout_rate"}),
     ignored_tensors=llama.LLAMA.ignored_tensors,
     head="lm_head.out_proj",
     embedding="model.decoder.embed_tokens",
