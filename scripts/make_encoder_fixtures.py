@@ -56,6 +56,8 @@ RELATIVE |= {"position_buckets": 4, "max_relative_positions": 7}
 EMBEDDED = TEXT | {"embedding_size": 12}
 SHARED = EMBEDDED | {"num_hidden_layers": 4}
 THREE = {"num_labels": 3}
+T5 = {"vocab_size": 61, "d_model": 20, "d_kv": 6, "d_ff": 24, "num_layers": 2, "num_heads": 4}
+T5 |= {"relative_attention_num_buckets": 8, "relative_attention_max_distance": 16}
 ONE_AS_PADDING = ("Roberta", "Camembert", "MPNet")
 CASES = {
     "bert_masked": Case("BertForMaskedLM", TEXT),
@@ -115,6 +117,8 @@ CASES = {
     "xlm_roberta_xl_masked": Case("XLMRobertaXLForMaskedLM", TEXT),
     "xlm_roberta_xl_texts": Case("XLMRobertaXLForSequenceClassification", TEXT | THREE),
     "xlm_roberta_xl_features": Case("XLMRobertaXLModel", TEXT),
+    "t5_features": Case("T5EncoderModel", T5),
+    "umt5_features": Case("UMT5EncoderModel", T5 | {"feed_forward_proj": "gated-gelu"}),
     "vit_classes": Case("ViTForImageClassification", IMAGE | THREE),
     "vit_features": Case("ViTModel", IMAGE),
     "dinov2_classes": Case("Dinov2ForImageClassification", DINOV2 | THREE),

@@ -2,7 +2,7 @@
 relative position, which the layers of each share, RMSNorms before the sublayers, and scores that are not scaled."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -80,42 +80,54 @@ def _read_feed_forward(config: hf.Config) -> tuple[str, bool]:
     return _ACTIVATIONS.get(activation, activation), True
 
 
-def map_t5_names(config: hf.Config, *, tied: bool, shares_bias: bool = True) -> hf.NameMap:
-    """Map the tensors of a model of T5's line."""
+def map_t5_stack(config: hf.Config, stack: str, ours: str, *, shares_bias: bool) -> dict[str, Any]:
+    """Map the tensors of an encoder or a decoder, which is the module `ours` of the model."""
     attention = {"q": "query", "k": "key", "v": "value", "o": "out"}
+    last = {"encoder": 1, "decoder": 2}[stack]
+    block = {
+        "layer.0.layer_norm": "mixer_norm",
+        **hf.prefixed("layer.0.SelfAttention", "relative_bias_attention", attention),
+        f"layer.{last}.layer_norm": "ffn_norm",
+    }
     if _read_feed_forward(config)[1]:
         ffn = hf.prefixed("", "gated_mlp", {"wi_0": "gate", "wi_1": "up", "wo": "down"})
     else:
         ffn = hf.prefixed("", "mlp", {"wi": "up", "wo": "down"})
-    mixer = {
-        "layer.0.layer_norm": "mixer_norm",
-        **hf.prefixed("layer.0.SelfAttention", "relative_bias_attention", attention),
-    }
+    block |= hf.prefixed(f"layer.{last}.DenseReluDense", "", ffn)
+    if stack == "decoder":
+        block["layer.1.layer_norm"] = "cross_norm"
+        block |= hf.prefixed("layer.1.EncDecAttention", "cross_attention", attention)
+    names: dict[str, Any] = {"final_layer_norm": "norm"}
+    bias = "layer.0.SelfAttention.relative_attention_bias"
+    if shares_bias:
+        names[f"block.0.{bias}"] = "shared.0"
+    else:
+        block[bias] = "relative_bias_attention.relative_bias"
+    return hf.prefixed(stack, ours, {**names, **hf.prefixed("block.*", "layers.*", block)})
+
+
+def map_t5_names(config: hf.Config, *, tied: bool, shares_bias: bool) -> hf.NameMap:
+    """Map the tensors of a model of T5's line."""
     names: dict[str, Any] = {"shared": "decoder.embedding"}
-    for stack, last in {"encoder": 1, "decoder": 2}.items():
-        block = {**mixer, f"layer.{last}.layer_norm": "ffn_norm"}
-        block |= hf.prefixed(f"layer.{last}.DenseReluDense", "", ffn)
-        if stack == "decoder":
-            block |= {"layer.1.layer_norm": "cross_norm"}
-            block |= hf.prefixed("layer.1.EncDecAttention", "cross_attention", attention)
-        bias = "layer.0.SelfAttention.relative_attention_bias"
-        if shares_bias:
-            names[f"{stack}.block.0.{bias}"] = f"{stack}.shared.0"
-        else:
-            block[bias] = "relative_bias_attention.relative_bias"
-        names |= hf.prefixed(f"{stack}.block.*", f"{stack}.layers.*", block)
-        names[f"{stack}.final_layer_norm"] = f"{stack}.norm"
-    if not tied:
-        names["lm_head"] = "decoder.head"
-    return names
+    for stack in ("encoder", "decoder"):
+        names |= map_t5_stack(config, stack, stack, shares_bias=shares_bias)
+    return names if tied else {**names, "lm_head": "decoder.head"}
+
+
+def _map_encoder_names(config: hf.Config, *, shares_bias: bool) -> hf.NameMap:
+    return {"shared": "embedding", **map_t5_stack(config, "encoder", "", shares_bias=shares_bias)}
 
 
 def _find_callers(config: hf.Config) -> dict[str, str]:
     return dict.fromkeys(("encoder.embed_tokens", "decoder.embed_tokens"), "shared")
 
 
-def _has_head(config: Any, names: Any) -> bool:
+def _has_head(config: Mapping[str, Any], names: Collection[str]) -> bool:
     return "lm_head.weight" in names
+
+
+def _lacks_decoder(config: Mapping[str, Any], names: Collection[str]) -> bool:
+    return not any(name.startswith("decoder.") for name in names)
 
 
 def make_t5_family(
@@ -126,8 +138,11 @@ def make_t5_family(
     shares_bias: bool = True,
     defaults: Mapping[str, Any] = MappingProxyType({}),
 ) -> hf.Family:
-    """Make a family of T5's line. A file with a head of its own unties it, whatever its config says, as in transformers
-    5. `tie_word_embeddings` says that logits are divided by sqrt(d_model), in a family that `scales` them."""
+    """Make a family of T5's line, and of its files with only an encoder, which is then an `Encoder`.
+
+    A file with a head of its own unties it, whatever its config says, as in transformers 5. `tie_word_embeddings` says
+    that logits are divided by sqrt(d_model), in a family that `scales` them.
+    """
 
     def build(config: hf.Config, *, tied: bool, key: Key[Array, ""]) -> hf.EncoderDecoder:
         scaled = scales and config["tie_word_embeddings"]
@@ -177,7 +192,15 @@ def make_t5_family(
         names=partial(map_t5_names, tied=False, shares_bias=shares_bias),
         fits=_has_head,
     )
-    return dataclasses.replace(family, variants=(untied,))
+    encoder = dataclasses.replace(
+        family,
+        architecture=architecture.replace("ForConditionalGeneration", "EncoderModel"),
+        build=lambda config, key: build(config, tied=True, key=key).whole_encoder,
+        names=partial(_map_encoder_names, shares_bias=shares_bias),
+        required_values={"is_encoder_decoder": (True, False)},
+        fits=_lacks_decoder,
+    )
+    return dataclasses.replace(family, variants=(encoder, untied))
 
 
 T5 = make_t5_family("t5", "T5ForConditionalGeneration", scales=True)
