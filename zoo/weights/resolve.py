@@ -78,6 +78,8 @@ class Checkpoint:
     """Tied weights that are stored twice: the names of the head and of the embedding it must equal. Else ()."""
     head_copies: Mapping[str, str]
     """Tensors of predictors that repeat the embedding or the head -> the tensors that they must equal."""
+    copies: Mapping[str, str]
+    """Tensors that repeat a shared module under the name of a later caller -> the tensors that they must equal."""
 
 
 def open_checkpoint(
@@ -175,12 +177,16 @@ def resolve_checkpoint(
     stored, head_copies = note_head_copies(note_lacking(held, planned), config)
     tensor_plans = drop_tensors(planned, stored.notes.lacking)
     tied = _find_tied_head(stored, config)
-    copies = list_copies(tensor_plans, list_callers(config, stored.notes))
+    listed = list_copies(tensor_plans, list_callers(config, stored.notes))
+    copies = {copy: name for copy, name in listed.items() if copy in stored.tensors}
     _check_tensors(tensor_plans, stored, location, [*copies, *tied[:1], *head_copies])
     count = config.get(NUM_PREDICTORS, 0)
     origin = dataclasses.replace(stored.notes, config=json.dumps(stored.config), predictors=count)
     model = dataclasses.replace(shapes, origin=origin)
-    return Checkpoint(location, stored.family, config, model, name_map, tensor_plans, stored.tensors, tied, head_copies)
+    tensors = stored.tensors
+    return Checkpoint(
+        location, stored.family, config, model, name_map, tensor_plans, tensors, tied, head_copies, copies
+    )
 
 
 def _drop_keys(config: Mapping[str, Any], ignore: Collection[str]) -> dict[str, Any]:

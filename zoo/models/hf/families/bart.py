@@ -46,7 +46,7 @@ def build_bart(config: hf.Config, wiring: Wiring, *, key: Key[Array, ""]) -> hf.
         shell |= {"positions": config["max_position_embeddings"], "position_offset": wiring.positions}
     else:
         shell["positions"] = wiring.positions(config)
-    biases = {"bias": True, "out_bias": True}
+    biases: dict[str, Any] = {"bias": True, "out_bias": True}
     attention = hf.make_bidirectional_attention_factory(config, **biases)
     encoder = hf.build_source_encoder(
         config,

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from zoo.layers import AbstractLinear, AbstractNorm, Embedding
+from zoo.layers.embedding import AbstractEmbedding
 from zoo.parallel import buffer
 
 
@@ -15,11 +16,11 @@ class BiasedEmbedding(Embedding):
 
     bias: Float[Array, "vocab"] = buffer()
 
-    def __init__(self, embedding: Embedding):
+    def __init__(self, embedding: AbstractEmbedding):
         """Take the table of this embedding, and a bias of zeros."""
-        self.weight = embedding.weight
+        self.weight = embedding.dense_weight
         self.multiplier = embedding.multiplier
-        self.bias = jnp.zeros_like(embedding.weight[:, 0])
+        self.bias = jnp.zeros_like(self.weight[:, 0])
 
     def transposed(self, x: Float[Array, "*rows embed"]) -> Float[Array, "*rows vocab"]:
         logits = super().transposed(x)
