@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 import zoo
-from zoo.layers import Embedding
+from zoo.layers import Embedding, LayerNorm
+from zoo.layers.token_info import token_info
 from zoo.models.hf.config import read_config
 from zoo.models.hf.errors import ConfigError
 from zoo.models.hf.families import FAMILIES
@@ -125,3 +126,31 @@ def test_blenderbot_is_pegasus_with_learned_positions(tmp_path):
     logits = model(expected["input_ids"], expected["decoder_input_ids"])
     np.testing.assert_allclose(logits, expected["logits"], atol=1e-5 * np.abs(expected["logits"]).max())
     assert "decoder.position_embedding.weight" in {path.name for path in list_parameter_paths(zoo.trainable(model))}
+
+
+def test_blenderbot_small_normalizes_tokens_that_are_not_scaled():
+    """Before it adds positions. The embeddings here are so small that the epsilon counts."""
+    model = zoo.load(FIXTURES / "blenderbot_small_base")
+    decoder = eqx.tree_at(lambda x: x.embedding.weight, model.decoder, replace_fn=lambda table: 1e-2 * table)
+    tokens = jnp.array([[3, 5, 8]])
+    norm = LayerNorm(24)  # with the epsilon of transformers
+    given = decoder.embedding_projection.norm
+    norm = eqx.tree_at(lambda x: (x.weight, x.bias), norm, (given.weight, given.bias))
+    wanted = norm(decoder.embedding.weight[tokens]) + decoder.position_embedding.weight[:3]
+    np.testing.assert_allclose(decoder.embed(tokens, token_info(tokens)).x, wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "name, change",
+    [
+        ("bart_base", {"decoder_layers": 10**9}),
+        ("t5gemma_base", {"encoder": {"num_hidden_layers": 10**9}}),
+    ],
+)
+def test_more_layers_than_tensors_are_refused_by_name(tmp_path, name, change):
+    """Wherever the config counts them."""
+    folder = respell(tmp_path / "deep", name, lambda tensors: tensors)
+    config = json.loads((folder / "config.json").read_text()) | change
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=r"_layers = 1000000000, and the checkpoint has \d+ tensors"):
+        zoo.load(folder)
