@@ -16,6 +16,7 @@ from zoo.text.tokenizers import (
     ByteTokenizer,
     FileTokenizer,
     count_bytes,
+    find_language_token,
     find_tokenizer,
     read_tokenizer,
     train_bpe,
@@ -211,3 +212,29 @@ def test_surrogates_are_refused_by_name(with_end):
     for tokenizer in (ByteTokenizer(), with_end[0]):
         with pytest.raises(ValueError, match=r"the text is not Unicode: character 3 is the surrogate U\+D800"):
             tokenizer.encode("fox\ud800")
+
+
+def test_special_tokens_after_a_text_are_found(with_end, tmp_path):
+    """Of encoders, whose sources end with one."""
+    tokenizer, end = with_end
+    assert tokenizer.suffix == () and tokenizer.prefix == (0,)
+    made = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    special = [("<end>", end), ("\0", 0)]
+    made.post_processor = tokenizers.processors.TemplateProcessing(single="$A <end> \0", special_tokens=special)
+    made.save(str(tmp_path / "tokenizer.json"))
+    again = FileTokenizer(tmp_path / "tokenizer.json", 300)
+    assert again.suffix == (end, 0) and again.prefix == ()
+    np.testing.assert_array_equal(again.encode("fox"), tokenizer.encode("fox"))
+
+
+def test_languages_are_found_by_code():
+    codes = {"</s>": 2, "fra_Latn": 5, "deu_Latn": 6, "zho_Hans": 7, "zho_Hant": 8, "__fr__": 9, "<|de|>": 10}
+    tokenizer = ByteTokenizer()
+    tokenizer.special_tokens = codes
+    assert find_language_token(tokenizer, "fra_Latn") == 5
+    assert find_language_token(tokenizer, "deu") == 6
+    assert find_language_token(tokenizer, "fr") == 9 and find_language_token(tokenizer, "de") == 10
+    with pytest.raises(ValueError, match="'zho'; did you mean zho_Hans or zho_Hant"):
+        find_language_token(tokenizer, "zho")
+    with pytest.raises(ValueError, match="no token for the language 'fra_Latin'; did you mean fra_Latn"):
+        find_language_token(tokenizer, "fra_Latin")

@@ -97,9 +97,17 @@ class Embedding(AbstractEmbedding):
 class SharedEmbedding(Module):
     """Stands in an encoder for the embedding of its decoder. It has no parameters."""
 
+    @property
+    def table_shape(self) -> tuple[int, int]:
+        """**Raises** `TypeError`."""
+        raise TypeError(_SHARES_EMBEDDING)
+
     def __call__(self, tokens: Tokens) -> ResidualStream:
         """**Raises** `TypeError`."""
-        raise TypeError("this encoder shares the embedding of its decoder: take EncoderDecoder.whole_encoder")
+        raise TypeError(_SHARES_EMBEDDING)
+
+
+_SHARES_EMBEDDING = "this encoder shares the embedding of its decoder: take EncoderDecoder.whole_encoder"
 
 
 def lookup_rows(table: Float[Array, "vocab size"], tokens: Tokens) -> Float[Array, "batch tokens size"]:

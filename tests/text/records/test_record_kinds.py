@@ -24,6 +24,7 @@ RECORDS = {
     "preference": {"prompt": [USER], "chosen": [ANSWER], "rejected": [WRONG]},
     "labeled": {"prompt": "2 + 2 =", "completion": " 4", "label": True},
     "prompts": {"prompt": [USER], "answer": 4},
+    "pair": {"source": "zwei", "target": "two"},
 }
 
 

@@ -237,6 +237,35 @@ def test_prompts_keep_their_fields(load):
     assert load([{"prompt": "a" * 200}, {"prompt": "b"}], validation=0.0).counts["dropped"] == 1
 
 
+def test_pairs_of_texts_are_padded_rows(load):
+    """A source is read with its end; a target begins with `start`, and is trained on with its end."""
+    pairs = [{"source": f"no {n}", "target": f"n{n}"} for n in range(40)]
+    data = load(pairs, seq_len=6, source_len=7, start=(0, 9), template=None)
+    assert data.kind == "pair" and len(data.train.rows) + len(data.validation.rows) == 40
+    row = next(row for row in data.train.rows if bytes(row["source"][1:6].astype(np.uint8)) == b"no 12")
+    assert row["source"].tolist() == [0, *b"no 12", 0] and row["source_mask"].all()
+    assert row["tokens"].tolist() == [0, 9, *b"n12", 0]
+    assert row["targets"].tolist() == [9, *b"n12", 0, -1]
+    assert row["weights"].tolist() == [1, 1, 1, 1, 1, 0]
+    short = next(row for row in data.train.rows if row["source"][5] == 0)
+    assert short["source_mask"].tolist() == [True] * 6 + [False]
+    assert data.encode_prompt("no 3").tolist() == [0, *b"no 3", 0]
+    prompts = train.find_prompts(data, 1)
+    assert prompts[0].text.startswith("no ") and prompts[0].tokens[-1] == 0
+
+
+def test_pairs_that_do_not_fit_are_dropped(load):
+    """By the source, or by the target with what it begins with."""
+    pairs = [{"source": "a" * n, "target": "b"} for n in range(1, 9)]
+    pairs += [{"source": f"c{n}", "target": "d" * n} for n in range(1, 9)]
+    data = load(pairs, seq_len=6, source_len=7, start=(0,), template=None, validation=0)
+    assert data.counts["dropped"] == 3 + 3 and len(data.train.rows) == 10
+    with pytest.raises(ValueError, match=r"pair records need start=model\.start"):
+        load(pairs, seq_len=6, template=None)
+    with pytest.raises(ValueError, match="text records need no start"):
+        load([{"text": "a"}], seq_len=6, start=(0,), template=None)
+
+
 def test_mixtures_have_rows_of_each_part(load, tmp_path):
     paths = [write_lines(tmp_path / f"{number}.jsonl", make_chats(90, sign)) for number, sign in enumerate("+-")]
     weights = {str(paths[0]): 3.0, str(paths[1]): 1.0}

@@ -21,6 +21,7 @@ def draw_attention(
     titles: Sequence[str],
     tokens: Sequence[str] = (),
     *,
+    keys: Sequence[str] | None = None,
     width: int = 860,
     columns: int = 4,
 ) -> str:
@@ -32,22 +33,26 @@ def draw_attention(
 
     - `titles`: one for each head.
     - `tokens`: the text of each token, written at the edges of squares that are large enough: single characters.
+      `keys`: the text of each key, where it is another than that of the queries, as in cross-attention.
     - `width`: of the picture, in pixels; `columns`: squares in a row.
 
     The opacity of a cell is the root of its probability. **Raises** `ValueError` unless each head has a title, and each
     query and key a token if there are any; `ImportError` without matplotlib.
     """
     heads = np.asarray(probabilities, np.float32)
-    count, queries, keys = heads.shape
-    if len(titles) != count or (tokens and {queries, keys} != {len(tokens)}):
+    count, num_queries, num_keys = heads.shape
+    if keys is None:
+        keys = tokens
+    if len(titles) != count or (tokens and (num_queries, num_keys) != (len(tokens), len(keys))):
         raise ValueError(
-            f"{count} heads of {queries} queries and {keys} keys have {len(titles)} titles and {len(tokens)} tokens"
+            f"{count} heads of {num_queries} queries and {num_keys} keys have {len(titles)} titles and {len(tokens)} "
+            f"tokens, and {len(keys)} of the keys"
         )
     rows = math.ceil(count / columns)
-    has_tokens = bool(tokens) and width / columns / keys >= _SMALLEST_CELL + 2
+    has_tokens = bool(tokens) and width / columns / num_keys >= _SMALLEST_CELL + 2
     edge = 16 if has_tokens else 0
     panel = (width - 4 - _GAP * (columns - 1)) / columns - edge
-    high = panel * queries / keys
+    high = panel * num_queries / num_keys
     height = _LEGEND + rows * (_TITLE + edge + high)
 
     def draw(figure: Any) -> None:
@@ -64,8 +69,8 @@ def draw_attention(
             axes.set_facecolor((0, 0, 0, 0.05))
             axes.spines[:].set(alpha=0.3, linewidth=0.5)
             axes.tick_params(length=0, labelsize=10, pad=4, top=False, labeltop=True, labelbottom=False)
-            axes.set_xticks(range(keys) if has_tokens else (), tokens if has_tokens else ())
-            axes.set_yticks(range(queries) if has_tokens else (), tokens if has_tokens else ())
+            axes.set_xticks(range(num_keys) if has_tokens else (), keys if has_tokens else ())
+            axes.set_yticks(range(num_queries) if has_tokens else (), tokens if has_tokens else ())
         legend = figure.add_axes((10 / width, 1 - 14 / height, 160 / width, 10 / height))
         bar = figure.colorbar(image, cax=legend, orientation="horizontal", ticks=(0, 0.1, 0.5, 1))
         legend.set_xticklabels(["0", "0.1", "0.5", "1"])

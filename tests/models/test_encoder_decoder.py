@@ -1,0 +1,136 @@
+"""Encoders with a decoder: the preset, dropout, any mixer in the decoder, generation, and what is refused."""
+
+import dataclasses
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import zoo
+from tests.weights.test_families_on_meshes import compare_meshes
+from zoo.layers import GatedDeltaNet
+from zoo.models import EncoderDecoderTransformer
+
+SIZES = {"vocab": 24, "embed": 16, "layers": 2, "heads": 2, "mlp": 24}
+KEY = jax.random.key(0)
+SOURCE = jax.random.randint(jax.random.key(1), (3, 8), 1, 24)
+MASK = np.arange(8) < np.array([[8], [5], [3]])
+TARGET = jax.random.randint(jax.random.key(2), (3, 6), 1, 24)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return EncoderDecoderTransformer(**SIZES, start=(0, 3), key=KEY)
+
+
+@pytest.mark.parametrize("mixer", [None, pytest.param(GatedDeltaNet, marks=pytest.mark.ci)])
+def test_cached_greedy_tokens_are_those_of_whole_passes(mixer):
+    """With a recurrence in the decoder, too; sources have their padding on the right, on the left, and in buckets."""
+    model = EncoderDecoderTransformer(**SIZES, mixer=mixer, start=(0, 3), key=KEY)
+    tokens = np.tile([[0, 3]], (3, 1))
+    for _ in range(5):
+        logits = model(SOURCE, tokens, mask=MASK)
+        tokens = np.concatenate([tokens, np.asarray(logits[:, -1:]).argmax(-1)], 1)
+    np.testing.assert_array_equal(zoo.generate(model, SOURCE, mask=MASK, max_new_tokens=5), tokens[:, 2:])
+    left = np.stack([np.roll(row, 8 - mask.sum()) for row, mask in zip(np.asarray(SOURCE), MASK, strict=True)])
+    new = zoo.generate(model, left, mask=MASK[:, ::-1], max_new_tokens=5)
+    np.testing.assert_array_equal(new, tokens[:, 2:])
+    for row in range(3):
+        alone = zoo.generate(model, SOURCE[row : row + 1, : MASK[row].sum()], max_new_tokens=5)
+        np.testing.assert_array_equal(alone, tokens[row : row + 1, 2:])
+
+
+def test_samples_and_details_of_a_source(model):
+    options = {"mask": MASK, "max_new_tokens": 4, "temperature": 1.0, "key": jax.random.key(3)}
+    several = zoo.generate(model, SOURCE, samples=2, **options)
+    repeated = zoo.generate(model, np.repeat(SOURCE, 2, 0), **{**options, "mask": np.repeat(MASK, 2, 0)})
+    np.testing.assert_array_equal(several, repeated)
+    found = zoo.generate(model, SOURCE, mask=MASK, max_new_tokens=4, details=True)
+    text = np.concatenate([np.tile([[0, 3]], (3, 1)), found.tokens], 1)
+    log_probs = jax.nn.log_softmax(model(SOURCE, text[:, :-1], mask=MASK))
+    wanted = np.take_along_axis(np.asarray(log_probs)[:, 1:], np.asarray(found.tokens)[..., None], 2)[..., 0]
+    np.testing.assert_allclose(found.log_probs, wanted, atol=1e-5)
+
+
+def test_a_bound_decoder_is_the_model(model):
+    decoder = model.read(SOURCE, mask=MASK)
+    np.testing.assert_array_equal(decoder(TARGET), model(SOURCE, TARGET, mask=MASK))
+    _, seen = zoo.capture(decoder, "layers.1.cross_attention.probabilities")(TARGET)
+    probabilities = seen["layers.1.cross_attention.probabilities"]
+    assert probabilities.shape == (3, 2, 6, 8)
+    assert np.abs(np.where(MASK[:, None, None], 0, probabilities)).max() == 0
+
+
+def test_dropout_differs_in_encoder_and_decoder():
+    model = EncoderDecoderTransformer(**SIZES, dropout=0.5, key=KEY)
+    draws = [model(SOURCE, TARGET, key=jax.random.key(seed)) for seed in (4, 4, 5)]
+    assert (draws[0] == draws[1]).all() and not np.allclose(draws[0], draws[2])
+    encoded = [model.encode(SOURCE, key=jax.random.key(seed)).x for seed in (4, 5)]
+    assert not np.allclose(*encoded)
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("axes", [("data", "fsdp", "tensor"), ("data", "context", "tensor")])
+def test_remat_and_scans_on_a_mesh_equal_one_device(axes):
+    """Rotary positions of a source that `context` shards are counted over all of it."""
+    model = EncoderDecoderTransformer(**SIZES, remat="full", loop="scan", key=KEY)
+    repeat = partial(np.tile, reps=(4, 1))
+    source, mask, target = (repeat(np.asarray(x)[:2]) for x in (SOURCE, MASK, TARGET))
+    batch = {"source": source, "source_mask": mask, "tokens": target, "targets": np.roll(target, -1, 1)}
+    compare_meshes(model, batch, batch, zoo.cross_entropy, axes)
+
+
+def test_the_loss_names_what_a_batch_lacks(model):
+    batch = {"source": SOURCE, "tokens": TARGET, "targets": TARGET}
+    with pytest.raises(ValueError, match="the batch has no source, only tokens, targets"):
+        zoo.cross_entropy(model, {key: x for key, x in batch.items() if key != "source"})
+    with pytest.raises(ValueError, match="source: expected a row for each of 3 targets, got 2"):
+        zoo.cross_entropy(model, batch | {"source": SOURCE[:2]})
+    with pytest.raises(ValueError, match="has one source, and so one target: do not pack it"):
+        zoo.cross_entropy(model, batch | {"segment_ids": jnp.ones((3, 6), int)})
+    with pytest.raises(ValueError, match="source: 99 is outside the vocabulary"):
+        zoo.cross_entropy(model, batch | {"source": SOURCE.at[0, 0].set(99)})
+    with pytest.raises(ValueError, match="'source' that nothing reads"):
+        zoo.cross_entropy(zoo.models.Transformer(**SIZES, key=KEY), batch)
+
+
+def test_generation_names_what_it_does_not_take(model):
+    decoder = zoo.models.Transformer(**SIZES, key=KEY)
+    prefix = zoo.prefill(decoder, TARGET)
+    with pytest.raises(ValueError, match="prefix: the target of a source begins with the start token"):
+        zoo.generate(model, SOURCE, max_new_tokens=2, prefix=prefix)
+    with pytest.raises(ValueError, match="draft: the target of a source"):
+        zoo.generate(model, SOURCE, max_new_tokens=2, draft="prompt")
+    with pytest.raises(ValueError, match="row 1 has no real token"):
+        zoo.generate(model, SOURCE, mask=MASK & (np.arange(3) != 1)[:, None], max_new_tokens=2)
+    with pytest.raises(ValueError, match="source: 24 is outside the vocabulary"):
+        zoo.generate(model, SOURCE.at[0, 0].set(24), max_new_tokens=2)
+    with pytest.raises(ValueError, match="length=4 does not hold 2 tokens of the prompt and 5 new ones"):
+        zoo.generate(model, SOURCE, max_new_tokens=5, length=4)
+
+
+def test_other_functions_say_to_read_the_source(model):
+    with pytest.raises(TypeError, match=r"decoder = model\.read\(source\)"):
+        zoo.score(model, TARGET)
+    with pytest.raises(ValueError, match="attends to a source, and was given none"):
+        model.decoder(TARGET)
+    with pytest.raises(TypeError, match="shares the embedding of its decoder"):
+        model.encoder(SOURCE)
+    with pytest.raises(AttributeError, match=r"zoo\.generate\(model, tokens"):
+        _ = model.generate
+
+
+def test_a_pipeline_is_refused(model):
+    mesh = zoo.make_mesh(pipe=2, devices=jax.devices()[:2])
+    batch = {"source": SOURCE, "tokens": TARGET, "targets": TARGET}
+    with pytest.raises(NotImplementedError, match="pipe"):
+        zoo.value(zoo.cross_entropy, mesh)(zoo.place(model, mesh), batch)
+
+
+def test_start_may_be_replaced(model):
+    other = dataclasses.replace(model, start=(0, 7))
+    first = zoo.generate(other, SOURCE, max_new_tokens=1)
+    logits = model(SOURCE, np.tile([[0, 7]], (3, 1)))
+    np.testing.assert_array_equal(first[:, 0], np.asarray(logits[:, -1]).argmax(-1))
