@@ -28,10 +28,6 @@ class Wiring:
     embedding_norm: bool = False
     logits_bias: bool = True
 
-    @property
-    def learns_positions(self) -> bool:
-        return isinstance(self.positions, int)
-
 
 def build_bart(config: hf.Config, wiring: Wiring, *, key: Key[Array, ""]) -> hf.EncoderDecoder:
     """Build a model of BART's line."""
@@ -97,7 +93,7 @@ def map_bart_names(config: hf.Config, wiring: Wiring) -> hf.NameMap:
         },
     }
     shell = {}
-    if wiring.learns_positions:
+    if isinstance(wiring.positions, int):
         shell["embed_positions"] = "position_embedding"
     if wiring.embedding_norm:
         shell["layernorm_embedding"] = "embedding_norm"
@@ -117,31 +113,27 @@ def _find_callers(config: hf.Config) -> dict[str, str]:
 
 
 REQUIRED_VALUES: Mapping[str, tuple] = {"is_encoder_decoder": (True,), "tie_word_embeddings": (True,)}
-_OLDER_KEYS = """
+_IGNORED_KEYS = """
+    activation_dropout decoder_layerdrop dropout encoder_layerdrop init_std
     _num_labels add_bias_logits add_final_layer_norm classif_dropout do_blenderbot_90_layernorm extra_pos_embeddings
     force_bos_token_to_be_generated layernorm_variant normalize_before normalize_embedding output_past save_step
     static_position_embeddings
-"""
-"""Keys of older files, which transformers does not read."""
+""".split()
+"""The second line and the next ones are of older files, and transformers does not read them."""
 
 
 def make_bart_family(
     name: str, architecture: str, wiring: Wiring, defaults: Mapping[str, Any], **facts: Any
 ) -> hf.Family:
     """Make a family of BART's line, with these defaults besides BART's, and further facts."""
-    ignored = f"activation_dropout decoder_layerdrop dropout encoder_layerdrop init_std {_OLDER_KEYS}".split()
-    own = dict(hf.START_DEFAULTS)
-    tensors = [r"^model\.(encoder|decoder)\.version$"]
-    if wiring.learns_positions:
-        own["max_position_embeddings"] = 1024
-    else:
-        ignored.append("max_position_embeddings")
-        tensors.append(r"^model\.(encoder|decoder)\.embed_positions\.weights?$")
+    length = {"max_position_embeddings": 1024}
+    learned = length if isinstance(wiring.positions, int) else {}
     return hf.Family(
         name=name,
         architecture=architecture,
         defaults={
-            **own,
+            **hf.START_DEFAULTS,
+            **learned,
             "vocab_size": 50265,
             "hidden_size": 1024,
             "intermediate_size": 4096,
@@ -165,8 +157,9 @@ def make_bart_family(
             "build": partial(build_bart, wiring=wiring),
             "names": partial(map_bart_names, wiring=wiring),
             "required_values": REQUIRED_VALUES,
-            "ignored_keys": frozenset(ignored),
-            "ignored_tensors": tuple(tensors),
+            "ignored_keys": frozenset([*_IGNORED_KEYS, *(length.keys() - learned.keys())]),
+            # of older files, and tables of positions that are computed
+            "ignored_tensors": (r"^model\.\w+\.version$", r"^model\.\w+\.embed_positions\.weights?$"),
             "optional_tensors": (r"^final_logits_bias$",),
             "callers": _find_callers,
             "embedding": "model.shared",

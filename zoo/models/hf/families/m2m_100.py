@@ -29,5 +29,4 @@ M2M_100 = bart.make_bart_family(
         "pad_token_id": hf.non_negative(1),
         "decoder_start_token_id": hf.optional_non_negative(2),
     },
-    optional_tensors=(),
 )
