@@ -36,6 +36,10 @@ def test_sinusoidal_positions_are_sines_and_cosines():
         angles = [position * 10000 ** (-i / 2) for i in range(3)]
         wanted = [*map(math.sin, angles), *map(math.cos, angles)]
         np.testing.assert_allclose(row, wanted, atol=2e-6 * max(1, position / 10))
+    slower = SinusoidalPositionEmbedding(6, steps=3)(jnp.array([[7]]))[0, 0]
+    np.testing.assert_allclose(
+        slower[1:4], [math.sin(7 / 10 ** (4 / 3)), math.sin(7 / 10 ** (8 / 3)), math.cos(7)], rtol=1e-5
+    )
     assert embedding.length == math.inf and not jax.tree.leaves(embedding)
     for size in (5, 2):
         with pytest.raises(ValueError, match=f"an even number of features from 4 on, not {size}"):

@@ -35,13 +35,15 @@ class AbstractEmbedding(Module):
         """Embedding table, dequantized to float32."""
 
     @property
-    def dense_bias(self) -> None:
-        """None: an embedding has no bias."""
-        return None
+    def dense_bias(self) -> Float[Array, "vocab"] | None:
+        """Bias of the logits of a tied head, or None. An adapter has its base's."""
+        return getattr(getattr(self, "base", None), "dense_bias", None)
 
     @abc.abstractmethod
-    def with_weight(self, weight: Float[Array, "vocab embed"], bias: None = None) -> "AbstractEmbedding":
-        """Return a copy with this table."""
+    def with_weight(
+        self, weight: Float[Array, "vocab embed"], bias: Float[Array, "vocab"] | None = None
+    ) -> "AbstractEmbedding":
+        """Return a copy with this table. `bias` is that of this embedding, which the copy keeps."""
 
     @property
     @abc.abstractmethod
@@ -167,29 +169,32 @@ class PositionEmbedding(AbstractPositionEmbedding):
 class SinusoidalPositionEmbedding(AbstractPositionEmbedding):
     """Fixed position embedding of any length: sines, then cosines, of (position + `offset`) w_i with
 
-        w_i = 10000 ** (-i / (embed / 2 - 1)), i = 0, 1, ..., embed / 2 - 1
+        w_i = 10000 ** (-i / `steps`), i = 0, 1, ..., embed / 2 - 1
 
-    (Vaswani et al., arXiv:1706.03762, section 3.5, as tensor2tensor and fairseq compute it). It has no parameters, and
-    is computed in float32.
+    (Vaswani et al., arXiv:1706.03762, section 3.5). It has no parameters, and is computed in float32.
     """
 
     embed: int = eqx.field(static=True)
     offset: int = eqx.field(static=True)
+    steps: int = eqx.field(static=True)
 
-    def __init__(self, embed: int, *, offset: int = 0):
-        """**Raises** `ValueError` for an odd number of features, and for fewer than 4."""
+    def __init__(self, embed: int, *, offset: int = 0, steps: int | None = None):
+        """`steps`: embed / 2 - 1 by default, as tensor2tensor and fairseq compute it; embed / 2 in the paper.
+
+        **Raises** `ValueError` for an odd number of features, and for fewer than 4.
+        """
         if embed < 4 or embed % 2:
             raise ValueError(f"sinusoidal positions have an even number of features from 4 on, not {embed}")
         self.embed = embed
         self.offset = offset
+        self.steps = embed // 2 - 1 if steps is None else steps
 
     @property
     def length(self) -> float:
         return math.inf
 
     def __call__(self, positions: Int[Array, "*batch seq"]) -> Float[Array, "*batch seq embed"]:
-        half = self.embed // 2
-        frequencies = np.float32(10000.0 ** (-np.arange(half) / (half - 1)))
+        frequencies = np.float32(10000.0 ** (-np.arange(self.embed // 2) / self.steps))
         angles = (jnp.maximum(positions, 0) + self.offset).astype(jnp.float32)[..., None] * frequencies
         return jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], axis=-1)
 

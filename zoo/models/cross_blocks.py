@@ -101,6 +101,32 @@ class AddNormCrossBlock(AbstractCrossBlock):
         return hidden, None if state is None else (own, keys)
 
 
+class SandwichCrossBlock(AbstractCrossBlock):
+    """x + post_norm(mixer(norm(x))), then x + post_norm(cross(norm(x), source)), then x + post_norm(ffn(norm(x))):
+    `zoo.models.blocks.SandwichBlock` with cross-attention (T5Gemma, arXiv:2504.06225)."""
+
+    mixer_norm: AbstractNorm
+    mixer: AbstractMixer = named_by_class()
+    mixer_post_norm: AbstractNorm
+    cross_norm: AbstractNorm
+    cross: CrossAttention = named_by_class()
+    cross_post_norm: AbstractNorm
+    ffn_norm: AbstractNorm
+    ffn: AbstractFeedForward = named_by_class()
+    ffn_post_norm: AbstractNorm
+    dropout: Dropout
+
+    def __call__(self, hidden: Hidden, info: TokenInfo, state: Any = None) -> tuple[Hidden, Any]:
+        own, keys = self.split_state(hidden, state)
+        mixed, own = run_mixer(self.mixer, self.mixer_norm(hidden.x), info, own)
+        hidden = hidden.add_residual(self.dropout(self.mixer_post_norm(mixed), info, site=0))
+        crossed, keys = run_mixer(self.cross, self.cross_norm(hidden.x), info, keys)
+        hidden = hidden.add_residual(self.dropout(self.cross_post_norm(crossed), info, site=2))
+        fed, routing = run_feed_forward(self.ffn, self.ffn_norm(hidden.x))
+        hidden = hidden.add_residual(self.dropout(self.ffn_post_norm(fed), info, site=1), routing)
+        return hidden, None if state is None else (own, keys)
+
+
 def make_cross_block(
     block: Callable[..., AbstractCrossBlock], norm: Callable[[], AbstractNorm]
 ) -> Callable[..., AbstractCrossBlock]:

@@ -111,6 +111,9 @@ def read_parameters(checkpoint: Checkpoint, mesh: Mesh | None, dtype: Any) -> Lo
     for copy, name in checkpoint.head_copies.items():
         if not _is_equal_tensor(tensors[copy], tensors[name]):
             raise CheckpointError(f"{location}: {copy} is not {name}, and a predictor has no matrix of its own for it")
+    for copy, name in checkpoint.copies.items():
+        if not _is_equal_tensor(tensors[copy], tensors[name]):
+            raise CheckpointError(f"{location}: {copy} is not {name}, and the model has one module for both")
     model = checkpoint.model
     dealt = model if mesh is None else deal_out(model, mesh)
     if jax.tree.structure(dealt) != jax.tree.structure(model):  # the layers have another leading dim now

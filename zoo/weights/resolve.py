@@ -49,6 +49,7 @@ from .tokenizer_files import has_tokenizer
 
 _logger = logging.getLogger("zoo")
 _MAX_MISSING = 10_000
+_LAYER_COUNTS = ("num_hidden_layers", "num_decoder_layers", "decoder_layers")
 _MOST_SHARED_LAYERS = 128
 """Most layers of a checkpoint with fewer tensors than layers, which share them."""
 
@@ -77,6 +78,8 @@ class Checkpoint:
     """Tied weights that are stored twice: the names of the head and of the embedding it must equal. Else ()."""
     head_copies: Mapping[str, str]
     """Tensors of predictors that repeat the embedding or the head -> the tensors that they must equal."""
+    copies: Mapping[str, str]
+    """Tensors that repeat a shared module under the name of a later caller -> the tensors that they must equal."""
 
 
 def open_checkpoint(
@@ -174,12 +177,16 @@ def resolve_checkpoint(
     stored, head_copies = note_head_copies(note_lacking(held, planned), config)
     tensor_plans = drop_tensors(planned, stored.notes.lacking)
     tied = _find_tied_head(stored, config)
-    copies = list_copies(tensor_plans, list_callers(config, stored.notes))
+    listed = list_copies(tensor_plans, list_callers(config, stored.notes))
+    copies = {copy: name for copy, name in listed.items() if copy in stored.tensors}
     _check_tensors(tensor_plans, stored, location, [*copies, *tied[:1], *head_copies])
     count = config.get(NUM_PREDICTORS, 0)
     origin = dataclasses.replace(stored.notes, config=json.dumps(stored.config), predictors=count)
     model = dataclasses.replace(shapes, origin=origin)
-    return Checkpoint(location, stored.family, config, model, name_map, tensor_plans, stored.tensors, tied, head_copies)
+    tensors = stored.tensors
+    return Checkpoint(
+        location, stored.family, config, model, name_map, tensor_plans, tensors, tied, head_copies, copies
+    )
 
 
 def _drop_keys(config: Mapping[str, Any], ignore: Collection[str]) -> dict[str, Any]:
@@ -193,9 +200,11 @@ def _drop_keys(config: Mapping[str, Any], ignore: Collection[str]) -> dict[str, 
 def _check_layer_count(config: Config, available: int) -> None:
     """**Raises** `ConfigError` for far more layers than tensors: building 10^9 layers, if only in shapes, would never
     end."""
-    layers = config.get("num_hidden_layers", 0)  # a family of one's own may have another key
-    if layers > max(available, _MOST_SHARED_LAYERS):
-        raise ConfigError(f"num_hidden_layers = {layers}, and the checkpoint has {available} tensors in all")
+    for table in (config, *(value for value in config.values() if isinstance(value, Mapping))):
+        for key in _LAYER_COUNTS:
+            layers = table.get(key)
+            if isinstance(layers, int) and layers > max(available, _MOST_SHARED_LAYERS):
+                raise ConfigError(f"{key} = {layers}, and the checkpoint has {available} tensors in all")
 
 
 def _find_tied_head(stored: Stored, config: Config) -> tuple[str, ...]:

@@ -56,12 +56,16 @@ SMALL = {
     "expert_layer_offset": 0,
     "position_embedding_type": "rope",
     "shared_intermediate_size": 12,
+    "decoder_ffn_dim": 12,
+    "decoder_layers": 2,
+    "decoder_attention_heads": 2,
+    "decoder_start_token_id": 2,
 }
 ANOTHER = {
     "vocab_size": 13,
     "hidden_size": 96,
     "intermediate_size": 20,
-    "num_hidden_layers": 4,
+    "num_hidden_layers": 5,
     "num_attention_heads": 4,
     "num_key_value_heads": 1,
     "head_dim": 8,
@@ -180,6 +184,14 @@ ANOTHER = {
     "expand_ratio": 16,
     "rope_fraction": 1.0,
     "num_slots": 6,
+    "decoder_start_token_id": 5,
+    "forced_bos_token_id": 6,
+    "decoder_vocab_size": 7,
+    "decoder_attention_heads": 4,
+    "num_decoder_layers": 5,
+    "feed_forward_proj": "gated-silu",
+    "encoder": {"hidden_size": 96},
+    "decoder": {"num_hidden_layers": 2},
 }
 """Values other than the small model's. For keys that are not listed, one is derived from the default."""
 OTHER_WORDS = {"silu": "relu", "l2": "sum"}
@@ -251,6 +263,9 @@ def small(family, **more):
         more = {"layer_types": ["mamba", "attention", "mamba"]} | more
     if family.name == "zamba":  # the first three layers have types of their own
         more = {"num_hidden_layers": 6} | more
+    if family.name == "t5gemma":  # the sizes are in tables
+        stack = {"vocab_size": SMALL["vocab_size"], "num_hidden_layers": 3}
+        more = {"encoder": stack, "decoder": stack} | more
     if family.name == "zamba2":  # the default has 54 layers
         more = {"layers_block_type": ["mamba", "hybrid", "hybrid"], "use_mem_rope": True} | more
     sizes = {"rwkv7": {"num_heads": 2}, "mamba3": {"state_size": 8}, "hgrn2": {"expand_ratio": 8}}

@@ -42,14 +42,23 @@ def has_effect(family, key, given, default):
     if isinstance(changed, str):
         assert alias in changed or key in ("hidden_size", "num_attention_heads", "num_hidden_layers", "head_dim")
         return True
-    return any(find_differences(changed, build(family, given))) or key in ONLY_NAMES
+    return differs(changed, build(family, given)) or key in ONLY_NAMES
+
+
+def differs(model, other):
+    """Compare two models, and the tokens that their targets begin with."""
+    starts = [getattr(x, "start", None) for x in (model, other)]
+    return starts[0] != starts[1] or any(find_differences(model, other))
 
 
 ONLY_NAMES = ("legacy", "weight_mode", "fuse_norm", "mtp_layers_block_type", "mtp_hybrid_override_pattern")
 """Keys that change the names of tensors, or the layers of predictors, which only tensors bring."""
 
 
-READ_BY_SOME = {"architectures", "id2label", "num_labels", "pad_token_id"}
+READ_BY_SOME = {
+    *("architectures", "id2label", "num_labels", "pad_token_id"),
+    *("decoder_start_token_id", "forced_bos_token_id"),
+}
 """Keys that some families read, and that change nothing in others."""
 
 
@@ -162,11 +171,14 @@ def test_config_null_equals_absent(family):
         "num_slots",
         "num_kv_heads",
     }
-    if family.defaults.keys() & {"hidden_ratio", "A_floor"}:  # flash-linear-attention derives no head_dim
+    # flash-linear-attention and T5 derive no head_dim
+    if family.defaults.keys() & {"hidden_ratio", "A_floor", "feed_forward_proj"}:
         absent.remove("head_dim")
     for key, default in family.defaults.items():
         found = build_or_error(family, small(family) | {alias_of(family, key): None})
-        if default is None and isinstance(found, str):
+        if key == "decoder_start_token_id":
+            assert found == f"{key} is null, and a target begins with this token"
+        elif default is None and isinstance(found, str):
             assert found == f"{key} has to be given: the family has no usual value for it"
         elif key == "sliding_window" and isinstance(found, str):
             assert "no sliding_window says how wide" in found or "sliding_window = None should be" in found
@@ -238,14 +250,14 @@ def test_config_invalid_values_are_refused_or_honored(family, key):
         needed |= {"layer_types": ["full_attention", "sliding_attention", "full_attention"]}
     given = small(family, **needed, topk_method="group_limited_greedy")
     for value in BAD:
-        if key == "num_hidden_layers" and value == 2**31:
+        if key in ("num_hidden_layers", "num_decoder_layers", "decoder_layers") and value == 2**31:
             continue  # too many layers to build: the loader compares with the number of tensors first
         found = build_or_error(family, given | {alias_of(family, key): value})
         if not isinstance(found, str):
             right = given.get(alias_of(family, key), family.defaults[key])
             absent = not value and key in MAY_BE_EMPTY
             same = value == right or absent or key in (*BEYOND_THE_LAST, *ONLY_NAMES)
-            assert same or any(find_differences(found, build(family, given))), value
+            assert same or differs(found, build(family, given)), value
 
 
 WRONG_VALUES = {

@@ -14,7 +14,7 @@ from zoo.ops.attention import AttentionMask, attention
 from zoo.ops.attention.reference import attention_probabilities, average_values
 from zoo.ops.implementations import AUTO
 from zoo.parallel.scope import asks_for, tap_value
-from zoo.shapes import HeadVectors, KVHeads, ValueHeads
+from zoo.shapes import HeadVectors
 
 PROBABILITIES = "probabilities"
 """Name of the probabilities of an attention layer."""
@@ -22,8 +22,13 @@ VALUE_NAMES = ("queries", "keys", "values", PROBABILITIES)
 """Names of the values of an attention layer, besides those that modules take and return."""
 
 
-def tap_heads(query: HeadVectors, key: KVHeads, value: ValueHeads) -> tuple[HeadVectors, KVHeads, ValueHeads]:
-    """Pass the queries, keys and values of tokens through the taps of the layer."""
+def tap_heads(
+    query: HeadVectors,
+    key: Float[Array, "batch key_seq kv_heads head_dim"],
+    value: Float[Array, "batch key_seq kv_heads value_dim"],
+) -> tuple[HeadVectors, Array, Array]:
+    """Pass the queries, keys and values of tokens through the taps of the layer. Those of cross-attention have the keys
+    and values of a source."""
     dims = ("batch", "seq", "heads", "head_dim"), ("batch", "seq", "kv_heads", "head_dim")
     query = tap_value("queries", query, dims[0])
     key = tap_value("keys", key, dims[1])

@@ -27,7 +27,7 @@ from ..token_info import TokenInfo
 class BidirectionalAttention(AbstractMixer):
     """Grouped-query attention without a causal mask: y = W_out softmax(q kᵀ scale) v, with q and k turned by RoPE if
     there is one, over all tokens of a segment, or those within a window (Vaswani et al., arXiv:1706.03762,
-    section 3.2; Devlin et al., arXiv:1810.04805).
+    section 3.2; Devlin et al., arXiv:1810.04805). Scores may have a soft cap, as in `Attention`.
 
     Heads are sharded over `tensor`, as in `Attention`. Where `context` shards the sequence, keys and values are
     all-gathered, and each device attends with the queries of its own tokens.
@@ -46,6 +46,8 @@ class BidirectionalAttention(AbstractMixer):
     """Query heads per KV head."""
     rotary: Rotary | AxialRotary | None = eqx.field(static=True)
     window: int | None = eqx.field(static=True)
+    scale: float | None = eqx.field(static=True)
+    soft_cap: float | None = eqx.field(static=True)
     implementation: str | Callable = implementation_option(ATTENTION)
 
     def __init__(
@@ -57,6 +59,8 @@ class BidirectionalAttention(AbstractMixer):
         head_dim: int | None = None,
         rotary: Rotary | AxialRotary | None = None,
         window: int | None = None,
+        scale: float | None = None,
+        soft_cap: float | None = None,
         bias: bool = False,
         out_bias: bool = False,
         implementation: str | Callable = "auto",
@@ -79,6 +83,8 @@ class BidirectionalAttention(AbstractMixer):
         self.group = heads // kv_heads
         self.rotary = rotary
         self.window = window
+        self.scale = scale
+        self.soft_cap = soft_cap
         self.implementation = implementation
 
     def __call__(self, x: HiddenStates, info: TokenInfo, state: None = None) -> tuple[ResidualStream, None]:
@@ -95,7 +101,8 @@ class BidirectionalAttention(AbstractMixer):
             key, value = (all_gather(x, "seq", axis=1) for x in (key, value))
             every = None if segments is None else all_gather(segments, "seq", axis=1)
             mask = AttentionMask(False, self.window, segments, every, *find_places(query, key.shape[1]))
-        mixed = select_attention()(query, key, value, mask, implementation=self.implementation)
+        options = {"scale": self.scale, "soft_cap": self.soft_cap, "implementation": self.implementation}
+        mixed = select_attention()(query, key, value, mask, **options)
         return self.out(checkpoint_name(mixed, "attention").reshape(*mixed.shape[:2], -1)), None
 
     def init_state(self, batch: int, length: int, dtype: Any = jnp.float32) -> Any:

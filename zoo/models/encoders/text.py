@@ -208,6 +208,7 @@ def build_encoder(
     embedding_size: int | None = None,
     positions: int | AbstractPositionEmbedding | None = None,
     position_offset: int = 0,
+    multiplier: float = 1.0,
     token_types: int = 0,
     relative_embedding: Callable[..., AbstractRelativeEmbedding] | None = None,
     embedding_norm: Callable[[], AbstractNorm] | None = None,
@@ -227,6 +228,7 @@ def build_encoder(
       a projection.
     - `positions`: number of learned positions, None without; `position_offset`: unused rows before them. Or a position
       embedding that is not learned.
+    - `multiplier`: of the embeddings of tokens.
     - `token_types`: number of token types, 0 without an embedding of types.
     - `relative_embedding`: factory of the table of relative positions that all layers read, called with `key=`.
     - `shared`: factories of modules that several layers call, see `zoo.models.Stack`.
@@ -247,7 +249,7 @@ def build_encoder(
     if relative_embedding is not None:
         relative = relative_embedding(key=jax.random.fold_in(embedding_key, 3))
     return Encoder(
-        embedding=Embedding(vocab, size, scale=scale, key=embedding_key),
+        embedding=Embedding(vocab, size, scale=scale, multiplier=multiplier, key=embedding_key),
         position_embedding=positions,
         type_embedding=type_embedding,
         relative_embedding=relative,

@@ -19,7 +19,7 @@ from ..blocks import (
     make_unnormalized_block,
 )
 from ..build import FeedForwardFactory, LayerFactories, MixerFactory
-from ..cross_blocks import AddNormCrossBlock, CrossBlock
+from ..cross_blocks import AddNormCrossBlock, CrossBlock, SandwichCrossBlock
 from ..decoder import AbstractBlock, Block, Decoder, SharedModule, make_shared_block, make_shared_module
 from ..encoder_decoder import EncoderDecoder
 from ..encoders.heads import (
@@ -188,6 +188,7 @@ __all__ = [
     "RelativeEmbedding",
     "ReplacedTokenHead",
     "SandwichBlock",
+    "SandwichCrossBlock",
     "SharedModule",
     "TensorMapping",
     "TokenClassificationHead",

@@ -3,9 +3,7 @@
 from collections.abc import Mapping
 
 _MODEL_TYPES_BY_REASON: Mapping[str, tuple[str, ...]] = {
-    "an encoder and a decoder with cross-attention, and a model here is one stack": (
-        *("t5", "mt5", "umt5", "t5gemma", "bart", "mbart", "m2m_100", "marian", "pegasus", "whisper"),
-    ),
+    "tokens of its source that attend to all others, with projections of their own": ("led",),
     "attention with one matrix of queries, keys and values, and biases of queries and values only": ("deberta",),
     "a tower of images and one of texts, of which only siglip_vision_model is read": (
         *("clip", "siglip", "siglip2", "siglip_text_model", "clip_vision_model"),
@@ -18,8 +16,9 @@ _MODEL_TYPES_BY_REASON: Mapping[str, tuple[str, ...]] = {
     "RWKV-5 has no class in transformers": ("rwkv5",),
 }
 _MODEL_TYPES_BY_NEAREST: Mapping[str, tuple[str, ...]] = {
+    "bart": ("led",),
     "deberta-v2": ("deberta",),
-    "gemma2": ("t5gemma", "paligemma"),
+    "gemma2": ("paligemma",),
     "glm4": ("glm4v",),
     "glm4_moe": ("glm4v_moe",),
     "llama": ("mllama",),
@@ -33,6 +32,7 @@ _MODEL_TYPES_BY_NEAREST: Mapping[str, tuple[str, ...]] = {
 """By a family that is read, the model types with most of its layers: names mislead, as BART and BERT."""
 REFUSED_VARIANTS: Mapping[str, str] = {
     "DeBERTa v2 xlarge and xxlarge": "`conv_kernel_size`: a convolution beside the first layer.",
+    "Marian with two vocabularies": "`share_encoder_decoder_embeddings`, `decoder_vocab_size`: two embeddings.",
 }
 """Checkpoints of families that are read, and the keys of their configs that are refused by name."""
 

@@ -12,7 +12,7 @@ from types import ModuleType
 
 from zoo.models.hf.spec import Family
 
-_HYPHENATED = ("deberta-v2", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl")
+_HYPHENATED = ("blenderbot-small", "deberta-v2", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl")
 """Model types with hyphens, which their files spell with underscores."""
 
 

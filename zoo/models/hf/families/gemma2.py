@@ -14,12 +14,14 @@ def build_gemma2(
     config: hf.Config, *, block: Callable[..., hf.AbstractBlock] | None = None, key: Key[Array, ""]
 ) -> hf.Decoder:
     """Build the model of a Gemma 2 config, with norms before and after each sublayer unless `block` is given."""
-    types = hf.read_layer_types(config, hf.list_patterned_types(hf.Config(config, sliding_window_pattern=2)))
-    options = read_score_options(config)
-    mixers = hf.make_windowed_attention_factories(
-        config, hf.list_layer_windows(types, config["sliding_window"]), **options
-    )
+    mixers = hf.make_windowed_attention_factories(config, read_windows(config), **read_score_options(config))
     return build_sandwich_decoder(config, mixers, block=block, key=key)
+
+
+def read_windows(config: hf.Config) -> list[int | None]:
+    """Return the sliding window of each layer, None for full attention."""
+    types = hf.read_layer_types(config, hf.list_patterned_types(hf.Config(config, sliding_window_pattern=2)))
+    return hf.list_layer_windows(types, config["sliding_window"])
 
 
 def read_score_options(config: hf.Config) -> dict:

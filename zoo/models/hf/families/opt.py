@@ -41,11 +41,11 @@ def _is_projected(config: hf.Config) -> bool:
     return config["word_embed_proj_dim"] not in (None, config["hidden_size"])
 
 
-_ATTENTION_NAMES: hf.NameMap = {"q_proj": "query", "k_proj": "key", "v_proj": "value", "out_proj": "out"}
+ATTENTION_NAMES: hf.NameMap = {"q_proj": "query", "k_proj": "key", "v_proj": "value", "out_proj": "out"}
 BLOCK_NAMES: hf.NameMap = {
     "self_attn_layer_norm": "mixer_norm",
     "final_layer_norm": "ffn_norm",
-    **hf.prefixed("self_attn", "attention", _ATTENTION_NAMES),
+    **hf.prefixed("self_attn", "attention", ATTENTION_NAMES),
     "fc1": "mlp.up",
     "fc2": "mlp.down",
 }
