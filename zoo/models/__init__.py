@@ -10,6 +10,7 @@ from .decoder import Block, Decoder, Hidden
 from .encoders.classification import classification_loss
 from .encoders.image import ImageEncoder, build_image_encoder
 from .encoders.text import Encoder, build_encoder
+from .encoders.towers import TwoTowers, contrastive_loss
 from .indexer_loss import indexer_loss
 from .load_balancing import balance_loss, count_active_parameters, router_z_loss, tokens_per_expert, update_expert_bias
 from .loss import cross_entropy_and_routing, token_losses
@@ -75,6 +76,7 @@ __all__ = [
     "SequenceScore",
     "Stack",
     "Transformer",
+    "TwoTowers",
     "VisionTransformer",
     "add_predictors",
     "balance_loss",
@@ -82,6 +84,7 @@ __all__ = [
     "build_encoder",
     "build_image_encoder",
     "classification_loss",
+    "contrastive_loss",
     "count_active_parameters",
     "count_positions",
     "cross_entropy_and_routing",

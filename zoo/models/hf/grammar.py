@@ -106,6 +106,7 @@ from .text_encoders import (
     make_token_head_factory,
     map_dense_layer,
 )
+from .towers import make_tower_family
 from .values import (
     NON_NEGATIVE_NUMBER,
     NUMBER,
@@ -226,6 +227,7 @@ __all__ = [
     "make_sandwich_block",
     "make_shared_block",
     "make_token_head_factory",
+    "make_tower_family",
     "make_unnormalized_block",
     "make_windowed_attention_factories",
     "map_dense_layer",

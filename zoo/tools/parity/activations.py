@@ -13,6 +13,7 @@ import numpy as np
 from jaxtyping import Array
 
 from zoo.layers import TokenInfo
+from zoo.layers.encoders.patches import PatchedImages
 from zoo.layers.moe.routing import Routing
 from zoo.models import Decoder, Encoder, Hidden, ImageEncoder
 from zoo.models.encoders.heads import EncoderFeatures
@@ -67,12 +68,12 @@ def run_decoder(model: Decoder, blocks: Sequence[Any], tokens: Array, inputs: Ma
 
 
 def run_image_encoder(
-    model: ImageEncoder, blocks: Sequence[Any], images: Array, inputs: Mapping[int, np.ndarray]
+    model: ImageEncoder, blocks: Sequence[Any], images: Array | PatchedImages, inputs: Mapping[int, np.ndarray]
 ) -> Activations:
     """Run a vision Transformer on images, and each layer by itself on its input in `inputs`, by the number of the
     hidden state."""
     states, alone, _ = _run_layers(blocks, *_embed_images(model, images), inputs)
-    return Activations(states, alone, _name_results(_run_image_head(model, states[-1])), [])
+    return Activations(states, alone, _name_results(_run_image_head(model, states[-1], images)), [])
 
 
 class TextInputs(NamedTuple):
@@ -100,9 +101,9 @@ def run_encoder(
     Features of padding are 0."""
     outputs, alone, _ = _run_layers(blocks, *_embed_texts(model, texts), inputs)
     last = len(blocks)
-    final, result = _run_encoder_head(model, outputs[-1], texts.mask)
+    final, result = _run_encoder_head(model, outputs[-1], texts)
     if last in alone:
-        alone[last], _ = _run_encoder_head(model, alone[last], texts.mask)
+        alone[last], _ = _run_encoder_head(model, alone[last], texts)
     states = [texts.zero_padding(x) for x in (*outputs[:-1], final)]
     alone = {number: texts.zero_padding(x) for number, x in alone.items()}
     return Activations(states, alone, {name: texts.zero_padding(x) for name, x in _name_results(result).items()}, [])
@@ -142,7 +143,7 @@ def _embed(model: Decoder, tokens: Array) -> Hidden:
 
 
 @eqx.filter_jit
-def _embed_images(model: ImageEncoder, images: Array) -> tuple[Hidden, TokenInfo]:
+def _embed_images(model: ImageEncoder, images: Array | PatchedImages) -> tuple[Hidden, TokenInfo]:
     info = model.token_info(images)
     return model.embed(images, info), info
 
@@ -154,9 +155,9 @@ def _embed_texts(model: Encoder, texts: TextInputs) -> tuple[Hidden, TokenInfo]:
 
 
 @eqx.filter_jit
-def _run_encoder_head(model: Encoder, x: Array, mask: Array | None) -> tuple[Array, Array | EncoderFeatures]:
+def _run_encoder_head(model: Encoder, x: Array, texts: TextInputs) -> tuple[Array, Array | EncoderFeatures]:
     x = model.norm(x)
-    return x, model.read_head(x, mask)
+    return x, model.read_head(x, texts.mask, texts.tokens)
 
 
 @eqx.filter_jit
@@ -172,5 +173,5 @@ def _run_head(model: Decoder, x: Array) -> tuple[Array, Array]:
 
 
 @eqx.filter_jit
-def _run_image_head(model: ImageEncoder, x: Array) -> Array | EncoderFeatures:
-    return model.head(model.norm(x))
+def _run_image_head(model: ImageEncoder, x: Array, images: Array | PatchedImages) -> Array | EncoderFeatures:
+    return model.read_head(model.norm(x), images)
