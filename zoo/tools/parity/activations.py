@@ -15,7 +15,7 @@ from jaxtyping import Array
 from zoo.layers import TokenInfo
 from zoo.layers.encoders.patches import PatchedImages
 from zoo.layers.moe.routing import Routing
-from zoo.models import Decoder, Encoder, Hidden, ImageEncoder
+from zoo.models import Decoder, Encoder, Hidden, ImageEncoder, TwoTowers
 from zoo.models.encoders.heads import EncoderFeatures
 
 
@@ -73,7 +73,12 @@ def run_image_encoder(
     """Run a vision Transformer on images, and each layer by itself on its input in `inputs`, by the number of the
     hidden state."""
     states, alone, _ = _run_layers(blocks, *_embed_images(model, images), inputs)
-    return Activations(states, alone, _name_results(_run_image_head(model, states[-1], images)), [])
+    results = _name_results(_run_image_head(model, states[-1], images))
+    if isinstance(images, PatchedImages):
+        states = [zero_padding(x, images.mask) for x in states]
+        alone = {number: zero_padding(x, images.mask) for number, x in alone.items()}
+        results = {name: zero_padding(x, images.mask) for name, x in results.items()}
+    return Activations(states, alone, results, [])
 
 
 class TextInputs(NamedTuple):
@@ -83,15 +88,16 @@ class TextInputs(NamedTuple):
     mask: Array | None = None
     token_types: Array | None = None
 
-    def zero_padding(self, x: Any) -> Any:
-        """Set the features of padding, "batch seq features" or "batch seq", to 0, since models do not define them."""
-        if self.mask is None:
-            return x
-        if x.shape == self.mask.shape:
-            return x * self.mask
-        if x.ndim < 3:
-            return x
-        return x * self.mask[..., None]
+
+def zero_padding(x: Any, mask: Array | None) -> Any:
+    """Set the features of padding, "batch seq features" or "batch seq", to 0, since models do not define them."""
+    if mask is None:
+        return x
+    if x.shape == mask.shape:
+        return x * mask
+    if x.ndim < 3:
+        return x
+    return x * mask[..., None]
 
 
 def run_encoder(
@@ -104,9 +110,33 @@ def run_encoder(
     final, result = _run_encoder_head(model, outputs[-1], texts)
     if last in alone:
         alone[last], _ = _run_encoder_head(model, alone[last], texts)
-    states = [texts.zero_padding(x) for x in (*outputs[:-1], final)]
-    alone = {number: texts.zero_padding(x) for number, x in alone.items()}
-    return Activations(states, alone, {name: texts.zero_padding(x) for name, x in _name_results(result).items()}, [])
+    states = [zero_padding(x, texts.mask) for x in (*outputs[:-1], final)]
+    alone = {number: zero_padding(x, texts.mask) for number, x in alone.items()}
+    results = {name: zero_padding(x, texts.mask) for name, x in _name_results(result).items()}
+    return Activations(states, alone, results, [])
+
+
+class PairInputs(NamedTuple):
+    """Inputs of two towers."""
+
+    texts: TextInputs
+    images: Array | PatchedImages
+
+
+def run_towers(
+    model: TwoTowers, blocks: Sequence[Any], pairs: PairInputs, inputs: Mapping[int, np.ndarray]
+) -> Activations:
+    """Run two towers on texts and images. They have no layers in common."""
+    return Activations([], {}, _run_towers(model, pairs), [])
+
+
+@eqx.filter_jit
+def _run_towers(model: TwoTowers, pairs: PairInputs) -> dict[str, Array]:
+    tokens, mask, token_types = pairs.texts
+    texts = model.embed_texts(tokens, mask=mask, token_types=token_types)
+    images = model.embed_images(pairs.images)
+    logits = model.similarity(images, texts)
+    return {"text_embeds": texts, "image_embeds": images, "logits_per_image": logits, "logits_per_text": logits.T}
 
 
 def _run_layers(

@@ -1,19 +1,40 @@
-"""Inputs, activations and losses of decoders, and of encoders of texts and of images."""
+"""Inputs, activations and losses of decoders, of encoders of texts and of images, and of two towers."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from zoo.models import Encoder, ImageEncoder, SequenceScore, classification_loss, token_losses
+from zoo.layers.encoders.patches import PatchedImages
+from zoo.models import (
+    Encoder,
+    ImageEncoder,
+    SequenceScore,
+    TwoTowers,
+    classification_loss,
+    contrastive_loss,
+    token_losses,
+)
 from zoo.models.encoders.heads import EncoderFeatures, MaskedLMHead
 from zoo.models.loss import cross_entropy
 from zoo.weights.resolve import LoadedModel
 
-from .activations import Activations, TextInputs, run_decoder, run_encoder, run_image_encoder
+from .activations import (
+    Activations,
+    PairInputs,
+    TextInputs,
+    run_decoder,
+    run_encoder,
+    run_image_encoder,
+    run_towers,
+)
 
+_INPUTS = (
+    *("input_ids", "attention_mask", "token_type_ids"),
+    *("pixel_values", "pixel_attention_mask", "spatial_shapes"),
+)
 LossAndBatch = tuple[Callable, dict[str, np.ndarray]]
 
 
@@ -38,7 +59,25 @@ def find_model_kind(model: LoadedModel) -> ModelKind:
         return _IMAGES
     if isinstance(model, Encoder):
         return _TEXTS
+    if isinstance(model, TwoTowers):
+        return _PAIRS
     return _TOKENS
+
+
+def split_towers(
+    model: LoadedModel, expected: Mapping[str, np.ndarray]
+) -> Iterator[tuple[str, LoadedModel, Mapping[str, np.ndarray]]]:
+    """Yield the parts of a model that are compared layer by layer: a word for each, the part, and its expectations. Two
+    towers are three parts, the last of them both together; any other model is one."""
+    if isinstance(model, TwoTowers):
+        for word, prefix, tower in (("text: ", "text_", model.text), ("image: ", "vision_", model.image)):
+            own = {name: expected[name] for name in _INPUTS if name in expected}
+            of_tower = (f"{prefix}hidden_states.", f"{prefix}last_hidden_state")
+            own |= {name.removeprefix(prefix): x for name, x in expected.items() if name.startswith(of_tower)}
+            if tower is model.text:  # the last of the hidden states is before the final norm there
+                own.pop(f"hidden_states.{tower.stack.count_layers()}", None)
+            yield word, tower, own
+    yield "", model, expected
 
 
 def make_next_token_batch(tokens: Any) -> dict[str, np.ndarray]:
@@ -63,6 +102,14 @@ def _sum_feature_squares(features: Any, rows: int) -> tuple[Array, Array]:
     if features.pooler_output is not None:
         total = total + jnp.square(features.pooler_output).mean(1).sum() / 2
     return total, jnp.float32(rows)
+
+
+def _read_images(expected: Mapping[str, np.ndarray]) -> Any:
+    if "spatial_shapes" not in expected:
+        return jnp.asarray(expected["pixel_values"])
+    mask = expected["pixel_attention_mask"] > 0
+    grids = expected["spatial_shapes"].astype(np.int32)
+    return PatchedImages(jnp.asarray(expected["pixel_values"]), jnp.asarray(mask), jnp.asarray(grids))
 
 
 def _make_image_loss(expected: Mapping[str, np.ndarray]) -> LossAndBatch:
@@ -122,4 +169,10 @@ _TOKENS = ModelKind(
     lambda x: (cross_entropy, make_next_token_batch(x["input_ids"])),
 )
 _TEXTS = ModelKind("input_ids", _read_texts, run_encoder, _make_text_loss)
-_IMAGES = ModelKind("pixel_values", lambda x: jnp.asarray(x["pixel_values"]), run_image_encoder, _make_image_loss)
+_IMAGES = ModelKind("pixel_values", _read_images, run_image_encoder, _make_image_loss)
+_PAIRS = ModelKind(
+    "pixel_values",
+    lambda x: PairInputs(_read_texts(x), _read_images(x)),
+    run_towers,
+    lambda x: (contrastive_loss, {**_make_text_batch(x), "images": _read_images(x)}),
+)
