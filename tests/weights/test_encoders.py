@@ -21,7 +21,8 @@ from zoo.models import Encoder, TwoTowers
 from zoo.models.hf.families import FAMILIES
 from zoo.models.hf.spec import replace_ending
 from zoo.models.scoring import unstack_blocks
-from zoo.tools.parity.checkpoint import OUTPUTS, compare_checkpoint, read_expectations
+from zoo.tools.parity.checkpoint import OUTPUTS as RESULTS
+from zoo.tools.parity.checkpoint import compare_checkpoint, read_expectations
 from zoo.weights.safetensors import CheckpointError
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "encoders"
@@ -41,7 +42,7 @@ def test_encoders_match_pytorch(folder: Path, tmp_path: Path):
     expected, norms = read_expectations(folder / "expected.safetensors"), read(folder / "meta.json")["grad_norm"]
     report = compare_checkpoint(folder, expected, gradient_norms=norms)
     assert report.passed, report.first_failure
-    results = {*OUTPUTS, "loss"} & expected.keys()
+    results = {*RESULTS, "loss"} & expected.keys()
     assert results and results <= {line.name for line in report.comparisons}
     model = zoo.load(folder)
     towers = (model.text, model.image) if isinstance(model, TwoTowers) else (model,)

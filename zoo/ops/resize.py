@@ -47,9 +47,12 @@ def linear_weights(
 ) -> Float[Array, "batch outputs old"]:
     """Return the weights of `size` values, at the centers of equal cells, in the output `index` of `new_sizes` of them.
 
-    Output i is at u = (i + 1/2) s with s = size / new_size, and value j has the weight max(0, 1 - |j + 1/2 - u| / max(s,
-    1)), divided by the sum of all: linear interpolation, with a filter that is wider where the grid shrinks. The same
-    as PyTorch's `interpolate(mode="bilinear", align_corners=False, antialias=True)` along one dim. The new sizes may
+    Output i is at u = (i + 1/2) s with s = size / new_size, and value j has the weight
+
+        max(0, 1 - |j + 1/2 - u| / max(s, 1)),
+
+    divided by the sum of all: linear interpolation, with a filter that is wider where the grid shrinks. The same as
+    PyTorch's `interpolate(mode="bilinear", align_corners=False, antialias=True)` along one dim. The new sizes may
     differ from row to row, and be unknown when a program is compiled.
     """
     step = (size / new_sizes.astype(jnp.float32))[:, None, None]

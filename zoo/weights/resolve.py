@@ -16,6 +16,8 @@ from zoo.models.hf.predictors import NUM_PREDICTORS, count_predictors
 from zoo.models.hf.score_head import choose_head
 from zoo.models.hf.shapes import build_shapes
 from zoo.models.hf.spec import Config, Family, NameMap, Origin
+from zoo.models.hf.towers import TOWERS
+from zoo.models.hf.values import is_number
 from zoo.models.hf.wrappers import TEXT_CONFIG, TIE, WRAPPERS, read_text_config, rename
 from zoo.models.parameter_paths import list_parameter_paths
 
@@ -52,7 +54,8 @@ _MOST_SHARED_LAYERS = 128
 
 
 LoadedModel = Any
-"""A `zoo.models.Decoder`, `SequenceScore`, `Encoder` or, of images, `ImageEncoder`: the config says which."""
+"""A `zoo.models.Decoder`, `SequenceScore`, `Encoder`, of images `ImageEncoder`, or of both `TwoTowers`: the config says
+which."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,19 +180,21 @@ def resolve_checkpoint(
 
 
 def _drop_keys(config: Mapping[str, Any], ignore: Collection[str]) -> dict[str, Any]:
-    """Return a config without some keys, also in the language model's."""
+    """Return a config without some keys, also in the configs of a language model and of towers."""
     kept = {key: value for key, value in config.items() if key not in ignore}
-    if isinstance(text := kept.get(TEXT_CONFIG), Mapping):
-        kept[TEXT_CONFIG] = {key: value for key, value in text.items() if key not in ignore}
+    for name in TOWERS:
+        if isinstance(part := kept.get(name), Mapping):
+            kept[name] = {key: value for key, value in part.items() if key not in ignore}
     return kept
 
 
 def _check_layer_count(config: Config, available: int) -> None:
     """**Raises** `ConfigError` for far more layers than tensors: building 10^9 layers, if only in shapes, would never
     end."""
-    layers = config.get("num_hidden_layers", 0)  # a family of one's own may have another key
-    if layers > max(available, _MOST_SHARED_LAYERS):
-        raise ConfigError(f"num_hidden_layers = {layers}, and the checkpoint has {available} tensors in all")
+    parts = [config, *(part for name in TOWERS if isinstance(part := config.get(name), Mapping))]
+    for layers in [part.get("num_hidden_layers") for part in parts]:  # a family of one's own may have another key
+        if is_number(layers) and layers > max(available, _MOST_SHARED_LAYERS):
+            raise ConfigError(f"num_hidden_layers = {layers}, and the checkpoint has {available} tensors in all")
 
 
 def _find_tied_head(stored: Stored, config: Config) -> tuple[str, ...]:

@@ -23,6 +23,7 @@ from .image import ImageEncoder, Images, count_images
 from .text import Encoder
 
 ContrastiveKind = Literal["softmax", "sigmoid"]
+_TOWER_FIELDS = {*Encoder.__dataclass_fields__, *ImageEncoder.__dataclass_fields__}
 _KEYS = ("tokens", "images", "mask", "token_types")
 
 
@@ -42,14 +43,14 @@ class Similarity(Module):
 
 
 class TwoTowers(Module):
-    """An encoder of texts and one of images with embeddings in one space (CLIP, Radford et al., arXiv:2103.00020; SigLIP,
-    Zhai et al., arXiv:2303.15343).
+    """An encoder of texts and one of images with embeddings in one space (CLIP, Radford et al., arXiv:2103.00020;
+    SigLIP, Zhai et al., arXiv:2303.15343).
 
         embedding = P pool(encoder(x)) / |P pool(encoder(x))|
         logit of an image and a text = exp(log_scale) image · text + bias
 
-    The head of each encoder is a `FeatureHead` with a pooler. Projections P and bias are optional. Each tower is a model
-    by itself: `zoo.hidden_states(model.text, tokens)`, `model.image(images)`.
+    The head of each encoder is a `FeatureHead` with a pooler. Projections P and bias are optional. Each tower is a
+    model by itself: `zoo.hidden_states(model.text, tokens)`, `model.image(images)`.
     """
 
     text: Encoder
@@ -62,7 +63,16 @@ class TwoTowers(Module):
     """The checkpoint that the model was loaded from, which `zoo.save` needs."""
 
     if not TYPE_CHECKING:  # for a type checker every name would be an attribute
-        __getattr__ = explain_torch_habit
+
+        def __getattr__(self, name: str) -> Any:
+            if hasattr(Encoder, name) or hasattr(ImageEncoder, name) or name in _TOWER_FIELDS:
+                raise AttributeError(
+                    f"'TwoTowers' object has no attribute {name!r}: pass a tower, model.text or model.image, which is "
+                    "a model by itself",
+                    name=name,
+                    obj=self,
+                )
+            explain_torch_habit(self, name)
 
     def __hash__(self) -> int:
         return hash_for_jit(self)

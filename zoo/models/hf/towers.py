@@ -19,13 +19,17 @@ from .spec import Config, Family, NameMap, TensorMapping, omit, prefixed
 from .values import ValueKind, optional
 
 TOWERS = ("text_config", "vision_config")
+"""Keys of the towers' configs. Older files of CLIP have them once more with `_dict` after the name, which counts."""
 _TABLE = optional(ValueKind("a table of keys", lambda value: isinstance(value, Mapping)))
 
 
 def read_tower(config: Config, family: Family, name: str) -> Config:
-    """Return the config of a tower, which is `name` within the config. **Raises** `ConfigError` as `read_config` does."""
+    """Return the config of a tower, `name` within the config. **Raises** `ConfigError` as `read_config` does."""
+    given = config.get(f"{name}_dict")
+    if given is None:
+        given = config[name] or {}
     try:
-        return read_config(family, omit(config[name] or {}, "architectures"))
+        return read_config(family, omit(given, "architectures"))
     except ConfigError as error:
         raise ConfigError(f"{name}: {error}") from None
 
@@ -49,7 +53,9 @@ def _build_towers(
         text.build(configs[0], key=text_key),
         image.build(configs[1], key=image_key),
         *projections,
-        Similarity(jnp.float32(config.get("logit_scale_init_value", scale)), None if bias is None else jnp.float32(bias)),
+        Similarity(
+            jnp.float32(config.get("logit_scale_init_value", scale)), None if bias is None else jnp.float32(bias)
+        ),
     )
 
 
@@ -85,6 +91,7 @@ def make_tower_family(
     defaults: dict[str, Any] = dict.fromkeys(TOWERS, Default(None, _TABLE))
     if projected:
         defaults |= {"projection_dim": 512, "logit_scale_init_value": scale}
+        defaults |= {f"{key}_dict": Default(None, _TABLE) for key in TOWERS}
     build: Callable[..., TwoTowers] = partial(_build_towers, text, image, scale=scale, bias=bias)
     return Family(
         name=name,

@@ -19,7 +19,9 @@ def _build_clip_vision(config: hf.Config, *, key: Key[Array, ""]) -> hf.ImageEnc
     embedding = hf.make_image_embedding_factory(config, bias=False)
     heads = {"CLIPVisionModel": hf.make_feature_head_factory(lambda key: ClassTokenPooler(norm()))}
     norms = {"embedding_norm": norm, "final_norm": IdentityNorm}
-    return hf.build_config_image_encoder(config, layer, norm, hf.select_head(config, heads), embedding, key=key, **norms)
+    return hf.build_config_image_encoder(
+        config, layer, norm, hf.select_head(config, heads), embedding, key=key, **norms
+    )
 
 
 def _map_clip_vision_names(config: hf.Config) -> hf.NameMap:

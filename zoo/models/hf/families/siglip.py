@@ -9,6 +9,4 @@ from .siglip_vision_model import SIGLIP_VISION_MODEL
 START = {"scale": 2.302585, "bias": -10.0}
 """Initial similarity (arXiv:2303.15343, section 3.2)."""
 
-SIGLIP = hf.make_tower_family(
-    "siglip", "SiglipModel", SIGLIP_TEXT_MODEL, SIGLIP_VISION_MODEL, projected=False, **START
-)
+SIGLIP = hf.make_tower_family("siglip", "SiglipModel", SIGLIP_TEXT_MODEL, SIGLIP_VISION_MODEL, projected=False, **START)
