@@ -39,23 +39,24 @@ def _build_towers(
 ) -> TwoTowers:
     """Build both towers, and projections to `projection_dim` if the config has one. The similarity starts with `scale`
     and `bias`."""
-    text_key, image_key, *projection_keys = jax.random.split(key, 4)
-    configs = [read_tower(config, family, name) for family, name in zip((text, image), TOWERS, strict=True)]
-    projections = [None, None]
-    size = config.get("projection_dim")
-    if size is not None:
-        options = {"in_": Dim("embed"), "bias": False}
-        projections = [
-            Linear(part["hidden_size"], size, **options, key=own)
-            for part, own in zip(configs, projection_keys, strict=True)
-        ]
+    text_key, image_key, text_projection_key, image_projection_key = jax.random.split(key, 4)
+    text_config, image_config = (
+        read_tower(config, family, name) for family, name in zip((text, image), TOWERS, strict=True)
+    )
+
+    def make_projection(tower: Config, key: Key[Array, ""]) -> Linear | None:
+        size = config.get("projection_dim")
+        if size is None:
+            return None
+        return Linear(tower["hidden_size"], size, in_=Dim("embed"), key=key)
+
+    log_scale = jnp.float32(config.get("logit_scale_init_value", scale))
     return TwoTowers(
-        text.build(configs[0], key=text_key),
-        image.build(configs[1], key=image_key),
-        *projections,
-        Similarity(
-            jnp.float32(config.get("logit_scale_init_value", scale)), None if bias is None else jnp.float32(bias)
-        ),
+        text=text.build(text_config, key=text_key),
+        image=image.build(image_config, key=image_key),
+        text_projection=make_projection(text_config, text_projection_key),
+        image_projection=make_projection(image_config, image_projection_key),
+        similarity=Similarity(log_scale, None if bias is None else jnp.float32(bias)),
     )
 
 

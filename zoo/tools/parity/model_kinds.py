@@ -19,6 +19,7 @@ from zoo.models import (
 )
 from zoo.models.encoders.heads import EncoderFeatures, MaskedLMHead
 from zoo.models.loss import cross_entropy
+from zoo.models.scoring import unstack_blocks
 from zoo.weights.resolve import LoadedModel
 
 from .activations import (
@@ -75,7 +76,7 @@ def split_towers(
             of_tower = (f"{prefix}hidden_states.", f"{prefix}last_hidden_state")
             own |= {name.removeprefix(prefix): x for name, x in expected.items() if name.startswith(of_tower)}
             if tower is model.text:  # the last of the hidden states is before the final norm there
-                own.pop(f"hidden_states.{tower.stack.count_layers()}", None)
+                own.pop(f"hidden_states.{len(unstack_blocks(tower))}", None)
             yield word, tower, own
     yield "", model, expected
 
