@@ -42,8 +42,8 @@ _COMMON = {
 
 Picture = Any
 """A `PIL.Image.Image`, or an array of gray levels from 0 to 255, "height width" or "height width channels"."""
-RGB = UInt8[np.ndarray, "height width 3"]
-Pixels = Float[np.ndarray, "3 height width"]
+RGB = UInt8[np.ndarray, "_ _ 3"]
+Pixels = Float[np.ndarray, "3 _ _"]
 
 
 class _Processor(NamedTuple):

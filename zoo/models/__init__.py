@@ -18,6 +18,7 @@ from .observe import find_first_nonfinite, observe, tabulate_observations, unobs
 from .parameter_access import get, replace
 from .parameter_paths import list_parameter_paths
 from .predictors import add_predictors, repeat_predictor
+from .presets.clip import CLIP
 from .presets.hybrid import Hybrid
 from .presets.looped import Looped
 from .presets.mamba import Mamba, Mamba2
@@ -48,6 +49,7 @@ from .stack import Stack
 from .torch_habits import explain_missing_name
 
 __all__ = [
+    "CLIP",
     "GLA",
     "HGRN2",
     "RWKV6",

@@ -34,7 +34,8 @@ def configure(
         model = zoo.configure(model, remat="full", attention="blockwise")
 
     Implementations take any module or tree of modules: a decoder, loaded or new, stacked, with adapters, quantized; a
-    block; a mixer. The other options take a model with one `zoo.models.Stack`, or `TwoTowers`. Parameters are shared with `model`.
+    block; a mixer. The other options take a model with one `zoo.models.Stack`, or `TwoTowers`. Parameters are shared
+    with `model`.
 
     - `remat`: what the backward pass recomputes to save memory: "none", "elementwise", "dots", "full", or a
       `zoo.parallel.SaveNames`.

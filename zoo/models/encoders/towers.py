@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Int, Key
 
 from zoo.layers import AbstractLinear, TokenInfo
 from zoo.layers.encoders.patches import PatchedImages
@@ -13,13 +13,12 @@ from zoo.layers.token_info import split_row_keys
 from zoo.parallel import Module, all_gather, full_precision, gather, implementation_option, num_shards
 from zoo.parallel.collectives import current_mesh, shard_offset
 from zoo.parallel.pipeline import active_pipelining
-from zoo.shapes import PaddingMask, Tokens
 
 from ..hf.spec import Origin
 from ..loss import token_losses
 from ..torch_habits import explain_torch_habit, hash_for_jit
 from .heads import EncoderFeatures
-from .image import ImageEncoder, Images, count_images
+from .image import ImageEncoder, count_images
 from .text import Encoder
 
 ContrastiveKind = Literal["softmax", "sigmoid"]
@@ -79,10 +78,10 @@ class TwoTowers(Module):
 
     def __call__(
         self,
-        tokens: Tokens,
-        images: Images | PatchedImages,
+        tokens: Int[Array, "texts seq"],
+        images: Float[Array, "images channels height width"] | PatchedImages,
         *,
-        mask: PaddingMask | None = None,
+        mask: Bool[Array, "texts seq"] | None = None,
         token_types: Int[Array, "texts seq"] | None = None,
         key: Key[Array, "..."] | None = None,
     ) -> Float[Array, "images texts"]:
@@ -98,9 +97,9 @@ class TwoTowers(Module):
 
     def embed_texts(
         self,
-        tokens: Tokens,
+        tokens: Int[Array, "texts seq"],
         *,
-        mask: PaddingMask | None = None,
+        mask: Bool[Array, "texts seq"] | None = None,
         token_types: Int[Array, "texts seq"] | None = None,
         key: Key[Array, "..."] | None = None,
     ) -> Float[Array, "texts features"]:
@@ -109,7 +108,10 @@ class TwoTowers(Module):
         return _normalize(self.text(tokens, mask=mask, token_types=token_types, key=keys), self.text_projection)
 
     def embed_images(
-        self, images: Images | PatchedImages, *, key: Key[Array, "..."] | None = None
+        self,
+        images: Float[Array, "images channels height width"] | PatchedImages,
+        *,
+        key: Key[Array, "..."] | None = None,
     ) -> Float[Array, "images features"]:
         """Return the embedding of each image, in float32 and of norm 1."""
         keys = None if key is None else _fold_keys(key, count_images(images), 1)

@@ -16,7 +16,7 @@ def _build_clip_vision(config: hf.Config, *, key: Key[Array, ""]) -> hf.ImageEnc
         hf.make_bidirectional_attention_factory(config, bias=True, out_bias=True),
         hf.make_mlp_factory(config),
     )
-    embedding = hf.make_image_embedding_factory(config, bias=False)
+    embedding = hf.make_image_embedding_factory(config, bias=False, scale=config["hidden_size"] ** -0.5)
     heads = {"CLIPVisionModel": hf.make_feature_head_factory(lambda key: ClassTokenPooler(norm()))}
     norms = {"embedding_norm": norm, "final_norm": IdentityNorm}
     return hf.build_config_image_encoder(
