@@ -21,6 +21,7 @@ from .heads import EncoderFeatures
 from .image import ImageEncoder, count_images
 from .text import Encoder
 
+_PairedImages = Float[Array, "images channels height width"]
 ContrastiveKind = Literal["softmax", "sigmoid"]
 _TOWER_FIELDS = {*Encoder.__dataclass_fields__, *ImageEncoder.__dataclass_fields__}
 _KEYS = ("tokens", "images", "mask", "token_types")
@@ -79,12 +80,12 @@ class TwoTowers(Module):
     def __call__(
         self,
         tokens: Int[Array, "texts seq"],
-        images: Float[Array, "images channels height width"] | PatchedImages,
+        images: _PairedImages | PatchedImages,
         *,
         mask: Bool[Array, "texts seq"] | None = None,
         token_types: Int[Array, "texts seq"] | None = None,
         key: Key[Array, "..."] | None = None,
-    ) -> Float[Array, "images texts"]:
+    ) -> Float[Array, "images _"]:
         """Return the logit of each image with each text, in float32: `logits_per_image` of transformers. On a mesh, the
         images of this device with the texts of all.
 
@@ -108,13 +109,10 @@ class TwoTowers(Module):
         return _normalize(self.text(tokens, mask=mask, token_types=token_types, key=keys), self.text_projection)
 
     def embed_images(
-        self,
-        images: Float[Array, "images channels height width"] | PatchedImages,
-        *,
-        key: Key[Array, "..."] | None = None,
+        self, images: _PairedImages | PatchedImages, *, key: Key[Array, "..."] | None = None
     ) -> Float[Array, "images features"]:
         """Return the embedding of each image, in float32 and of norm 1."""
-        keys = None if key is None else _fold_keys(key, count_images(images), 1)
+        keys = _fold_keys(key, count_images(images), 1)
         return _normalize(self.image(images, key=keys), self.image_projection)
 
 
