@@ -91,20 +91,15 @@ def _embed_by_tower(model: TwoTowers, tokens: Any, mask: Any, images: Any, pooli
         raise ValueError("TwoTowers embed texts or images: pass tokens, or images=, and the other in a call of its own")
     if pooling is not None:
         raise ValueError(f"pooling={pooling!r}: the towers have poolers of their own")
-    if images is None:
-        return _embed_texts(model, tokens, mask)
-    if mask is not None:
+    if images is not None and mask is not None:
         raise ValueError("mask is of tokens, and images were given: leave it out")
-    return _embed_images(model, images)
+    return _run_tower(model, tokens, mask, images)
 
 
 @eqx.filter_jit
-def _embed_texts(model: TwoTowers, tokens: Tokens, mask: PaddingMask | None) -> Array:
-    return model.embed_texts(tokens, mask=mask)
-
-
-@eqx.filter_jit
-def _embed_images(model: TwoTowers, images: Images | PatchedImages) -> Array:
+def _run_tower(model: TwoTowers, tokens: Any, mask: Any, images: Any) -> Array:
+    if images is None:
+        return model.embed_texts(tokens, mask=mask)
     return model.embed_images(images)
 
 

@@ -11,8 +11,9 @@ import pytest
 
 import zoo
 from zoo.layers.encoders.patches import PatchedImages
-from zoo.layers.encoders.pooling import EndTokenPooler, LastPlacePooler
+from zoo.layers.encoders.pooling import EndTokenPooler
 from zoo.models import contrastive_loss
+from zoo.models.hf.families.siglip_text_model_layers import LastPlacePooler
 from zoo.tools.parity.checkpoint import make_loss, read_expectations
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "encoders"

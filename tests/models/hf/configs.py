@@ -13,6 +13,7 @@ from tests.quick import mark_slow
 from zoo.models.hf.config import read_config
 from zoo.models.hf.families import FAMILIES
 
+TOWER = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 SMALL = {
     "vocab_size": 11,
     "hidden_size": 32,
@@ -56,6 +57,8 @@ SMALL = {
     "expert_layer_offset": 0,
     "position_embedding_type": "rope",
     "shared_intermediate_size": 12,
+    "text_config": TOWER,
+    "vision_config": TOWER,
 }
 ANOTHER = {
     "vocab_size": 13,
@@ -180,6 +183,10 @@ ANOTHER = {
     "expand_ratio": 16,
     "rope_fraction": 1.0,
     "num_slots": 6,
+    **dict.fromkeys(
+        ("text_config", "vision_config", "text_config_dict", "vision_config_dict"), TOWER | {"hidden_size": 96}
+    ),
+    "projection_size": 24,
 }
 """Values other than the small model's. For keys that are not listed, one is derived from the default."""
 OTHER_WORDS = {"silu": "relu", "l2": "sum"}

@@ -49,7 +49,7 @@ ONLY_NAMES = ("legacy", "weight_mode", "fuse_norm", "mtp_layers_block_type", "mt
 """Keys that change the names of tensors, or the layers of predictors, which only tensors bring."""
 
 
-READ_BY_SOME = {"architectures", "id2label", "num_labels", "pad_token_id"}
+READ_BY_SOME = {"architectures", "id2label", "num_labels", "pad_token_id", "eos_token_id"}
 """Keys that some families read, and that change nothing in others."""
 
 
@@ -161,6 +161,7 @@ def test_config_null_equals_absent(family):
         "expand_ratio",
         "num_slots",
         "num_kv_heads",
+        *("text_config", "vision_config", "text_config_dict", "vision_config_dict"),
     }
     if family.defaults.keys() & {"hidden_ratio", "A_floor"}:  # flash-linear-attention derives no head_dim
         absent.remove("head_dim")

@@ -20,14 +20,12 @@ from .values import ValueKind, optional
 
 TOWERS = ("text_config", "vision_config")
 """Keys of the towers' configs. Older files of CLIP have them once more with `_dict` after the name, which counts."""
-_TABLE = optional(ValueKind("a table of keys", lambda value: isinstance(value, Mapping)))
+_TABLE = ValueKind("a table of keys", lambda value: isinstance(value, Mapping))
 
 
 def read_tower(config: Config, family: Family, name: str) -> Config:
     """Return the config of a tower, `name` within the config. **Raises** `ConfigError` as `read_config` does."""
-    given = config.get(f"{name}_dict")
-    if given is None:
-        given = config[name] or {}
+    given = config.get(f"{name}_dict") or config[name] or {}
     try:
         return read_config(family, omit(given, "architectures"))
     except ConfigError as error:
@@ -50,13 +48,12 @@ def _build_towers(
             return None
         return Linear(tower["hidden_size"], size, in_=Dim("embed"), key=key)
 
-    log_scale = jnp.float32(config.get("logit_scale_init_value", scale))
     return TwoTowers(
         text=text.build(text_config, key=text_key),
         image=image.build(image_config, key=image_key),
         text_projection=make_projection(text_config, text_projection_key),
         image_projection=make_projection(image_config, image_projection_key),
-        similarity=Similarity(log_scale, None if bias is None else jnp.float32(bias)),
+        similarity=Similarity(jnp.float32(scale), None if bias is None else jnp.float32(bias)),
     )
 
 
@@ -89,10 +86,10 @@ def make_tower_family(
     - `projected`: with projections to `projection_dim`. Without, scalars have one dim in files.
     - `scale`, `bias`: initial values of the similarity.
     """
-    defaults: dict[str, Any] = dict.fromkeys(TOWERS, Default(None, _TABLE))
+    defaults: dict[str, Any] = dict.fromkeys(TOWERS, Default({}, optional(_TABLE)))
     if projected:
-        defaults |= {"projection_dim": 512, "logit_scale_init_value": scale}
-        defaults |= {f"{key}_dict": Default(None, _TABLE) for key in TOWERS}
+        older = {f"{key}_dict": Default({}, optional(_TABLE)) for key in TOWERS}
+        defaults = {**defaults, **older, "projection_dim": 512}
     build: Callable[..., TwoTowers] = partial(_build_towers, text, image, scale=scale, bias=bias)
     return Family(
         name=name,
@@ -100,5 +97,6 @@ def make_tower_family(
         build=build,
         names=partial(_map_tower_names, text, image, int(not projected)),
         defaults=defaults,
+        ignored_keys=frozenset({"logit_scale_init_value"}),
         ignored_tensors=(r"embeddings\.position_ids$",),
     )

@@ -5,10 +5,10 @@ from functools import partial
 
 from jaxtyping import Array, Key
 
-from zoo.layers.encoders.pooling import LastPlacePooler
 from zoo.models.hf import grammar as hf
 
 from . import clip_text_model
+from .siglip_text_model_layers import LastPlacePooler
 
 
 def _build_siglip_text(config: hf.Config, *, key: Key[Array, ""]) -> hf.Encoder:
