@@ -81,5 +81,12 @@ def gaussian_top_k(
 
 
 ACTIVATIONS: Mapping[str, Callable[[Array], Array]] = MappingProxyType(
-    {"gelu": gelu, "gelu_tanh": gelu_tanh, "relu": jax.nn.relu, "relu_squared": relu_squared, "silu": jax.nn.silu}
+    {
+        "gelu": gelu,
+        "gelu_tanh": gelu_tanh,
+        "quick_gelu": quick_gelu,
+        "relu": jax.nn.relu,
+        "relu_squared": relu_squared,
+        "silu": jax.nn.silu,
+    }
 )
