@@ -168,6 +168,12 @@ def test_micro_batches_are_refused():
         zoo.value_and_grad(contrastive_loss, mesh, microbatches=2)(zoo.place(make(), mesh), draw())
 
 
+def test_a_sharded_sequence_is_refused():
+    mesh = zoo.make_mesh(data=4, context=2)
+    with pytest.raises(NotImplementedError, match="the end token is found on one device, and the mesh shards the"):
+        zoo.value(contrastive_loss, mesh)(zoo.place(make(), mesh), zoo.place_batch(draw(), mesh))
+
+
 def test_images_of_one_size_are_refused_by_a_model_of_patches(no_type_checks):
     model = zoo.load(FIXTURES / "siglip2_pairs")
     with pytest.raises(TypeError, match=r"expected PatchedImages, rows of patches, got an array float32\[1, 3, 8, 8\]"):

@@ -40,6 +40,32 @@ def test_older_files_have_the_configs_of_towers_twice(tmp_path):
         assert read[0] == read[1]
 
 
+WRITTEN_BY_TRANSFORMERS_4 = {
+    "add_cross_attention": False,
+    "architectures": None,
+    "bad_words_ids": None,
+    "chunk_size_feed_forward": 0,
+    "dropout": 0.0,
+    "id2label": {"0": "LABEL_0", "1": "LABEL_1"},
+    "is_decoder": False,
+    "pruned_heads": {},
+    "tie_word_embeddings": True,
+    "top_k": 50,
+    "torch_dtype": None,
+    "use_bfloat16": False,
+}
+
+
+def test_configs_of_towers_that_have_every_key_are_read(tmp_path):
+    changes = {}
+    for tower in ("text_config", "vision_config"):
+        changes |= {f"{tower}__{key}": value for key, value in WRITTEN_BY_TRANSFORMERS_4.items()}
+    for name in ("clip_pairs", "chinese_clip_pairs"):
+        given = {key: value for key, value in changes.items() if name == "clip_pairs" or not key.endswith("dropout")}
+        model = zoo.load(copy_with(tmp_path / name, name, **given))
+        assert not list(find_differences(model, zoo.load(FIXTURES / name)))
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     {

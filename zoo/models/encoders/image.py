@@ -82,7 +82,8 @@ class ImageEncoder(Module):
 
     def read_head(self, x: HiddenStates, images: Images | PatchedImages) -> Any:
         """Return the head's output for normalized hidden states of these images."""
-        return gather(self.head)(x, images.mask if isinstance(images, PatchedImages) else None)
+        mask = images.mask if isinstance(images, PatchedImages) else None
+        return gather(self.head)(x, mask)
 
     def token_info(self, images: Images | PatchedImages, *, key: Key[Array, "..."] | None = None) -> TokenInfo:
         """Return the coordinates of the tokens of images, segment 0 for padding, and one PRNG key per row."""
@@ -120,7 +121,9 @@ class ImageEncoder(Module):
 
 def count_images(images: Images | PatchedImages) -> int:
     """Return the number of images of a batch."""
-    return (images.pixels if isinstance(images, PatchedImages) else images).shape[0]
+    if isinstance(images, PatchedImages):
+        return images.pixels.shape[0]
+    return images.shape[0]
 
 
 def build_image_encoder(

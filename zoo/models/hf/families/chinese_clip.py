@@ -25,7 +25,7 @@ _TEXT = hf.Family(
     ignored_keys=frozenset(
         """
         directionality output_past pooler_fc_size pooler_num_attention_heads pooler_num_fc_layers pooler_size_per_head
-        pooler_type
+        pooler_type tie_word_embeddings
         """.split()
     ),
 )

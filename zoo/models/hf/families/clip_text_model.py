@@ -63,6 +63,6 @@ CLIP_TEXT_MODEL = hf.Family(
         "layer_norm_eps": 1e-5,
         "eos_token_id": hf.non_negative(49407),
     },
-    ignored_keys=frozenset({"projection_dim", "dropout"}),
+    ignored_keys=frozenset({"projection_dim", "dropout", "tie_word_embeddings"}),
     ignored_tensors=(r"embeddings\.position_ids$",),
 )

@@ -49,6 +49,6 @@ CLIP_VISION_MODEL = hf.Family(
         "layer_norm_eps": 1e-5,
     },
     required_values=hf.ONLY_BIDIRECTIONAL,
-    ignored_keys=frozenset({"projection_dim", "dropout"}),
+    ignored_keys=frozenset({"projection_dim", "dropout", "tie_word_embeddings"}),
     ignored_tensors=(r"embeddings\.position_ids$",),
 )
