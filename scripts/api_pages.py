@@ -18,7 +18,19 @@ import zoo
 from zoo.models.hf import families
 
 PACKAGES = (
-    *("models", "weights", "layers", "parallel", "ops", "adapters", "precision", "text", "train", "train.objectives"),
+    *(
+        "models",
+        "weights",
+        "layers",
+        "parallel",
+        "ops",
+        "adapters",
+        "precision",
+        "text",
+        "images",
+        "train",
+        "train.objectives",
+    ),
     *("inspect", "tools.plan", "tools.report", "tools.draw", "tools.parity", "tools.testing", "tools.evaluate"),
 )
 """Public packages and modules of `zoo`, in the order of the pages."""
@@ -28,6 +40,7 @@ ALSO_SHOWN = (
     "zoo.adapters.methods.rank_allocation",
     "zoo.layers.recurrent.context.RecurrenceContext",
     "zoo.layers.recurrent.from_attention",
+    "zoo.layers.encoders.patches.PatchedImages",
     "zoo.models.blocks",
     "zoo.models.encoders.heads",
     "zoo.models.hf.builders",

@@ -36,6 +36,7 @@ from zoo.layers.encoders.bidirectional_attention import BidirectionalAttention
 from zoo.layers.recurrent.base import AbstractRecurrence
 from zoo.models import Decoder, Encoder, ImageEncoder
 from zoo.models.blocks import ParallelBlock
+from zoo.models.hf.builders import find_activation_name
 from zoo.models.hf.config import read_config
 from zoo.models.hf.families import FAMILIES
 from zoo.models.hf.families.falcon_h1_layers import SideBySide
@@ -196,6 +197,8 @@ def describe_parts(family: Family) -> tuple[str, str, str, str]:
 
     They are read off the model of its default config; keys without a default are those of its first published size.
     """
+    if "vision_config" in family.defaults:
+        return describe_towers(family)
     published = next((preset.config for preset in PRESETS.values() if preset.family == family.name), {})
     absent = [key for key, value in read_config(family, {}).items() if value is None]
     config = read_config(family, {key: published[key] for key in absent if key in published})
@@ -267,6 +270,24 @@ def describe_parts(family: Family) -> tuple[str, str, str, str]:
     if isinstance(ffn, MixtureOfExperts):
         feed_forward = ", ".join([feed_forward, *describe_mixture(ffn), *describe_dense_layers(blocks)])
     return ", ".join(words), f"`{norm}`", feed_forward, describe_head(model)
+
+
+def describe_towers(family: Family) -> tuple[str, str, str, str]:
+    """Describe the layers of both towers, and how they are pooled."""
+
+    def build(key):
+        model = family.build(read_config(family, {}), key=key)
+        return [(tower, next(tower.stack.iter_blocks())) for tower in (model.text, model.image)]
+
+    towers = eqx.filter_eval_shape(build, jax.random.key(0))
+    mixers = [", ".join(describe_attention(block.mixer, Config())) for _, block in towers]
+    names = ("texts", "images")
+    mixer = "; ".join(f"of {name}: {words}" for name, words in zip(names, mixers, strict=True))
+    activations = dict.fromkeys(find_activation_name(block.ffn.activation) for _, block in towers)
+    poolers = " and ".join(f"`{type(tower.head.pooler).__name__}`" for tower, _ in towers)
+    block = towers[0][1]
+    feed_forward = f"`{type(block.ffn).__name__}`, {' and '.join(activations)}"
+    return mixer, f"`{type(block.mixer_norm).__name__}`", feed_forward, poolers
 
 
 def describe_head(model: Decoder | Encoder | ImageEncoder) -> str:

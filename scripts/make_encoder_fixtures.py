@@ -12,6 +12,14 @@ Needs what scripts/make_fixtures.py needs, and writes files of the same form. A 
                                                  of ELECTRA's discriminator the binary cross-entropy
     last_hidden_state, pooler_output             of a model without a head; loss = mean squares of both, halved
     hidden_states.N                              the input of layer N
+
+A case of two towers has texts and as many images, and their contrastive loss:
+
+    pixel_attention_mask, spatial_shapes         which patches of pixel_values are not padding; rows and columns of them
+    text_embeds, image_embeds                    of norm 1
+    logits_per_image, logits_per_text, loss      forward pass
+    text_hidden_states.N, vision_hidden_states.N the input of layer N, and the output of the last
+    text_last_hidden_state, vision_last_hidden_state
 """
 
 import importlib
@@ -58,6 +66,12 @@ SHARED = EMBEDDED | {"num_hidden_layers": 4}
 THREE = {"num_labels": 3}
 T5 = {"vocab_size": 61, "d_model": 20, "d_kv": 6, "d_ff": 24, "num_layers": 2, "num_heads": 4}
 T5 |= {"relative_attention_num_buckets": 8, "relative_attention_max_distance": 16}
+END = 39
+PAIR = {"text_config": TEXT, "vision_config": IMAGE | {"hidden_size": 12}, "projection_dim": 10}
+SIGMOID = {"text_config": TEXT, "vision_config": IMAGE}
+PATCHED = {key: value for key, value in IMAGE.items() if key != "image_size"} | {"num_patches": 16}
+LAST_IS_RAW = ("CLIPTextModel", "SiglipTextModel")
+"""Classes with hidden states that end before the final norm."""
 ONE_AS_PADDING = ("Roberta", "Camembert", "MPNet")
 CASES = {
     "bert_masked": Case("BertForMaskedLM", TEXT),
@@ -124,6 +138,13 @@ CASES = {
     "dinov2_classes": Case("Dinov2ForImageClassification", DINOV2 | THREE),
     "dinov3_features": Case("DINOv3ViTModel", IMAGE | {"num_register_tokens": 2}),
     "siglip_features": Case("SiglipVisionModel", IMAGE),
+    "siglip_texts": Case("SiglipTextModel", TEXT | {"max_position_embeddings": 9, "projection_size": 12}),
+    "siglip_pairs": Case("SiglipModel", SIGMOID),
+    "siglip2_pairs": Case("Siglip2Model", SIGMOID | {"vision_config": PATCHED}),
+    "clip_texts": Case("CLIPTextModel", TEXT | {"eos_token_id": END}),
+    "clip_images": Case("CLIPVisionModel", IMAGE),
+    "clip_pairs": Case("CLIPModel", PAIR | {"text_config": TEXT | {"eos_token_id": 2}}),
+    "chinese_clip_pairs": Case("ChineseCLIPModel", PAIR),
 }
 
 
@@ -146,6 +167,8 @@ def make(name: str, folder: Path) -> str:
     shutil.rmtree(folder, ignore_errors=True)
     model = build(case, random, seed)
     model.save_pretrained(folder)
+    if "text_config" in case.config:
+        return make_pairs(name, folder, model, random, seed)
     inputs = draw_images(random) if "pixel_values" in model.main_input_name else draw_texts(case, random)
     result = model(**inputs, output_hidden_states=True)
     logits, inputs = result.get("logits"), {name: value.contiguous() for name, value in inputs.items()}
@@ -170,7 +193,38 @@ def make(name: str, folder: Path) -> str:
         outputs = {"logits": logits, "labels": labels}
     loss.backward()
     expected = inputs | outputs | {"loss": loss}
-    expected |= {f"hidden_states.{n}": x for n, x in enumerate(result.hidden_states)}
+    states = result.hidden_states[:-1] if case.architecture in LAST_IS_RAW else result.hidden_states
+    expected |= {f"hidden_states.{n}": x for n, x in enumerate(states)}
+    write_results(name, folder, model, seed, expected)
+    return case.architecture
+
+
+def make_pairs(name: str, folder: Path, model: Any, random: np.random.Generator, seed: int) -> str:
+    """Write the case of two towers; return its class in transformers."""
+    case = CASES[name]
+    texts = Case(case.architecture, case.config["text_config"])
+    inputs = draw_texts(texts, random)
+    if "num_patches" in case.config["vision_config"]:
+        mask = torch.tensor([[1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 0]])
+        pixels = torch.from_numpy(random.standard_normal((2, 6, 48), dtype=np.float32)) * mask[..., None]
+        shapes = torch.tensor([[2, 3], [5, 1]])
+        inputs |= {"pixel_values": pixels, "pixel_attention_mask": mask, "spatial_shapes": shapes}
+    else:
+        inputs |= draw_images(random)
+    result = model(**inputs, return_loss=True, output_hidden_states=True)
+    result.loss.backward()
+    outputs = ("text_embeds", "image_embeds", "logits_per_image", "logits_per_text", "loss")
+    expected = inputs | {key: result[key] for key in outputs}
+    for prefix, tower in (("text", result.text_model_output), ("vision", result.vision_model_output)):
+        expected[f"{prefix}_last_hidden_state"] = tower.last_hidden_state
+        expected |= {f"{prefix}_hidden_states.{n}": x for n, x in enumerate(tower.hidden_states)}
+    write_results(name, folder, model, seed, expected)
+    return case.architecture
+
+
+def write_results(name: str, folder: Path, model: Any, seed: int, expected: dict[str, Any]) -> None:
+    """Write results, and the norms of the gradients that the model's parameters have."""
+    case = CASES[name]
     gradients = {key: weight.grad for key, weight in model.named_parameters() if weight.grad is not None}
     for tied, kept in (model._tied_weights_keys or {}).items():  # CamemBERT's class has its head before the embedding
         if tied in gradients and kept not in gradients:
@@ -181,14 +235,13 @@ def make(name: str, folder: Path) -> str:
     safetensors.save_file(tensors, folder / "expected.safetensors")
     meta = {"name": name, "architecture": case.architecture, "seed": seed, "grad_norm": dict(sorted(norms.items()))}
     (folder / "meta.json").write_text(json.dumps(meta, indent=1) + "\n")
-    return case.architecture
 
 
 def build(case: Case, random: np.random.Generator, seed: int) -> Any:
     """Build a model with random weights, of norms and biases too."""
     torch.manual_seed(seed)
     kind = getattr(transformers, case.architecture)
-    marks = {} if "image_size" in case.config else {"pad_token_id": find_padding(case)}
+    marks = {} if {"image_size", "text_config"} & case.config.keys() else {"pad_token_id": find_padding(case)}
     model = kind(kind.config_class(**case.config, **marks)).eval()
     with torch.no_grad():
         for _, weight in sorted(model.named_parameters()):
@@ -196,6 +249,8 @@ def build(case: Case, random: np.random.Generator, seed: int) -> Any:
                 continue
             draw = torch.from_numpy(random.standard_normal(tuple(weight.shape), dtype=np.float32))
             weight.add_(0.2 * draw) if weight.ndim == 1 else weight.copy_(0.3 * draw)
+        if case.architecture == "ChineseCLIPModel":
+            model.text_model.embeddings.word_embeddings.weight[0] = 0  # as its class does where it reads a file
     return model
 
 
@@ -205,13 +260,18 @@ def find_padding(case: Case) -> int:
 
 
 def draw_texts(case: Case, random: np.random.Generator) -> dict[str, Any]:
-    """Return a row without padding and one with padding on the right; of ALBERT, BERT, ELECTRA, Nomic
-    Embed and RoFormer, the second half is of type 1."""
+    """Return a row without padding and one with padding on the right; of ALBERT, BERT, ELECTRA, Nomic Embed and
+    RoFormer, the second half is of type 1. CLIP's texts close with the end token, and SigLIP's are not masked."""
     mask = torch.ones(2, 9, dtype=torch.long)
     mask[1, 6:] = 0
     ids = torch.from_numpy(random.integers(3, case.config["vocab_size"], (2, 9)))
     ids = ids.masked_fill(mask == 0, find_padding(case))
-    typed = case.architecture.startswith(("Albert", "Bert", "NomicBert", "Electra", "RoFormer"))
+    if case.architecture.startswith("CLIP"):
+        ids = ids.clamp(max=END - 1)
+        ids[0, 8] = ids[1, 5] = END
+    if case.architecture.startswith("Siglip"):
+        return {"input_ids": ids}
+    typed = case.architecture.startswith(("Albert", "Bert", "NomicBert", "Electra", "ChineseCLIP", "RoFormer"))
     types = {"token_type_ids": (torch.arange(9) > 3).long().expand(2, 9)} if typed else {}
     return {"input_ids": ids, "attention_mask": mask, **types}
 

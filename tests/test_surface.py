@@ -15,6 +15,7 @@ NAMES = {
     *("set_implementations", "weights"),
     *(
         "adapters",
+        "images",
         "inspect",
         "layers",
         "models",
@@ -63,7 +64,7 @@ SIGNATURES = {
     zoo.to_torch: "model family names",
     zoo.families: "",
     zoo.hidden_states: "model tokens mask segment_ids positions",
-    zoo.embed: "model tokens mask pooling",
+    zoo.embed: "model tokens mask images pooling",
     zoo.plan: "step args on model_flops",
     zoo.export: "model folder mesh platforms batch seq_len length image_size overwrite",
     zoo.summary: "model mesh",

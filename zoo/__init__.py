@@ -28,6 +28,7 @@ from .parallel.spmd import spmd
 if TYPE_CHECKING:
     from . import adapters as adapters
     from . import audio as audio
+    from . import images as images
     from . import inspect as inspect
     from . import parity as parity
     from . import testing as testing
@@ -67,6 +68,7 @@ __all__ = [
     "generate",
     "generate_stream",
     "hidden_states",
+    "images",
     "init",
     "inspect",
     "layers",
@@ -100,7 +102,7 @@ __all__ = [
     "weights",
 ]
 
-_LAZY = ("adapters", "audio", "inspect", "parity", "testing", "text", "tools", "train", "weights")
+_LAZY = ("adapters", "audio", "images", "inspect", "parity", "testing", "text", "tools", "train", "weights")
 """Packages imported at first use: not every program needs them, and `zoo.train` needs an extra, which it names."""
 _LAZY_NAMES = {
     "CheckpointError": "weights.safetensors",

@@ -15,6 +15,7 @@ import pytest
 
 from tests.recipes import (
     test_bert,
+    test_clip,
     test_compare_adapters,
     test_distill,
     test_dpo,
@@ -62,6 +63,7 @@ FOUR = {"steps": 4, "eval_every": 2}
 """A run stops after the step that follows the signal, and has to have another one left."""
 CASES = {
     "bert": Case(test_bert.TINY | FOUR, written=(WEIGHTS,)),
+    "clip": Case(test_clip.TINY | FOUR, (), written=(WEIGHTS,)),
     "compare_adapters": Case(test_compare_adapters.TINY | FOUR, TEXT, run="full", written=("vera-48/" + ADAPTER,)),
     "distill": Case(test_distill.TINY | test_distill.MESH, ("chats", "teacher"), written=(WEIGHTS,)),
     "dpo": Case(test_dpo.TINY | test_dpo.SHARDED, ("pairs", "checkpoint"), written=(WEIGHTS,), marks=CI),

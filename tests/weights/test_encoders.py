@@ -17,10 +17,11 @@ from tests.tools.parity.test_checkpoint import (
     list_case_folders,
     read,
 )
-from zoo.models import Encoder
+from zoo.models import Encoder, TwoTowers
 from zoo.models.hf.families import FAMILIES
 from zoo.models.hf.spec import replace_ending
 from zoo.models.scoring import unstack_blocks
+from zoo.tools.parity.checkpoint import OUTPUTS as RESULTS
 from zoo.tools.parity.checkpoint import compare_checkpoint, read_expectations
 from zoo.weights.safetensors import CheckpointError
 
@@ -41,10 +42,14 @@ def test_encoders_match_pytorch(folder: Path, tmp_path: Path):
     expected, norms = read_expectations(folder / "expected.safetensors"), read(folder / "meta.json")["grad_norm"]
     report = compare_checkpoint(folder, expected, gradient_norms=norms)
     assert report.passed, report.first_failure
-    results = {"logits", "last_hidden_state", "pooler_output", "loss"} & expected.keys()
+    results = {*RESULTS, "loss"} & expected.keys()
     assert results and results <= {line.name for line in report.comparisons}
     model = zoo.load(folder)
-    assert len(report.comparisons) >= len(unstack_blocks(model)) + 1 + len(results) + len(norms)
+    towers = (model.text, model.image) if isinstance(model, TwoTowers) else (model,)
+    layers = sum(len(unstack_blocks(tower)) for tower in towers)
+    states = sum("hidden_states." in name for name in expected) - (len(towers) - 1)  # one is before the final norm
+    assert states >= layers
+    assert len(report.comparisons) >= states + len(results) + len(norms)
     if (folder / "config_hub.json").exists():
         model = check_hub_config_loads_the_same_model(folder, tmp_path / "hub")
     check_saved_files_equal_loaded_files(model, folder, tmp_path / "again")

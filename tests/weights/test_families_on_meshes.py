@@ -100,7 +100,7 @@ def test_encoders_on_a_mesh_equal_one_device(folder: Path):
     """With padding."""
     model = zoo.load(folder, dtype=jnp.float32)
     loss_fn, batch = make_loss(model, read_expectations(folder / "expected.safetensors"))
-    batch = {name: np.concatenate([x, x]) for name, x in batch.items()}
+    batch = jax.tree.map(lambda x: np.concatenate([x, x]), batch)
     compare_meshes(model, batch, batch, loss_fn)
 
 
@@ -108,5 +108,5 @@ def test_encoders_on_a_mesh_equal_one_device(folder: Path):
 def test_adapters_of_encoders_on_a_mesh_equal_one_device(folder: Path):
     model = zoo.load(folder, dtype=jnp.float32)
     loss_fn, batch = make_loss(model, read_expectations(folder / "expected.safetensors"))
-    batch = {name: np.concatenate([x, x]) for name, x in batch.items()}
+    batch = jax.tree.map(lambda x: np.concatenate([x, x]), batch)
     compare_meshes(adapt(model), batch, batch, loss_fn)

@@ -11,6 +11,7 @@ from .encoder_decoder import EncoderDecoder
 from .encoders.classification import classification_loss
 from .encoders.image import ImageEncoder, build_image_encoder
 from .encoders.text import Encoder, build_encoder
+from .encoders.towers import TwoTowers, contrastive_loss
 from .indexer_loss import indexer_loss
 from .load_balancing import balance_loss, count_active_parameters, router_z_loss, tokens_per_expert, update_expert_bias
 from .loss import cross_entropy_and_routing, token_losses
@@ -18,6 +19,7 @@ from .observe import find_first_nonfinite, observe, tabulate_observations, unobs
 from .parameter_access import get, replace
 from .parameter_paths import list_parameter_paths
 from .predictors import add_predictors, repeat_predictor
+from .presets.clip import CLIP
 from .presets.encoder_decoder import EncoderDecoderTransformer
 from .presets.hybrid import Hybrid
 from .presets.looped import Looped
@@ -49,6 +51,7 @@ from .stack import Stack
 from .torch_habits import explain_missing_name
 
 __all__ = [
+    "CLIP",
     "GLA",
     "HGRN2",
     "RWKV6",
@@ -79,6 +82,7 @@ __all__ = [
     "SequenceScore",
     "Stack",
     "Transformer",
+    "TwoTowers",
     "VisionTransformer",
     "add_predictors",
     "balance_loss",
@@ -86,6 +90,7 @@ __all__ = [
     "build_encoder",
     "build_image_encoder",
     "classification_loss",
+    "contrastive_loss",
     "count_active_parameters",
     "count_positions",
     "cross_entropy_and_routing",

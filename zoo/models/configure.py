@@ -1,5 +1,6 @@
 """Options of how a model computes: implementations, rematerialization, the loop over layers, and the routing."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, TypeVar, get_args
 
@@ -10,6 +11,7 @@ from zoo.parallel.module import find_operations, replace_option
 from zoo.parallel.remat import Remat, check_remat
 
 from .decoder import AbstractStack, RoutingDetail, UnrolledStack
+from .encoders.towers import TwoTowers
 from .loop import Loop, check_loop
 from .stack import Stack, swap_stack
 
@@ -32,7 +34,8 @@ def configure(
         model = zoo.configure(model, remat="full", attention="blockwise")
 
     Implementations take any module or tree of modules: a decoder, loaded or new, stacked, with adapters, quantized; a
-    block; a mixer. The other options take a model with one `zoo.models.Stack`. Parameters are shared with `model`.
+    block; a mixer. The other options take a model with one `zoo.models.Stack`, or `TwoTowers`. Parameters are shared
+    with `model`.
 
     - `remat`: what the backward pass recomputes to save memory: "none", "elementwise", "dots", "full", or a
       `zoo.parallel.SaveNames`.
@@ -79,7 +82,7 @@ def _set_remat(model: _Model, remat: Remat) -> _Model:
             raise ValueError(f"{type(stack).__name__} does not rematerialize: swap in a Stack before")
         return replace_option(stack, "remat", check_remat(remat))
 
-    return swap_stack(model, replace)
+    return _map_stacks(model, replace)
 
 
 def _set_loop(model: _Model, loop: Loop) -> _Model:
@@ -88,7 +91,7 @@ def _set_loop(model: _Model, loop: Loop) -> _Model:
             raise ValueError(f"{type(stack).__name__} has no choice of its loop: swap in a Stack before")
         return replace_option(stack, "loop", check_loop(loop))
 
-    return swap_stack(model, replace)
+    return _map_stacks(model, replace)
 
 
 def _set_routing(model: _Model, routing: RoutingDetail) -> _Model:
@@ -100,7 +103,14 @@ def _set_routing(model: _Model, routing: RoutingDetail) -> _Model:
             raise ValueError(f"{type(stack).__name__} has no choice of its routing decisions: swap in a Stack before")
         return replace_option(stack, "routing", routing)
 
-    return swap_stack(model, replace)
+    return _map_stacks(model, replace)
+
+
+def _map_stacks(model: Any, make: Callable[[Any], AbstractStack]) -> Any:
+    """Return `model` with `make(stack)` in place of its stack, and of both stacks of two towers."""
+    if isinstance(model, TwoTowers):
+        return dataclasses.replace(model, text=swap_stack(model.text, make), image=swap_stack(model.image, make))
+    return swap_stack(model, make)
 
 
 def _set_implementation(model: _Model, kind: str, value: str | Callable) -> _Model:

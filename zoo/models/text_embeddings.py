@@ -1,4 +1,5 @@
-"""Text embeddings: one vector per row, pooled as sentence-transformers' files of the checkpoint say."""
+"""Embeddings: one vector per text, pooled as sentence-transformers' files of the checkpoint say; of two towers, one per
+text or image."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from zoo._checks import check_token_arrays, check_tokens
+from zoo.layers.encoders.patches import PatchedImages
 from zoo.layers.encoders.pooling import take_first_token
 from zoo.layers.token_info import token_info
 from zoo.parallel import num_shards
@@ -16,7 +18,9 @@ from zoo.shapes import HiddenStates, PaddingMask, Tokens
 
 from .decoder import Decoder, find_checkable_vocab
 from .encoders.heads import average_tokens
+from .encoders.image import Images
 from .encoders.text import Encoder
+from .encoders.towers import TwoTowers
 from .hf.spec import Origin
 
 MODULES_FILE = "modules.json"
@@ -34,14 +38,15 @@ class Pooling(NamedTuple):
 
 
 def embed(
-    model: Decoder | Encoder,
-    tokens: Tokens,
+    model: Decoder | Encoder | TwoTowers,
+    tokens: Tokens | None = None,
     mask: PaddingMask | None = None,
     *,
+    images: Images | PatchedImages | None = None,
     pooling: str | Sequence[str] | None = None,
 ) -> Float[Array, "batch features"]:
     """Return one vector per text, in float32: hidden states after the final norm, pooled (Sentence-BERT, Reimers and
-    Gurevych, arXiv:1908.10084).
+    Gurevych, arXiv:1908.10084). Of `TwoTowers`, one vector of norm 1 per text, or per image of `images`.
 
     - `mask`: padding mask, True or 1 for real tokens. The result depends neither on the padding nor on its side. A row
       of padding only gives NaN.
@@ -59,13 +64,18 @@ def embed(
 
     A head is not applied, so that models of any head have embeddings.
 
-    **Raises** `TypeError` for a model that is neither decoder nor encoder; `TypeError` and `ValueError` for tokens and
-    a mask as the model; `ValueError` for an unknown mode, without `pooling` for a checkpoint that says none, and for
-    sentence-transformers' modules other than Transformer, Pooling and Normalize; `NotImplementedError` where the
-    sequence is sharded.
+    **Raises** `TypeError` for another model, and for images where it has no tower of images; `TypeError` and
+    `ValueError` for tokens and a mask as the model; `ValueError` for texts and images in one call, and for `pooling`
+    with two towers, which have poolers; `ValueError` for an unknown mode, without `pooling` for a checkpoint that says
+    none, and for sentence-transformers' modules other than Transformer, Pooling and Normalize; `NotImplementedError`
+    where the sequence is sharded.
     """
+    if isinstance(model, TwoTowers):
+        return _embed_by_tower(model, tokens, mask, images, pooling)
     if not isinstance(model, Decoder | Encoder):
         raise TypeError(f"embeddings of texts are made by a Decoder or an Encoder, not by {type(model).__name__}")
+    if tokens is None or images is not None:
+        raise TypeError(f"{type(model).__name__} embeds tokens, and images are embedded by TwoTowers")
     check_tokens(tokens, find_checkable_vocab(model))
     check_token_arrays(tokens, mask=mask)
     if num_shards(tokens, "seq") > 1:
@@ -74,6 +84,23 @@ def embed(
     if mask is not None:
         mask = jnp.asarray(mask, bool)
     return _embed(model, tokens, mask, chosen)
+
+
+def _embed_by_tower(model: TwoTowers, tokens: Any, mask: Any, images: Any, pooling: Any) -> Array:
+    if (tokens is None) == (images is None):
+        raise ValueError("TwoTowers embed texts or images: pass tokens, or images=, and the other in a call of its own")
+    if pooling is not None:
+        raise ValueError(f"pooling={pooling!r}: the towers have poolers of their own")
+    if images is not None and mask is not None:
+        raise ValueError("mask is of tokens, and images were given: leave it out")
+    return _run_tower(model, tokens, mask, images)
+
+
+@eqx.filter_jit
+def _run_tower(model: TwoTowers, tokens: Any, mask: Any, images: Any) -> Array:
+    if images is None:
+        return model.embed_texts(tokens, mask=mask)
+    return model.embed_images(images)
 
 
 @eqx.filter_jit

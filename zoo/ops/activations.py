@@ -37,6 +37,11 @@ def gelu_tanh(x: Float[Array, "..."]) -> Float[Array, "..."]:
     return jax.nn.gelu(x, approximate=True)
 
 
+def quick_gelu(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """Compute CLIP's approximation of GELU, x sigmoid(1.702 x) (arXiv 1606.08415, section 2)."""
+    return x * jax.nn.sigmoid(1.702 * x)
+
+
 def relu_squared(x: Float[Array, "..."]) -> Float[Array, "..."]:
     """Compute ReLU^2, max(x, 0)^2 (So et al., Primer, arXiv 2109.08668, section 4)."""
     return jax.nn.relu(x) ** 2
@@ -76,5 +81,12 @@ def gaussian_top_k(
 
 
 ACTIVATIONS: Mapping[str, Callable[[Array], Array]] = MappingProxyType(
-    {"gelu": gelu, "gelu_tanh": gelu_tanh, "relu": jax.nn.relu, "relu_squared": relu_squared, "silu": jax.nn.silu}
+    {
+        "gelu": gelu,
+        "gelu_tanh": gelu_tanh,
+        "quick_gelu": quick_gelu,
+        "relu": jax.nn.relu,
+        "relu_squared": relu_squared,
+        "silu": jax.nn.silu,
+    }
 )

@@ -1,9 +1,9 @@
-"""Bicubic interpolation of a grid of vectors to another size, as PyTorch computes it."""
+"""Interpolation of a grid of vectors to another size, as PyTorch computes it: bicubic, or linear with antialiasing."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 _SHARPNESS = -0.75
 """Keys' parameter a, the slope of the cubic kernel at distance 1. PyTorch has -0.75, `jax.image.resize` -0.5."""
@@ -40,3 +40,22 @@ def resize_bicubic(
     rows, columns = (jnp.asarray(cubic_weights(*sizes), jnp.float32) for sizes in zip(x.shape, size, strict=False))
     resized = jnp.einsum("yh,hwf->ywf", rows, x.astype(jnp.float32), precision="highest")
     return jnp.einsum("xw,ywf->yxf", columns, resized, precision="highest").astype(x.dtype)
+
+
+def linear_weights(
+    size: int, new_sizes: Int[Array, "batch"], index: Int[Array, "batch outputs"]
+) -> Float[Array, "batch outputs old"]:
+    """Return the weights of `size` values, at the centers of equal cells, in the output `index` of `new_sizes` of them.
+
+    Output i is at u = (i + 1/2) s with s = size / new_size, and value j has the weight
+
+        max(0, 1 - |j + 1/2 - u| / max(s, 1)),
+
+    divided by the sum of all: linear interpolation, with a filter that is wider where the grid shrinks. The same as
+    PyTorch's `interpolate(mode="bilinear", align_corners=False, antialias=True)` along one dim. The new sizes may
+    differ from row to row, and be unknown when a program is compiled.
+    """
+    step = (size / new_sizes.astype(jnp.float32))[:, None, None]
+    centers = (index[..., None] + 0.5) * step
+    weights = jnp.maximum(0, 1 - jnp.abs(jnp.arange(size) + 0.5 - centers) / jnp.maximum(step, 1))
+    return weights / weights.sum(-1, keepdims=True)

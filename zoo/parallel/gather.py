@@ -43,6 +43,11 @@ class _Parameter(eqx.Module):
     gradient_shard: Array | None = None
     """NaNs that the loss is differentiated with respect to, where the gradient has another sharding than the array."""
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape at rest: models check the number of learned positions before they gather them."""
+        return self.array.shape
+
 
 def cast(model: PyTree, dtype: Any) -> PyTree:
     """Cast parameters, trainable and frozen, to a compute dtype; those declared `full_precision` keep theirs.

@@ -17,6 +17,8 @@ from zoo.models.hf.predictors import NUM_PREDICTORS, count_predictors
 from zoo.models.hf.score_head import choose_head
 from zoo.models.hf.shapes import build_shapes
 from zoo.models.hf.spec import Config, Family, NameMap, Origin
+from zoo.models.hf.towers import TOWERS
+from zoo.models.hf.values import is_number
 from zoo.models.hf.wrappers import TEXT_CONFIG, TIE, WRAPPERS, read_text_config, rename
 from zoo.models.parameter_paths import list_parameter_paths
 
@@ -55,7 +57,8 @@ _MOST_SHARED_LAYERS = 128
 
 
 LoadedModel = Any
-"""A `zoo.models.Decoder`, `SequenceScore`, `Encoder`, `EncoderDecoder` or, of images, `ImageEncoder`: the config says
+"""A `zoo.models.Decoder`, `SequenceScore`, `Encoder`, `EncoderDecoder`, of images `ImageEncoder`, or of texts and images
+`TwoTowers`: the config says
 which."""
 
 
@@ -190,10 +193,11 @@ def resolve_checkpoint(
 
 
 def _drop_keys(config: Mapping[str, Any], ignore: Collection[str]) -> dict[str, Any]:
-    """Return a config without some keys, also in the language model's."""
+    """Return a config without some keys, also in the configs of a language model and of towers."""
     kept = {key: value for key, value in config.items() if key not in ignore}
-    if isinstance(text := kept.get(TEXT_CONFIG), Mapping):
-        kept[TEXT_CONFIG] = {key: value for key, value in text.items() if key not in ignore}
+    for name in TOWERS:
+        if isinstance(part := kept.get(name), Mapping):
+            kept[name] = {key: value for key, value in part.items() if key not in ignore}
     return kept
 
 
@@ -203,7 +207,7 @@ def _check_layer_count(config: Config, available: int) -> None:
     for table in (config, *(value for value in config.values() if isinstance(value, Mapping))):
         for key in _LAYER_COUNTS:
             layers = table.get(key)
-            if isinstance(layers, int) and layers > max(available, _MOST_SHARED_LAYERS):
+            if is_number(layers) and layers > max(available, _MOST_SHARED_LAYERS):
                 raise ConfigError(f"{key} = {layers}, and the checkpoint has {available} tensors in all")
 
 

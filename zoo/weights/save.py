@@ -153,7 +153,8 @@ def resolve_model(
     **Raises** `CheckpointError` for adapters, `ValueError` for edits, and as `resolve_origin` does.
     """
     _refuse_adapters(model)
-    if edits := getattr(getattr(model, "decoder", model), "edits", ()):  # a SequenceScore's are its decoder's
+    parts = [model, *(getattr(model, name, None) for name in ("decoder", "text", "image"))]
+    if edits := [edit for part in parts for edit in getattr(part, "edits", ())]:
         raise ValueError(
             f"a checkpoint has no place for edits, and the model has one of {edits[0].name}: save zoo.unpatch(model)"
         )

@@ -10,9 +10,9 @@ from .safetensors import PICKLE_SUFFIXES
 
 TOKENIZER_FILES = (
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model"),
-    *("chat_template*", "generation_config.json"),
+    *("chat_template*", "generation_config.json", "preprocessor_config.json", "processor_config.json"),
 )
-"""Patterns of their names, and of the file that says which tokens end a text."""
+"""Patterns of their names, and of the files that say which tokens end a text, and how images become pixels."""
 
 
 def copy_tokenizer(source: Path, directory: Path) -> None:

@@ -13,6 +13,7 @@ from tests.quick import mark_slow
 from zoo.models.hf.config import read_config
 from zoo.models.hf.families import FAMILIES
 
+TOWER = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 SMALL = {
     "vocab_size": 11,
     "hidden_size": 32,
@@ -60,6 +61,8 @@ SMALL = {
     "decoder_layers": 2,
     "decoder_attention_heads": 2,
     "decoder_start_token_id": 2,
+    "text_config": TOWER,
+    "vision_config": TOWER,
 }
 ANOTHER = {
     "vocab_size": 13,
@@ -192,6 +195,10 @@ ANOTHER = {
     "feed_forward_proj": "gated-silu",
     "encoder": {"hidden_size": 96},
     "decoder": {"num_hidden_layers": 2},
+    **dict.fromkeys(
+        ("text_config", "vision_config", "text_config_dict", "vision_config_dict"), TOWER | {"hidden_size": 96}
+    ),
+    "projection_size": 24,
 }
 """Values other than the small model's. For keys that are not listed, one is derived from the default."""
 OTHER_WORDS = {"silu": "relu", "l2": "sum"}

@@ -56,7 +56,7 @@ ONLY_NAMES = ("legacy", "weight_mode", "fuse_norm", "mtp_layers_block_type", "mt
 
 
 READ_BY_SOME = {
-    *("architectures", "id2label", "num_labels", "pad_token_id"),
+    *("architectures", "id2label", "num_labels", "pad_token_id", "eos_token_id"),
     *("decoder_start_token_id", "forced_bos_token_id"),
 }
 """Keys that some families read, and that change nothing in others."""
@@ -170,6 +170,7 @@ def test_config_null_equals_absent(family):
         "expand_ratio",
         "num_slots",
         "num_kv_heads",
+        *("text_config", "vision_config", "text_config_dict", "vision_config_dict"),
     }
     # flash-linear-attention and T5 derive no head_dim
     if family.defaults.keys() & {"hidden_ratio", "A_floor", "feed_forward_proj"}:

@@ -12,7 +12,7 @@ from zoo.models.hf.wrappers import WRAPPERS
 
 def test_reasons_are_given_for_families_that_are_not_read():
     listed = [model_type for model_types, _ in list_reasons() for model_type in model_types]
-    assert len(listed) == len(set(listed)) >= 19
+    assert len(listed) == len(set(listed)) >= 14
     for model_type in listed:
         assert get_family(model_type) is None and model_type not in WRAPPERS, f"{model_type} is read now"
     assert {"led", "deberta", "rwkv5"} <= {*listed}

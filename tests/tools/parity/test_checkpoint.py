@@ -86,18 +86,19 @@ def list_case_folders(kind: str = "causal") -> list[Path]:
 
 
 def is_encoder(folder: Path) -> bool:
-    return read(folder / "meta.json").get("kind") in ("image", "features", "mlm")
+    return read(folder / "meta.json").get("kind") in ("image", "features", "mlm", "dual")
 
 
 @cache
 def find_cases() -> list[Path]:
     """All cases, in folders that are read once."""
-    more = ("models", "models_more", "models_2026", "models_fla")
+    more = ("models", "models_more", "models_2026", "models_fla", "models_vision")
     roots = [FIXTURES, *([Path(PARITY) / folder for folder in more] if PARITY else [])]
     folders = [folder for root in roots for folder in sorted(root.iterdir()) if (folder / "config.json").exists()]
     type_of_text = lambda folder: read_text_config(read(folder / "config.json"))["model_type"]
     names = zoo.families()
-    return [folder for folder in folders if type_of_text(folder) in names]
+    is_read = lambda folder: type_of_text(folder) in names and read(folder / "meta.json").get("kind") != "image_text"
+    return list(filter(is_read, folders))
 
 
 def list_cases(quick: Collection[str] = WHOLE) -> list:

@@ -4,13 +4,14 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from einops import rearrange
-from jaxtyping import Array, Bool, Float, Key
+from jaxtyping import Array, Bool, Float, Int, Key
 
 from zoo.ops.axial_rotary import patch_coordinates
-from zoo.ops.resize import resize_bicubic
-from zoo.parallel import Module, no_weight_decay
+from zoo.ops.resize import linear_weights, resize_bicubic
+from zoo.parallel import Dim, Module, no_weight_decay
 
-from ..linear import contract, truncated_normal
+from ..abstract import AbstractLinear
+from ..linear import Linear, contract, truncated_normal
 
 Images = Float[Array, "batch channels height width"]
 
@@ -181,3 +182,49 @@ class ImageEmbedding(Module):
         patches = patch_coordinates(*self.patches.count_patches(images))
         coordinates = jnp.pad(jnp.asarray(patches), [(self.num_other, 0), (0, 0)])
         return jnp.broadcast_to(coordinates, (images.shape[0], *coordinates.shape))
+
+
+class PatchedImages(Module):
+    """Images of several shapes, each a row of flattened patches with padding at its end (NaFlex: SigLIP 2, Tschannen et
+    al., arXiv:2502.14786, section 2.4.2)."""
+
+    pixels: Float[Array, "batch patches pixels"]
+    """Patches row by row, each flattened as (row, column, channel)."""
+    mask: Bool[Array, "batch patches"]
+    """True for patches, False for padding."""
+    grids: Int[Array, "batch 2"]
+    """Rows and columns of patches of each image."""
+
+
+class PatchedImageEmbedding(Module):
+    """Tokens of `PatchedImages`: W patch + b + positions. The positions of a learned grid are interpolated linearly to
+    the grid of each image, with antialiasing."""
+
+    patches: AbstractLinear
+    positions: PatchPositions
+
+    def __init__(
+        self, channels: int, embed: int, *, patch_size: tuple[int, int], grid: tuple[int, int], key: Key[Array, ""]
+    ):
+        """`grid`: rows and columns of patches to learn positions for."""
+        patch_key, position_key = jax.random.split(key)
+        pixels = channels * patch_size[0] * patch_size[1]
+        self.patches = Linear(pixels, embed, out=Dim("embed"), bias=True, key=patch_key)
+        self.positions = PatchPositions(grid, embed, key=position_key)
+
+    def __call__(self, images: PatchedImages, masked: None = None) -> Float[Array, "batch patches embed"]:
+        """Embed patches, in the dtype of the positions. **Raises** `ValueError` for `masked` patches, which need a mask
+        token."""
+        if masked is not None:
+            raise ValueError("masked patches need a mask token, which this model does not have")
+        learned = self.positions.weight.reshape(*self.positions.grid, -1)
+        rows, columns = jnp.maximum(images.grids, 1).T
+        index = jnp.arange(images.pixels.shape[1])
+        row = jnp.minimum(index // columns[:, None], rows[:, None] - 1)  # padding, too, has a finite position
+        by_row = linear_weights(learned.shape[0], rows, row)
+        by_column = linear_weights(learned.shape[1], columns, index % columns[:, None])
+        positions = jnp.einsum("bph,bpw,hwe->bpe", by_row, by_column, learned.astype(jnp.float32), precision="highest")
+        return self.patches(images.pixels.astype(learned.dtype)) + positions.astype(learned.dtype)
+
+    def compute_coordinates(self, images: PatchedImages) -> None:
+        """Return None: positions are learned."""

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
 from zoo.ops.attention import ATTENTION, AttentionMask, attention
-from zoo.parallel import Dim, Module, implementation_option
-from zoo.shapes import HiddenStates, PaddingMask
+from zoo.parallel import Dim, Module, implementation_option, num_shards
+from zoo.shapes import HiddenStates, PaddingMask, Tokens
 
 from ..abstract import AbstractLinear, AbstractNorm
 from ..linear import Linear, resolve_head_dim, truncated_normal
@@ -36,9 +36,37 @@ def take_first_token(x: HiddenStates, mask: PaddingMask | None = None) -> Pooled
 
 
 class ClassTokenPooler(AbstractPooler):
-    """The class token, which is the first."""
+    """The class token, which is the first, and the norm of it if there is one (CLIP normalizes no other token)."""
+
+    norm: AbstractNorm | None = None
 
     def __call__(self, x: HiddenStates, mask: PaddingMask | None = None) -> PooledTokens:
+        pooled = take_first_token(x, mask)
+        if self.norm is None:
+            return pooled
+        return self.norm(pooled)
+
+
+class EndTokenPooler(AbstractPooler):
+    """The end token, the last that a causal encoder of texts reads (CLIP, Radford et al., arXiv:2103.00020, section
+    2.4)."""
+
+    end: int | None = eqx.field(static=True)
+    """Its id; None for the highest id of each row."""
+
+    def find_end(self, tokens: Tokens, mask: PaddingMask | None = None) -> PaddingMask:
+        """Return True at the end tokens of each row, of which the first counts. Without any it is the first token.
+
+        **Raises** `NotImplementedError` where the sequence is sharded.
+        """
+        if num_shards(tokens, "seq") > 1:
+            raise NotImplementedError("the end token is found on one device, and the mesh shards the sequence")
+        real = tokens if mask is None else jnp.where(mask, tokens, -1)
+        end = real.max(1, keepdims=True) if self.end is None else self.end
+        return real == end
+
+    def __call__(self, x: HiddenStates, mask: PaddingMask | None = None) -> PooledTokens:
+        """`mask`: True where `find_end` is."""
         return take_first_token(x, mask)
 
 

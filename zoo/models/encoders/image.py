@@ -1,20 +1,22 @@
 """From images to logits or features: vision Transformers, on the blocks and the stack of decoders."""
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Key
 
-from zoo._checks import check_images, wrap_key
+from zoo._checks import check_images, describe_argument, wrap_key
 from zoo.layers import AbstractNorm, Dropout, TokenInfo
-from zoo.layers.encoders.patches import ImageEmbedding
+from zoo.layers.encoders.patches import ImageEmbedding, PatchedImageEmbedding, PatchedImages
 from zoo.layers.token_info import split_row_keys
 from zoo.parallel import Module, buffer, gather, implementation_option
 from zoo.parallel.activation import Edit
 from zoo.parallel.collectives import sharded_axes
 from zoo.parallel.remat import Remat
 from zoo.parallel.tokens import replicate_tokens, shard_tokens
+from zoo.shapes import HiddenStates
 
 from ..build import LayerFactories, build_stack
 from ..decoder import EMBEDDING_DROPOUT_SITE, AbstractBlock, AbstractStack, Block, Hidden
@@ -32,14 +34,16 @@ class ImageEncoder(Module):
     The head is a `ClassificationHead`, whose result is logits, or a `FeatureHead`, whose result
     is `EncoderFeatures`. Tokens of an image attend to each other in both directions.
 
-    Images may have another size than the model was trained for: learned positions are then interpolated.
+    Images may have another size than the model was trained for: learned positions are then interpolated. A
+    `PatchedImageEmbedding` reads `PatchedImages`, of several shapes in one batch.
     """
 
-    embedding: ImageEmbedding
+    embedding: ImageEmbedding | PatchedImageEmbedding
     stack: AbstractStack
     norm: AbstractNorm
     head: AbstractEncoderHead
     dropout: Dropout
+    embedding_norm: AbstractNorm | None = None
 
     edits: tuple[Edit, ...] = buffer(default=())
     """Edits of values of the forward pass (`zoo.patch`)."""
@@ -54,7 +58,7 @@ class ImageEncoder(Module):
 
     def __call__(
         self,
-        images: Images,
+        images: Images | PatchedImages,
         *,
         masked: Bool[Array, "batch patches"] | None = None,
         key: Key[Array, ""] | Key[Array, "batch"] | None = None,
@@ -65,19 +69,33 @@ class ImageEncoder(Module):
         - `masked`: patches, row by row, to replace by the mask token of a model that has one.
         - `key`: PRNG key for dropout, one or one per row. No dropout without it.
 
-        **Raises** `TypeError` for pixels that are not floating point; `ValueError` for other dims, another number of
-        channels, an image smaller than a patch, and `masked` without a mask token.
+        **Raises** `TypeError` for pixels that are not floating point, and for images of the other kind than the model
+        reads; `ValueError` for other dims, another number of channels, an image smaller than a patch, and `masked`
+        without a mask token.
         """
-        check_images(images)
+        if isinstance(self.embedding, ImageEmbedding):
+            check_images(images)
+        elif not isinstance(images, PatchedImages):
+            raise TypeError(f"images: expected PatchedImages, rows of patches, got {describe_argument(images)}")
         hidden = self.hidden(images, self.token_info(images, key=key), masked)
-        return gather(self.head)(hidden.x)
+        return self.read_head(hidden.x, images)
 
-    def token_info(self, images: Images, *, key: Key[Array, "..."] | None = None) -> TokenInfo:
-        """Return the coordinates of the tokens of images, and one PRNG key per row."""
+    def read_head(self, x: HiddenStates, images: Images | PatchedImages) -> Any:
+        """Return the head's output for normalized hidden states of these images."""
+        mask = images.mask if isinstance(images, PatchedImages) else None
+        return gather(self.head)(x, mask)
+
+    def token_info(self, images: Images | PatchedImages, *, key: Key[Array, "..."] | None = None) -> TokenInfo:
+        """Return the coordinates of the tokens of images, segment 0 for padding, and one PRNG key per row."""
         coordinates = gather(self.embedding).compute_coordinates(images)
-        return TokenInfo(keys=split_row_keys(key, images.shape[0]), coordinates=coordinates)
+        segments = None
+        if isinstance(images, PatchedImages):
+            segments = images.mask.astype(jnp.int32)
+        return TokenInfo(segment_ids=segments, keys=split_row_keys(key, count_images(images)), coordinates=coordinates)
 
-    def hidden(self, images: Images, info: TokenInfo, masked: Bool[Array, "batch patches"] | None = None) -> Hidden:
+    def hidden(
+        self, images: Images | PatchedImages, info: TokenInfo, masked: Bool[Array, "batch patches"] | None = None
+    ) -> Hidden:
         """Return the hidden states after the final norm.
 
         **Raises** `NotImplementedError` on a mesh with `context`, which shards only the tokens of texts.
@@ -91,19 +109,32 @@ class ImageEncoder(Module):
         hidden, _ = self.stack(hidden, info)
         return Hidden(replicate_tokens(gather(self.norm)(hidden.x)))
 
-    def embed(self, images: Images, info: TokenInfo, masked: Bool[Array, "batch patches"] | None = None) -> Hidden:
+    def embed(
+        self, images: Images | PatchedImages, info: TokenInfo, masked: Bool[Array, "batch patches"] | None = None
+    ) -> Hidden:
         """Return the input of the first layer."""
         x = shard_tokens(gather(self.embedding)(images, masked))
+        if self.embedding_norm is not None:
+            x = gather(self.embedding_norm)(x)
         return Hidden(self.dropout(x, info, site=EMBEDDING_DROPOUT_SITE))
+
+
+def count_images(images: Images | PatchedImages) -> int:
+    """Return the number of images of a batch."""
+    if isinstance(images, PatchedImages):
+        return images.pixels.shape[0]
+    return images.shape[0]
 
 
 def build_image_encoder(
     *,
-    embedding: Callable[..., ImageEmbedding],
+    embedding: Callable[..., ImageEmbedding | PatchedImageEmbedding],
     layers: Sequence[LayerFactories],
     norm: Callable[[], AbstractNorm],
     head: Callable[..., AbstractEncoderHead],
     block: Callable[..., AbstractBlock] = Block,
+    embedding_norm: Callable[[], AbstractNorm] | None = None,
+    final_norm: Callable[[], AbstractNorm] | None = None,
     dropout: float = 0.0,
     remat: Remat = "none",
     loop: Loop = "auto",
@@ -111,13 +142,15 @@ def build_image_encoder(
 ) -> ImageEncoder:
     """Build a vision Transformer from factories of its parts, as `zoo.models.build_decoder` builds a decoder.
 
-    `embedding` and `head` are called with `key=`; `norm` makes the norms before each sublayer, and the final one.
+    `embedding` and `head` are called with `key=`; `norm` makes the norms before each sublayer, and the final one unless
+    `final_norm` does; `embedding_norm` one before the first layer.
     """
     embedding_key, stack_key, head_key = jax.random.split(wrap_key(key), 3)
     return ImageEncoder(
         embedding=embedding(key=embedding_key),
         stack=build_stack(layers, norm, block=block, dropout=dropout, remat=remat, loop=loop, key=stack_key),
-        norm=norm(),
+        norm=norm() if final_norm is None else final_norm(),
         head=head(key=head_key),
         dropout=Dropout(dropout),
+        embedding_norm=None if embedding_norm is None else embedding_norm(),
     )

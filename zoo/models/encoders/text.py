@@ -12,6 +12,7 @@ from zoo._checks import check_token_arrays, check_tokens, wrap_key
 from zoo.layers import AbstractLinear, AbstractNorm, Dropout, Embedding, PositionEmbedding, TokenInfo
 from zoo.layers.abstract import check_sequence_sharding
 from zoo.layers.embedding import AbstractEmbedding, AbstractPositionEmbedding, SharedEmbedding, TokenTypeEmbedding
+from zoo.layers.encoders.pooling import EndTokenPooler
 from zoo.layers.token_info import token_info, token_positions
 from zoo.parallel import Module, buffer, gather, implementation_option, num_shards
 from zoo.parallel.activation import Edit
@@ -28,6 +29,7 @@ from ..torch_habits import explain_torch_habit, hash_for_jit
 from .heads import (
     AbstractEncoderHead,
     EncoderFeatures,
+    FeatureHead,
     MaskedLMHead,
     MaskedUnembedding,
     ReplacedTokenHead,
@@ -44,7 +46,7 @@ class Encoder(Module):
     is `EncoderFeatures`. Learned positions and token types are added to the embedding, `embedding_norm` normalizes the
     sum, and an `embedding_projection` maps it to the residual stream where that has another number of features.
 
-    A token also attends to later tokens, so there is neither a KV cache nor generation.
+    A token also attends to later tokens, except in CLIP's causal layers, so there is neither a KV cache nor generation.
     """
 
     embedding: AbstractEmbedding | SharedEmbedding
@@ -109,7 +111,7 @@ class Encoder(Module):
         hidden, _ = self.hidden(tokens, self.token_info(tokens, mask=mask, **options))
         if mask is not None:
             mask = jnp.asarray(mask, bool)
-        return self.read_head(hidden.x, mask)
+        return self.read_head(hidden.x, mask, tokens)
 
     def token_info(
         self,
@@ -128,8 +130,8 @@ class Encoder(Module):
         check_token_arrays(tokens, token_types=token_types)
         return dataclasses.replace(info, token_types=jnp.asarray(token_types).astype(jnp.int32))
 
-    def read_head(self, x: HiddenStates, mask: PaddingMask | None = None) -> Any:
-        """Return the head's output for normalized hidden states.
+    def read_head(self, x: HiddenStates, mask: PaddingMask | None, tokens: Tokens) -> Any:
+        """Return the head's output for normalized hidden states of these tokens.
 
         **Raises** `NotImplementedError` for a head that makes one vector of a row, where the sequence is sharded.
         """
@@ -139,6 +141,8 @@ class Encoder(Module):
             raise NotImplementedError(
                 f"{type(self.head).__name__} makes one vector of a row, and the mesh shards its tokens: take context=1"
             )
+        if isinstance(self.head, FeatureHead) and isinstance(self.head.pooler, EndTokenPooler):
+            mask = self.head.pooler.find_end(tokens, mask)
         return gather(self.head)(x, mask)
 
     def hidden(self, tokens: Tokens, info: TokenInfo, states: None = None) -> tuple[Hidden, None]:

@@ -48,6 +48,7 @@ _ACTIVATIONS: dict[str, Callable] = {
     **dict.fromkeys(("silu", "swish"), jax.nn.silu),
     **dict.fromkeys(("gelu", "gelu_python"), activations.gelu),
     **dict.fromkeys(("gelu_pytorch_tanh", "gelu_new", "gelu_fast", "gelu_python_tanh"), activations.gelu_tanh),
+    "quick_gelu": activations.quick_gelu,
     "relu": jax.nn.relu,
     "relu2": activations.relu_squared,
     "tanh": jnp.tanh,

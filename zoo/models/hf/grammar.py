@@ -116,6 +116,7 @@ from .text_encoders import (
     make_token_head_factory,
     map_dense_layer,
 )
+from .towers import make_tower_family
 from .values import (
     NON_NEGATIVE_NUMBER,
     NUMBER,
@@ -245,6 +246,7 @@ __all__ = [
     "make_shared_block",
     "make_shared_module",
     "make_token_head_factory",
+    "make_tower_family",
     "make_unnormalized_block",
     "make_windowed_attention_factories",
     "map_dense_layer",

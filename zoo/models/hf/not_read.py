@@ -5,9 +5,6 @@ from collections.abc import Mapping
 _MODEL_TYPES_BY_REASON: Mapping[str, tuple[str, ...]] = {
     "tokens of its source that attend to all others, with projections of their own": ("led",),
     "attention with one matrix of queries, keys and values, and biases of queries and values only": ("deberta",),
-    "a tower of images and one of texts, of which only siglip_vision_model is read": (
-        *("clip", "siglip", "siglip2", "siglip_text_model", "clip_vision_model"),
-    ),
     "its language model sees images by cross-attention, or texts with a mask of its own": ("mllama", "paligemma"),
     "positions of three dims, of which texts use one": (
         *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v", "glm4v_moe"),
@@ -26,8 +23,6 @@ _MODEL_TYPES_BY_NEAREST: Mapping[str, tuple[str, ...]] = {
     "qwen3": ("qwen3_vl",),
     "qwen3_moe": ("qwen3_vl_moe", "qwen3_omni_moe"),
     "rwkv6": ("rwkv5",),
-    "siglip_vision_model": ("siglip", "siglip2", "siglip_text_model"),
-    "vit": ("clip", "clip_vision_model"),
 }
 """By a family that is read, the model types with most of its layers: names mislead, as BART and BERT."""
 REFUSED_VARIANTS: Mapping[str, str] = {

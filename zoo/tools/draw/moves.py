@@ -11,6 +11,7 @@ from jax.extend.core import jaxprs_in_params
 from jaxtyping import PyTree
 
 from zoo.inspect.scopes import Scope, read_scope
+from zoo.layers.encoders.patches import ImageEmbedding
 from zoo.models import Decoder
 from zoo.models.encoders.heads import MaskedLMHead
 from zoo.models.encoders.image import ImageEncoder
@@ -188,7 +189,9 @@ def choose_seq_len(model: Any, mesh: Mesh, seq_len: int) -> int:
 
 def find_image_shape(model: ImageEncoder) -> tuple[int, int, int]:
     """Return channels, height and width of the images that a model was made for; 16 x 16 patches if any size will
-    do."""
+    do. **Raises** `TypeError` for a model of `PatchedImages`."""
+    if not isinstance(model.embedding, ImageEmbedding):
+        raise TypeError("the model reads PatchedImages: pass loss_fn and batch, as to zoo.value_and_grad")
     patches = model.embedding.patches
     positions = model.embedding.positions
     grid = (16, 16) if positions is None else positions.grid

@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 from jax import export as jax_export
 
+from zoo.layers.encoders.patches import ImageEmbedding
 from zoo.models import Decoder, Encoder, ImageEncoder
 from zoo.models.decoder import check_length
 from zoo.parallel import Mesh
@@ -84,6 +85,8 @@ def _choose_length(model: Any, name: str, given: int | None, default: int, longe
 
 
 def _choose_image_size(model: ImageEncoder, size: int | tuple[int, int] | None) -> tuple[int, int]:
+    if not isinstance(model.embedding, ImageEmbedding):
+        raise TypeError("the model reads PatchedImages, and programs are exported of images of one size")
     if isinstance(size, int):
         size = size, size
     if size is not None:

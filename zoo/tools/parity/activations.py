@@ -13,8 +13,9 @@ import numpy as np
 from jaxtyping import Array
 
 from zoo.layers import TokenInfo
+from zoo.layers.encoders.patches import PatchedImages
 from zoo.layers.moe.routing import Routing
-from zoo.models import Decoder, Encoder, Hidden, ImageEncoder
+from zoo.models import Decoder, Encoder, Hidden, ImageEncoder, TwoTowers
 from zoo.models.encoders.audio import AudioEncoder
 from zoo.models.encoders.heads import EncoderFeatures
 
@@ -68,12 +69,17 @@ def run_decoder(model: Decoder, blocks: Sequence[Any], tokens: Array, inputs: Ma
 
 
 def run_image_encoder(
-    model: ImageEncoder, blocks: Sequence[Any], images: Array, inputs: Mapping[int, np.ndarray]
+    model: ImageEncoder, blocks: Sequence[Any], images: Array | PatchedImages, inputs: Mapping[int, np.ndarray]
 ) -> Activations:
     """Run a vision Transformer on images, and each layer by itself on its input in `inputs`, by the number of the
     hidden state."""
     states, alone, _ = _run_layers(blocks, *_embed_images(model, images), inputs)
-    return Activations(states, alone, _name_results(_run_image_head(model, states[-1])), [])
+    results = _name_results(_run_image_head(model, states[-1], images))
+    if isinstance(images, PatchedImages):
+        states = [zero_padding(x, images.mask) for x in states]
+        alone = {number: zero_padding(x, images.mask) for number, x in alone.items()}
+        results = {name: zero_padding(x, images.mask) for name, x in results.items()}
+    return Activations(states, alone, results, [])
 
 
 class TextInputs(NamedTuple):
@@ -83,15 +89,16 @@ class TextInputs(NamedTuple):
     mask: Array | None = None
     token_types: Array | None = None
 
-    def zero_padding(self, x: Any) -> Any:
-        """Set the features of padding, "batch seq features" or "batch seq", to 0, since models do not define them."""
-        if self.mask is None:
-            return x
-        if x.shape == self.mask.shape:
-            return x * self.mask
-        if x.ndim < 3:
-            return x
-        return x * self.mask[..., None]
+
+def zero_padding(x: Any, mask: Array | None) -> Any:
+    """Set the features of padding, "batch seq features" or "batch seq", to 0, since models do not define them."""
+    if mask is None:
+        return x
+    if x.shape == mask.shape:
+        return x * mask
+    if x.ndim < 3:
+        return x
+    return x * mask[..., None]
 
 
 def run_encoder(
@@ -101,12 +108,36 @@ def run_encoder(
     Features of padding are 0."""
     outputs, alone, _ = _run_layers(blocks, *_embed_texts(model, texts), inputs)
     last = len(blocks)
-    final, result = _run_encoder_head(model, outputs[-1], texts.mask)
+    final, result = _run_encoder_head(model, outputs[-1], texts)
     if last in alone:
-        alone[last], _ = _run_encoder_head(model, alone[last], texts.mask)
-    states = [texts.zero_padding(x) for x in (*outputs[:-1], final)]
-    alone = {number: texts.zero_padding(x) for number, x in alone.items()}
-    return Activations(states, alone, {name: texts.zero_padding(x) for name, x in _name_results(result).items()}, [])
+        alone[last], _ = _run_encoder_head(model, alone[last], texts)
+    states = [zero_padding(x, texts.mask) for x in (*outputs[:-1], final)]
+    alone = {number: zero_padding(x, texts.mask) for number, x in alone.items()}
+    results = {name: zero_padding(x, texts.mask) for name, x in _name_results(result).items()}
+    return Activations(states, alone, results, [])
+
+
+class PairInputs(NamedTuple):
+    """Inputs of two towers."""
+
+    texts: TextInputs
+    images: Array | PatchedImages
+
+
+def run_towers(
+    model: TwoTowers, blocks: Sequence[Any], pairs: PairInputs, inputs: Mapping[int, np.ndarray]
+) -> Activations:
+    """Run two towers on texts and images. They have no layers in common."""
+    return Activations([], {}, _run_towers(model, pairs), [])
+
+
+@eqx.filter_jit
+def _run_towers(model: TwoTowers, pairs: PairInputs) -> dict[str, Array]:
+    tokens, mask, token_types = pairs.texts
+    texts = model.embed_texts(tokens, mask=mask, token_types=token_types)
+    images = model.embed_images(pairs.images)
+    logits = model.similarity(images, texts)
+    return {"text_embeds": texts, "image_embeds": images, "logits_per_image": logits, "logits_per_text": logits.T}
 
 
 def run_audio_encoder(
@@ -154,7 +185,7 @@ def _embed(model: Decoder, tokens: Array) -> Hidden:
 
 
 @eqx.filter_jit
-def _embed_images(model: ImageEncoder, images: Array) -> tuple[Hidden, TokenInfo]:
+def _embed_images(model: ImageEncoder, images: Array | PatchedImages) -> tuple[Hidden, TokenInfo]:
     info = model.token_info(images)
     return model.embed(images, info), info
 
@@ -176,9 +207,9 @@ def _normalize(model: AudioEncoder, x: Array) -> Array:
 
 
 @eqx.filter_jit
-def _run_encoder_head(model: Encoder, x: Array, mask: Array | None) -> tuple[Array, Array | EncoderFeatures]:
+def _run_encoder_head(model: Encoder, x: Array, texts: TextInputs) -> tuple[Array, Array | EncoderFeatures]:
     x = model.norm(x)
-    return x, model.read_head(x, mask)
+    return x, model.read_head(x, texts.mask, texts.tokens)
 
 
 @eqx.filter_jit
@@ -194,5 +225,5 @@ def _run_head(model: Decoder, x: Array) -> tuple[Array, Array]:
 
 
 @eqx.filter_jit
-def _run_image_head(model: ImageEncoder, x: Array) -> Array | EncoderFeatures:
-    return model.head(model.norm(x))
+def _run_image_head(model: ImageEncoder, x: Array, images: Array | PatchedImages) -> Array | EncoderFeatures:
+    return model.read_head(model.norm(x), images)

@@ -15,7 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zoo.models import Decoder
+from zoo.layers.encoders.patches import PatchedImages
+from zoo.models import Decoder, TwoTowers
 from zoo.models.hf.spec import Family, replace_ending
 from zoo.models.hf.values import NON_NEGATIVE_NUMBER, optional, table_of
 from zoo.models.parameter_paths import to_snake_case
@@ -33,10 +34,15 @@ from zoo.weights.safetensors import CheckpointError, open_safetensors, read_json
 from zoo.weights.save import export_tensors
 from zoo.weights.stages import read_name_map
 
-from .activations import TextInputs, join_streams
+from .activations import TextInputs, join_streams, zero_padding
 from .comparison import GRADIENT_FLOOR, TOLERANCE, Comparison, ParityReport, norm_error, relative_error
-from .model_kinds import LossAndBatch, ModelKind, find_model_kind, list_parts
+from .model_kinds import LossAndBatch, ModelKind, find_model_kind, iterate_parts
 
+OUTPUTS = (
+    *("logits", "last_hidden_state", "pooler_output"),
+    *("text_embeds", "image_embeds", "logits_per_image", "logits_per_text"),
+)
+"""Results of models, by their names in transformers."""
 EXPECTED_FILE = "expected.safetensors"
 """Results of PyTorch in a checkpoint directory."""
 
@@ -56,13 +62,16 @@ def compare_checkpoint(
       `pixel_values` and `labels`; with a decoder also `decoder_input_ids` and `labels`, and `encoder_hidden_states.N`
       and `decoder_hidden_states.N` in place of `hidden_states.N`; and any of `logits`, `last_hidden_state`,
       `pooler_output`, `loss`, `hidden_states.N`, `router_logits.N` (of the N-th layer that has a router, "tokens
-      experts") and `grad.NAME`; of PyTorch in bfloat16, `bfloat16.logits` and `bfloat16.hidden_states.N`.
+      experts") and `grad.NAME`; of PyTorch in bfloat16, `bfloat16.logits` and `bfloat16.hidden_states.N`. Of two
+      towers, `input_ids`, `pixel_values` and what belongs to them, and any of `text_embeds`, `image_embeds`,
+      `logits_per_image`, `logits_per_text`, `loss`, `grad.NAME`, and each tower's hidden states with `text_` and
+      `vision_` before the name.
     - `gradient_norms`: norms of the loss's gradient, by the checkpoint's names. An MXFP4 matrix is named by its blocks,
       and the gradient of any quantized matrix is taken with respect to the dequantized one.
     - `packed`: as for `load`. Matrices that stay packed have no gradient, and none is compared.
 
     The loss is the mean next-token cross-entropy; for an encoder of texts, the cross-entropy of every token itself; for
-    images, the cross-entropy over `labels`, or `feature_loss` without labels.
+    images, the cross-entropy over `labels`, or `feature_loss` without labels; for two towers, `contrastive_loss`.
 
     **Raises** `CheckpointError` as `load` does, and for expectations without the inputs of the model.
     """
@@ -78,9 +87,9 @@ def compare_checkpoint(
     with jax.default_matmul_precision("highest"):
         expected = join_streams(model, expected)
         comparisons = []
-        for name, part, own in list_parts(model, expected):
-            compared = _compare_activations(find_model_kind(part), part, bfloat16_model, own, tolerance)
-            comparisons += [dataclasses.replace(line, name=name + line.name) for line in compared]
+        for word, part, own in iterate_parts(model, expected):
+            lines = _compare_activations(find_model_kind(part), part, bfloat16_model, own, tolerance)
+            comparisons += [dataclasses.replace(line, name=word + line.name) for line in lines]
         comparisons += _compare_gradients(kind, model, expected, gradient_norms or {}, 2 * tolerance)
     return ParityReport(tuple(comparisons))
 
@@ -101,11 +110,11 @@ def _compare_activations(
     tolerance: float,
 ) -> Iterator[Comparison]:
     """Compare hidden states, outputs and router logits, and each layer by itself on PyTorch's input to it."""
-    blocks = _unstack_blocks(model)
+    blocks = () if isinstance(model, TwoTowers) else _unstack_blocks(model)
     model_inputs = kind.read(expected)
-    if isinstance(model_inputs, TextInputs):  # transformers' features of padding are not a result
+    if isinstance(model_inputs, TextInputs | PatchedImages):  # transformers' features of padding are not a result
         of_tokens = {name: x for name, x in expected.items() if _has_tokens(name)}
-        padded = {name: np.asarray(model_inputs.zero_padding(x)) for name, x in of_tokens.items()}
+        padded = {name: np.asarray(zero_padding(x, model_inputs.mask)) for name, x in of_tokens.items()}
         expected = {**expected, **padded}
     states = {number: f"hidden_states.{number}" for number in range(len(blocks) + 1)}
     stored = {number: name for number, name in states.items() if name in expected}
@@ -125,7 +134,7 @@ def _compare_activations(
             own,
             *_compute_bfloat16_errors(name, in_half, expected),
         )
-    for name in ("logits", "last_hidden_state", "pooler_output"):
+    for name in OUTPUTS:
         if name in expected:
             in_half = None if in_bfloat16 is None else in_bfloat16.outputs.get(name)
             error = relative_error(ours.outputs.get(name), expected[name])

@@ -1,27 +1,44 @@
-"""Inputs, activations and losses of decoders, of encoders of texts and of images, and of encoders with a decoder."""
+"""Inputs, activations and losses of decoders, of encoders of texts, images and audio, of both, and of two towers."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from zoo.models import Encoder, EncoderDecoder, ImageEncoder, SequenceScore, classification_loss, token_losses
+from zoo.layers.encoders.patches import PatchedImages
+from zoo.models import (
+    Encoder,
+    EncoderDecoder,
+    ImageEncoder,
+    SequenceScore,
+    TwoTowers,
+    classification_loss,
+    contrastive_loss,
+    token_losses,
+)
 from zoo.models.encoders.audio import AudioEncoder
 from zoo.models.encoders.heads import EncoderFeatures, MaskedLMHead
 from zoo.models.loss import cross_entropy
+from zoo.models.scoring import unstack_blocks
 from zoo.weights.resolve import LoadedModel
 
 from .activations import (
     Activations,
+    PairInputs,
     TextInputs,
     run_audio_encoder,
     run_decoder,
     run_encoder,
     run_image_encoder,
+    run_towers,
 )
 
+_INPUTS = (
+    *("input_ids", "attention_mask", "token_type_ids"),
+    *("pixel_values", "pixel_attention_mask", "spatial_shapes"),
+)
 LossAndBatch = tuple[Callable, dict[str, np.ndarray]]
 
 
@@ -45,33 +62,49 @@ def find_model_kind(model: LoadedModel) -> ModelKind:
     if isinstance(model, ImageEncoder):
         return _IMAGES
     if isinstance(model, EncoderDecoder):
-        return _PAIRS
+        return _TARGETS
     if isinstance(model, AudioEncoder):
         return _AUDIO
     if isinstance(model, Encoder):
         return _TEXTS
+    if isinstance(model, TwoTowers):
+        return _PAIRS
     return _TOKENS
 
 
-def list_parts(
+def iterate_parts(
     model: LoadedModel, expected: Mapping[str, np.ndarray]
-) -> list[tuple[str, LoadedModel, Mapping[str, np.ndarray]]]:
-    """Return the models whose activations are compared, each with a name before its comparisons and its expectations:
-    the model itself, or its encoder, and its decoder of targets of the given sources."""
-    if not isinstance(model, EncoderDecoder):
-        return [("", model, expected)]
-    source = expected[_find_source(expected)]
-    parts = {"encoder": model.whole_encoder, "decoder": model.read(jnp.asarray(source))}
-    listed = []
-    for name, part in parts.items():
-        beginning = f"{name}_hidden_states."
-        own = {f"hidden_states.{key.removeprefix(beginning)}": x for key, x in expected.items() if beginning in key}
-        if name == "encoder":
-            own[find_model_kind(part).inputs] = source
-        else:
-            own |= {"input_ids": expected["decoder_input_ids"], "logits": expected["logits"]}
-        listed.append((f"{name}: ", part, own))
-    return listed
+) -> Iterator[tuple[str, LoadedModel, Mapping[str, np.ndarray]]]:
+    """Yield the parts of a model that are compared layer by layer: a word for each, the part, and its expectations.
+
+    An encoder-decoder is its encoder, and its decoder of targets of the given sources. Two towers are three parts, the
+    last of them both together. Any other model is one.
+    """
+    if isinstance(model, EncoderDecoder):
+        source = expected[_find_source(expected)]
+        encoder = model.whole_encoder
+        yield (
+            "encoder: ",
+            encoder,
+            {find_model_kind(encoder).inputs: source, **_take(expected, "encoder_hidden_states.")},
+        )
+        own = {"input_ids": expected["decoder_input_ids"], "logits": expected["logits"]}
+        decoder = model.read(jnp.asarray(source))
+        yield "decoder: ", decoder, {**own, **_take(expected, "decoder_hidden_states.")}
+        return
+    if isinstance(model, TwoTowers):
+        for word, prefix, tower in (("text: ", "text_", model.text), ("image: ", "vision_", model.image)):
+            own = {name: expected[name] for name in _INPUTS if name in expected}
+            own |= _take(expected, f"{prefix}hidden_states.", f"{prefix}last_hidden_state")
+            if tower is model.text:  # the last of the hidden states is before the final norm there
+                own.pop(f"hidden_states.{len(unstack_blocks(tower))}", None)
+            yield word, tower, own
+    yield "", model, expected
+
+
+def _take(expected: Mapping[str, np.ndarray], *beginnings: str) -> dict[str, np.ndarray]:
+    """Return the expectations of a part, without its name: `encoder_hidden_states.0` is `hidden_states.0`."""
+    return {name.partition("_")[2]: x for name, x in expected.items() if name.startswith(beginnings)}
 
 
 def _find_source(expected: Mapping[str, np.ndarray]) -> str:
@@ -79,7 +112,7 @@ def _find_source(expected: Mapping[str, np.ndarray]) -> str:
     return "input_ids" if "input_ids" in expected else "input_features"
 
 
-def _make_pair_loss(expected: Mapping[str, np.ndarray]) -> LossAndBatch:
+def _make_target_loss(expected: Mapping[str, np.ndarray]) -> LossAndBatch:
     name = _find_source(expected)
     source = {"input_ids": "source", "input_features": "features"}[name]
     return cross_entropy, {
@@ -111,6 +144,14 @@ def _sum_feature_squares(features: Any, rows: int) -> tuple[Array, Array]:
     if features.pooler_output is not None:
         total = total + jnp.square(features.pooler_output).mean(1).sum() / 2
     return total, jnp.float32(rows)
+
+
+def _read_images(expected: Mapping[str, np.ndarray]) -> Any:
+    if "spatial_shapes" not in expected:
+        return jnp.asarray(expected["pixel_values"])
+    mask = expected["pixel_attention_mask"] > 0
+    grids = expected["spatial_shapes"].astype(np.int32)
+    return PatchedImages(jnp.asarray(expected["pixel_values"]), jnp.asarray(mask), jnp.asarray(grids))
 
 
 def _make_image_loss(expected: Mapping[str, np.ndarray]) -> LossAndBatch:
@@ -170,6 +211,12 @@ _TOKENS = ModelKind(
     lambda x: (cross_entropy, make_next_token_batch(x["input_ids"])),
 )
 _TEXTS = ModelKind("input_ids", _read_texts, run_encoder, _make_text_loss)
-_PAIRS = ModelKind("decoder_input_ids", lambda x: jnp.asarray(x["decoder_input_ids"]), run_decoder, _make_pair_loss)
-_AUDIO = ModelKind("input_features", lambda x: jnp.asarray(x["input_features"]), run_audio_encoder, _make_pair_loss)
-_IMAGES = ModelKind("pixel_values", lambda x: jnp.asarray(x["pixel_values"]), run_image_encoder, _make_image_loss)
+_TARGETS = ModelKind("decoder_input_ids", lambda x: jnp.asarray(x["decoder_input_ids"]), run_decoder, _make_target_loss)
+_AUDIO = ModelKind("input_features", lambda x: jnp.asarray(x["input_features"]), run_audio_encoder, _make_target_loss)
+_IMAGES = ModelKind("pixel_values", _read_images, run_image_encoder, _make_image_loss)
+_PAIRS = ModelKind(
+    "pixel_values",
+    lambda x: PairInputs(_read_texts(x), _read_images(x)),
+    run_towers,
+    lambda x: (contrastive_loss, {**_make_text_batch(x), "images": _read_images(x)}),
+)

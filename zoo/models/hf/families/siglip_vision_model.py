@@ -2,6 +2,7 @@
 attention pooling head reads."""
 
 from functools import partial
+from typing import Any
 
 from jaxtyping import Array, Key
 
@@ -10,6 +11,11 @@ from zoo.models.hf import grammar as hf
 
 
 def _build_siglip(config: hf.Config, *, key: Key[Array, ""]) -> hf.ImageEncoder:
+    return build_siglip_vision(config, hf.make_image_embedding_factory(config, class_token=False), key=key)
+
+
+def build_siglip_vision(config: hf.Config, embedding: Any, *, key: Key[Array, ""]) -> hf.ImageEncoder:
+    """Build the tower on the embedding of a factory."""
     norm = hf.make_layer_norm_factory(config)
     embed = config["hidden_size"]
     heads = config["num_attention_heads"]
@@ -22,20 +28,26 @@ def _build_siglip(config: hf.Config, *, key: Key[Array, ""]) -> hf.ImageEncoder:
         hf.make_bidirectional_attention_factory(config, bias=True, out_bias=True),
         hf.make_mlp_factory(config),
     )
-    embedding = hf.make_image_embedding_factory(config, class_token=False)
     head = hf.select_head(config, {"SiglipVisionModel": features})
     return hf.build_config_image_encoder(config, layer, norm, head, embedding, key=key)
 
 
-def _map_siglip_names(config: hf.Config) -> hf.NameMap:
+def map_layers(mixer: str) -> hf.NameMap:
+    """Map the tensors of the layers of a tower of CLIP or SigLIP, with a mixer that has this name here."""
     attention = {"q_proj": "query", "k_proj": "key", "v_proj": "value", "out_proj": "out"}
-    mlp = {"fc1": "up", "fc2": "down"}
     block = {
         "layer_norm1": "mixer_norm",
         "layer_norm2": "ffn_norm",
-        **hf.prefixed("self_attn", "bidirectional_attention", attention),
-        **hf.prefixed("mlp", "mlp", mlp),
+        **hf.prefixed("self_attn", mixer, attention),
+        **hf.prefixed("mlp", "mlp", _MLP_NAMES),
     }
+    return hf.prefixed("encoder.layers.*", "layers.*", block)
+
+
+_MLP_NAMES = {"fc1": "up", "fc2": "down"}
+
+
+def _map_siglip_names(config: hf.Config) -> hf.NameMap:
     parts = ("query", "key", "value")
     pooler = {
         "probe": hf.TensorMapping(("probe",), leading_ones=2),
@@ -43,12 +55,12 @@ def _map_siglip_names(config: hf.Config) -> hf.NameMap:
         "attention.in_proj_bias": hf.fused(*(f"{part}.bias" for part in parts)),
         "attention.out_proj": "out",
         "layernorm": "norm",
-        **hf.prefixed("mlp", "", mlp),
+        **hf.prefixed("mlp", "", _MLP_NAMES),
     }
     shell = {
         "embeddings.patch_embedding": "embedding.patches",
         "embeddings.position_embedding": "embedding.positions",
-        **hf.prefixed("encoder.layers.*", "layers.*", block),
+        **map_layers("bidirectional_attention"),
         "post_layernorm": "norm",
         **hf.prefixed("head", "head.pooler", pooler),
     }
