@@ -17,6 +17,7 @@ from typing import Literal
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
@@ -75,7 +76,8 @@ def main(config: Config) -> None:
 
     def translate(model):
         options = {"mask": test["source_mask"], "stop_tokens": data.stop_tokens, "mesh": mesh}
-        return np.asarray(zoo.generate(model, test["source"], max_new_tokens=config.seq_len, **options))
+        source = jnp.asarray(test["source"])
+        return np.asarray(zoo.generate(model, source, max_new_tokens=config.seq_len, **options))
 
     def measure(model):
         is_right = (translate(model) == test["targets"]).all(axis=1)

@@ -36,6 +36,7 @@ from zoo.layers.encoders.bidirectional_attention import BidirectionalAttention
 from zoo.layers.recurrent.base import AbstractRecurrence
 from zoo.models import Decoder, Encoder, ImageEncoder
 from zoo.models.blocks import ParallelBlock
+from zoo.models.encoders.audio import AudioEncoder
 from zoo.models.hf.builders import find_activation_name
 from zoo.models.hf.config import read_config
 from zoo.models.hf.families import FAMILIES
@@ -174,12 +175,15 @@ def format_support(support: FamilySupport) -> str:
 def build_support() -> str:
     """Build the table of what is tested of each family: from the fixtures, with which every test of them runs, and from
     the families that quantized files are tested with."""
-    cases = {kind: find_cases(TESTS / "fixtures" / kind) for kind in ("models", "encoders")}
+    kinds = ("models", "encoders", "encoder_decoders")
+    found = {kind: find_cases(TESTS / "fixtures" / kind) for kind in kinds}
     rows = {}
     for name in FAMILIES:
-        decoders, encoders = (cases[kind].get(name, []) for kind in ("models", "encoders"))
-        held = {"mesh": bool(decoders or encoders), "adapters": bool(decoders or encoders), "decoding": bool(decoders)}
-        rows[name] = {"cases": decoders + encoders, **held, "quantized": QUANTIZED.get(name, [])}
+        by_kind = {kind: found[kind].get(name, []) for kind in kinds}
+        cases = [case for listed in by_kind.values() for case in listed]
+        held = {"mesh": bool(cases), "adapters": bool(cases)}
+        held["decoding"] = bool(by_kind["models"] or by_kind["encoder_decoders"])
+        rows[name] = {"cases": cases, **held, "quantized": QUANTIZED.get(name, [])}
     return json.dumps(rows, indent=1) + "\n"
 
 
@@ -199,6 +203,8 @@ def describe_parts(family: Family) -> tuple[str, str, str, str]:
     """
     if "vision_config" in family.defaults:
         return describe_towers(family)
+    if "decoder_start_token_id" in family.defaults or "encoder" in family.defaults:
+        return describe_encoder_decoder(family)
     published = next((preset.config for preset in PRESETS.values() if preset.family == family.name), {})
     absent = [key for key, value in read_config(family, {}).items() if value is None]
     config = read_config(family, {key: published[key] for key in absent if key in published})
@@ -288,6 +294,28 @@ def describe_towers(family: Family) -> tuple[str, str, str, str]:
     block = towers[0][1]
     feed_forward = f"`{type(block.ffn).__name__}`, {' and '.join(activations)}"
     return mixer, f"`{type(block.mixer_norm).__name__}`", feed_forward, poolers
+
+
+def describe_encoder_decoder(family: Family) -> tuple[str, str, str, str]:
+    """Describe the layers of an encoder and of its decoder."""
+
+    def build(key):
+        model = family.build(read_config(family, {}), key=key)
+        return model, [next(part.stack.iter_blocks()) for part in (model.encoder, model.decoder)]
+
+    model, blocks = eqx.filter_eval_shape(build, jax.random.key(0))
+    own = [
+        describe_attention(block.mixer, Config(), positions=describe_positions(part))
+        for part, block in zip((model.encoder, model.decoder), blocks, strict=True)
+    ]
+    shared = [word for word in own[0] if word in own[1]]
+
+    mixer = f"{', '.join(shared)}; the encoder in both directions, the decoder causal, with cross-attention"
+    if isinstance(model.encoder, AudioEncoder):
+        mixer = f"{mixer}; of log-mel features through two convolutions"
+    ffn = blocks[0].ffn
+    feed_forward = f"`{type(ffn).__name__}`, {find_activation_name(ffn.activation)}"
+    return mixer, f"`{type(blocks[0].mixer_norm).__name__}`", feed_forward, describe_head(model.decoder)
 
 
 def describe_head(model: Decoder | Encoder | ImageEncoder) -> str:

@@ -155,7 +155,7 @@ def _begin_with_language(model: Any, language: str, text: Tokenizer | None) -> A
     """
     if not isinstance(model, zoo.models.EncoderDecoder) or text is None:
         raise ValueError(f"--language {language} begins the target of a model with an encoder and a tokenizer")
-    return dataclasses.replace(model, start=(model.start[0], find_language_token(text, language), *model.start[2:]))
+    return dataclasses.replace(model, start=(*model.start[:1], find_language_token(text, language), *model.start[2:]))
 
 
 def _encode_prompt(text: Tokenizer | None, prompt: str, directory: Path, *, with_end: bool) -> tuple[int, ...]:

@@ -18,7 +18,6 @@ from zoo.models.hf.score_head import choose_head
 from zoo.models.hf.shapes import build_shapes
 from zoo.models.hf.spec import Config, Family, NameMap, Origin
 from zoo.models.hf.towers import TOWERS
-from zoo.models.hf.values import is_number
 from zoo.models.hf.wrappers import TEXT_CONFIG, TIE, WRAPPERS, read_text_config, rename
 from zoo.models.parameter_paths import list_parameter_paths
 
@@ -57,8 +56,7 @@ _MOST_SHARED_LAYERS = 128
 
 
 LoadedModel = Any
-"""A `zoo.models.Decoder`, `SequenceScore`, `Encoder`, `EncoderDecoder`, of images `ImageEncoder`, or of texts and images
-`TwoTowers`: the config says
+"""A `zoo.models.Decoder`, `SequenceScore`, `Encoder`, `ImageEncoder`, `EncoderDecoder` or `TwoTowers`: the config says
 which."""
 
 
@@ -207,7 +205,7 @@ def _check_layer_count(config: Config, available: int) -> None:
     for table in (config, *(value for value in config.values() if isinstance(value, Mapping))):
         for key in _LAYER_COUNTS:
             layers = table.get(key)
-            if is_number(layers) and layers > max(available, _MOST_SHARED_LAYERS):
+            if isinstance(layers, int) and layers > max(available, _MOST_SHARED_LAYERS):
                 raise ConfigError(f"{key} = {layers}, and the checkpoint has {available} tensors in all")
 
 

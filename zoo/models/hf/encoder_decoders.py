@@ -17,7 +17,6 @@ from ..encoder_decoder import EncoderDecoder
 from ..encoders.heads import make_feature_head
 from ..encoders.text import Encoder, build_encoder
 from .builders import build_config_decoder, compute_out_scale, read_head_sizes
-from .errors import ConfigError
 from .kinds import optional_non_negative
 from .spec import Config
 
@@ -66,12 +65,7 @@ def join_encoder_decoder(config: Config, encoder: Encoder, decoder: Decoder) -> 
 
 
 def read_start(config: Config) -> tuple[int, ...]:
-    """Return the tokens that every target begins with: the start token, and the one that is forced, if any.
-
-    **Raises** `ConfigError` without a start token.
-    """
-    start = config["decoder_start_token_id"]
-    forced = config["forced_bos_token_id"]
-    if start is None:
-        raise ConfigError("decoder_start_token_id is null, and a target begins with this token")
-    return (start,) if forced is None else (start, forced)
+    """Return the tokens that every target begins with: the start token, and the one that is forced. Without either there
+    are none, as in mBART's files, whose targets begin with their language."""
+    tokens = (config["decoder_start_token_id"], config["forced_bos_token_id"])
+    return tuple(token for token in tokens if token is not None)

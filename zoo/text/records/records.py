@@ -311,7 +311,7 @@ def _load_source(reading: Reading, options: _Options) -> Records:
     template = reading.encoding.template
     if options.whole and kind.has_fields:
         raise ValueError(f"whole is for texts with a score, and {kind.noun}s are to be completed: leave it out")
-    if (kind.name == "pair") != (options.start is not None):
+    if (kind.name == "pair") != bool(options.start):
         asked = "start=model.start, the tokens that their targets begin with" if kind.name == "pair" else "no start"
         raise ValueError(f"{name_files(reading.files)}: {kind.noun}s need {asked}")
     name = _fingerprint(reading, options.cache)

@@ -83,11 +83,8 @@ def iterate_parts(
     if isinstance(model, EncoderDecoder):
         source = expected[_find_source(expected)]
         encoder = model.whole_encoder
-        yield (
-            "encoder: ",
-            encoder,
-            {find_model_kind(encoder).inputs: source, **_take(expected, "encoder_hidden_states.")},
-        )
+        own = {find_model_kind(encoder).inputs: source}
+        yield "encoder: ", encoder, {**own, **_take(expected, "encoder_hidden_states.")}
         own = {"input_ids": expected["decoder_input_ids"], "logits": expected["logits"]}
         decoder = model.read(jnp.asarray(source))
         yield "decoder: ", decoder, {**own, **_take(expected, "decoder_hidden_states.")}
