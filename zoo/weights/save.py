@@ -153,7 +153,7 @@ def resolve_model(
     **Raises** `CheckpointError` for adapters, `ValueError` for edits, and as `resolve_origin` does.
     """
     _refuse_adapters(model)
-    parts = [model, *(getattr(model, name, None) for name in ("decoder", "text", "image"))]
+    parts = [model, *(getattr(model, name, None) for name in ("encoder", "decoder", "text", "image"))]
     if edits := [edit for part in parts for edit in getattr(part, "edits", ())]:
         raise ValueError(
             f"a checkpoint has no place for edits, and the model has one of {edits[0].name}: save zoo.unpatch(model)"
@@ -421,5 +421,5 @@ def gather_to_host(array: Any, index: tuple[int, ...]) -> np.ndarray:
     gathered = np.empty(array.shape, array.dtype)  # shard by shard: np.asarray would leave a cached copy in the array
     for shard in array.addressable_shards:
         if shard.replica_id == 0:
-            gathered[shard.index] = shard.data
+            gathered[(*shard.index, ...)] = shard.data  # a scalar too
     return gathered
