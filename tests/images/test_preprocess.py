@@ -7,6 +7,7 @@ import json
 import os
 from pathlib import Path
 
+import jax.numpy as jnp
 import numpy as np
 import PIL.Image
 import pytest
@@ -122,7 +123,7 @@ def test_patches_are_row_column_channel_with_padding_at_the_end():
         "size": ({**PLAIN, "size": {"longest_edge": 4}}, [RED], ValueError, "expected height and width, or shortest"),
         "sizes": ({**PLAIN, "do_center_crop": False}, [RED, RED[:4]], ValueError, "4 x 4 pixels and others"),
         "empty": (PLAIN, [], ValueError, "at least one picture"),
-        "floats": (PLAIN, [RED / 255], TypeError, "gray levels from 0 to 255, uint8, got float64"),
+        "floats": (PLAIN, [RED / 255], TypeError, "gray levels from 0 to 255, uint8 .*, got an array float64"),
     }.values(),
 )
 def test_preprocessing_refuses_what_it_does_not_know(no_type_checks, config, images, error, message):
@@ -142,3 +143,23 @@ def test_the_processor_of_a_directory(tmp_path):
     (tmp_path / "preprocessor_config.json").write_text(json.dumps({"image_processor_type": "ViTImageProcessorFast"}))
     with pytest.raises(ValueError, match="= ViTImageProcessorFast, and known are CLIPImageProcessor"):
         make_image_processor(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("images", "message"),
+    [
+        (RED, r"a list of pictures, got an array uint8\[6, 4, 3\]"),
+        (PIL.Image.fromarray(RED), "a list of pictures, got Image"),
+        ([np.zeros((3, 6, 5), np.uint8)], r"\"height width channels\", got an array uint8\[3, 6, 5\]"),
+        ([PIL.Image.fromarray(np.zeros((6, 4), np.uint16))], "a picture of mode I;16"),
+        ([PIL.Image.fromarray(np.zeros((6, 4), np.float32))], "a picture of mode F"),
+    ],
+)
+def test_what_is_not_a_list_of_pictures_of_8_bits_is_refused(no_type_checks, images, message):
+    with pytest.raises(TypeError, match=message):
+        preprocess_images(images, PLAIN)
+
+
+def test_arrays_of_jax_are_pictures():
+    given = preprocess_images([jnp.asarray(RED)], PLAIN)
+    np.testing.assert_array_equal(given, preprocess_images(RED[None], PLAIN))

@@ -16,6 +16,7 @@ import numpy as np
 from einops import rearrange
 from jaxtyping import Float, UInt8
 
+from zoo._checks import describe_argument
 from zoo._optional import import_optional
 from zoo.layers.encoders.patches import Images, PatchedImages
 
@@ -87,6 +88,8 @@ def preprocess_images(images: Sequence[Picture], config: Mapping[str, Any]) -> I
     settings = {**_COMMON, **processor.defaults, **{key: value for key, value in config.items() if value is not None}}
     if unknown := [key for key in settings if key.startswith("do_") and settings[key] and key not in _STEPS]:
         raise ValueError(f"{unknown[0]} of {PREPROCESSOR_FILE} is a step that is not known here")
+    if not isinstance(images, Sequence) and getattr(images, "ndim", 0) != 4:
+        raise TypeError(f"images: expected a list of pictures, got {describe_argument(images)}")
     if len(images) == 0:
         raise ValueError("expected at least one picture")
     return processor.join([processor.process(_open_rgb(image), settings) for image in images])
@@ -102,12 +105,16 @@ def _find_processor(config: Mapping[str, Any]) -> _Processor:
 
 
 def _open_rgb(image: Picture) -> RGB:
-    """Return a picture as RGB. **Raises** `TypeError` for an array of another dtype."""
+    """Return a picture as RGB. **Raises** `TypeError` for what is not a picture, and for other gray levels than 0 to
+    255, which Pillow would cut."""
     pillow = import_optional("PIL.Image", _INSTALL)
-    if isinstance(image, np.ndarray):
-        if image.dtype != np.uint8:
-            raise TypeError(f"images: expected gray levels from 0 to 255, uint8, got {image.dtype}")
-        image = pillow.fromarray(image[..., 0] if image.shape[2:] == (1,) else image)
+    if hasattr(image, "dtype"):
+        if image.dtype != np.uint8 or image.shape[2:] not in ((), (1,), (3,), (4,)):
+            expected = 'gray levels from 0 to 255, uint8 "height width channels"'
+            raise TypeError(f"images: expected {expected}, got {describe_argument(image)}")
+        image = pillow.fromarray(np.asarray(image[..., 0] if image.shape[2:] == (1,) else image))
+    if image.mode == "F" or image.mode.startswith("I"):
+        raise TypeError(f"images: expected gray levels from 0 to 255, got a picture of mode {image.mode}")
     if "A" in image.getbands() or image.info.get("transparency") is not None:
         image = image.convert("RGBA")
         image = pillow.alpha_composite(pillow.new("RGBA", image.size, (255, 255, 255, 255)), image)
