@@ -1,6 +1,8 @@
 """Read generation_config.json of a checkpoint: tokens that end a text, and defaults of sampling."""
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from zoo.models.hf.values import integer, list_of
 from zoo.models.hf.wrappers import read_text_config
@@ -31,22 +33,24 @@ def read_stop_tokens(directory: Path) -> list[int]:
     return []
 
 
-def read_start(directory: Path, start: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the tokens that targets begin with: `start`, as the config has them, unless generation_config.json, where
-    transformers writes them since version 5, has others.
+def read_start(directory: Path, config: Mapping[str, Any], start: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the tokens that targets begin with: of generation_config.json, where transformers writes them since
+    version 5, else of the config; `start` if neither names any.
 
     **Raises** `CheckpointError` for values that are not token ids.
     """
     path = directory / _GENERATION_CONFIG_FILE
-    config = read_json(path) if path.exists() else {}
-    keys = ("decoder_start_token_id", "forced_bos_token_id")
-    named = [config.get(key) for key in keys]
-    for key, token in zip(keys, named, strict=True):
-        if token is not None and (error := integer(minimum=0).find_error(token)):
+    given = read_json(path) if path.exists() else {}
+    tokens = []
+    for key in ("decoder_start_token_id", "forced_bos_token_id"):
+        token = given.get(key)
+        if token is None:
+            token = config.get(key)
+        elif error := integer(minimum=0).find_error(token):
             raise CheckpointError(f"{path}: {key} = {token!r} {error}")
-    listed = [*start, None][:2]
-    chosen = [old if new is None else new for old, new in zip(listed, named, strict=True)]
-    return (*(token for token in chosen if token is not None), *start[2:])
+        if token is not None:
+            tokens.append(token)
+    return tuple(tokens) or start
 
 
 def read_generation_defaults(directory: Path) -> dict[str, float | int]:

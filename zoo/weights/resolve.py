@@ -110,7 +110,7 @@ def open_checkpoint(
     )
     model = dataclasses.replace(found.model, origin=origin)
     if isinstance(model, EncoderDecoder):
-        model = dataclasses.replace(model, start=read_start(path, model.start))
+        model = dataclasses.replace(model, start=read_start(path, found.config, model.start))
     return dataclasses.replace(found, model=model)
 
 

@@ -141,6 +141,19 @@ def test_blenderbot_small_normalizes_tokens_that_are_not_scaled():
 
 
 @pytest.mark.parametrize(
+    "named, given, start", [({}, {}, ()), ({"forced_bos_token_id": 7}, {"decoder_start_token_id": 2}, (2, 7))]
+)
+def test_targets_begin_as_either_file_says(tmp_path, named, given, start):
+    """mBART's config may name no token, or generation_config.json another than the config."""
+    folder = respell(tmp_path / "mbart", "mbart_base", lambda tensors: tensors)
+    config = json.loads((folder / "config.json").read_text())
+    del config["decoder_start_token_id"]
+    (folder / "config.json").write_text(json.dumps({**config, "forced_bos_token_id": None, **named}))
+    (folder / "generation_config.json").write_text(json.dumps(given))
+    assert zoo.load(folder).start == start
+
+
+@pytest.mark.parametrize(
     "name, change",
     [
         ("bart_base", {"decoder_layers": 10**9}),
