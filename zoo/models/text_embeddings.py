@@ -98,9 +98,12 @@ def _embed_by_tower(model: TwoTowers, tokens: Any, mask: Any, images: Any, pooli
 
 @eqx.filter_jit
 def _run_tower(model: TwoTowers, tokens: Any, mask: Any, images: Any) -> Array:
-    if images is None:
-        return model.embed_texts(tokens, mask=mask)
-    return model.embed_images(images)
+    if images is not None:
+        return model.embed_images(images)
+    vectors = model.embed_texts(tokens, mask=mask)
+    if mask is None:
+        return vectors
+    return jnp.where(jnp.any(mask, axis=1, keepdims=True), vectors, jnp.nan)
 
 
 @eqx.filter_jit

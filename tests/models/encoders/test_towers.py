@@ -170,7 +170,7 @@ def test_micro_batches_are_refused():
 
 def test_a_sharded_sequence_is_refused():
     mesh = zoo.make_mesh(data=4, context=2)
-    with pytest.raises(NotImplementedError, match="the end token is found on one device, and the mesh shards the"):
+    with pytest.raises(NotImplementedError, match="makes one vector of a row, and the mesh shards its tokens"):
         zoo.value(contrastive_loss, mesh)(zoo.place(make(), mesh), zoo.place_batch(draw(), mesh))
 
 
@@ -222,6 +222,28 @@ def test_left_and_right_padding_give_one_embedding():
     np.testing.assert_allclose(zoo.embed(model, right, right > 0), wanted, atol=1e-6)
     np.testing.assert_allclose(zoo.embed(model, left, left > 0), wanted, atol=1e-6)
     np.testing.assert_allclose(zoo.embed(model, right), wanted, atol=1e-6)  # causal: padding comes later
+
+
+def test_a_text_of_padding_only_is_nan():
+    texts = jnp.array([[3, 0], [3, 0]])
+    vectors = zoo.embed(make(), texts, np.array([[True, True], [False, False]]))
+    np.testing.assert_array_equal(np.isnan(vectors).all(axis=1), [False, True])
+
+
+def test_inputs_of_towers_are_named(no_type_checks):
+    with pytest.raises(TypeError, match="tokens: expected .*, got list"):
+        make()([[3, 0]], draw()["images"])
+    with pytest.raises(TypeError, match="images: expected .*, got list"):
+        zoo.embed(make(), images=[1])
+
+
+def test_towers_on_a_mesh_are_saved(tmp_path):
+    """Their scalars, too, which are replicated."""
+    mesh = zoo.make_mesh(data=2, fsdp=2, tensor=2)
+    model = zoo.load(FIXTURES / "siglip_pairs", mesh=mesh, dtype="bfloat16")
+    zoo.save(model, tmp_path)
+    for x, y in zip(jax.tree.leaves(zoo.load(tmp_path)), jax.tree.leaves(model), strict=True):
+        np.testing.assert_array_equal(x, y)
 
 
 def test_options_are_of_both_towers():

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
 from zoo.ops.attention import ATTENTION, AttentionMask, attention
-from zoo.parallel import Dim, Module, implementation_option, num_shards
+from zoo.parallel import Dim, Module, implementation_option
 from zoo.shapes import HiddenStates, PaddingMask, Tokens
 
 from ..abstract import AbstractLinear, AbstractNorm
@@ -55,12 +55,7 @@ class EndTokenPooler(AbstractPooler):
     """Its id; None for the highest id of each row."""
 
     def find_end(self, tokens: Tokens, mask: PaddingMask | None = None) -> PaddingMask:
-        """Return True at the end tokens of each row, of which the first counts. Without any it is the first token.
-
-        **Raises** `NotImplementedError` where the sequence is sharded.
-        """
-        if num_shards(tokens, "seq") > 1:
-            raise NotImplementedError("the end token is found on one device, and the mesh shards the sequence")
+        """Return True at the end tokens of each row, of which the first counts. Without any it is the first token."""
         real = tokens if mask is None else jnp.where(mask, tokens, -1)
         end = real.max(1, keepdims=True) if self.end is None else self.end
         return real == end

@@ -105,20 +105,22 @@ class TwoTowers(Module):
         key: Key[Array, "..."] | None = None,
     ) -> Float[Array, "texts features"]:
         """Return the embedding of each text, in float32 and of norm 1."""
-        keys = _fold_keys(key, tokens.shape[0], 0)
+        keys = _fold_keys(key, tokens, 0)
         return _normalize(self.text(tokens, mask=mask, token_types=token_types, key=keys), self.text_projection)
 
     def embed_images(
         self, images: _PairedImages | PatchedImages, *, key: Key[Array, "..."] | None = None
     ) -> Float[Array, "images features"]:
         """Return the embedding of each image, in float32 and of norm 1."""
-        keys = _fold_keys(key, count_images(images), 1)
+        keys = _fold_keys(key, images, 1)
         return _normalize(self.image(images, key=keys), self.image_projection)
 
 
-def _fold_keys(key: Key[Array, "..."] | None, rows: int, tower: int) -> Key[Array, "rows"] | None:
+def _fold_keys(key: Key[Array, "..."] | None, inputs: Any, tower: int) -> Key[Array, "rows"] | None:
     """Return one PRNG key per row for one of the towers."""
-    return TokenInfo(keys=split_row_keys(key, rows)).fold_keys(tower).keys
+    if key is None:
+        return None
+    return TokenInfo(keys=split_row_keys(key, count_images(inputs))).fold_keys(tower).keys
 
 
 def _normalize(features: Any, projection: AbstractLinear | None) -> Float[Array, "rows features"]:
