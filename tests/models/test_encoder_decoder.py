@@ -2,7 +2,9 @@
 
 import dataclasses
 from functools import partial
+from pathlib import Path
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,6 +15,7 @@ from tests.weights.test_families_on_meshes import compare_meshes
 from zoo.layers import GatedDeltaNet
 from zoo.models import EncoderDecoderTransformer
 
+FIXTURES = Path(__file__).parents[1] / "fixtures" / "encoder_decoders"
 SIZES = {"vocab": 24, "embed": 16, "layers": 2, "heads": 2, "mlp": 24}
 KEY = jax.random.key(0)
 SOURCE = jax.random.randint(jax.random.key(1), (3, 8), 1, 24)
@@ -120,6 +123,57 @@ def test_other_functions_say_to_read_the_source(model):
         model.encoder(SOURCE)
     with pytest.raises(AttributeError, match=r"zoo\.generate\(model, tokens"):
         _ = model.generate
+
+
+def test_adapters_per_row_in_the_encoder_are_of_their_rows(model):
+    """Three rows, which would be padded to four."""
+    adapted = zoo.adapters.lora(model, rank=2, targets=("bidirectional_attention.query",), key=KEY)
+    grown = jax.tree.map(
+        lambda x: None if x is None else jnp.cos(jnp.arange(x.size)).reshape(x.shape), zoo.trainable(adapted)
+    )
+    adapted = eqx.combine(grown, adapted)
+    options = {"mask": MASK, "max_new_tokens": 4, "details": True}
+    per_row = zoo.adapters.select_per_row(adapted, ["lora", None, "lora"])
+    found = zoo.generate(per_row, SOURCE, **options).log_probs
+    on, off = (zoo.generate(each, SOURCE, **options).log_probs for each in (adapted, model))
+    np.testing.assert_allclose(found, np.where([[True], [False], [True]], on, off), atol=1e-6)
+    assert not np.allclose(on, off)
+
+
+def test_what_generates_nothing_says_why(model):
+    with pytest.raises(ValueError, match="a source of at least 1 row"):
+        zoo.generate(model, SOURCE[:0], max_new_tokens=1)
+    with pytest.raises(TypeError, match=r"by the whole model, which reads it: zoo\.generate\(model, source\)"):
+        zoo.generate(model.read(SOURCE), TARGET, max_new_tokens=1)
+
+
+def test_sources_longer_than_the_learned_positions():
+    """Padding has no position, so a longer row of it is read."""
+    model = zoo.load(FIXTURES / "bart_base")
+    source = jnp.full((1, 45), 5)
+    for run in (
+        lambda x: model(x, TARGET[:1], mask=jnp.ones(x.shape, bool)),
+        partial(zoo.generate, model, max_new_tokens=1),
+    ):
+        with pytest.raises(ValueError, match="45 tokens are too many: the encoder learned 40 positions"):
+            run(source)
+    new = zoo.generate(model, source, mask=np.arange(45)[None] < 4, max_new_tokens=3)
+    np.testing.assert_array_equal(new, zoo.generate(model, source[:, :4], max_new_tokens=3))
+
+
+def test_features_of_a_recording_may_have_any_float_and_no_mask():
+    model = zoo.load(FIXTURES / "whisper_base", dtype="bfloat16")
+    features = jnp.zeros((1, 10, 32), jnp.bfloat16)
+    assert zoo.generate(model, features, max_new_tokens=2).shape == (1, 2)
+    with pytest.raises(ValueError, match="mask: a window of audio is read as a whole"):
+        zoo.generate(model, features, mask=np.ones((1, 4), bool), max_new_tokens=2)
+
+
+def test_edits_of_the_encoder_are_not_saved(tmp_path):
+    model = zoo.load(FIXTURES / "t5_relu_tied")
+    edited = dataclasses.replace(model, encoder=zoo.patch(model.encoder, {"layers.0": lambda x: 2 * x}))
+    with pytest.raises(ValueError, match=r"no place for edits, and the model has one of layers\.0"):
+        zoo.save(edited, tmp_path)
 
 
 def test_a_pipeline_is_refused(model):

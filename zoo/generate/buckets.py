@@ -59,7 +59,7 @@ def count_pieces_at_once(rows: int, piece: int) -> int:
     return max(min(_MOST_PIECES_AT_ONCE, _MOST_TOKENS_AT_ONCE // (rows * piece)), 1)
 
 
-def choose_rows(model: Decoder, rows: int, mesh: Mesh | None, samples: int = 1) -> int:
+def choose_rows(model: Module, rows: int, mesh: Mesh | None, samples: int = 1) -> int:
     """Return the number of rows to read: per shard of the batch 1, 4, 8, 12, 16, 24, 32, 48, ... Not rounded for a
     model with arrays of its own per row, as `zoo.adapters.select_per_row` makes it, nor for several samples of each
     row, where padding would be decoded as often."""
@@ -80,7 +80,7 @@ def refuse_arrays_per_row(model: Decoder, use: str, advice: str) -> None:
         raise ValueError(f"{use}: the model has an adapter for each row of a batch (adapters.select_per_row): {advice}")
 
 
-def _has_arrays_per_row(model: Decoder) -> bool:
+def _has_arrays_per_row(model: Module) -> bool:
     return any(dim.name == "batch" for leaf in leaves(eqx.filter(model, eqx.is_array)) for dim in leaf.dims or ())
 
 

@@ -35,14 +35,16 @@ def read_source(
     Tokens of a source are padded on the right to a bucket, and their rows as those of a prompt, so that few programs
     are compiled.
 
-    **Raises** `ValueError` and `TypeError` for a source that the encoder does not read, a model without `start`, and for
-    targets that are longer than `length`, or than there are learned positions.
+    **Raises** `ValueError` and `TypeError` for a source that the encoder does not read, a model without `start`, and
+    targets longer than `length`, or than there are learned positions.
     """
     model.check_source(source, mask)
+    if len(source) == 0:
+        raise ValueError("generate needs a source of at least 1 row")
     if not model.start:
         raise ValueError("start is empty: say what targets begin with, dataclasses.replace(model, start=(language,))")
     slots = choose_cache_length(model.decoder, len(model.start), new, length)
-    rows = choose_rows(model.decoder, len(source), mesh, samples)
+    rows = choose_rows(model, len(source), mesh, samples)
     batch = _pad_source(model, source, mask, rows, 1 if mesh is None else mesh.count_shards("seq"))
     states = run_jitted(on_mesh(_read_states, mesh), (model,), (batch, slots))
     text = jax.device_put(np.full((rows, slots), -1, np.int32))

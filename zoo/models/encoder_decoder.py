@@ -132,23 +132,28 @@ class EncoderDecoder(Module):
 
     def check_source(self, source: Any, mask: Any = None) -> None:
         """**Raises** `ValueError` and `TypeError` for a source that the encoder does not read, and, where values can be
-        read, for a row without a real token."""
+        read, for a row without a real token, or with more than there are learned positions."""
         if not self.reads_tokens:
-            self.encoder.check_inputs(source)
+            self.encoder.check_inputs(source, mask)
             return
         check_tokens(source, name="source")
         is_real = np.ones(source.shape, bool)
         if mask is not None:
             check_mask(mask, source)
-            if is_host_readable(mask):
-                is_real = np.asarray(jax.device_get(mask)).astype(bool)
-        if not is_real.any(1).all():
-            raise ValueError(f"source: row {int(np.argmin(is_real.any(1)))} has no real token")
-        if is_host_readable(source) and (mask is None or is_host_readable(mask)):
-            vocab = find_checkable_vocab(self.whole_encoder)
-            ids = np.asarray(jax.device_get(source))[is_real]
-            if vocab is not None:
-                check_ids(ids, vocab, name="source")
+            if not is_host_readable(mask):
+                return
+            is_real = np.asarray(jax.device_get(mask)).astype(bool)
+        counts = is_real.sum(1)
+        if 0 in counts:
+            raise ValueError(f"source: row {int(np.argmin(counts))} has no real token")
+        learned = self.encoder.position_embedding
+        if learned is not None and counts.max(initial=0) > learned.length:
+            raise ValueError(
+                f"source: {counts.max()} tokens are too many: the encoder learned {learned.length} positions"
+            )
+        vocab = find_checkable_vocab(self.whole_encoder)
+        if is_host_readable(source) and vocab is not None:
+            check_ids(np.asarray(jax.device_get(source))[is_real], vocab, name="source")
 
     def init_state(self, source: Source, length: int) -> LayerStates:
         """Return the states of the decoder's layers before the first token of targets of up to `length` tokens: empty

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
-import numpy as np
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
 from zoo._checks import describe_argument, wrap_key
@@ -42,10 +42,12 @@ class AudioEncoder(Module):
     def __hash__(self) -> int:
         return hash_for_jit(self)
 
-    def check_inputs(self, features: Any) -> None:
-        """**Raises** `TypeError` for features that are not floating point, and `ValueError` for features of other bands
-        than the model reads, or of a longer or a shorter window."""
-        if not hasattr(features, "dtype") or not np.issubdtype(features.dtype, np.floating):
+    def check_inputs(self, features: Any, mask: Any = None) -> None:
+        """**Raises** `TypeError` for features that are not floating point; `ValueError` for other bands than the model
+        reads, for a longer or a shorter window, and for a mask: silence after the end is read, too."""
+        if mask is not None:
+            raise ValueError("mask: a window of audio is read as a whole, with the silence after its end: leave it out")
+        if not hasattr(features, "dtype") or not jnp.issubdtype(features.dtype, jnp.floating):
             raise TypeError(f"features: expected log-mel features, got {describe_argument(features)}")
         expected = (self.embedding.bands, self.embedding.num_frames)
         if features.ndim != 3 or features.shape[1:] != expected:
@@ -54,10 +56,8 @@ class AudioEncoder(Module):
                 f"window, got {features.shape}: cut audio into windows, and zoo.audio.log_mel_features pads the last"
             )
 
-    def token_info(self, features: Features, *, mask: None = None, key: Key[Array, "..."] | None = None) -> TokenInfo:
-        """Return one PRNG key per row. **Raises** `ValueError` for a mask: silence after the end is read, too."""
-        if mask is not None:
-            raise ValueError("mask: a window of audio is read as a whole, with the silence after its end: leave it out")
+    def token_info(self, features: Features, *, key: Key[Array, "..."] | None = None) -> TokenInfo:
+        """Return one PRNG key per row."""
         return TokenInfo(keys=split_row_keys(key, len(features)))
 
     def hidden(self, features: Features, info: TokenInfo) -> tuple[Hidden, None]:
