@@ -169,6 +169,14 @@ def test_features_of_a_recording_may_have_any_float_and_no_mask():
         zoo.generate(model, features, mask=np.ones((1, 4), bool), max_new_tokens=2)
 
 
+def test_another_start_than_the_files_have_is_told_on_saving(tmp_path, caplog):
+    model = zoo.load(FIXTURES / "bart_base")
+    zoo.save(model, tmp_path)
+    assert not caplog.messages
+    zoo.save(dataclasses.replace(model, start=(2, 9)), tmp_path)
+    assert caplog.messages == [f"{tmp_path}: targets begin with (2,) by its files, and with (2, 9) here"]
+
+
 def test_edits_of_the_encoder_are_not_saved(tmp_path):
     model = zoo.load(FIXTURES / "t5_relu_tied")
     edited = dataclasses.replace(model, encoder=zoo.patch(model.encoder, {"layers.0": lambda x: 2 * x}))

@@ -217,7 +217,7 @@ def test_surrogates_are_refused_by_name(with_end):
 def test_special_tokens_after_a_text_are_found(with_end, tmp_path):
     """Of encoders, whose sources end with one."""
     tokenizer, end = with_end
-    assert tokenizer.suffix == () and tokenizer.prefix == (0,)
+    assert tokenizer.suffix == (tokenizer.end,) and tokenizer.prefix == (0,)
     made = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     special = [("<end>", end), ("\0", 0)]
     made.post_processor = tokenizers.processors.TemplateProcessing(single="$A <end> \0", special_tokens=special)

@@ -60,7 +60,7 @@ class Tokenizer(Protocol):
     prefix: tuple[int, ...]
     """Tokens that precede every prompt (BOS)."""
     suffix: tuple[int, ...]
-    """Tokens that follow a text that an encoder reads (EOS, a language)."""
+    """Tokens that follow a text that an encoder reads (EOS, a language); the end, if the file names none."""
     cache_key: str
     """Identifies the tokenizer: equal keys produce equal tokens."""
     special_tokens: Mapping[str, int]
@@ -130,7 +130,7 @@ class ByteTokenizer:
         self.separator = SEPARATOR
         self.end = SEPARATOR
         self.prefix: tuple[int, ...] = (SEPARATOR,)
-        self.suffix: tuple[int, ...] = ()
+        self.suffix: tuple[int, ...] = (SEPARATOR,)
         self.token_bytes = (np.arange(256) != SEPARATOR).astype(np.int64)
         self.cache_key = "256"
         self.special_tokens: Mapping[str, int] = {"\0": SEPARATOR}
@@ -173,12 +173,13 @@ class FileTokenizer:
         self._text_of = _find_spelling(facts)
         self._splits_at_lines = splits_at_lines(facts)
         self.vocab = vocab
-        self.prefix, self.suffix = self._find_special_tokens()
+        self.prefix, suffix = self._find_special_tokens()
         self._tokenizer.post_processor = None  # it only adds special tokens, and takes spaces out of offsets
         if separator is None:
             separator = self.prefix[0] if self.prefix else SEPARATOR
         self.separator = separator
         self.end = separator if end is None else end
+        self.suffix = suffix or (self.end,)
         self.cache_key = f"{vocab} {separator} {digest}"
         added = self._tokenizer.get_added_tokens_decoder()
         self.special_tokens: Mapping[str, int] = {x.content: token for token, x in added.items() if x.special}

@@ -21,6 +21,7 @@ from zoo._checks import check_not_donated, describe_argument
 from zoo._files import create_files
 from zoo.layers.quantized.fp8 import FP8Linear
 from zoo.models.decoder import Decoder
+from zoo.models.encoder_decoder import EncoderDecoder
 from zoo.models.hf.config import IGNORED_KEYS, read_config
 from zoo.models.hf.encoder_heads import name_label_ids
 from zoo.models.hf.errors import ConfigError, suggest_nearest
@@ -35,6 +36,7 @@ from zoo.models.sequence_score import SequenceScore
 from .directory import CONFIG_NAME, resolve_directory
 from .formats import QUANTIZATION_KEY, split_quantization
 from .formats.pack import drop_quantization_if_plain, pack_like
+from .generation_config import read_start
 from .left_aside import describe_stale, open_source, write_back
 from .model_card import Training, describe_model, name_base, write_model_card
 from .plan import TensorPlan, plan_tensors
@@ -136,6 +138,10 @@ def write_model(
     _write_checkpoint(model, directory, wrap(whole), shard_bytes, source, training)
     if jax.process_index() != 0:
         return
+    if isinstance(model, EncoderDecoder):
+        start = read_start(directory, read_config(origin.family, json.loads(notes.config)), model.start)
+        if start != model.start:
+            _logger.warning("%s: targets begin with %s by its files, and with %s here", directory, start, model.start)
     if opened is not None and (stale := describe_stale(opened)):
         _logger.warning("%s: %s", directory, stale)
     lacking = getattr(getattr(model, "origin", None), "left_aside", "")

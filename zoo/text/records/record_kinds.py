@@ -100,7 +100,7 @@ class Encoding:
         """Encode a source as its encoder reads it, and a target with its end."""
         tokenizer = self.tokenizer
         encoded = tokenizer.encode_all([source.encode(), target.encode()])
-        parts = (tokenizer.prefix, tokenizer.suffix or (tokenizer.end,)), ((), (tokenizer.end,))
+        parts = (tokenizer.prefix, tokenizer.suffix), ((), (tokenizer.end,))
         texts = (np.array([*before, *x, *after]) for x, (before, after) in zip(encoded, parts, strict=True))
         first, second = (EncodedText(tokens, np.ones(len(tokens), bool)) for tokens in texts)
         return first, second
