@@ -86,5 +86,5 @@ def test_configure_refuses_what_an_option_does_not_have():
             zoo.configure(model, **{option: "every"})
     with pytest.raises(ValueError, match=r"recurrence='chunked': Decoder has no layer"):
         zoo.configure(model, recurrence="chunked")
-    with pytest.raises(ValueError, match="Linear has 0 stacks of layers"):
+    with pytest.raises(ValueError, match="Linear has no stack of layers"):
         zoo.configure(zoo.layers.Linear(2, 2, key=jax.random.key(0)), remat="full")

@@ -43,7 +43,7 @@ def test_stack_scan_equals_unrolled_loop():
     for other in (unrolled, zoo.configure(model, loop="plain"), zoo.configure(model, loop=2)):
         assert jnp.allclose(run(other, tokens), run(model, tokens), atol=1e-5)
     assert zoo.count(unrolled) == zoo.count(model)
-    with pytest.raises(ValueError, match="Embedding has 0 stacks"):
+    with pytest.raises(ValueError, match="Embedding has no stack"):
         swap_stack(model.embedding, lambda stack: stack)
 
 

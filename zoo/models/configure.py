@@ -1,6 +1,5 @@
 """Options of how a model computes: implementations, rematerialization, the loop over layers, and the routing."""
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any, TypeVar, get_args
 
@@ -11,7 +10,6 @@ from zoo.parallel.module import find_operations, replace_option
 from zoo.parallel.remat import Remat, check_remat
 
 from .decoder import AbstractStack, RoutingDetail, UnrolledStack
-from .encoders.towers import TwoTowers
 from .loop import Loop, check_loop
 from .stack import Stack, swap_stack
 
@@ -82,7 +80,7 @@ def _set_remat(model: _Model, remat: Remat) -> _Model:
             raise ValueError(f"{type(stack).__name__} does not rematerialize: swap in a Stack before")
         return replace_option(stack, "remat", check_remat(remat))
 
-    return _map_stacks(model, replace)
+    return swap_stack(model, replace)
 
 
 def _set_loop(model: _Model, loop: Loop) -> _Model:
@@ -91,7 +89,7 @@ def _set_loop(model: _Model, loop: Loop) -> _Model:
             raise ValueError(f"{type(stack).__name__} has no choice of its loop: swap in a Stack before")
         return replace_option(stack, "loop", check_loop(loop))
 
-    return _map_stacks(model, replace)
+    return swap_stack(model, replace)
 
 
 def _set_routing(model: _Model, routing: RoutingDetail) -> _Model:
@@ -103,14 +101,7 @@ def _set_routing(model: _Model, routing: RoutingDetail) -> _Model:
             raise ValueError(f"{type(stack).__name__} has no choice of its routing decisions: swap in a Stack before")
         return replace_option(stack, "routing", routing)
 
-    return _map_stacks(model, replace)
-
-
-def _map_stacks(model: Any, make: Callable[[Any], AbstractStack]) -> Any:
-    """Return `model` with `make(stack)` in place of its stack, and of both stacks of two towers."""
-    if isinstance(model, TwoTowers):
-        return dataclasses.replace(model, text=swap_stack(model.text, make), image=swap_stack(model.image, make))
-    return swap_stack(model, make)
+    return swap_stack(model, replace)
 
 
 def _set_implementation(model: _Model, kind: str, value: str | Callable) -> _Model:

@@ -232,7 +232,7 @@ def describe_loop(stack: Stack) -> str:
 
 
 def swap_stack(model: Any, make: Callable[[Any], AbstractStack]) -> Any:
-    """Return `model` with `make(stack)` in place of its stack, or of the stacks of its encoder and its decoder.
+    """Return `model` with `make(stack)` in place of its stack, or of both stacks of a model with two.
     **Raises** `ValueError` for a model without one."""
     if not any(map(is_stack, jax.tree.leaves(model, is_leaf=is_stack))):
         raise ValueError(f"{type(model).__name__} has no stack of layers")
