@@ -11,8 +11,7 @@ from zoo._checks import describe_argument, wrap_key
 from zoo.layers import AbstractNorm, Dropout, TokenInfo
 from zoo.layers.encoders.frames import AudioEmbedding
 from zoo.layers.token_info import split_row_keys
-from zoo.parallel import Module, buffer, gather
-from zoo.parallel.activation import Edit
+from zoo.parallel import Module, gather
 from zoo.parallel.tokens import replicate_tokens, shard_tokens
 
 from ..build import LayerFactories, build_stack
@@ -32,9 +31,6 @@ class AudioEncoder(Module):
     stack: AbstractStack
     norm: AbstractNorm
     dropout: Dropout
-
-    edits: tuple[Edit, ...] = buffer(default=())
-    """Edits of values of the forward pass (`zoo.patch`)."""
 
     if not TYPE_CHECKING:  # for a type checker every name would be an attribute
         __getattr__ = explain_torch_habit
