@@ -180,20 +180,21 @@ def generate(
     with recurrent states or RoPE that depends on the length (see `zoo.generate.speculative`), and after a prefix for
     LongRoPE without a length.
     """
-    if not isinstance(model, EncoderDecoder):
-        request.check_decoder(model)
     sampling = Sampling(**options)
     request.check_temperature(sampling.temperature, key)
     request.check_count("max_new_tokens", max_new_tokens)
     request.check_count("samples", samples)
+    request.check_mesh(mesh, model)
+    mesh = drop_sequence_parallelism(mesh)
     if isinstance(model, EncoderDecoder):
-        request.check_mesh(mesh, model)
         request.refuse_beside_source(prefix, draft)
         reading = {"new": max_new_tokens, "length": length, "samples": samples}
-        tokens, prefix = read_source(model, tokens, mask, mesh=drop_sequence_parallelism(mesh), **reading)
+        tokens, prefix = read_source(model, tokens, mask, mesh=mesh, **reading)
         model = model.decoder
         mask = None
         length = None
+    else:
+        request.check_decoder(model)
     vocab, _ = model.embedding.table_shape
     if samples > 1:
         advice = "repeat the prompts instead, and select an adapter for each copy"
@@ -202,8 +203,6 @@ def generate(
         request.check_count("draft_tokens", draft_tokens)
     names = _check_capture(capture, details=details)
     request.check_prompt(tokens, mask, vocab)
-    request.check_mesh(mesh, model)
-    mesh = drop_sequence_parallelism(mesh)
     _check_callback(callback, draft, (model, tokens, mask, prefix, key))
     if draft is not None:
         check_draft(model, draft, prefix, length)
