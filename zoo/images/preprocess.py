@@ -200,7 +200,11 @@ def _process_patches(image: RGB, settings: Mapping[str, Any]) -> tuple[np.ndarra
 def _fit_grid(size: tuple[int, int], patch: int, most: int, precision: float = 1e-5) -> tuple[int, int]:
     """Return rows and columns of the patches that cover a picture of this size, scaled as far up as `most` patches
     allow. The scale is found by bisection, to the precision of transformers."""
-    count = lambda scale: tuple(max(1, math.ceil(side * scale / patch)) for side in size)
+
+    def count(scale: float) -> tuple[int, int]:
+        rows, columns = (max(1, math.ceil(side * scale / patch)) for side in size)
+        return rows, columns
+
     low = precision / 10
     high = 100.0
     while high - low >= precision:
@@ -209,8 +213,7 @@ def _fit_grid(size: tuple[int, int], patch: int, most: int, precision: float = 1
             low = middle
         else:
             high = middle
-    rows, columns = count(low)
-    return rows, columns
+    return count(low)
 
 
 def _join_patches(images: list[tuple[np.ndarray, np.ndarray, np.ndarray]]) -> PatchedImages:
