@@ -16,6 +16,8 @@ from zoo.models.hf import grammar as hf
 from . import opt
 from .bart_layers import BiasedEmbedding
 
+BIASES: dict[str, Any] = {"bias": True, "out_bias": True}
+
 
 @dataclasses.dataclass(frozen=True)
 class Wiring:
@@ -42,8 +44,7 @@ def build_bart(config: hf.Config, wiring: Wiring, *, key: Key[Array, ""]) -> hf.
         shell |= {"positions": config["max_position_embeddings"], "position_offset": wiring.positions}
     else:
         shell["positions"] = wiring.positions(config)
-    biases: dict[str, Any] = {"bias": True, "out_bias": True}
-    attention = hf.make_bidirectional_attention_factory(config, **biases)
+    attention = hf.make_bidirectional_attention_factory(config, **BIASES)
     encoder = hf.build_source_encoder(
         config,
         [(attention, hf.make_mlp_factory(config))] * config["num_hidden_layers"],
@@ -52,6 +53,17 @@ def build_bart(config: hf.Config, wiring: Wiring, *, key: Key[Array, ""]) -> hf.
         key=encoder_key,
         **shell,
     )
+    block = hf.CrossBlock if wiring.norm_first else hf.AddNormCrossBlock
+    decoder = build_bart_decoder(config, block=block, key=decoder_key, **shell)
+    if wiring.logits_bias:
+        decoder = dataclasses.replace(decoder, embedding=BiasedEmbedding(decoder.embedding))
+    return hf.join_encoder_decoder(config, encoder, decoder)
+
+
+def build_bart_decoder(
+    config: hf.Config, *, adapt: Callable[..., Any] = lambda make: make, key: Key[Array, ""], **options: Any
+) -> hf.Decoder:
+    """Build the decoder of a model of BART's line; `adapt` changes the factories of its attention."""
     own = hf.Config(
         config,
         num_hidden_layers=config["decoder_layers"],
@@ -59,20 +71,16 @@ def build_bart(config: hf.Config, wiring: Wiring, *, key: Key[Array, ""]) -> hf.
         intermediate_size=config["decoder_ffn_dim"],
         tie_word_embeddings=True,
     )
-    attention = hf.make_attention_factory(own, rotary=None, **biases)
-    decoder = hf.build_target_decoder(
+    attention = adapt(hf.make_attention_factory(own, rotary=None, **BIASES))
+    return hf.build_target_decoder(
         own,
         [(attention, hf.make_mlp_factory(own))] * own["num_hidden_layers"],
-        norm,
-        hf.make_cross_attention_factory(own, **biases),
-        block=hf.CrossBlock if wiring.norm_first else hf.AddNormCrossBlock,
-        multiplier=embed**0.5 if config["scale_embedding"] else 1.0,
-        key=decoder_key,
-        **shell,
+        partial(LayerNorm, own["hidden_size"]),
+        adapt(hf.make_cross_attention_factory(own, **BIASES)),
+        multiplier=own["hidden_size"] ** 0.5 if own["scale_embedding"] else 1.0,
+        key=key,
+        **options,
     )
-    if wiring.logits_bias:
-        decoder = dataclasses.replace(decoder, embedding=BiasedEmbedding(decoder.embedding))
-    return hf.join_encoder_decoder(config, encoder, decoder)
 
 
 def make_sinusoids(config: hf.Config, **options: int) -> SinusoidalPositionEmbedding:
@@ -112,6 +120,13 @@ def _find_callers(config: hf.Config) -> dict[str, str]:
     return dict.fromkeys(("model.encoder.embed_tokens", "model.decoder.embed_tokens"), "model.shared")
 
 
+ALIASES = {
+    "d_model": "hidden_size",
+    "encoder_ffn_dim": "intermediate_size",
+    "encoder_layers": "num_hidden_layers",
+    "encoder_attention_heads": "num_attention_heads",
+    "activation_function": "hidden_act",
+}
 REQUIRED_VALUES: Mapping[str, tuple] = {"is_encoder_decoder": (True,), "tie_word_embeddings": (True,)}
 _IGNORED_KEYS = """
     activation_dropout decoder_layerdrop dropout encoder_layerdrop init_std
@@ -146,13 +161,7 @@ def make_bart_family(
             "scale_embedding": False,
             **defaults,
         },
-        aliases={
-            "d_model": "hidden_size",
-            "encoder_ffn_dim": "intermediate_size",
-            "encoder_layers": "num_hidden_layers",
-            "encoder_attention_heads": "num_attention_heads",
-            "activation_function": "hidden_act",
-        },
+        aliases=ALIASES,
         **{
             "build": partial(build_bart, wiring=wiring),
             "names": partial(map_bart_names, wiring=wiring),

@@ -14,6 +14,8 @@ from zoo.layers.encoders.frames import AudioEmbedding
 from zoo.models.encoders.audio import build_audio_encoder
 from zoo.models.hf import grammar as hf
 
+from . import bart
+
 
 def _drop_key_bias(make: Callable[..., Any], *, key: Key[Array, ""]) -> Any:
     """Make attention without the bias of its keys, which changes no softmax."""
@@ -23,61 +25,32 @@ def _drop_key_bias(make: Callable[..., Any], *, key: Key[Array, ""]) -> Any:
 def _build_whisper(config: hf.Config, *, key: Key[Array, ""]) -> hf.EncoderDecoder:
     encoder_key, decoder_key = jax.random.split(key)
     embed = config["hidden_size"]
-    own = hf.Config(
-        config,
-        num_hidden_layers=config["decoder_layers"],
-        num_attention_heads=config["decoder_attention_heads"],
-        intermediate_size=config["decoder_ffn_dim"],
-        tie_word_embeddings=True,
-    )
-    norm = partial(LayerNorm, embed)
-    biases: dict[str, Any] = {"bias": True, "out_bias": True}
-    both_ways = partial(_drop_key_bias, hf.make_bidirectional_attention_factory(config, **biases))
-    causal = partial(_drop_key_bias, hf.make_attention_factory(own, rotary=None, **biases))
+    attention = partial(_drop_key_bias, hf.make_bidirectional_attention_factory(config, **bart.BIASES))
     encoder = build_audio_encoder(
         embedding=partial(AudioEmbedding, config["num_mel_bins"], embed, config["max_source_positions"]),
-        layers=[(both_ways, hf.make_mlp_factory(config))] * config["num_hidden_layers"],
-        norm=norm,
+        layers=[(attention, hf.make_mlp_factory(config))] * config["num_hidden_layers"],
+        norm=partial(LayerNorm, embed),
         key=encoder_key,
     )
-    decoder = hf.build_target_decoder(
-        own,
-        [(causal, hf.make_mlp_factory(own))] * own["num_hidden_layers"],
-        norm,
-        partial(_drop_key_bias, hf.make_cross_attention_factory(own, **biases)),
+    decoder = bart.build_bart_decoder(
+        config,
+        adapt=partial(partial, _drop_key_bias),
         block=hf.CrossBlock,
         positions=config["max_target_positions"],
-        multiplier=embed**0.5 if config["scale_embedding"] else 1.0,
         key=decoder_key,
     )
     return hf.EncoderDecoder(encoder, decoder, start=hf.read_start(config))
 
 
 def _map_whisper_names(config: hf.Config) -> hf.NameMap:
-    attention = {"q_proj": "query", "k_proj": "key", "v_proj": "value", "out_proj": "out"}
-    block = {
-        "self_attn_layer_norm": "mixer_norm",
-        "final_layer_norm": "ffn_norm",
-        "fc1": "mlp.up",
-        "fc2": "mlp.down",
+    wiring = bart.Wiring(positions=0, norm_first=True, logits_bias=False)
+    return {
+        **hf.omit(bart.map_bart_names(config, wiring), "model.shared", "model.encoder.embed_positions"),
+        "model.encoder.conv1": "encoder.embedding.first",
+        "model.encoder.conv2": "encoder.embedding.second",
+        "model.encoder.embed_positions.weight": "encoder.embedding.positions",
+        "model.decoder.embed_tokens": "decoder.embedding",
     }
-    encoder = {
-        "conv1": "embedding.first",
-        "conv2": "embedding.second",
-        "embed_positions.weight": "embedding.positions",
-        "layer_norm": "norm",
-        **hf.prefixed("layers.*", "layers.*", block),
-        **hf.prefixed("layers.*.self_attn", "layers.*.bidirectional_attention", attention),
-    }
-    decoder = {
-        "embed_tokens": "embedding",
-        "embed_positions": "position_embedding",
-        "layer_norm": "norm",
-        **hf.prefixed("layers.*", "layers.*", {**block, "encoder_attn_layer_norm": "cross_norm"}),
-        **hf.prefixed("layers.*.self_attn", "layers.*.attention", attention),
-        **hf.prefixed("layers.*.encoder_attn", "layers.*.cross_attention", attention),
-    }
-    return {**hf.prefixed("model.encoder", "encoder", encoder), **hf.prefixed("model.decoder", "decoder", decoder)}
 
 
 WHISPER = hf.Family(
@@ -86,8 +59,8 @@ WHISPER = hf.Family(
     build=_build_whisper,
     names=_map_whisper_names,
     defaults={
+        **hf.START_DEFAULTS,
         "decoder_start_token_id": hf.optional_non_negative(50257),
-        "forced_bos_token_id": hf.optional_non_negative(),
         "vocab_size": 51865,
         "num_mel_bins": 80,
         "hidden_size": 384,
@@ -102,14 +75,8 @@ WHISPER = hf.Family(
         "hidden_act": "gelu",
         "scale_embedding": False,
     },
-    aliases={
-        "d_model": "hidden_size",
-        "encoder_ffn_dim": "intermediate_size",
-        "encoder_layers": "num_hidden_layers",
-        "encoder_attention_heads": "num_attention_heads",
-        "activation_function": "hidden_act",
-    },
-    required_values={"is_encoder_decoder": (True,), "tie_word_embeddings": (True,)},
+    aliases=bart.ALIASES,
+    required_values=bart.REQUIRED_VALUES,
     ignored_keys=frozenset(
         """
         activation_dropout dropout decoder_layerdrop encoder_layerdrop init_std apply_spec_augment mask_time_prob
