@@ -75,10 +75,8 @@ def _pad_source(
     # With NumPy if possible, so that nothing compiles for each shape of a source.
     on_host = is_host_readable(source) and (mask is None or is_host_readable(mask))
     xp: Any = np if on_host else jnp
-    given: Any = (source, mask)
     if on_host:
-        given = jax.device_get(given)
-    source, mask = given
+        source, mask = jax.device_get((source, mask))
     if not model.reads_tokens:
         return {model.source_key: xp.asarray(source)[row]}
     count = source.shape[1]

@@ -144,7 +144,7 @@ def run_audio_encoder(
     model: AudioEncoder, blocks: Sequence[Any], features: Array, inputs: Mapping[int, np.ndarray]
 ) -> Activations:
     """Run an encoder of audio, and each layer by itself on its input in `inputs`, by the number of the hidden state."""
-    outputs, alone, _ = _run_layers(blocks, _embed_audio(model, features), TokenInfo(), inputs)
+    outputs, alone, _ = _run_layers(blocks, *_embed_images(model, features), inputs)
     last = len(blocks)
     if last in alone:
         alone[last] = _normalize(model, alone[last])
@@ -185,7 +185,7 @@ def _embed(model: Decoder, tokens: Array) -> Hidden:
 
 
 @eqx.filter_jit
-def _embed_images(model: ImageEncoder, images: Array | PatchedImages) -> tuple[Hidden, TokenInfo]:
+def _embed_images(model: ImageEncoder | AudioEncoder, images: Array | PatchedImages) -> tuple[Hidden, TokenInfo]:
     info = model.token_info(images)
     return model.embed(images, info), info
 
@@ -194,11 +194,6 @@ def _embed_images(model: ImageEncoder, images: Array | PatchedImages) -> tuple[H
 def _embed_texts(model: Encoder, texts: TextInputs) -> tuple[Hidden, TokenInfo]:
     info = model.token_info(texts.tokens, mask=texts.mask, token_types=texts.token_types)
     return model.embed(texts.tokens, info), info
-
-
-@eqx.filter_jit
-def _embed_audio(model: AudioEncoder, features: Array) -> Hidden:
-    return model.embed(features, TokenInfo())
 
 
 @eqx.filter_jit
