@@ -43,7 +43,7 @@ class AbstractEmbedding(Module):
     def with_weight(
         self, weight: Float[Array, "vocab embed"], bias: Float[Array, "vocab"] | None = None
     ) -> "AbstractEmbedding":
-        """Return a copy with this table. `bias` is that of this embedding, which the copy keeps."""
+        """Return a copy with this table. `bias` is the bias of this embedding, which the copy keeps."""
 
     @property
     @abc.abstractmethod

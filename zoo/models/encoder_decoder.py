@@ -41,10 +41,10 @@ class EncoderDecoder(Module):
     encoder: Any
     """An `Encoder`, or another model with its methods `token_info` and `hidden`."""
     decoder: Decoder
-    """A decoder whose blocks are `CrossBlock`s."""
+    """A decoder of `zoo.models.cross_blocks.CrossBlock`s."""
 
     start: tuple[int, ...] = implementation_option(default=(0,))
-    """Token ids that every target begins with: the start token, then any that are forced, such as a language. Those of
+    """Token ids that every target begins with: the start token, then any that are forced, such as a language. For
     another language: `dataclasses.replace(model, start=(2, language))`."""
     origin: Origin | None = implementation_option(default=None)
     """The checkpoint that the model was loaded from, which `zoo.save` needs."""
@@ -192,7 +192,9 @@ class EncoderDecoder(Module):
 def _read_source(block: AbstractBlock, source: Source) -> SourceKeys:
     """Return the keys and values of a source in a layer. **Raises** `TypeError` for a layer without cross-attention."""
     if not isinstance(block, CrossBlock):
-        raise TypeError(f"a decoder of targets attends to their source in each layer, and {type(block).__name__} not")
+        raise TypeError(
+            f"a decoder of targets attends to their source in each layer, and {type(block).__name__} does not"
+        )
     return gather(block.cross).read(source)
 
 

@@ -81,8 +81,7 @@ class CrossAttention(AbstractMixer):
     ):
         """`source_embed`: features of the source, `embed` by default. Other options are as in `zoo.layers.Attention`.
 
-        **Raises** `ValueError` if kv_heads does not divide heads or
-        heads does not divide embed.
+        **Raises** `ValueError` if kv_heads does not divide heads, or heads does not divide embed.
         """
         kv_heads, head_dim = check_attention_sizes(embed, heads, kv_heads, head_dim)
         options = {"bias": bias, "out_bias": out_bias, "out_scale": out_scale, "source_embed": source_embed}

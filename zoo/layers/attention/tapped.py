@@ -27,8 +27,8 @@ def tap_heads(
     key: Float[Array, "batch key_seq kv_heads head_dim"],
     value: Float[Array, "batch key_seq kv_heads value_dim"],
 ) -> tuple[HeadVectors, Array, Array]:
-    """Pass the queries, keys and values of tokens through the taps of the layer. Those of cross-attention have the keys
-    and values of a source."""
+    """Pass the queries, keys and values of tokens through the taps of the layer. In cross-attention the keys and values
+    are of a source."""
     dims = ("batch", "seq", "heads", "head_dim"), ("batch", "seq", "kv_heads", "head_dim")
     query = tap_value("queries", query, dims[0])
     key = tap_value("keys", key, dims[1])

@@ -185,7 +185,7 @@ def _embed(model: Decoder, tokens: Array) -> Hidden:
 
 
 @eqx.filter_jit
-def _embed_images(model: ImageEncoder | AudioEncoder, images: Array | PatchedImages) -> tuple[Hidden, TokenInfo]:
+def _embed_images(model: ImageEncoder | AudioEncoder, images: Any) -> tuple[Hidden, TokenInfo]:
     info = model.token_info(images)
     return model.embed(images, info), info
 

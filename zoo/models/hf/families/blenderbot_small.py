@@ -16,7 +16,7 @@ _WIRING = bart.Wiring(positions=0, embedding_norm=True)
 
 def _build_blenderbot_small(config: hf.Config, *, key: Key[Array, ""]) -> hf.EncoderDecoder:
     model = bart.build_bart(config, _WIRING, key=key)
-    # The norm of tokens that are not scaled, as transformers computes it, is that of scaled ones with a scaled epsilon.
+    # transformers normalizes tokens before they are scaled: the same norm after it has a scaled epsilon.
     epsilon = 1e-5 * model.decoder.embedding.multiplier**2
     norm = NormProjection(LayerNorm(config["hidden_size"], epsilon=epsilon))
     decoder = dataclasses.replace(model.decoder, embedding_projection=norm, embedding_norm=None)

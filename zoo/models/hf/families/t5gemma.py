@@ -15,8 +15,8 @@ from . import gemma2, llama
 
 
 def _read_stacks(config: hf.Config) -> tuple[hf.Config, hf.Config]:
-    """Read the configs of the encoder and of the decoder. The width of a source is that of the encoder, whatever the
-    decoder's table says.
+    """Read the configs of the encoder and of the decoder. A source is as wide as the encoder, whatever the decoder's
+    table says.
 
     **Raises** `ConfigError` for a vocabulary that is not the decoder's.
     """
