@@ -35,8 +35,8 @@ def read_source(
     Tokens of a source are padded on the right to a bucket, and their rows as those of a prompt, so that few programs
     are compiled.
 
-    **Raises** `ValueError` and `TypeError` for a source that the encoder does not read, a model without `start`, and for
-    targets that are longer than `length`, or than there are learned positions.
+    **Raises** `ValueError` and `TypeError` for a source that the encoder does not read, a model without `start`, and
+    targets that are longer than `length` or than there are learned positions.
     """
     model.check_source(source, mask)
     if not model.start:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from zoo.layers import TokenInfo
-from zoo.layers.attention.cross import CrossAttention, Source, SourceKeys
+from zoo.layers.attention.cross import CrossAttention, EncodedSource, SourceKeys
 
 KEY = jax.random.key(0)
 X = jax.random.normal(jax.random.key(1), (2, 3, 16))
@@ -42,7 +42,7 @@ def compute(attention, x, source, mask, *, scale, soft_cap=None):
 def test_it_is_its_definition_over_the_real_tokens(scale, soft_cap):
     options = {"kv_heads": 2, "source_embed": 12, "scale": scale, "soft_cap": soft_cap}
     attention = CrossAttention(16, 4, **options, key=KEY)
-    y, keys = attention(X, TokenInfo(), attention.read(Source(SOURCE, MASK)))
+    y, keys = attention(X, TokenInfo(), attention.read(EncodedSource(SOURCE, MASK)))
     wanted = compute(attention, X, SOURCE, MASK, scale=4**-0.5 if scale is None else scale, soft_cap=soft_cap)
     np.testing.assert_allclose(y, wanted, atol=1e-5)
     assert keys.key.shape == (2, 5, 2, 4)
@@ -50,8 +50,8 @@ def test_it_is_its_definition_over_the_real_tokens(scale, soft_cap):
 
 def test_no_mask_is_a_mask_of_ones():
     attention = CrossAttention(16, 4, source_embed=12, key=KEY)
-    plain, _ = attention(X, TokenInfo(), attention.read(Source(SOURCE)))
-    masked, _ = attention(X, TokenInfo(), attention.read(Source(SOURCE, jnp.ones((2, 5), bool))))
+    plain, _ = attention(X, TokenInfo(), attention.read(EncodedSource(SOURCE)))
+    masked, _ = attention(X, TokenInfo(), attention.read(EncodedSource(SOURCE, jnp.ones((2, 5), bool))))
     np.testing.assert_allclose(plain, masked, atol=1e-6)
 
 
@@ -59,7 +59,7 @@ def test_padding_of_the_source_has_no_gradient():
     attention = CrossAttention(16, 4, source_embed=12, key=KEY)
 
     def total(source):
-        return attention(X, TokenInfo(), attention.read(Source(source, MASK)))[0].sum()
+        return attention(X, TokenInfo(), attention.read(EncodedSource(source, MASK)))[0].sum()
 
     gradient = np.abs(jax.grad(total)(SOURCE)).max(-1)
     assert (gradient[~np.asarray(MASK)] == 0).all() and (gradient[np.asarray(MASK)] > 0).all()
@@ -67,7 +67,7 @@ def test_padding_of_the_source_has_no_gradient():
 
 def test_the_state_is_returned_unchanged():
     attention = CrossAttention(16, 4, source_embed=12, key=KEY)
-    keys = attention.read(Source(SOURCE, MASK))
+    keys = attention.read(EncodedSource(SOURCE, MASK))
     _, after = attention(X, TokenInfo(), keys)
     assert isinstance(after, SourceKeys)
     assert all(map(np.array_equal, jax.tree.leaves(eqx.filter(keys, eqx.is_array)), jax.tree.leaves(after)))

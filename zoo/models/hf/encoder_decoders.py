@@ -65,7 +65,7 @@ def join_encoder_decoder(config: Config, encoder: Encoder, decoder: Decoder) -> 
 
 
 def read_start(config: Config) -> tuple[int, ...]:
-    """Return the tokens that every target begins with: the start token, and the one that is forced. Without either there
-    are none, as in mBART's files, whose targets begin with their language."""
+    """Return the tokens that every target begins with: the start token, and the one that is forced. Where a config has
+    neither there are none, as in mBART's, whose targets begin with their language."""
     tokens = (config["decoder_start_token_id"], config["forced_bos_token_id"])
     return tuple(token for token in tokens if token is not None)

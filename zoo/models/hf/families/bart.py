@@ -19,7 +19,7 @@ from .bart_layers import BiasedEmbedding
 
 @dataclasses.dataclass(frozen=True)
 class Wiring:
-    """What distinguishes a family of BART's line."""
+    """Facts that distinguish a family of BART's line."""
 
     positions: int | Callable[[hf.Config], SinusoidalPositionEmbedding]
     """Unused rows before the learned positions, or a function that makes computed ones of a config."""
