@@ -10,8 +10,10 @@ import pytest
 
 import zoo
 from tests.weights.test_families_on_meshes import compare_meshes
-from zoo.layers import GatedDeltaNet
+from zoo.layers import MLP, AbstractMixer, Dropout, GatedDeltaNet, IdentityNorm, TokenInfo
+from zoo.layers.attention.cross import EncodedSource
 from zoo.models import EncoderDecoderTransformer
+from zoo.models.cross_blocks import AddNormCrossBlock, CrossBlock, SourceHidden
 
 SIZES = {"vocab": 24, "embed": 16, "layers": 2, "heads": 2, "mlp": 24}
 KEY = jax.random.key(0)
@@ -34,6 +36,8 @@ def test_cached_greedy_tokens_are_those_of_whole_passes(mixer):
         logits = model(SOURCE, tokens, mask=MASK)
         tokens = np.concatenate([tokens, np.asarray(logits[:, -1:]).argmax(-1)], 1)
     np.testing.assert_array_equal(zoo.generate(model, SOURCE, mask=MASK, max_new_tokens=5), tokens[:, 2:])
+    anything = np.where(MASK, SOURCE, 99)  # in the place of padding
+    np.testing.assert_array_equal(zoo.generate(model, anything, mask=MASK, max_new_tokens=5), tokens[:, 2:])
     left = np.stack([np.roll(row, 8 - mask.sum()) for row, mask in zip(np.asarray(SOURCE), MASK, strict=True)])
     new = zoo.generate(model, left, mask=MASK[:, ::-1], max_new_tokens=5)
     np.testing.assert_array_equal(new, tokens[:, 2:])
@@ -67,8 +71,35 @@ def test_dropout_differs_in_encoder_and_decoder():
     model = EncoderDecoderTransformer(**SIZES, dropout=0.5, key=KEY)
     draws = [model(SOURCE, TARGET, key=jax.random.key(seed)) for seed in (4, 4, 5)]
     assert (draws[0] == draws[1]).all() and not np.allclose(draws[0], draws[2])
-    encoded = [model.encode(SOURCE, key=jax.random.key(seed)).x for seed in (4, 5)]
-    assert not np.allclose(*encoded)
+    encoder = model.whole_encoder
+    key = jax.random.key(4)
+    of_its_own, _ = encoder.hidden(SOURCE, encoder.token_info(SOURCE, key=key))
+    assert not np.allclose(model.encode(SOURCE, key=key).x, of_its_own.x)  # with the keys of the decoder's layers
+
+
+class Ones(AbstractMixer):
+    """A mixer and a cross-attention of ones."""
+
+    def __call__(self, x, info, state=None):
+        return jnp.ones_like(x), state
+
+    def init_state(self, batch, length, dtype=jnp.float32):
+        return ()
+
+    def read(self, source):
+        return ()
+
+
+@pytest.mark.parametrize("block", [CrossBlock, AddNormCrossBlock])
+def test_sublayers_of_a_block_drop_out_by_themselves(block):
+    norms = {name: IdentityNorm() for name in ("mixer_norm", "cross_norm", "ffn_norm")}
+    ffn = MLP(4, 4, key=KEY)
+    ffn = jax.tree.map(jnp.zeros_like, ffn)
+    layer = block(mixer=Ones(), cross=Ones(), ffn=ffn, dropout=Dropout(0.5), **norms)
+    info = TokenInfo(keys=jax.random.split(KEY, 2))
+    hidden, _ = layer(SourceHidden(jnp.zeros((2, 64, 4)), source=EncodedSource(jnp.zeros((2, 1, 4)))), info)
+    counts = [int((hidden.x == value).sum()) for value in (0, 2, 4)]
+    assert sum(counts) == 512 and min(counts) > 80 and counts[1] > 200  # 1/4, 1/2, 1/4
 
 
 @pytest.mark.ci

@@ -1,11 +1,14 @@
 """Cross-attention: its definition, a mask of the source, its state, and refusals."""
 
+from functools import partial
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import zoo
 from zoo.layers import TokenInfo
 from zoo.layers.attention.cross import CrossAttention, EncodedSource, SourceKeys
 
@@ -81,3 +84,17 @@ def test_without_a_source_it_says_what_to_pass():
         attention.init_state(2, 8)
     with pytest.raises(ValueError, match="3 kv_heads"):
         CrossAttention(16, 4, kv_heads=3, key=KEY)
+
+
+def test_one_key_head_serves_two_devices():
+    """It is replicated, as in grouped-query attention with fewer key heads than devices."""
+    attention = CrossAttention(16, 4, kv_heads=1, source_embed=12, key=KEY)
+    wanted, _ = attention(X, TokenInfo(), attention.read(EncodedSource(SOURCE, MASK)))
+    mesh = zoo.make_mesh(tensor=2, devices=jax.devices()[:2])
+
+    @partial(zoo.spmd, mesh=mesh, out="batch seq embed")
+    def run(attention, x, source, mask):
+        attention = zoo.parallel.gather(attention)
+        return attention(x, TokenInfo(), attention.read(EncodedSource(source, mask)))[0]
+
+    np.testing.assert_allclose(run(zoo.place(attention, mesh), X, SOURCE, MASK), wanted, atol=1e-5)
