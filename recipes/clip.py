@@ -145,7 +145,7 @@ def draw_hardest(test, probabilities):
     missed = guesses != test.labels
     of_label = np.take_along_axis(probabilities, test.labels[:, None], 1)[:, 0]
     hardest = of_label.argsort()[:48]
-    captions = [f"{WORDS[guesses[i]]}, not {test.labels[i]}" if missed[i] else WORDS[guesses[i]] for i in hardest]
+    captions = [WORDS[guess] for guess in guesses[hardest]]
     pixels = (test.images[hardest, 0] + 1) / 2
     return tools.report.ImageGrid(pixels, captions, missed[hardest], description="Digits with words")
 

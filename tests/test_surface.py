@@ -15,6 +15,7 @@ NAMES = {
     *("set_implementations", "weights"),
     *(
         "adapters",
+        "audio",
         "images",
         "inspect",
         "layers",

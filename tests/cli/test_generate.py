@@ -1,11 +1,14 @@
 """`zoo generate` prints what zoo.generate returns; streaming never prints a partial character."""
 
+import dataclasses
 import re
+import shutil
 import sys
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tokenizers
 
 import zoo
 from tests.command_line import BOS, EOS
@@ -92,6 +95,46 @@ def test_generate_errors_name_the_problem(refused, text_model, gpt2, monkeypatch
     assert "generate does not shard layers, and --pipe 16" in refused("generate", text_model, "a", "--pipe", 16)
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     assert "pip install 'equizoo[text]'" in refused("generate", text_model, "--prompt", "a")
+
+
+@pytest.fixture(scope="module")
+def translator(checkpoint, text_model):
+    """A model with an encoder, and the tokenizer of `text_model` with two languages."""
+    sizes = {"d_model": 16, "d_kv": 4, "d_ff": 24, "num_heads": 4, "num_layers": 1, "vocab_size": 260}
+    directory = checkpoint("mt5", decoder_start_token_id=EOS, **sizes)
+    made = tokenizers.Tokenizer.from_file(str(text_model / "tokenizer.json"))
+    made.add_special_tokens(["fra_Latn", "deu_Latn"])
+    made.save(str(directory / "tokenizer.json"))
+    return directory
+
+
+def test_generate_reads_a_source_and_begins_with_a_language(run, refused, translator):
+    """The source is read with the special tokens around it, and the target begins with start and language."""
+    text = FileTokenizer(translator / "tokenizer.json", 260)
+    source = jnp.array([[BOS, *text.encode("Où?").tolist(), EOS]])
+    model = zoo.load(translator)
+    assert model.start == (EOS,)
+    for words, start in (((), (EOS,)), (("--language", "deu"), (EOS, text.special_tokens["deu_Latn"]))):
+        wanted = zoo.generate(dataclasses.replace(model, start=start), source, max_new_tokens=6)
+        out, _ = run("generate", translator, "Où?", "--max-new-tokens", 6, "--stop-token", *words)
+        assert out == text.decode(np.asarray(wanted)[0]) + "\n"
+    assert "no token for the language 'xx'" in refused("generate", translator, "Où?", "--language", "xx")
+    assert "draft: the target of a source" in refused("generate", translator, "Où?", "--draft", "prompt")
+
+
+def test_a_language_is_for_a_model_with_an_encoder(refused, text_model):
+    assert "begins the target of a model with an encoder" in refused("generate", text_model, "a", "--language", "fra")
+
+
+def test_start_tokens_of_generation_config(translator, tmp_path):
+    shutil.copytree(translator, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "generation_config.json").write_text('{"decoder_start_token_id": 3, "forced_bos_token_id": 7}')
+    assert zoo.load(tmp_path).start == (3, 7)
+    (tmp_path / "generation_config.json").write_text('{"forced_bos_token_id": 7}')
+    assert zoo.load(tmp_path).start == (EOS, 7)
+    (tmp_path / "generation_config.json").write_text('{"decoder_start_token_id": "fr"}')
+    with pytest.raises(zoo.CheckpointError, match="decoder_start_token_id = 'fr'"):
+        zoo.load(tmp_path)
 
 
 def test_stop_tokens_from_config_files(text_model, bytes_model, tmp_path):

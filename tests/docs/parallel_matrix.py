@@ -59,6 +59,7 @@ from zoo.layers import (
     Retention,
     SparseLatentAttention,
 )
+from zoo.layers.attention.cross import CrossAttention
 from zoo.layers.attention.cross_layer import CrossLayerAttention
 from zoo.layers.attention.relative_bias import RelativeBiasAttention
 from zoo.layers.encoders.bidirectional_attention import BidirectionalAttention
@@ -83,7 +84,7 @@ SIBLINGS = {
     *(AlibiAttention, ChunkedAttention, CrossLayerAttention, GatedAttention, PostRotaryAttention, ValueScaledAttention),
     *(BidirectionalAttention, DisentangledAttention, GroupedGatedDeltaNet, MixtureOfAttention, SparseLatentAttention),
     *(DoubleGatedConvolution, MultiHeadMamba, RelativeBiasAttention, SideBySide, GatedSlotAttention),
-    *(MixtureOfBlockAttention, NativeSparseAttention),
+    *(MixtureOfBlockAttention, NativeSparseAttention, CrossAttention),
 }
 """Mixers of checkpoint families, which compute as those of the tables do; each of their families is held on a mesh by
 `tests/weights/test_families_on_meshes.py`. Attention to chosen blocks is attention with a mask, held on meshes by its

@@ -12,8 +12,10 @@ import pytest
 
 import zoo
 from tests.weights.test_families_on_meshes import compare_meshes
-from zoo.layers import GatedDeltaNet
+from zoo.layers import MLP, AbstractMixer, Dropout, GatedDeltaNet, IdentityNorm, TokenInfo
+from zoo.layers.attention.cross import EncodedSource
 from zoo.models import EncoderDecoderTransformer
+from zoo.models.cross_blocks import AddNormCrossBlock, CrossBlock, SourceHidden
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "encoder_decoders"
 SIZES = {"vocab": 24, "embed": 16, "layers": 2, "heads": 2, "mlp": 24}
@@ -21,6 +23,11 @@ KEY = jax.random.key(0)
 SOURCE = jax.random.randint(jax.random.key(1), (3, 8), 1, 24)
 MASK = np.arange(8) < np.array([[8], [5], [3]])
 TARGET = jax.random.randint(jax.random.key(2), (3, 6), 1, 24)
+
+
+@eqx.filter_jit
+def run(model, source, tokens, mask=None, key=None):
+    return model(source, tokens, mask=mask, key=key)
 
 
 @pytest.fixture(scope="module")
@@ -32,17 +39,17 @@ def model():
 def test_cached_greedy_tokens_are_those_of_whole_passes(mixer):
     """With a recurrence in the decoder, too; sources have their padding on the right, on the left, and in buckets."""
     model = EncoderDecoderTransformer(**SIZES, mixer=mixer, start=(0, 3), key=KEY)
-    tokens = np.tile([[0, 3]], (3, 1))
-    for _ in range(5):
-        logits = model(SOURCE, tokens, mask=MASK)
-        tokens = np.concatenate([tokens, np.asarray(logits[:, -1:]).argmax(-1)], 1)
-    np.testing.assert_array_equal(zoo.generate(model, SOURCE, mask=MASK, max_new_tokens=5), tokens[:, 2:])
+    tokens = np.tile([[0, 3, 0, 0, 0, 0]], (3, 1))
+    for last in range(1, 5):  # what follows the last token is padding on the right
+        tokens[:, last + 1] = np.asarray(run(model, SOURCE, tokens, MASK)[:, last]).argmax(-1)
+    np.testing.assert_array_equal(zoo.generate(model, SOURCE, mask=MASK, max_new_tokens=4), tokens[:, 2:])
+    anything = np.where(MASK, SOURCE, 99)  # in the place of padding
+    np.testing.assert_array_equal(zoo.generate(model, anything, mask=MASK, max_new_tokens=4), tokens[:, 2:])
     left = np.stack([np.roll(row, 8 - mask.sum()) for row, mask in zip(np.asarray(SOURCE), MASK, strict=True)])
-    new = zoo.generate(model, left, mask=MASK[:, ::-1], max_new_tokens=5)
+    new = zoo.generate(model, left, mask=MASK[:, ::-1], max_new_tokens=4)
     np.testing.assert_array_equal(new, tokens[:, 2:])
-    for row in range(3):
-        alone = zoo.generate(model, SOURCE[row : row + 1, : MASK[row].sum()], max_new_tokens=5)
-        np.testing.assert_array_equal(alone, tokens[row : row + 1, 2:])
+    alone = zoo.generate(model, SOURCE[2:, : MASK[2].sum()], max_new_tokens=4)
+    np.testing.assert_array_equal(alone, tokens[2:, 2:])
 
 
 def test_samples_and_details_of_a_source(model):
@@ -52,14 +59,15 @@ def test_samples_and_details_of_a_source(model):
     np.testing.assert_array_equal(several, repeated)
     found = zoo.generate(model, SOURCE, mask=MASK, max_new_tokens=4, details=True)
     text = np.concatenate([np.tile([[0, 3]], (3, 1)), found.tokens], 1)
-    log_probs = jax.nn.log_softmax(model(SOURCE, text[:, :-1], mask=MASK))
+    log_probs = jax.nn.log_softmax(run(model, SOURCE, text[:, :-1], MASK))
     wanted = np.take_along_axis(np.asarray(log_probs)[:, 1:], np.asarray(found.tokens)[..., None], 2)[..., 0]
     np.testing.assert_allclose(found.log_probs, wanted, atol=1e-5)
 
 
 def test_a_bound_decoder_is_the_model(model):
     decoder = model.read(SOURCE, mask=MASK)
-    np.testing.assert_array_equal(decoder(TARGET), model(SOURCE, TARGET, mask=MASK))
+    logits = eqx.filter_jit(lambda decoder: decoder(TARGET))(decoder)
+    np.testing.assert_allclose(logits, run(model, SOURCE, TARGET, MASK), atol=1e-5)
     _, seen = zoo.capture(decoder, "layers.1.cross_attention.probabilities")(TARGET)
     probabilities = seen["layers.1.cross_attention.probabilities"]
     assert probabilities.shape == (3, 2, 6, 8)
@@ -68,10 +76,37 @@ def test_a_bound_decoder_is_the_model(model):
 
 def test_dropout_differs_in_encoder_and_decoder():
     model = EncoderDecoderTransformer(**SIZES, dropout=0.5, key=KEY)
-    draws = [model(SOURCE, TARGET, key=jax.random.key(seed)) for seed in (4, 4, 5)]
+    draws = [run(model, SOURCE, TARGET, key=jax.random.key(seed)) for seed in (4, 4, 5)]
     assert (draws[0] == draws[1]).all() and not np.allclose(draws[0], draws[2])
-    encoded = [model.encode(SOURCE, key=jax.random.key(seed)).x for seed in (4, 5)]
-    assert not np.allclose(*encoded)
+    encoder = model.whole_encoder
+    key = jax.random.key(4)
+    of_its_own, _ = encoder.hidden(SOURCE, encoder.token_info(SOURCE, key=key))
+    assert not np.allclose(model.encode(SOURCE, key=key).x, of_its_own.x)  # with the keys of the decoder's layers
+
+
+class Ones(AbstractMixer):
+    """A mixer and a cross-attention of ones."""
+
+    def __call__(self, x, info, state=None):
+        return jnp.ones_like(x), state
+
+    def init_state(self, batch, length, dtype=jnp.float32):
+        return ()
+
+    def read(self, source):
+        return ()
+
+
+@pytest.mark.parametrize("block", [CrossBlock, AddNormCrossBlock])
+def test_sublayers_of_a_block_drop_out_by_themselves(block):
+    norms = {name: IdentityNorm() for name in ("mixer_norm", "cross_norm", "ffn_norm")}
+    ffn = MLP(4, 4, key=KEY)
+    ffn = jax.tree.map(jnp.zeros_like, ffn)
+    layer = block(mixer=Ones(), cross=Ones(), ffn=ffn, dropout=Dropout(0.5), **norms)
+    info = TokenInfo(keys=jax.random.split(KEY, 2))
+    hidden, _ = layer(SourceHidden(jnp.zeros((2, 64, 4)), source=EncodedSource(jnp.zeros((2, 1, 4)))), info)
+    counts = [int((hidden.x == value).sum()) for value in (0, 2, 4)]
+    assert sum(counts) == 512 and min(counts) > 80 and counts[1] > 200  # 1/4, 1/2, 1/4
 
 
 @pytest.mark.ci
@@ -194,5 +229,5 @@ def test_a_pipeline_is_refused(model):
 def test_start_may_be_replaced(model):
     other = dataclasses.replace(model, start=(0, 7))
     first = zoo.generate(other, SOURCE, max_new_tokens=1)
-    logits = model(SOURCE, np.tile([[0, 7]], (3, 1)))
+    logits = run(model, SOURCE, np.tile([[0, 7]], (3, 1)))
     np.testing.assert_array_equal(first[:, 0], np.asarray(logits[:, -1]).argmax(-1))

@@ -40,7 +40,7 @@ LINEAR = {
 """torch.nn.functional.interpolate(mode="bilinear", align_corners=False, antialias=True) in float64, torch 2.13."""
 
 
-def test_linear_weights_interpolate_as_pytorch_to_several_sizes_at_once():
+def test_linear_weights_interpolate_to_several_sizes_at_once():
     sizes = jnp.array([*LINEAR])
     index = jnp.broadcast_to(jnp.arange(7), (len(LINEAR), 7))
     weights = linear_weights(len(VALUES), sizes, index)

@@ -7,7 +7,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from zoo.layers import AbstractFeedForward, AbstractMixer, AbstractNorm, Dropout, TokenInfo
 from zoo.layers.abstract import run_feed_forward, run_mixer
-from zoo.layers.attention.cross import CrossAttention, Source, SourceKeys
+from zoo.layers.attention.cross import CrossAttention, EncodedSource, SourceKeys
 from zoo.parallel import named_by_class
 from zoo.shapes import HiddenStates, ResidualStream, Tokens
 
@@ -19,13 +19,13 @@ class SourceHidden(Hidden):
 
     constant_fields = ("source",)
 
-    source: Source | None = None
+    source: EncodedSource | None = None
 
 
 class SourceInputs(AbstractLayerInputs):
     """Hand a source on to every layer."""
 
-    source: Source
+    source: EncodedSource
 
     def __call__(self, tokens: Tokens, x: ResidualStream) -> SourceHidden:
         return SourceHidden(x, source=self.source)

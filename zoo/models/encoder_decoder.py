@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Key
 
 from zoo._checks import check_ids, check_mask, check_tokens, is_host_readable
 from zoo.layers import TokenInfo
-from zoo.layers.attention.cross import Source, SourceKeys
+from zoo.layers.attention.cross import EncodedSource, SourceKeys
 from zoo.layers.embedding import SharedEmbedding
 from zoo.layers.token_info import count_positions
 from zoo.parallel import Module, all_gather, gather, implementation_option, num_shards, shard
@@ -89,7 +89,7 @@ class EncoderDecoder(Module):
         numbers of rows; `NotImplementedError` on a mesh with `pipe`.
         """
         check_tokens(tokens, find_checkable_vocab(self.decoder))
-        _check_rows(source, tokens)
+        _check_source_rows(source, tokens)
         return self.read(source, mask=mask, key=key)(tokens, key=key)
 
     def read(
@@ -108,7 +108,7 @@ class EncoderDecoder(Module):
         *,
         mask: Bool[Array, "batch _"] | None = None,
         key: Key[Array, ""] | Key[Array, "batch"] | None = None,
-    ) -> Source:
+    ) -> EncodedSource:
         """Return the encoder's hidden states after its final norm. Arguments are as for the model."""
         self.check_source(source, mask)
         encoder = self.whole_encoder
@@ -118,7 +118,7 @@ class EncoderDecoder(Module):
             padding = {"segment_ids": mask.astype(jnp.int32), "positions": positions}
         info: TokenInfo = encoder.token_info(source, key=key, **padding).fold_keys(_ENCODER)
         hidden, _ = encoder.hidden(source, info)
-        return Source(hidden.x, None if mask is None else jnp.asarray(mask, bool))
+        return EncodedSource(hidden.x, None if mask is None else jnp.asarray(mask, bool))
 
     @property
     def reads_tokens(self) -> bool:
@@ -155,7 +155,7 @@ class EncoderDecoder(Module):
         if is_host_readable(source) and vocab is not None:
             check_ids(np.asarray(jax.device_get(source))[is_real], vocab, name="source")
 
-    def init_state(self, source: Source, length: int) -> LayerStates:
+    def init_state(self, source: EncodedSource, length: int) -> LayerStates:
         """Return the states of the decoder's layers before the first token of targets of up to `length` tokens: empty
         ones, and the keys and values of the source.
 
@@ -184,12 +184,12 @@ class EncoderDecoder(Module):
                 "segment_ids: a row of an EncoderDecoder has one source, and so one target: do not pack it"
             )
         if "tokens" in batch:
-            _check_rows(batch[name], batch["tokens"])
+            _check_source_rows(batch[name], batch["tokens"])
         decoder = self.read(batch[name], mask=batch.get("source_mask"), key=key)
         return decoder, {key: x for key, x in batch.items() if key not in (name, "source_mask")}
 
 
-def _read_source(block: AbstractBlock, source: Source) -> SourceKeys:
+def _read_source(block: AbstractBlock, source: EncodedSource) -> SourceKeys:
     """Return the keys and values of a source in a layer. **Raises** `TypeError` for a layer without cross-attention."""
     if not isinstance(block, CrossBlock):
         raise TypeError(
@@ -198,7 +198,7 @@ def _read_source(block: AbstractBlock, source: Source) -> SourceKeys:
     return gather(block.cross).read(source)
 
 
-def _check_rows(source: Any, tokens: Any) -> None:
+def _check_source_rows(source: Any, tokens: Any) -> None:
     """**Raises** `ValueError` unless there is a source for each target."""
     if len(source) != len(tokens):
         raise ValueError(f"source: expected a row for each of {len(tokens)} targets, got {len(source)}")

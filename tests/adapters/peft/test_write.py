@@ -213,6 +213,21 @@ def test_save_refuses_a_strength_without_a_factor(add, tmp_path):
     assert not (tmp_path / "new").exists()
 
 
+def test_an_encoder_with_a_decoder_has_the_task_of_both(tmp_path):
+    """Targets are modules of the file, of encoder and decoder; PEFT's PeftModelForSeq2SeqLM reads it."""
+    base = make_loaded("t5", {"d_model": 8, "d_kv": 4, "d_ff": 8, "num_heads": 2, "num_layers": 1, "vocab_size": 12})
+    adapted = adapters.lora(base, targets="query", rank=2, key=jax.random.key(0))
+    adapters.save(adapted, tmp_path)
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert config["task_type"] == "SEQ_2_SEQ_LM"
+    assert sorted(config["target_modules"]) == [
+        "decoder.block.0.layer.0.SelfAttention.q",
+        "decoder.block.0.layer.1.EncDecAttention.q",
+        "encoder.block.0.layer.0.SelfAttention.q",
+    ]
+    assert eqx.tree_equal(adapters.load(base, tmp_path, adapter_name="lora"), adapted)
+
+
 def test_an_encoder_is_saved_without_a_task(tmp_path):
     """PEFT's class for CAUSAL_LM takes no encoder. ViT's modules in transformers 5 have other names than its tensors,
     which files for transformers 4 have."""

@@ -36,9 +36,10 @@ def test_packed_rows_in_a_scan_on_a_mesh_equal_rows_alone():
 def test_causal_buckets_are_those_of_the_past():
     """All buckets are for keys before the query: exact up to half of them, and logarithmic beyond (T5's decoder)."""
     distances = np.arange(-200, 4)
-    index = np.asarray(compute_bucket_index(jnp.asarray(distances)[None], buckets=8, max_distance=16, causal=True))[0]
+    options = {"buckets": 8, "max_distance": 15, "causal": True}
+    index = np.asarray(compute_bucket_index(jnp.asarray(distances)[None], **options))[0]
     back = np.maximum(-distances, 0)
-    wanted = [n if n < 4 else min(4 + int(np.log(n / 4) / np.log(16 / 4) * 4), 7) for n in back]
+    wanted = [n if n < 4 else min(4 + int(np.log(n / 4) / np.log(15 / 4) * 4), 7) for n in back]
     np.testing.assert_array_equal(index, wanted)
 
 

@@ -258,8 +258,9 @@ def test_pairs_that_do_not_fit_are_dropped(load):
     """By the source, or by the target with what it begins with."""
     pairs = [{"source": "a" * n, "target": "b"} for n in range(1, 9)]
     pairs += [{"source": f"c{n}", "target": "d" * n} for n in range(1, 9)]
-    data = load(pairs, seq_len=6, source_len=7, start=(0,), template=None, validation=0)
-    assert data.counts["dropped"] == 3 + 3 and len(data.train.rows) == 10
+    for start, dropped in (((0,), 3 + 3), ((0, 9), 3 + 4)):
+        data = load(pairs, seq_len=6, source_len=7, start=start, template=None, validation=0)
+        assert data.counts["dropped"] == dropped and len(data.train.rows) == 16 - dropped
     with pytest.raises(ValueError, match=r"pair records need start=model\.start"):
         load(pairs, seq_len=6, template=None)
     with pytest.raises(ValueError, match="text records need no start"):

@@ -65,6 +65,8 @@ DECAY = {
     "RelativeEmbedding.weight",
     "PatchEmbedding.weight",
     "PatchPositions.weight",
+    "BiasedEmbedding.weight",
+    "FrameConvolution.weight",
 }
 """Parameters that decay and are not matrices, in any model."""
 

@@ -19,8 +19,8 @@ from .base import check_attention_sizes, make_projections
 from .tapped import VALUE_NAMES, select_attention, tap_heads
 
 
-class Source(Module):
-    """What an encoder has made of a source: a vector for each of its tokens, or frames."""
+class EncodedSource(Module):
+    """Output of an encoder: a vector for each token of a source, or for each frame."""
 
     x: Float[Array, "batch seq features"]
     mask: Bool[Array, "batch seq"] | None = None
@@ -93,7 +93,7 @@ class CrossAttention(AbstractMixer):
         self.soft_cap = soft_cap
         self.implementation = implementation
 
-    def read(self, source: Source) -> SourceKeys:
+    def read(self, source: EncodedSource) -> SourceKeys:
         """Compute the keys and values of a source."""
         key, value = (split_heads(linear(source.x), self.head_dim) for linear in (self.key, self.value))
         mask = source.mask

@@ -3,7 +3,6 @@
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Key
 
@@ -53,9 +52,9 @@ class AudioEmbedding(Module):
         self.first = FrameConvolution(bands, embed, 3, key=first_key)
         self.second = FrameConvolution(embed, embed, 3, stride=2, key=second_key)
         half = embed // 2
-        frequencies = np.exp(-np.log(10_000) / (half - 1) * np.arange(half))
-        angles = np.arange(positions)[:, None] * frequencies
-        self.positions = jnp.asarray(np.concatenate([np.sin(angles), np.cos(angles)], axis=1), jnp.float32)
+        frequencies = 10_000.0 ** (-jnp.arange(half) / (half - 1))
+        angles = jnp.arange(positions)[:, None] * frequencies
+        self.positions = jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], axis=1).astype(jnp.float32)
 
     @property
     def bands(self) -> int:

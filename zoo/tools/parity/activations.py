@@ -147,8 +147,8 @@ def run_audio_encoder(
     outputs, alone, _ = _run_layers(blocks, *_embed_images(model, features), inputs)
     last = len(blocks)
     if last in alone:
-        alone[last] = _normalize(model, alone[last])
-    return Activations([*outputs[:-1], _normalize(model, outputs[-1])], alone, {}, [])
+        alone[last] = _run_norm(model, alone[last])
+    return Activations([*outputs[:-1], _run_norm(model, outputs[-1])], alone, {}, [])
 
 
 def _run_layers(
@@ -197,7 +197,7 @@ def _embed_texts(model: Encoder, texts: TextInputs) -> tuple[Hidden, TokenInfo]:
 
 
 @eqx.filter_jit
-def _normalize(model: AudioEncoder, x: Array) -> Array:
+def _run_norm(model: AudioEncoder, x: Array) -> Array:
     return model.norm(x)
 
 

@@ -85,7 +85,7 @@ def test_older_files_repeat_the_embedding(tmp_path):
         zoo.load(respell(tmp_path / "untied", "bart_base", differ))
 
 
-def test_files_of_the_model_without_its_head_lack_a_prefix_and_the_bias(tmp_path):
+def test_files_without_a_head_lack_a_prefix_and_the_bias(tmp_path):
     def strip(tensors: dict) -> dict:
         return {key.removeprefix("model."): x for key, x in tensors.items() if key != "final_logits_bias"}
 

@@ -21,7 +21,7 @@ BIASES: dict[str, Any] = {"bias": True, "out_bias": True}
 
 @dataclasses.dataclass(frozen=True)
 class Wiring:
-    """What distinguishes a family of BART's line."""
+    """Facts that distinguish a family of BART's line."""
 
     positions: int | Callable[[hf.Config], SinusoidalPositionEmbedding]
     """Unused rows before the learned positions, or a function that makes computed ones of a config."""

@@ -8,7 +8,6 @@ DEFAULTS = {
     "num_hidden_layers": 8,
     "num_attention_heads": 6,
     "feed_forward_proj": "gated-gelu",
-    "tie_word_embeddings": False,
 }
 
 MT5 = t5.make_t5_family("mt5", "MT5ForConditionalGeneration", defaults=DEFAULTS)

@@ -130,22 +130,26 @@ def _lacks_decoder(config: Mapping[str, Any], names: Collection[str]) -> bool:
     return not any(name.startswith("decoder.") for name in names)
 
 
+_IGNORED_KEYS = """
+    dropout_rate dense_act_fn is_gated_act scale_decoder_outputs n_positions output_past tie_word_embeddings
+""".split()
+
+
 def make_t5_family(
     name: str,
     architecture: str,
     *,
-    scales: bool = False,
     shares_bias: bool = True,
     defaults: Mapping[str, Any] = MappingProxyType({}),
 ) -> hf.Family:
     """Make a family of T5's line, and of its files with only an encoder, which is then an `Encoder`.
 
     A file with a head of its own unties it, whatever its config says, as in transformers 5. `tie_word_embeddings` says
-    that logits are divided by sqrt(d_model), in a family that `scales` them.
+    that logits are divided by sqrt(d_model), in a family whose `defaults` have it.
     """
 
     def build(config: hf.Config, *, tied: bool, key: Key[Array, ""]) -> hf.EncoderDecoder:
-        scaled = scales and config["tie_word_embeddings"]
+        scaled = config.get("tie_word_embeddings", False)
         return build_t5(config, tied=tied, scaled=scaled, shares_bias=shares_bias, key=key)
 
     family = hf.Family(
@@ -167,7 +171,6 @@ def make_t5_family(
             "relative_attention_max_distance": 128,
             "feed_forward_proj": "relu",
             "rms_norm_eps": 1e-6,
-            "tie_word_embeddings": True,
             **defaults,
         },
         aliases={
@@ -179,9 +182,7 @@ def make_t5_family(
             "layer_norm_epsilon": "rms_norm_eps",
         },
         required_values={"is_encoder_decoder": (True,)},
-        ignored_keys=frozenset(
-            {"dropout_rate", "dense_act_fn", "is_gated_act", "scale_decoder_outputs", "n_positions", "output_past"}
-        ),
+        ignored_keys=frozenset(_IGNORED_KEYS).difference(defaults),
         ignored_tensors=(r"EncDecAttention\.relative_attention_bias\.weight$",),
         callers=_find_callers,
         embedding="shared",
@@ -203,4 +204,4 @@ def make_t5_family(
     return dataclasses.replace(family, variants=(encoder, untied))
 
 
-T5 = make_t5_family("t5", "T5ForConditionalGeneration", scales=True)
+T5 = make_t5_family("t5", "T5ForConditionalGeneration", defaults={"tie_word_embeddings": True})

@@ -82,7 +82,6 @@ WHISPER = hf.Family(
         activation_dropout dropout decoder_layerdrop encoder_layerdrop init_std apply_spec_augment mask_time_prob
         mask_time_length mask_time_min_masks mask_feature_prob mask_feature_length mask_feature_min_masks
         median_filter_width use_weighted_layer_sum classifier_proj_size alignment_heads forced_decoder_ids lang_ids
-        max_length
         """.split()
     ),
     head="proj_out",
