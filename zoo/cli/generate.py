@@ -110,9 +110,7 @@ def generate(
     reads_source = isinstance(model, zoo.models.EncoderDecoder)
     decoder = model.decoder if reads_source else model
     if reads_source and not model.reads_tokens:
-        raise ValueError(
-            f"{directory} reads audio: in Python, zoo.generate with zoo.audio.log_mel_features"
-        )
+        raise ValueError(f"{directory} reads audio: in Python, zoo.generate with zoo.audio.log_mel_features")
     check_decoder(decoder)
     vocab, _ = decoder.embedding.table_shape
     text = find_tokenizer(path, vocab)
