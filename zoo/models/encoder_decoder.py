@@ -17,7 +17,7 @@ from zoo.layers.token_info import count_positions
 from zoo.parallel import Module, all_gather, gather, implementation_option, num_shards, shard
 from zoo.shapes import Tokens
 
-from .cross_blocks import CrossBlock, SourceInputs
+from .cross_blocks import AbstractCrossBlock, SourceInputs
 from .decoder import AbstractBlock, Decoder, LayerStates, find_checkable_vocab
 from .encoders.text import Encoder
 from .hf.spec import Origin
@@ -41,7 +41,7 @@ class EncoderDecoder(Module):
     encoder: Any
     """An `Encoder`, or another model with its methods `token_info` and `hidden`."""
     decoder: Decoder
-    """A decoder of `zoo.models.cross_blocks.CrossBlock`s."""
+    """A decoder whose blocks are `AbstractCrossBlock`s."""
 
     start: tuple[int, ...] = implementation_option(default=(0,))
     """Token ids that every target begins with: the start token, then any that are forced, such as a language. For
@@ -191,7 +191,7 @@ class EncoderDecoder(Module):
 
 def _read_source(block: AbstractBlock, source: EncodedSource) -> SourceKeys:
     """Return the keys and values of a source in a layer. **Raises** `TypeError` for a layer without cross-attention."""
-    if not isinstance(block, CrossBlock):
+    if not isinstance(block, AbstractCrossBlock):
         raise TypeError(
             f"a decoder of targets attends to their source in each layer, and {type(block).__name__} does not"
         )

@@ -11,7 +11,7 @@ from zoo.layers.attention.cross import CrossAttention
 from zoo.layers.embedding import SharedEmbedding
 
 from ..build import LayerFactories
-from ..cross_blocks import CrossBlock, make_cross_block
+from ..cross_blocks import AbstractCrossBlock, make_cross_block
 from ..decoder import Decoder
 from ..encoder_decoder import EncoderDecoder
 from ..encoders.heads import make_feature_head
@@ -48,7 +48,7 @@ def build_target_decoder(
     norm: Callable[[], Any],
     cross: Callable[..., CrossAttention],
     *,
-    block: Callable[..., CrossBlock],
+    block: Callable[..., AbstractCrossBlock],
     key: Key[Array, ""],
     **options: Any,
 ) -> Decoder:
