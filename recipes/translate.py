@@ -18,7 +18,6 @@ from typing import Literal
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 import zoo
@@ -60,10 +59,12 @@ def main(config: Config) -> None:
     options = {"seq_len": config.seq_len, "start": START, "kinds": ("pair",)}
     data = config.records.load(pairs, tokenizer=ByteTokenizer(), template=None, **options)
     batches = data.train.batches(config.batch_size, seed=config.run.seed, mesh=mesh)
+    steps = config.steps if config.epochs is None else batches.count_steps(config.epochs)
+    prompts = config.prompts or train.find_prompts(data, 8)
     test = next(iter(data.validation.ordered(config.held_out, limit=1)))
 
     model = zoo.init(partial(make_model, config, data.vocab), key, mesh)
-    schedule = train.warmup_cosine(config.learning_rate, config.warmup_steps, config.steps)
+    schedule = train.warmup_cosine(config.learning_rate, config.warmup_steps, steps)
     adamw = optax.adamw(schedule, b2=0.95, weight_decay=config.weight_decay, mask=train.decay_mask)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), adamw)
     opt_state = zoo.place(optimizer.init(zoo.trainable(model)), mesh.optimizer)
@@ -74,14 +75,10 @@ def main(config: Config) -> None:
     gradient = zoo.value_and_grad(loss_fn, mesh, **config.mesh.accumulation)
     evaluate = zoo.value(loss_fn, mesh)
 
-    def translate(model):
-        options = {"mask": test["source_mask"], "stop_tokens": data.stop_tokens, "mesh": mesh}
-        source = jnp.asarray(test["source"])
-        return np.asarray(zoo.generate(model, source, max_new_tokens=config.seq_len, **options))
-
     def measure(model):
-        is_right = (translate(model) == test["targets"]).all(axis=1)
-        return {"validation": evaluate(model, test), "exact_match": is_right.mean()}
+        options = {"mask": test["source_mask"], "stop_tokens": data.stop_tokens, "mesh": mesh}
+        new = zoo.generate(model, jnp.asarray(test["source"]), max_new_tokens=config.seq_len, **options)
+        return {"validation": evaluate(model, test), "exact_match": (new == test["targets"]).all(axis=1).mean()}
 
     @eqx.filter_jit(donate="all-except-first")
     def step(batch, model, opt_state):
@@ -93,7 +90,7 @@ def main(config: Config) -> None:
     with train.Run(config, mesh=mesh, data=data, model=model) as run:
         model, opt_state = run.restore((model, opt_state), batches)
         before = measure(model)
-        for batch in run.steps(batches, config.steps):
+        for batch in run.steps(batches, steps):
             model, opt_state, metrics = step(batch, model, opt_state)
             run.log(**metrics, learning_rate=schedule(run.step - 1))
             if run.every(config.eval_every):
@@ -104,14 +101,13 @@ def main(config: Config) -> None:
         return
 
     right = {name: f"{share['exact_match']:.1%}" for name, share in {"before": before, "after": measure(model)}.items()}
-    pairs = zip(test["source"][:8], translate(model), strict=False)
     tools.report_run(
         run,
         "Translation into an invented language",
         model,
         headline={"translated without a fault": f"{right['after']} ({right['before']} before)"},
         curves={"loss": "training", "validation": "held out"},
-        samples=[(data.decode_prompt(source) + "\n", data.decode(new)) for source, new in pairs],
+        samples=train.continue_prompts(model, data, prompts, mesh=mesh, key=key, temperature=0.0),
     )
 
 

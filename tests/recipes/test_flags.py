@@ -57,6 +57,7 @@ FLAGS = {
         *("groups", "mixers", *SIZES[1:4], "seq_len", "eval_seq_len", "batch_size", *SWEEP, *RUN_FLAGS),
     ],
     "transformer": [*TEXT, "vocab", "embed", "layers", "heads", "kv_heads", "mlp_dim", "dropout"],
+    "translate": [*RECORDS, "embed", "layers", "heads", "mixer", "held_out"],
     "clip": [*TRAIN, "patch_size", "features", "embed", "layers", "heads", "mlp_dim", "held_out"],
     "vit": [*TRAIN, "patch_size", "embed", "layers", "heads", "mlp_dim", "dropout", "held_out"],
 }

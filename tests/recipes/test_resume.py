@@ -35,6 +35,7 @@ from tests.recipes import (
     test_sft,
     test_state_tracking,
     test_transformer,
+    test_translate,
     test_vit,
 )
 from tests.recipes.flags import call
@@ -90,6 +91,7 @@ CASES = {
     ),
     "state_tracking": Case(test_state_tracking.TINY, (), run="s3-delta-net-negative", step=1),
     "transformer": Case(test_transformer.TINY | {"steps": 6, "eval_every": 2}, written=(WEIGHTS,)),
+    "translate": Case(test_translate.TINY | FOUR, ()),
     "vit": Case(test_vit.TINY | FOUR, (), written=(WEIGHTS,)),
 }
 

@@ -137,8 +137,8 @@ class Records:
 
     @property
     def prompt_end(self) -> str:
-        """Separator of a question and its answer, as they are shown; empty for records without messages."""
-        return "" if self.template is None else "\n"
+        """Separator of a question and its answer, or of a source and its target, as they are shown; empty for texts."""
+        return "" if self.template is None and self.kind != "pair" else "\n"
 
     @property
     def unit(self) -> LossUnit:
