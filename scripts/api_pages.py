@@ -28,6 +28,7 @@ PACKAGES = (
         "precision",
         "text",
         "images",
+        "audio",
         "train",
         "train.objectives",
     ),

@@ -8,7 +8,7 @@ Needs `pip install -e . torch==2.13.0 transformers==5.23.0 safetensors==0.8.0 nu
 the committed files on one CPU. The same versions on the same CPU write the same bytes. Cases from `exaone` on were
 written with transformers 5.24.0; the meta.json of a case names its versions. Cases with "format": "fla" in theirs are
 of flash-linear-attention 0.6.0, its kernels replaced by plain functions, and not written by this script; nor is
-`mimo`, a model of Qwen2's class with a module of multi-token prediction.
+`mimo`, a model of Qwen2's class with a module of multi-token prediction, or the folder encoder_decoders.
 
 A case has config.json as transformers writes it now; config_hub.json as most repositories spell it, without keys that
 equal the class's defaults; the weights; meta.json, with the norm of every gradient and checks of transformers against

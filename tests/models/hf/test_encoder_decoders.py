@@ -1,4 +1,7 @@
-"""Hold every family with an encoder and a decoder to PyTorch: activations, gradients, padding, decoding, files."""
+"""Hold every family with an encoder and a decoder to PyTorch: activations, gradients, padding, decoding, files.
+
+The meta.json of a case names the versions of transformers and PyTorch that wrote it.
+"""
 
 import dataclasses
 import json
@@ -22,7 +25,6 @@ from zoo.tools.parity.checkpoint import compare_checkpoint, make_loss, read_expe
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "encoder_decoders"
 PARITY = os.environ.get("ZOO_PARITY")
 QUICK = ("t5_relu_tied",)
-NAME = lambda folder: folder.name
 
 
 def list_cases() -> list[Path]:
@@ -39,12 +41,16 @@ def model_type(folder: Path) -> str:
     return json.loads((folder / "config.json").read_text())["model_type"]
 
 
-CASES = mark_slow(list_cases(), but=QUICK, name=NAME)
+def name_of(folder: Path) -> str:
+    return folder.name
+
+
+CASES = mark_slow(list_cases(), but=QUICK, name=name_of)
 FIRST = [folder for folder in list_cases() if folder.name in QUICK]
 
 
 @pytest.mark.one_case
-@pytest.mark.parametrize("folder", CASES, ids=NAME)
+@pytest.mark.parametrize("folder", CASES, ids=name_of)
 def test_encoder_decoders_match_pytorch(folder: Path, tmp_path: Path):
     expected = read_expectations(folder / "expected.safetensors")
     meta = json.loads((folder / "meta.json").read_text())
@@ -60,7 +66,7 @@ def test_encoder_decoders_match_pytorch(folder: Path, tmp_path: Path):
     check_saved_files_equal_loaded_files(model, folder, tmp_path / "again")
 
 
-@pytest.mark.parametrize("folder", CASES, ids=NAME)
+@pytest.mark.parametrize("folder", CASES, ids=name_of)
 def test_rows_with_padding_equal_rows_alone(folder: Path):
     """Logits and greedy tokens, with padding of the source on either side, and the loss with a shorter target."""
     expected, model = read_expectations(folder / "expected.safetensors"), zoo.load(folder)
@@ -80,7 +86,7 @@ def test_rows_with_padding_equal_rows_alone(folder: Path):
         check(new, expected["generate_encpad.tokens"])
 
 
-@pytest.mark.parametrize("folder", CASES, ids=NAME)
+@pytest.mark.parametrize("folder", CASES, ids=name_of)
 def test_forced_tokens_are_not_among_the_new_ones(folder: Path):
     expected, model = read_expectations(folder / "expected.safetensors"), zoo.load(folder)
     if "generate_forced.tokens" not in expected:
@@ -104,7 +110,7 @@ def make_batch(folder: Path, model) -> tuple:
     return loss_fn, batch
 
 
-@pytest.mark.parametrize("folder", CASES, ids=NAME)
+@pytest.mark.parametrize("folder", CASES, ids=name_of)
 def test_a_mesh_equals_one_device(folder: Path):
     """With LoRA, in loss and gradients; and in greedy tokens."""
     model = zoo.load(folder, dtype=jnp.float32)
@@ -118,7 +124,7 @@ def test_a_mesh_equals_one_device(folder: Path):
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("folder", FIRST, ids=NAME)
+@pytest.mark.parametrize("folder", FIRST, ids=name_of)
 def test_context_equals_one_device(folder: Path):
     """Where both the source and the target are shards on each device."""
     model = zoo.load(folder, dtype=jnp.float32)
