@@ -123,7 +123,7 @@ def test_blenderbot_is_pegasus_with_learned_positions(tmp_path):
     (folder / "config.json").write_text(json.dumps(config))
     model = zoo.load(folder)
     expected = read_expectations(FIXTURES / "pegasus_base/expected.safetensors")
-    logits = model(expected["input_ids"], expected["decoder_input_ids"])
+    logits = model(jnp.asarray(expected["input_ids"]), jnp.asarray(expected["decoder_input_ids"]))
     np.testing.assert_allclose(logits, expected["logits"], atol=1e-5 * np.abs(expected["logits"]).max())
     assert "decoder.position_embedding.weight" in {path.name for path in list_parameter_paths(zoo.trainable(model))}
 
