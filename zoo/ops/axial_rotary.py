@@ -8,6 +8,11 @@ arXiv:2403.13298; DINOv3, arXiv:2508.10104):
 
 Rows and columns are the coordinates of the patches' centers, from -1 at the top left of the image to 1 at the bottom
 right, whatever its size. A token at (0, 0), such as a class token, is not turned.
+
+Encoders of images of several shapes (Qwen2-VL, arXiv:2409.12191; Pixtral, arXiv:2410.07073) count rows and columns from
+0 on, and turn by 1 instead of 2 pi. Pixtral's axes alternate over the frequencies of one-dimensional RoPE:
+
+    row: base ** (-4 i / dim)     column: base ** (-(4 i + 2) / dim)
 """
 
 import dataclasses
@@ -17,6 +22,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
+
+from .rotary import apply_rotary
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,6 +35,13 @@ class AxialRotary:
 
     dim: int
     base: int | float = 100.0
+    turn: float = 2 * math.pi
+    """Angle of the first pair at coordinate 1."""
+    alternating: bool = False
+    """Rows and columns take the frequencies of one-dimensional RoPE in turn, instead of equal ones."""
+    halves: bool = False
+    """Columns turn the first half of each head and rows the second, and feature i is paired with i + dim / 4 of its
+    half, as in Gemma 4. See `apply_axial_rotary`."""
     interleaved = False
 
     def __post_init__(self):
@@ -38,11 +52,29 @@ class AxialRotary:
         self, coordinates: Float[Array, "*batch seq 2"]
     ) -> tuple[Float[Array, "*batch seq pairs"], Float[Array, "*batch seq pairs"]]:
         """Compute cos and sin of the angles of each token at (row, column), in float32."""
-        frequencies = 2 * math.pi * self.base ** -(np.arange(0, self.dim, 4) / self.dim)
+        exponents = np.arange(0, self.dim, 4) / self.dim
+        shift = 2 / self.dim if self.alternating else 0
+        frequencies = self.turn * self.base ** -np.stack([exponents, exponents + shift])
+        if self.halves:
+            coordinates = coordinates[..., ::-1]
         angles = coordinates[..., None].astype(jnp.float32) * jnp.asarray(frequencies, jnp.float32)
         angles = angles.reshape(*coordinates.shape[:-1], self.dim // 2)
         two = np.float32(2)  # a remainder is not fused: see `Rotary`
         return lax.rem(jnp.cos(angles), two), lax.rem(jnp.sin(angles), two)
+
+
+def apply_axial_rotary(
+    x: Float[Array, "batch seq heads head_dim"],
+    cos: Float[Array, "#batch seq pairs"],
+    sin: Float[Array, "#batch seq pairs"],
+    *,
+    halves: bool,
+) -> Float[Array, "batch seq heads head_dim"]:
+    """Apply two-dimensional RoPE to the heads, or to each half of them by itself. The result has the dtype of `x`."""
+    if not halves:
+        return apply_rotary(x, cos, sin)
+    first, second = zip(*(jnp.split(array, 2, axis=-1) for array in (x, cos, sin)), strict=True)
+    return jnp.concatenate([apply_rotary(*first), apply_rotary(*second)], axis=-1)
 
 
 def patch_coordinates(height: int, width: int) -> Float[np.ndarray, "patches 2"]:

@@ -1,4 +1,4 @@
-"""Interpolation of a grid of vectors to another size, as PyTorch computes it: bicubic, or linear with antialiasing."""
+"""Interpolation of a grid of vectors to another size, as PyTorch computes it: bicubic, or linear."""
 
 import jax
 import jax.numpy as jnp
@@ -59,3 +59,14 @@ def linear_weights(
     centers = (index[..., None] + 0.5) * step
     weights = jnp.maximum(0, 1 - jnp.abs(jnp.arange(size) + 0.5 - centers) / jnp.maximum(step, 1))
     return weights / weights.sum(-1, keepdims=True)
+
+
+def corner_weights(size: int, new_sizes: Int[Array, "*rows"], index: Int[Array, "*rows"]) -> Float[Array, "*rows old"]:
+    """Return the weights of `size` values in the output `index` of `new_sizes` of them, where the first and the last of
+    both coincide.
+
+    Output i is at u = i (size - 1) / (new_size - 1), or at 0 if it is the only one, and value j has the weight
+    max(0, 1 - |j - u|). The same as PyTorch's `interpolate(mode="bilinear", align_corners=True)` along one dim.
+    """
+    position = index * ((size - 1) / jnp.maximum(new_sizes - 1, 1).astype(jnp.float32))
+    return jnp.maximum(0, 1 - jnp.abs(jnp.arange(size) - position[..., None]))

@@ -21,16 +21,19 @@ find_ranges = jax.jit(find_ranges, static_argnums=(0, 1), static_argnames="of_ke
     causal=st.booleans(),
     window=st.sampled_from([None, 2, 5]),
     block=st.sampled_from([None, 2, 5]),
+    ahead=st.booleans(),
     kind=st.integers(0, 3),
     seed=st.integers(0, 99),
 )
-def test_pairs_of_blocks_that_the_mask_allows_are_visited(causal, window, block, kind, seed):
+def test_pairs_of_blocks_that_the_mask_allows_are_visited(causal, window, block, ahead, kind, seed):
     rng, marks = np.random.default_rng(seed), {}
     block = block if causal and (window or 5) >= (block or 1) else None
     if kind % 2:
         marks |= dict(query_segments=rng.integers(0, 3, (2, 10)), key_segments=rng.integers(0, 3, (2, 10)))
     if kind // 2:
         marks |= dict(query_positions=rng.integers(-3, 20, (2, 10)), key_positions=rng.integers(-9, 20, (2, 10)))
+        if causal and ahead:
+            marks |= dict(lookahead=rng.integers(0, 6, (2, 10)))
     mask = AttentionMask(causal, window, **{name: jnp.array(x) for name, x in marks.items()}, block=block)
     queries, keys = mark_blocks(mask, 2, (10, 10), SIZES)
     allowed = np.asarray(mask.materialize(10, 10) if mask.materialize(10, 10) is not None else np.ones((2, 10, 10)))

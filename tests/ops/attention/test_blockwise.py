@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import zoo
 from tests.quick import mark_slow
 from zoo.layers import MLP, Attention, Dropout, Embedding, RMSNorm
-from zoo.layers.token_info import pack_positions
+from zoo.layers.token_info import count_lookahead, pack_positions
 from zoo.models import Block, Decoder, Stack
 from zoo.ops.attention import ATTENTION, AttentionMask, blockwise_attention, reference_attention
 from zoo.ops.attention.blockwise import blockwise_attention_with_lse, choose_block
@@ -57,6 +57,7 @@ CASES = {  # one compilation each: shapes, the mask, options, marks
     "bidirectional in a window": (dict(seq=50), dict(causal=False, window=9), dict(scale=0.9), "segments"),
     "block-causal in a window": (dict(seq=50), dict(causal=True, window=20, block=11), {}, "segments"),
     "block-causal, cached": (dict(seq=20, key_seq=70), dict(causal=True, block=6), {}, "positions"),
+    "looking ahead in a window": (dict(seq=50), dict(causal=True, window=20), {}, "lookahead"),
     "half precision": (dict(seq=50, dtype=jnp.bfloat16), dict(causal=True), dict(soft_cap=1.5), ""),
     "cross-attention": (dict(seq=20, key_seq=70), dict(causal=False), {}, ""),
     "cached": (dict(seq=20, key_seq=70), dict(causal=True), dict(soft_cap=1.5), "positions"),
@@ -74,6 +75,13 @@ def draw_marks(kind, seq, key_seq, seed):
         held = [np.roll(np.arange(-5 * row, key_seq - 5 * row), seed) for row in range(BATCH)]
         now = rng.integers(-1, key_seq, (BATCH, seq))
         return dict(query_positions=jnp.array(now), key_positions=jnp.maximum(jnp.array(held), -1))
+    if kind == "lookahead":  # spans, which windows may cut
+        starts = jnp.array(np.sort(rng.integers(0, seq, (BATCH, 4))))
+        places = jnp.broadcast_to(jnp.arange(seq), (BATCH, seq))
+        spans = (places[..., None] >= starts[:, None]).sum(-1)
+        ids = jnp.array(np.sort(rng.integers(0, 2, (BATCH, seq))))
+        marks = dict(query_positions=places, key_positions=places, query_segments=ids, key_segments=ids)
+        return dict(**marks, lookahead=count_lookahead(jnp.where(spans % 2, spans, 0)))
     return {}
 
 
@@ -93,7 +101,10 @@ def check_equal(case, seed, platform):
         np.testing.assert_allclose(ours, theirs, atol=tolerance, rtol=tolerance)
 
 
-QUICK = ("one key head, a window, narrow values", "block-causal in a window", "half precision", "cached")
+QUICK = (
+    *("one key head, a window, narrow values", "block-causal in a window", "looking ahead in a window"),
+    *("half precision", "cached"),
+)
 
 
 @pytest.mark.ci

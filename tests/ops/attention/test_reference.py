@@ -79,8 +79,11 @@ def by_loops(query, key, value, sinks, sees, scale, soft_cap):
     sinks=st.none() | st.lists(st.sampled_from([-9.0, -1.0, 0.0, 0.5, 12.0]), min_size=HEADS, max_size=HEADS),
     segments=st.none() | st.lists(st.integers(0, 2), min_size=2 * SEQ, max_size=2 * SEQ),
     places=st.none() | st.lists(st.integers(-2, 9), min_size=4 * SEQ, max_size=4 * SEQ),
+    ahead=st.none() | st.lists(st.integers(0, 3), min_size=2 * SEQ, max_size=2 * SEQ),
 )
-def test_reference_attention_equals_python_loops(causal, window, block, soft_cap, scale, sinks, segments, places):
+def test_reference_attention_equals_python_loops(
+    causal, window, block, soft_cap, scale, sinks, segments, places, ahead
+):
     (query, key, value), _ = inputs(value_dim=5)
     mask_options, rules = {}, []
     at = np.broadcast_to(np.arange(SEQ), (2, BATCH, SEQ))
@@ -94,10 +97,14 @@ def test_reference_attention_equals_python_loops(causal, window, block, soft_cap
         rules.append(lambda b, q, k: at[1, b, k] >= 0)
     if not causal or (window or SEQ) < (block or 1):
         block = None
+    extra = np.zeros((BATCH, SEQ), int)
+    if places is not None and causal and ahead is not None:
+        extra = np.array(ahead).reshape(BATCH, SEQ)
+        mask_options |= dict(lookahead=jnp.array(extra))
     seen_from = at[0] if block is None else at[0] // block * block + block - 1
     age = lambda b, q, k: seen_from[b, q] - at[1, b, k]
     if causal:
-        rules.append(lambda b, q, k: age(b, q, k) >= 0)
+        rules.append(lambda b, q, k: age(b, q, k) + extra[b, q] >= 0)
     if window:
         rules.append(lambda b, q, k: age(b, q, k) < window and (causal or age(b, q, k) > -window))
 
@@ -136,6 +143,10 @@ CASES = {
     "in blocks, packed in a window of one": (dict(causal=True, window=1, **LONG_PACKED), dict(seq=LONG)),
     "in blocks, packed": (dict(causal=True, **LONG_PACKED), dict(seq=LONG, kv_heads=1)),
     "block-causal": (dict(causal=True, block=3), dict(value_dim=5)),
+    "looking ahead in a window, cached": (
+        dict(causal=True, window=3, lookahead=jnp.array([[1, 0], [1, 0]]), **CACHED),
+        dict(seq=2, key_seq=SEQ),
+    ),
     "block-causal in a window, cached": (dict(causal=True, block=2, window=3, **CACHED), dict(seq=2, key_seq=SEQ)),
     "in blocks, block-causal in a window": (dict(causal=True, block=48, window=70), dict(seq=LONG)),
     "in blocks, block-causal, packed": (dict(causal=True, block=33, **LONG_PACKED), dict(seq=LONG)),
@@ -328,6 +339,7 @@ def test_attention_mask_materializes_to_none_if_full():
         (dict(causal=True, block=0), {}, "block is 0"),
         (dict(causal=False, block=2), {}, "block=2 is a causal mask of blocks, and causal is False"),
         (dict(causal=True, window=2, block=3), {}, "a window of 2 is shorter than a block of 3"),
+        (dict(causal=True, lookahead=SEGMENTS), {}, "lookahead counts from positions"),
         (dict(causal=True, query_segments=SEGMENTS), {}, "segments for queries and keys"),
         (dict(causal=True, key_positions=SEGMENTS), {}, "positions for queries and keys"),
         (dict(causal=True), dict(kv_heads=3), "4 query heads"),

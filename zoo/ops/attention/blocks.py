@@ -11,10 +11,11 @@ from .mask import AttentionMask
 
 
 class Marks(NamedTuple):
-    """The positions and segments of tokens, which the attention mask compares."""
+    """The positions and segments of tokens, which the attention mask compares, and how far queries look ahead."""
 
     positions: Int[Array, "..."]
     segments: Int[Array, "..."] | None
+    lookahead: Int[Array, "..."] | None = None
 
 
 def balance_blocks(seq: int, block: int) -> int:
@@ -35,24 +36,26 @@ def mark_blocks(
         x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % size)), **padding).reshape(x.shape[0], -1, size)
         return jnp.broadcast_to(x, (batch, *x.shape[1:]))
 
-    def split_segments(x: Array | None, size: int) -> Array | None:
+    def split_optional(x: Array | None, size: int) -> Array | None:
         if x is None:
             return None
         return split(x, size, mode="edge")
 
     queries = split(places[0], sizes[0], mode="edge")
     keys = split(places[1], sizes[1], constant_values=-1)
+    lookahead = split_optional(attention_mask.lookahead, sizes[0])
     return (
-        Marks(queries, split_segments(attention_mask.query_segments, sizes[0])),
-        Marks(keys, split_segments(attention_mask.key_segments, sizes[1])),
+        Marks(queries, split_optional(attention_mask.query_segments, sizes[0]), lookahead),
+        Marks(keys, split_optional(attention_mask.key_segments, sizes[1])),
     )
 
 
 def mask_blocks(causal: bool, window: int | None, queries: Marks, keys: Marks) -> Bool[Array, "query_block key_block"]:
     """Return the attention mask of one block of queries and one of keys."""
-    marks = (queries.segments, keys.segments, queries.positions, keys.positions)
-    row = jax.tree.map(lambda x: x[None], marks)
-    mask = AttentionMask(causal, window, *row).materialize(len(queries.positions), len(keys.positions))
+    marks = (queries.segments, keys.segments, queries.positions, keys.positions, queries.lookahead)
+    *row, lookahead = jax.tree.map(lambda x: x[None], marks)
+    rules = AttentionMask(causal, window, *row, lookahead=lookahead)
+    mask = rules.materialize(len(queries.positions), len(keys.positions))
     assert mask is not None  # there are positions
     return mask[0]
 
@@ -82,7 +85,7 @@ def find_ranges(
 
 
 class _Bounds(NamedTuple):
-    """Lowest and highest marks of blocks."""
+    """Lowest and highest marks of blocks. The highest position of queries is the last that one of them looks at."""
 
     low: Int[Array, "..."]
     high: Int[Array, "..."]
@@ -91,9 +94,10 @@ class _Bounds(NamedTuple):
 
 def _bound(marks: Marks, low: Int[Array, "batch blocks"]) -> _Bounds:
     """Return the bounds of each block, given its lowest positions."""
-    positions, segments = marks
+    positions, segments, lookahead = marks
     segment_bounds = None if segments is None else (segments.min(-1), segments.max(-1))
-    return _Bounds(low, positions.max(-1), segment_bounds)
+    last = positions if lookahead is None else positions + lookahead
+    return _Bounds(low, last.max(-1), segment_bounds)
 
 
 def _find_lowest_unmasked(keys: Marks) -> Int[Array, "batch blocks"]:

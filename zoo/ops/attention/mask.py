@@ -22,13 +22,17 @@ class AttentionMask:
     - `block`: block-causal mask (block diffusion, Arriola et al., arXiv:2503.09573, section 3.2), a causal mask of
       blocks: a query attends to all keys of its own block of `block` positions, and of earlier blocks. The last
       position of its block replaces the position of a query in both rules above.
+    - `lookahead`: the number of later positions that each query attends to as well, such as those of its image (a
+      prefix, Liu et al., arXiv:1801.10198, section 4.2.1; Gemma 3, arXiv:2503.19786, section 2). A window is counted
+      from the query itself.
     - Segments (packed sequences): only tokens with equal ids attend to each other.
     - `selected`: the keys that each query may see at most, such as the top-k of an indexer (sparse attention). With a
       dim of groups after the batch, each group of query heads has its own selection: one group for all heads, one per
       key head, or one per query head. Only implementations with all scores in memory take it.
 
     **Raises** `ValueError` where positions or segments are given for one side only, for a window or a block below 1,
-    for blocks of a mask that is not causal, and for a window shorter than a block.
+    for blocks of a mask that is not causal, for a window shorter than a block, and for `lookahead` without positions or
+    of a mask that is not causal.
     """
 
     causal: bool
@@ -39,6 +43,7 @@ class AttentionMask:
     key_positions: Int[Array, "batch key_seq"] | None = None
     selected: Bool[Array, "batch *groups _ _"] | None = None
     block: int | None = dataclasses.field(default=None, kw_only=True)
+    lookahead: Int[Array, "batch query_seq"] | None = dataclasses.field(default=None, kw_only=True)
 
     def __post_init__(self):
         if (self.query_positions is None) != (self.key_positions is None):
@@ -49,6 +54,8 @@ class AttentionMask:
             raise ValueError(
                 f"attention: window is {self.window}; a query attends at least to itself, so it is at least 1."
             )
+        if self.lookahead is not None and (self.query_positions is None or not self.causal):
+            raise ValueError("attention: lookahead counts from positions, in a causal mask: give both.")
         if self.block is None:
             return
         if self.block < 1:
@@ -102,7 +109,9 @@ class AttentionMask:
         if self.key_positions is not None:
             rules.append(key_positions[:, None, :] >= 0)
         age = query_positions[:, :, None] - key_positions[:, None, :]
-        if self.causal:
+        if self.lookahead is not None:
+            rules.append(age + self.lookahead[:, :, None] >= 0)
+        elif self.causal:
             rules.append(age >= 0)
         if self.window is not None:
             distance = age if self.causal else jnp.abs(age)
