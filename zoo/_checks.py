@@ -22,7 +22,10 @@ under a reference model, for a loss of preferences (`zoo.train.precompute_refere
 SOURCE_KEYS = ("source", "source_mask")
 """Names of the arrays of a batch that an encoder-decoder reads besides: sources, "batch seq", and their padding
 mask."""
-_FLOAT_KEYS = ("weights", "reference")
+PLACE_KEYS = ("lookahead", "coordinates")
+"""Names of the arrays of a batch that say where its images stand (`zoo.layers.TokenInfo`): "batch seq", and
+"batch seq axes"."""
+_FLOAT_KEYS = ("weights", "reference", "coordinates")
 _DTYPES = ("float32", "bfloat16", "float16")
 _DTYPE_WORDS = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "full": "float32"}
 """Other names of dtypes, and the dtype."""
@@ -235,7 +238,7 @@ def check_batch_keys(batch: Any) -> None:
     _require_mapping(batch)
     _require_key(batch, "tokens")
     for key in batch:
-        if key not in BATCH_KEYS:
+        if key not in (*BATCH_KEYS, *PLACE_KEYS):
             nearest = difflib.get_close_matches(str(key), BATCH_KEYS, n=1)
             suggestion = f"; did you mean {nearest[0]!r}?" if nearest else ";"
             raise ValueError(
@@ -256,7 +259,7 @@ def check_batch(batch: Any, vocab: int | None = None) -> None:
     shape = batch["tokens"].shape
     for key, x in batch.items():
         _require_array(x, key)
-        if np.shape(x) != shape:
+        if np.shape(x) != shape and not (key == "coordinates" and np.shape(x)[:-1] == shape):
             if key == "targets":
                 hint = ": one target per token, tokens[:, 1:] for tokens[:, :-1]"
             else:

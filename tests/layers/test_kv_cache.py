@@ -17,6 +17,7 @@ from zoo.models import Stack
 from zoo.models.hf.families.llama4_text_layers import ChunkedAttention
 from zoo.models.stack import swap_stack
 from zoo.ops.rotary import Rotary
+from zoo.ops.sectioned_rotary import SectionedRotary
 
 KEY = jax.random.key(3)
 ROWS, WIDTH, TURNS, VOCAB = 3, 6, 4, 40
@@ -180,3 +181,39 @@ def test_set_rope_length_changes_every_cache():
     states = make_model("window", "latent").init_state(1, 8)
     assert [int(state.rope_length) for state in states] == [8, 8]
     assert [int(state.rope_length) for state in set_rope_length(states, 5)] == [5, 5]
+
+
+IMAGES = {  # coordinates of a prompt of four tokens, and where the next two stand
+    "a text": ([0, 1, 2, 3], [4, 5]),
+    "an image that is tall, and a token": ([(0, 0, 0), (0, 1, 0), (0, 2, 0), 3], [4, 5]),
+    "an image of few rows and columns, and a token": ([(0, 0, 0), (0, 0, 1), (0, 1, 0), 2], [3, 4]),
+    "an image that ends the prompt": ([0, (1, 1, 1), (1, 1, 2), (1, 1, 3)], [4, 5]),
+    "an image that is tall and ends the prompt": ([0, (1, 1, 1), (1, 2, 1), (1, 3, 1)], [4, 5]),
+    "padding": ([0, 0, 0, 0], [0, 1]),
+}
+
+
+def test_a_cache_goes_on_after_images():
+    """Each row from a place of its own, and the mask counts tokens."""
+    mixer = Attention(16, 2, rotary=SectionedRotary(8, sections=(2, 1, 1)), key=KEY)
+    rows = [[np.broadcast_to(place, 3) for place in [*prompt, *new]] for prompt, new in IMAGES.values()]
+    coordinates = jnp.asarray(rows, jnp.float32)
+    positions = jnp.array([[0, 1, 2, 3, 4, 5]] * (len(IMAGES) - 1) + [[-1, -1, -1, -1, 0, 1]])
+    x = jax.random.normal(KEY, (len(IMAGES), 6, 16))
+
+    @jax.jit
+    def run(x):
+        empty = mixer.init_state(len(IMAGES), 6)
+        wanted, _ = mixer(x, TokenInfo(positions, coordinates=coordinates), empty)
+        y, state = mixer(x[:, :4], TokenInfo(positions[:, :4], coordinates=coordinates[:, :4]), empty)
+        parts = [y]
+        for place in (4, 5):  # as decoding does, without coordinates
+            y, state = mixer(x[:, place, None], TokenInfo(positions[:, place, None]), state)
+            parts.append(y)
+        return wanted, jnp.concatenate(parts, axis=1), state
+
+    wanted, found, state = run(x)
+    assert state.rope_shift.tolist() == [0, 0, -1, 0, 0, 0]
+    assert state.positions.tolist() == [[0, 1, 2, 3, 4, 5]] * (len(IMAGES) - 1) + [[0, 1, -1, -1, -1, -1]]
+    is_real = np.asarray(positions) >= 0
+    np.testing.assert_allclose(found[is_real], wanted[is_real], atol=1e-5)

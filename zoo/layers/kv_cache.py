@@ -46,10 +46,13 @@ class KeyValueCache(Module):
     """Number of tokens written to each row, without padding."""
     rope_length: Int[Array, ""]
     """Sequence length for RoPE that depends on it: `length`, unless `set_rope_length` has set another."""
+    rope_shift: Int[Array, "batch"] | None = None
+    """Number to add to the positions of further tokens, after images, for RoPE on several axes; None for RoPE on
+    one."""
 
-    length: int = eqx.field(static=True)
+    length: int = eqx.field(static=True, kw_only=True)
     """Maximum sequence length; with a sliding window the cache has fewer slots."""
-    drops_oldest: bool = eqx.field(static=True, default=False)
+    drops_oldest: bool = eqx.field(static=True, kw_only=True, default=False)
     """True for a window or chunk, whose new tokens may overwrite the oldest. Any other cache holds `length` tokens, and
     a row with more is an error or NaN."""
 
@@ -75,7 +78,7 @@ class KeyValueCache(Module):
         key, value = (jnp.zeros((batch, kv_heads, slots, size), dtype) for size in (head_dim, value_dim))
         key, value, positions = vary((key, value, jnp.full((batch, slots), -1)), axes)
         written = jnp.zeros(batch, jnp.int32)
-        return cls(key, value, positions, written, jnp.int32(length), length, drops_oldest)
+        return cls(key, value, positions, written, jnp.int32(length), length=length, drops_oldest=drops_oldest)
 
     def write(self, key: KVHeads, value: _ValueHeads, positions: Positions) -> "KeyValueCache":
         """Append new tokens to each row. Padding, at position -1, takes no slot. If a row has more tokens than there
@@ -94,6 +97,22 @@ class KeyValueCache(Module):
             positions=_write_rows(self.positions, positions, slots),
             written=written,
         )
+
+    def note_shift(self, info: TokenInfo) -> "KeyValueCache":
+        """Return the cache after tokens with these coordinates. Further ones go on from the last: after the larger of
+        its row and column if it is of an image."""
+        if self.rope_shift is None or info.coordinates is None or info.positions is None:
+            return self
+        last = info.positions[:, -1]
+        shift = info.coordinates[:, -1, 1:].max(-1).astype(jnp.int32) - last
+        return dataclasses.replace(self, rope_shift=jnp.where(last < 0, self.rope_shift, shift))
+
+    def shift_positions(self, info: TokenInfo) -> TokenInfo:
+        """Return `info` with the positions of RoPE."""
+        if self.rope_shift is None or info.coordinates is not None or info.positions is None:
+            return info
+        shifted = jnp.where(info.positions < 0, -1, info.positions + self.rope_shift[:, None])
+        return dataclasses.replace(info, positions=shifted)
 
     def read(self) -> tuple[KVHeads, _ValueHeads, Positions]:
         """Return keys, values and positions of the slots of this device, slots along seq."""

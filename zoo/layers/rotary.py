@@ -4,10 +4,11 @@ the coordinates of patches."""
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from zoo.ops.axial_rotary import AxialRotary
-from zoo.ops.rotary import DynamicScaling, LongRopeScaling, ReversedRotation, RopeScaling, Rotary
+from zoo.ops.axial_rotary import AxialRotary, apply_axial_rotary
+from zoo.ops.rotary import DynamicScaling, LongRopeScaling, ReversedRotation, RopeScaling, Rotary, apply_rotary
+from zoo.ops.sectioned_rotary import SectionedRotary
 from zoo.parallel import num_shards, reduce
-from zoo.shapes import HiddenStates
+from zoo.shapes import HeadVectors, HiddenStates
 
 from .token_info import TokenInfo, token_positions
 
@@ -27,9 +28,18 @@ def compute_cos_sin(
         if info.coordinates is None:
             raise ValueError("two-dimensional RoPE needs the coordinates of patches, which zoo.models.ImageEncoder has")
         return rotary(info.coordinates)
+    if isinstance(rotary, SectionedRotary) and info.coordinates is not None:
+        return rotary.turn_on_axes(info.coordinates)
     if length is None and find_length_dependent_scaling(rotary) is not None:
         return rotary(token_positions(x, info), length=find_max_row_length(x, info))
     return rotary(token_positions(x, info), length=length)
+
+
+def rotate_heads(x: HeadVectors, rotary: Rotary | AxialRotary, cos: _Angles, sin: _Angles) -> HeadVectors:
+    """Rotate queries or keys by the angles of `compute_cos_sin`."""
+    if isinstance(rotary, AxialRotary):
+        return apply_axial_rotary(x, cos, sin, halves=rotary.halves)
+    return apply_rotary(x, cos, sin, interleaved=rotary.interleaved)
 
 
 def find_length_dependent_scaling(

@@ -31,10 +31,16 @@ class TokenInfo(Module):
     if a row is one document, and in calls with states."""
     keys: Key[Array, "batch"] | None = None
     """One PRNG key per row; None at inference."""
-    coordinates: Float[Array, "batch seq 2"] | None = None
-    """Row and column of each patch of an image, for `zoo.ops.axial_rotary`; (0, 0) for other tokens."""
+    coordinates: Float[Array, "batch seq axes"] | None = None
+    """Row and column of each patch of an image, for `zoo.ops.axial_rotary`, (0, 0) for other tokens; of texts with
+    images the time, row and column of each token, for `zoo.ops.sectioned_rotary`."""
+    lookahead: Int[Array, "batch seq"] | None = None
+    """Number of later tokens that each token attends to besides those before it, such as those of its image; None for
+    0. A window counts from the token itself."""
     token_types: Int[Array, "batch seq"] | None = None
     """Type of each token, for encoders that embed it: 0 for the first text of a pair, 1 for the second."""
+    windows: SegmentIds | None = None
+    """Window of each patch of an image, for layers in which tokens attend only within a window; 0 for padding."""
 
     def mask_padding(self) -> "TokenInfo":
         """Give padding, which is at negative positions, segment id 0, for a call without states.
@@ -135,17 +141,32 @@ def split_row_keys(key: Key[Array, "..."] | None, rows: int) -> Key[Array, "batc
 def batch_token_info(batch: Mapping[str, Array], key: Key[Array, "batch"] | None = None) -> TokenInfo:
     """Build the `TokenInfo` of a batch that is a mapping of "batch seq" arrays.
 
-    **Raises** `ValueError` for a batch without `tokens`, and for a key other than `tokens`, `targets`, `weights`,
-    `segment_ids` and `positions`.
+    **Raises** `ValueError` for a batch without `tokens`, and for a key that neither a model nor a loss reads.
     """
     check_batch_keys(batch)
-    return token_info(batch["tokens"], segment_ids=batch.get("segment_ids"), positions=batch.get("positions"), key=key)
+    info = token_info(batch["tokens"], segment_ids=batch.get("segment_ids"), positions=batch.get("positions"), key=key)
+    return dataclasses.replace(info, lookahead=batch.get("lookahead"), coordinates=batch.get("coordinates"))
 
 
 def pack_positions(segment_ids: SegmentIds) -> Positions:
     """Return the position of each token in its document, for packed sequences: 0, 1, 2, ... restarting in each."""
     index = jnp.arange(segment_ids.shape[1])
     return index - jax.lax.cummax(jnp.where(find_segment_starts(segment_ids), index, 0), axis=1)
+
+
+def count_lookahead(spans: Int[Array, "batch seq"]) -> Int[Array, "batch seq"]:
+    """Return the number of tokens after each one in its span: neighbors with the same id above 0, which attend to each
+    other in both directions.
+
+    **Raises** `NotImplementedError` where the sequence is sharded.
+    """
+    if num_shards(spans, "seq") > 1:
+        raise NotImplementedError("a span of tokens that see each other may be on two devices: take context=1")
+    spans = _to_int32(spans)
+    place = jnp.arange(spans.shape[1])
+    is_last = spans != jnp.pad(spans[:, 1:], ((0, 0), (0, 1)), constant_values=-1)
+    last = jax.lax.cummin(jnp.where(is_last, place, spans.shape[1]), axis=1, reverse=True)
+    return jnp.where(spans > 0, last - place, 0).astype(jnp.int32)
 
 
 def count_positions(mask: PaddingMask, start: int | Int[Array, "batch"] = 0) -> Positions:

@@ -14,6 +14,7 @@ from jaxtyping import PyTree
 
 from zoo._checks import (
     BATCH_KEYS,
+    PLACE_KEYS,
     SOURCE_KEYS,
     check_batch_ids,
     check_batch_types,
@@ -30,11 +31,12 @@ def name_batch_dims(name: str) -> tuple[str, ...]:
     """Return the leading dims of a batch array that is in no module, by its path in the tree.
 
     They are `batch seq` for the arrays of a token batch (`tokens`, `targets`, `weights`, `segment_ids`, `positions`,
-    `reference`, and of an encoder-decoder `source` and `source_mask`) and for an array without a name: an argument by
-    itself or an element of a tuple. Any other name has only rows.
+    `reference`, of an encoder-decoder `source` and `source_mask`, and of texts with images `spans`, `lookahead` and
+    `coordinates`) and for an array without a name: an argument by itself or an element of a tuple. Any other name has
+    only rows.
     """
     names = {part for part in name.split(".") if part and not part.isdigit()}
-    if not names or names.intersection((*BATCH_KEYS, *SOURCE_KEYS)):
+    if not names or names.intersection((*BATCH_KEYS, *SOURCE_KEYS, *PLACE_KEYS, "spans")):
         return ("batch", "seq")
     return ("batch",)
 

@@ -22,7 +22,7 @@ _COMPUTE: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("heads", "kv_heads", "groups", "mlp", "inner"), ("tensor",)),
     **dict.fromkeys(("embed", "head_dim", "state", "latent", "conv", "positions", "classes", "chunk", "rank"), ()),
     **dict.fromkeys(("registers", "token_types", "distances", "channels", "patch_height", "patch_width", "blocks"), ()),
-    **dict.fromkeys(("patches", "pixels"), ()),
+    **dict.fromkeys(("height", "width", "images", "patches", "pixels"), ()),
     **dict.fromkeys(
         ("in", "out", "features", "prompt", "new", "text", "stops", "choices", "top", "key_dim", "value_dim"), ()
     ),

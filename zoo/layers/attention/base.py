@@ -2,6 +2,7 @@
 projections, RoPE, the attention itself, and its KV cache."""
 
 import abc
+import dataclasses
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -16,6 +17,7 @@ from jaxtyping import Array, Float, Int, Key
 from zoo.ops.attention import AttentionMask
 from zoo.ops.attention.mask import count_block_ahead
 from zoo.ops.rotary import Rotary, apply_rotary
+from zoo.ops.sectioned_rotary import SectionedRotary
 from zoo.parallel import Dim, all_gather, num_shards
 from zoo.parallel.collectives import sharded_axes
 from zoo.shapes import HeadVectors, HiddenStates, KVHeads, Positions, ResidualStream, ValueHeads
@@ -90,6 +92,8 @@ class AbstractGroupedAttention(AbstractMixer):
             implementation=self.implementation,
             **self.score_options(),
         )
+        if state is not None:
+            state = state.note_shift(info)
         mixed = mixed.reshape(*mixed.shape[:2], -1)
         return self.out(self.finish(mixed, x)), state
 
@@ -101,7 +105,10 @@ class AbstractGroupedAttention(AbstractMixer):
         """
         kv_heads = self.key.out_size // self.head_dim
         value_dim = self.value.out_size // kv_heads
-        return make_cache(batch, length, kv_heads, self.head_dim, dtype, window=self.window, value_dim=value_dim)
+        cache = make_cache(batch, length, kv_heads, self.head_dim, dtype, window=self.window, value_dim=value_dim)
+        if not isinstance(self.rotary, SectionedRotary):
+            return cache
+        return dataclasses.replace(cache, rope_shift=jnp.zeros(batch, jnp.int32))
 
     @property
     def rope_switch_length(self) -> int | None:
@@ -174,7 +181,11 @@ def rotate(
     """Apply RoPE, if there is any, to queries and keys at the positions of the tokens `x`."""
     if rotary is None:
         return query, key
-    rope_length = None if state is None else state.rope_length
+    rope_length = None
+    if state is not None:
+        rope_length = state.rope_length
+    if isinstance(state, KeyValueCache):
+        info = state.shift_positions(info)
     cos, sin = compute_cos_sin(rotary, x, info, rope_length)
     query = apply_rotary(query, cos, sin, interleaved=rotary.interleaved)
     return query, apply_rotary(key, cos, sin, interleaved=rotary.interleaved)
@@ -215,15 +226,17 @@ def attend(
         if block is not None and (is_sharded or info.positions is not None):
             positions = token_positions(query[..., 0], info)
             ahead = jnp.broadcast_to(count_block_ahead(positions, block), query.shape[:2])
-        if is_sharded or ahead is not None:
-            mixed = causal_attention(query, (key, value), info.segment_ids, window=window, ahead=ahead, **options)
+        if is_sharded or ahead is not None or info.lookahead is not None:
+            further = {"ahead": ahead, "lookahead": info.lookahead}
+            mixed = causal_attention(query, (key, value), info.segment_ids, window=window, **further, **options)
         else:
             mask = AttentionMask(True, window, info.segment_ids, info.segment_ids, block=block)
             mixed = select_attention()(query, key, value, mask, **options)
     else:
         key, value, key_positions, state = update_cache(state, key, value, info.positions, window)
         key, value = (select_kv_heads(x, query, group) for x in (key, value))
-        mask = AttentionMask(True, window, query_positions=info.positions, key_positions=key_positions)
+        places = {"query_positions": info.positions, "key_positions": key_positions}
+        mask = AttentionMask(True, window, **places, lookahead=info.lookahead)
         mixed = mark_overfull(cached_attention(query, key, value, mask, **options), state)
     return checkpoint_name(mixed, "attention"), state
 

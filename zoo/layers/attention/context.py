@@ -48,13 +48,14 @@ def causal_attention(
     sinks: Float[Array, "heads"] | None = None,
     decay_channels: bool = False,
     ahead: Int[Array, "batch seq"] | None = None,
+    lookahead: Int[Array, "batch seq"] | None = None,
     selected: Bool[Array, "batch seq key_seq"] | None = None,
     implementation: str | Callable = AUTO,
 ) -> HeadVectors:
     """Attend from each token to those before it, and itself, in its segment; the sequence may be sharded.
 
     `ahead`: the number of later tokens that each token attends to as well, as those of its block; a window counts from
-    the last of them.
+    the last of them. `lookahead`: the same, and a window counts from the token itself.
 
     `selected`: the keys of the whole row that each token may attend to at most. Only "gathered" computes such sparse
     attention.
@@ -67,7 +68,12 @@ def causal_attention(
     """
     options = {"window": window, "scale": scale, "soft_cap": soft_cap, "sinks": sinks, "implementation": implementation}
     options["decay_channels"] = decay_channels
+    if window is None and lookahead is not None:  # nothing counts from the token itself
+        ahead = lookahead
+        lookahead = None
     options["ahead"] = ahead
+    if lookahead is not None:
+        options["lookahead"] = lookahead
     if selected is not None:
         options["selected"] = selected
     if not (axes := sharded_axes(query, "seq")):
@@ -79,7 +85,8 @@ def causal_attention(
         tokens = expand(tokens)
         expand = pass_through
     kv_heads = jax.eval_shape(lambda tokens: expand(tokens)[0], tokens).shape[2]
-    request = _Request({axis: mesh.shape[axis] for axis in axes}, kv_heads, selected is not None, implementation)
+    sizes = {axis: mesh.shape[axis] for axis in axes}
+    request = _Request(sizes, kv_heads, selected is not None, implementation, lookahead is not None)
     attend = CONTEXT_ATTENTION.select(mesh.layout.context, request).function
     return attend(axes, query, tokens, segment_ids, expand=expand, **options)
 
@@ -142,6 +149,7 @@ def _heads_attention(
     expand: _Expand,
     sinks: Float[Array, "heads"] | None,
     ahead: Int[Array, "batch seq"] | None,
+    lookahead: Int[Array, "batch seq"] | None = None,
     **options: Any,
 ) -> HeadVectors:
     """Attend with some of the heads, within the whole sequence."""
@@ -150,8 +158,9 @@ def _heads_attention(
     if sinks is not None:
         heads = query.shape[2]
         sinks = lax.dynamic_slice_in_dim(sinks, lax.axis_index(axes) * heads, heads)
-    every_id, ahead = _gather_tokens((segment_ids, ahead), axes)
-    return exchange(_attend_causally(query, key, value, every_id, every_id, sinks=sinks, ahead=ahead, **options), 1, 2)
+    every_id, *further = _gather_tokens((segment_ids, ahead, lookahead), axes)
+    options = {**options, "sinks": sinks, **dict(zip(("ahead", "lookahead"), further, strict=True))}
+    return exchange(_attend_causally(query, key, value, every_id, every_id, **options), 1, 2)
 
 
 def _attend_causally(
@@ -165,15 +174,17 @@ def _attend_causally(
     *,
     window: int | None,
     ahead: Int[Array, "batch seq"] | None = None,
+    lookahead: Int[Array, "batch seq"] | None = None,
     selected: Bool[Array, "batch seq key_seq"] | None = None,
     **options: Any,
 ) -> HeadVectors:
     """Attend with a causal mask; positions default to the order in the arrays."""
-    if ahead is not None:
-        places = jnp.broadcast_to(jnp.arange(key.shape[1]), key.shape[:2])
-        query_positions = ahead + (places if query_positions is None else query_positions)
-        key_positions = places
-    mask = AttentionMask(True, window, query_segments, key_segments, query_positions, key_positions, selected)
+    if ahead is not None or lookahead is not None:
+        key_positions = jnp.broadcast_to(jnp.arange(key.shape[1]), key.shape[:2])
+        query_positions = key_positions if query_positions is None else query_positions
+        query_positions = query_positions if ahead is None else query_positions + ahead
+    places = query_segments, key_segments, query_positions, key_positions
+    mask = AttentionMask(True, window, *places, selected, lookahead=lookahead)
     return select_attention()(query, key, value, mask, **options)
 
 
@@ -199,9 +210,13 @@ class _Request:
     has_selection: bool
     """True if each token has a selection of keys."""
     implementation: str | Callable
+    looks_ahead: bool = False
+    """True if tokens attend to later ones, and a window counts from each token."""
 
 
 def _find_ring_obstacle(request: _Request) -> str | None:
+    if request.looks_ahead:
+        return "tokens attend to later ones, whatever their window, and it compares a token's place and window only"
     if request.has_selection:
         return "tokens select keys from more than one share"
     name = request.implementation

@@ -47,7 +47,8 @@ class CrossLayerAttention(AbstractMixer):
 
     A layer that `stores` hands its keys and values on under that name, and one that `reuses` a name has neither
     projections of keys and values nor a KV cache of its own. Without a `value`, values are the keys before norm and
-    RoPE. Window and supported meshes are as in `zoo.layers.Attention`.
+    RoPE. Window and supported meshes are as in `zoo.layers.Attention`. Only layers with a window look ahead
+    (`TokenInfo.lookahead`), as in Gemma 4.
     """
 
     shards_sequence = True
@@ -181,9 +182,11 @@ class CrossLayerAttention(AbstractMixer):
     def _attend(self, query: HeadVectors, keys: SharedKeyValues, info: TokenInfo) -> HeadVectors:
         key, value = (select_kv_heads(x, query, self.group) for x in (keys.key, keys.value))
         options = {"scale": self.scale, "implementation": self.implementation}
+        lookahead = None if self.window is None else info.lookahead
         if keys.positions is None:
+            options["lookahead"] = lookahead
             return causal_attention(query, (key, value), info.segment_ids, window=self.window, **options)
-        places = {"query_positions": info.positions, "key_positions": keys.positions}
+        places = {"query_positions": info.positions, "key_positions": keys.positions, "lookahead": lookahead}
         return cached_attention(query, key, value, AttentionMask(True, self.window, **places), **options)
 
     def init_state(self, batch: int, length: int, dtype: Any = jnp.float32) -> Any:

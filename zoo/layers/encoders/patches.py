@@ -110,6 +110,8 @@ class ImageEmbedding(Module):
     mask_token: Float[Array, "embed"] | None
     positions: PatchPositions | None
 
+    reads = None  # an array of pixels
+
     def __init__(
         self,
         channels: int,
@@ -202,6 +204,8 @@ class PatchedImageEmbedding(Module):
 
     patches: AbstractLinear
     positions: PatchPositions
+
+    reads = PatchedImages
 
     def __init__(
         self, channels: int, embed: int, *, patch_size: tuple[int, int], grid: tuple[int, int], key: Key[Array, ""]
