@@ -36,3 +36,8 @@ def test_predictors_are_targets_only_by_their_name():
     for target in ("all-linear", "query", "layers.0.attention.query", r".*\.query"):
         assert matches(target, "layers.0.attention.query") and not matches(target, inner)
     assert matches(r"predictors\..*", inner) and matches(inner, inner)
+
+
+def test_all_linear_leaves_out_the_head_beside_a_tower():
+    assert not matches("all-linear", "decoder.head") and not matches("all-linear", "decoder.embedding")
+    assert matches("all-linear", "decoder.layers.0.attention.query") and matches("decoder.head", "decoder.head")

@@ -12,6 +12,7 @@ from .encoders.classification import classification_loss
 from .encoders.image import ImageEncoder, build_image_encoder
 from .encoders.text import Encoder, build_encoder
 from .encoders.towers import TwoTowers, contrastive_loss
+from .image_text import ImageText
 from .indexer_loss import indexer_loss
 from .load_balancing import balance_loss, count_active_parameters, router_z_loss, tokens_per_expert, update_expert_bias
 from .loss import cross_entropy_and_routing, token_losses
@@ -22,6 +23,7 @@ from .predictors import add_predictors, repeat_predictor
 from .presets.clip import CLIP
 from .presets.encoder_decoder import EncoderDecoderTransformer
 from .presets.hybrid import Hybrid
+from .presets.llava import LLaVA
 from .presets.looped import Looped
 from .presets.mamba import Mamba, Mamba2
 from .presets.modernbert import ModernBERT
@@ -69,7 +71,9 @@ __all__ = [
     "Hidden",
     "Hybrid",
     "ImageEncoder",
+    "ImageText",
     "KimiLinear",
+    "LLaVA",
     "LightningTransformer",
     "LinearTransformer",
     "Looped",

@@ -16,11 +16,14 @@ from zoo.layers import (
     TokenInfo,
 )
 from zoo.layers.abstract import mix_tokens, run_feed_forward, run_mixer
-from zoo.parallel import named_by_class
+from zoo.parallel import buffer, named_by_class
+from zoo.parallel.fields import NAMED_BY_CLASS, TRAINABLE
 from zoo.parallel.tokens import gather_tokens, match_tokens
 from zoo.shapes import ResidualStream
 
 from .decoder import AbstractBlock, AbstractMixerBlock, Block, Hidden
+
+_UNREAD = {NAMED_BY_CLASS: True, TRAINABLE: False}
 
 
 class MixerBlock(AbstractMixerBlock):
@@ -54,6 +57,23 @@ class FeedForwardBlock(AbstractBlock):
         fed, routing = run_feed_forward(self.ffn, self.mixer_norm(hidden.x))
         fed = checkpoint_name(fed, "ffn_output")
         return hidden.add_residual(self.dropout(fed, info, site=1), routing), state
+
+
+class UnreadBlock(AbstractMixerBlock):
+    """A layer that a checkpoint has and nothing reads: hidden states pass it unchanged. Models of texts with images may
+    read an earlier layer of their tower than the last (LLaVA, arXiv:2304.08485, section 4.1).
+
+    Its arrays are buffers: neither trained nor counted, and saved as they were loaded.
+    """
+
+    mixer_norm: AbstractNorm = buffer()
+    mixer: AbstractMixer = eqx.field(metadata=_UNREAD)
+    ffn_norm: AbstractNorm = buffer()
+    ffn: AbstractFeedForward = eqx.field(metadata=_UNREAD)
+    dropout: Dropout
+
+    def __call__(self, hidden: Hidden, info: TokenInfo, state: Any = None) -> tuple[Hidden, Any]:
+        return hidden, state
 
 
 class PostNormBlock(AbstractMixerBlock):

@@ -20,6 +20,7 @@ from zoo.shapes import Tokens
 
 from .decoder import Decoder, find_checkable_vocab
 from .encoders.text import Encoder
+from .image_text import ImageText
 from .loss import token_losses
 
 _Temperature = float | Float[Array, ""]
@@ -27,8 +28,8 @@ _Temperature = float | Float[Array, ""]
 
 @overload
 def log_probs(
-    model: Decoder | Encoder,
-    batch: Mapping[str, Array],
+    model: Decoder | Encoder | ImageText,
+    batch: Mapping[str, Any],
     *,
     temperature: _Temperature = 1.0,
     entropy: Literal[False] = False,
@@ -39,8 +40,8 @@ def log_probs(
 
 @overload
 def log_probs(
-    model: Decoder | Encoder,
-    batch: Mapping[str, Array],
+    model: Decoder | Encoder | ImageText,
+    batch: Mapping[str, Any],
     *,
     temperature: _Temperature = 1.0,
     entropy: Literal[True],
@@ -50,8 +51,8 @@ def log_probs(
 
 
 def log_probs(
-    model: Decoder | Encoder,
-    batch: Mapping[str, Array],
+    model: Decoder | Encoder | ImageText,
+    batch: Mapping[str, Any],
     *,
     temperature: _Temperature = 1.0,
     entropy: bool = False,
@@ -78,6 +79,8 @@ def log_probs(
     **Raises** `ValueError` or `TypeError` for a batch as `zoo.cross_entropy` does, and `ValueError` for a `chunk` below
     1 and a temperature that is not above 0. Inside programs a target beyond the vocabulary gives NaN.
     """
+    if isinstance(model, ImageText):
+        model, batch = model.bind(batch, key)
     check_batch(batch, find_checkable_vocab(model))
     check_chunk(chunk, batch["tokens"].shape)
     check_temperature(temperature)

@@ -25,6 +25,7 @@ from zoo.parallel.collectives import shard_offset, varying
 from .decoder import Decoder, find_checkable_vocab
 from .encoder_decoder import EncoderDecoder
 from .encoders.text import Encoder
+from .image_text import ImageText
 from .indexer_loss import average_divergence, run_measured
 from .load_balancing import BalanceOver, balance_loss, router_z_loss
 from .loss_request import LossRequest
@@ -39,8 +40,8 @@ _NEGATIVE_WEIGHT = (
 
 
 def cross_entropy(
-    model: Decoder | Encoder | EncoderDecoder,
-    batch: Mapping[str, Array],
+    model: Decoder | Encoder | EncoderDecoder | ImageText,
+    batch: Mapping[str, Any],
     *,
     key: Key[Array, "batch"] | None = None,
     z_loss: float = 0.0,
@@ -56,7 +57,8 @@ def cross_entropy(
 
     - `batch`: `tokens` and `targets`, "batch seq", already shifted (for an `Encoder`, the tokens before masking, and
       negative where none was masked); optionally `weights` (loss weight of each target, 1 by default), `segment_ids`
-      and `positions`; for an `EncoderDecoder` also `source`, and optionally `source_mask`. A negative target is
+      and `positions`; for an `EncoderDecoder` also `source`, and optionally `source_mask`; for an
+      `ImageText` also `images`, and optionally `spans`. A negative target is
       ignored, like PyTorch's `ignore_index=-100`: its weight is 0. A weight is at least 0, since the mean divides by
       their sum: a policy gradient, whose advantages may be negative, is a loss of your own with `zoo.train.objectives`.
     - `z_loss`: keeps log Z near zero (PaLM, arXiv:2204.02311, section 5).
@@ -89,8 +91,8 @@ def cross_entropy(
 
 
 def cross_entropy_and_routing(
-    model: Decoder | Encoder | EncoderDecoder,
-    batch: Mapping[str, Array],
+    model: Decoder | Encoder | EncoderDecoder | ImageText,
+    batch: Mapping[str, Any],
     *,
     key: Key[Array, "batch"] | None = None,
     z_loss: float = 0.0,
@@ -104,7 +106,7 @@ def cross_entropy_and_routing(
 ) -> tuple[tuple[Float[Array, ""], Float[Array, ""]], tuple[RoutingSums, ...]]:
     """Return `cross_entropy`, and the `RoutingSums` of each layer that has a router: for `tokens_per_expert`, and for
     auxiliary losses of your own. `configure(model, routing="tokens")` adds the decisions of every token."""
-    if isinstance(model, EncoderDecoder):
+    if isinstance(model, EncoderDecoder | ImageText):
         model, batch = model.bind(batch, key)
     check_batch(batch, find_checkable_vocab(model))
     check_chunk(chunk, batch["tokens"].shape)

@@ -50,7 +50,7 @@ class LinearSite(NamedTuple):
     @property
     def supports_dropout(self) -> bool:
         """True if the module reads rows of tokens inside a layer. Heads, embeddings and experts do not."""
-        return self.name not in _HEADS and len(self.ranges) <= 1
+        return not _is_head(self.name) and len(self.ranges) <= 1
 
     def tabulate(self, value: Callable[[str], Any], dtype: Any) -> np.ndarray:
         """Return an array of `value(name)` over the stacked dims."""
@@ -114,7 +114,7 @@ def matches(target: str, name: str) -> bool:
     if name.startswith("predictors.") and "predictors" not in target:
         return False
     if target == ALL_LINEAR:
-        return name not in _HEADS
+        return not _is_head(name)
     if name == target or name.endswith("." + target):
         return True
     if target.replace(".", "").replace("_", "").isalnum():  # no pattern but for its dots: not worth compiling
@@ -123,6 +123,11 @@ def matches(target: str, name: str) -> bool:
         return re.fullmatch(target, name) is not None
     except re.error as error:
         raise ValueError(f"the target {target!r} is neither a name nor a valid pattern: {error}") from None
+
+
+def _is_head(name: str) -> bool:
+    """Return True for the path of a head or an embedding, also of the decoder in a model that reads images."""
+    return name.removeprefix("decoder.") in _HEADS
 
 
 def _suggest(target: str, sites: Sequence[LinearSite]) -> str:

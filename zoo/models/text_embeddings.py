@@ -1,5 +1,5 @@
-"""Embeddings: one vector per text, pooled as sentence-transformers' files of the checkpoint say; of two towers, one per
-text or image."""
+"""Embeddings: one vector per text, with its images if it has some, pooled as sentence-transformers' files of the
+checkpoint say; of two towers, one per text or image."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -9,19 +9,20 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from zoo._checks import check_token_arrays, check_tokens
+from zoo._checks import check_token_arrays
 from zoo.layers.encoders.patches import PatchedImages
 from zoo.layers.encoders.pooling import take_first_token
 from zoo.layers.token_info import token_info
 from zoo.parallel import num_shards
 from zoo.shapes import HiddenStates, PaddingMask, Tokens
 
-from .decoder import Decoder, find_checkable_vocab
+from .decoder import Decoder
 from .encoders.heads import average_tokens
 from .encoders.image import Images
 from .encoders.text import Encoder
 from .encoders.towers import TwoTowers
 from .hf.spec import Origin
+from .image_text import ImageText, SeenImages, check_texts, read_images
 
 MODULES_FILE = "modules.json"
 NORMALIZE = "normalize"
@@ -38,15 +39,16 @@ class Pooling(NamedTuple):
 
 
 def embed(
-    model: Decoder | Encoder | TwoTowers,
+    model: Decoder | Encoder | ImageText | TwoTowers,
     tokens: Tokens | None = None,
     mask: PaddingMask | None = None,
     *,
-    images: Images | PatchedImages | None = None,
+    images: Images | PatchedImages | SeenImages | None = None,
     pooling: str | Sequence[str] | None = None,
 ) -> Float[Array, "batch features"]:
     """Return one vector per text, in float32: hidden states after the final norm, pooled (Sentence-BERT, Reimers and
-    Gurevych, arXiv:1908.10084). Of `TwoTowers`, one vector of norm 1 per text, or per image of `images`.
+    Gurevych, arXiv:1908.10084). Of `TwoTowers`, one vector of norm 1 per text, or per image of `images`. Of an
+    `ImageText`, one vector per text with its images, whose tokens are pooled as others are.
 
     - `mask`: padding mask, True or 1 for real tokens. The result depends neither on the padding nor on its side. A row
       of padding only gives NaN.
@@ -65,25 +67,27 @@ def embed(
     A head is not applied, so that models of any head have embeddings.
 
     **Raises** `TypeError` for another model, and for images where it has no tower of images; `TypeError` and
-    `ValueError` for tokens and a mask as the model; `ValueError` for texts and images in one call, and for `pooling`
-    with two towers, which have poolers; `ValueError` for an unknown mode, without `pooling` for a checkpoint that says
-    none, and for sentence-transformers' modules other than Transformer, Pooling and Normalize; `NotImplementedError`
-    where the sequence is sharded.
+    `ValueError` for tokens, images and a mask as the model; `ValueError` for texts and images in one call, and for
+    `pooling` with two towers, which have poolers; `ValueError` for an unknown mode, without `pooling` for a checkpoint
+    that says none, and for sentence-transformers' modules other than Transformer, Pooling and Normalize;
+    `NotImplementedError` where the sequence is sharded.
     """
     if isinstance(model, TwoTowers):
         return _embed_by_tower(model, tokens, mask, images, pooling)
-    if not isinstance(model, Decoder | Encoder):
+    if not isinstance(model, Decoder | Encoder | ImageText):
         raise TypeError(f"embeddings of texts are made by a Decoder or an Encoder, not by {type(model).__name__}")
-    if tokens is None or images is not None:
-        raise TypeError(f"{type(model).__name__} embeds tokens, and images are embedded by TwoTowers")
-    check_tokens(tokens, find_checkable_vocab(model))
+    if tokens is None or (images is not None and not isinstance(model, ImageText)):
+        raise TypeError(
+            f"{type(model).__name__} embeds tokens, and images are embedded by TwoTowers, or by ImageText with tokens"
+        )
+    check_texts(model, tokens, images)
     check_token_arrays(tokens, mask=mask)
     if num_shards(tokens, "seq") > 1:
         raise NotImplementedError("a row is pooled on one device, and the mesh shards the sequence: take context=1")
     chosen = find_pooling(model.origin) if pooling is None else _parse_modes(pooling)
     if mask is not None:
         mask = jnp.asarray(mask, bool)
-    return _embed(model, tokens, mask, chosen)
+    return _embed(model, tokens, images, mask, chosen)
 
 
 def _embed_by_tower(model: TwoTowers, tokens: Any, mask: Any, images: Any, pooling: Any) -> Array:
@@ -108,9 +112,14 @@ def _run_tower(model: TwoTowers, tokens: Any, mask: Any, images: Any) -> Array:
 
 @eqx.filter_jit
 def _embed(
-    model: Decoder | Encoder, tokens: Tokens, mask: PaddingMask | None, pooling: Pooling
+    model: Decoder | Encoder | ImageText,
+    tokens: Tokens,
+    images: Any,
+    mask: PaddingMask | None,
+    pooling: Pooling,
 ) -> Float[Array, "batch features"]:
-    hidden, _ = model.hidden(tokens, token_info(tokens, mask=mask))
+    reader, info = read_images(model, tokens, images, token_info(tokens, mask=mask))
+    hidden, _ = reader.hidden(tokens, info)
     x = hidden.x.astype(jnp.float32)
     if pooling.size not in (None, x.shape[-1]):
         raise ValueError(f"the checkpoint pools {pooling.size} features of a token, and the model has {x.shape[-1]}")

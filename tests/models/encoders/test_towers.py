@@ -176,7 +176,7 @@ def test_a_sharded_sequence_is_refused():
 
 def test_images_of_one_size_are_refused_by_a_model_of_patches(no_type_checks):
     model = zoo.load(FIXTURES / "siglip2_pairs")
-    with pytest.raises(TypeError, match=r"expected PatchedImages, rows of patches, got an array float32\[1, 3, 8, 8\]"):
+    with pytest.raises(TypeError, match=r"expected PatchedImages, got an array float32\[1, 3, 8, 8\]"):
         model.image(jnp.zeros((1, 3, 8, 8)))
     images = PatchedImages(jnp.zeros((1, 4, 48)), jnp.ones((1, 4), bool), jnp.full((1, 2), 2, jnp.int32))
     with pytest.raises(ValueError, match="masked patches need a mask token"):

@@ -1,6 +1,7 @@
 """From images to logits or features: vision Transformers, on the blocks and the stack of decoders."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -9,6 +10,9 @@ from jaxtyping import Array, Bool, Float, Key
 
 from zoo._checks import check_images, describe_argument, wrap_key
 from zoo.layers import AbstractNorm, Dropout, TokenInfo
+from zoo.layers.encoders.masked_images import MaskedImageEmbedding, MaskedImages
+from zoo.layers.encoders.packed_embedding import PackedImageEmbedding
+from zoo.layers.encoders.packed_images import PackedImages
 from zoo.layers.encoders.patches import ImageEmbedding, PatchedImageEmbedding, PatchedImages
 from zoo.layers.token_info import split_row_keys
 from zoo.parallel import Module, buffer, gather, implementation_option
@@ -16,7 +20,7 @@ from zoo.parallel.activation import Edit
 from zoo.parallel.collectives import sharded_axes
 from zoo.parallel.remat import Remat
 from zoo.parallel.tokens import replicate_tokens, shard_tokens
-from zoo.shapes import HiddenStates
+from zoo.shapes import HiddenStates, ResidualStream
 
 from ..build import LayerFactories, build_stack
 from ..decoder import EMBEDDING_DROPOUT_SITE, AbstractBlock, AbstractStack, Block, Hidden
@@ -26,6 +30,8 @@ from ..torch_habits import explain_torch_habit, hash_for_jit
 from .heads import AbstractEncoderHead, EncoderFeatures
 
 Images = Float[Array, "batch channels height width"]
+AnyImages = Images | PatchedImages | MaskedImages | PackedImages
+AnyEmbedding = ImageEmbedding | PatchedImageEmbedding | MaskedImageEmbedding | PackedImageEmbedding
 
 
 class ImageEncoder(Module):
@@ -35,10 +41,11 @@ class ImageEncoder(Module):
     is `EncoderFeatures`. Tokens of an image attend to each other in both directions.
 
     Images may have another size than the model was trained for: learned positions are then interpolated. A
-    `PatchedImageEmbedding` reads `PatchedImages`, of several shapes in one batch.
+    `PatchedImageEmbedding` reads `PatchedImages`, of several shapes in one batch; a `PackedImageEmbedding` reads
+    `PackedImages`, several in one row, each of which attends to itself.
     """
 
-    embedding: ImageEmbedding | PatchedImageEmbedding
+    embedding: AnyEmbedding
     stack: AbstractStack
     norm: AbstractNorm
     head: AbstractEncoderHead
@@ -58,7 +65,7 @@ class ImageEncoder(Module):
 
     def __call__(
         self,
-        images: Images | PatchedImages,
+        images: AnyImages,
         *,
         masked: Bool[Array, "batch patches"] | None = None,
         key: Key[Array, ""] | Key[Array, "batch"] | None = None,
@@ -73,30 +80,45 @@ class ImageEncoder(Module):
         reads; `ValueError` for other dims, another number of channels, an image smaller than a patch, and `masked`
         without a mask token.
         """
-        if isinstance(self.embedding, ImageEmbedding):
+        kind = self.embedding.reads
+        if kind is None:
             check_images(images)
-        elif not isinstance(images, PatchedImages):
-            raise TypeError(f"images: expected PatchedImages, rows of patches, got {describe_argument(images)}")
+        elif not isinstance(images, kind):
+            raise TypeError(f"images: expected {kind.__name__}, got {describe_argument(images)}")
         hidden = self.hidden(images, self.token_info(images, key=key), masked)
         return self.read_head(hidden.x, images)
 
-    def read_head(self, x: HiddenStates, images: Images | PatchedImages) -> Any:
+    def read_head(self, x: HiddenStates, images: AnyImages) -> Any:
         """Return the head's output for normalized hidden states of these images."""
-        mask = images.mask if isinstance(images, PatchedImages) else None
+        mask = None
+        if isinstance(images, PatchedImages):
+            mask = images.mask
+        elif isinstance(images, PackedImages):
+            mask = images.find_images() > 0
         return gather(self.head)(x, mask)
 
-    def token_info(self, images: Images | PatchedImages, *, key: Key[Array, "..."] | None = None) -> TokenInfo:
+    def token_info(self, images: AnyImages, *, key: Key[Array, "..."] | None = None) -> TokenInfo:
         """Return the coordinates of the tokens of images, segment 0 for padding, and one PRNG key per row."""
-        coordinates = gather(self.embedding).compute_coordinates(images)
+        embedding: Any = gather(self.embedding)
         segments = None
+        windows = None
+        positions = None
         if isinstance(images, PatchedImages):
             segments = images.mask.astype(jnp.int32)
-        return TokenInfo(segment_ids=segments, keys=split_row_keys(key, count_images(images)), coordinates=coordinates)
+        elif isinstance(images, MaskedImages):
+            positions = embedding.find_positions(images)
+        elif isinstance(images, PackedImages):
+            segments, windows = embedding.find_segments(images)
+        return TokenInfo(
+            positions=positions,
+            segment_ids=segments,
+            keys=split_row_keys(key, count_images(images)),
+            coordinates=embedding.compute_coordinates(images),
+            windows=windows,
+        )
 
-    def hidden(
-        self, images: Images | PatchedImages, info: TokenInfo, masked: Bool[Array, "batch patches"] | None = None
-    ) -> Hidden:
-        """Return the hidden states after the final norm.
+    def hidden(self, images: AnyImages, info: TokenInfo, masked: Bool[Array, "batch patches"] | None = None) -> Hidden:
+        """Return the hidden states after the final norm, of `PackedImages` in the order of their patches.
 
         **Raises** `NotImplementedError` on a mesh with `context`, which shards only the tokens of texts.
         """
@@ -107,11 +129,17 @@ class ImageEncoder(Module):
                 f"{' and '.join(axes)} at 1, and give the devices to data, fsdp or tensor"
             )
         hidden, _ = self.stack(hidden, info)
-        return Hidden(replicate_tokens(gather(self.norm)(hidden.x)))
+        hidden = hidden.drop_routing().normalize(gather(self.norm))
+        return jax.tree.map(partial(self._restore, images), hidden)
 
-    def embed(
-        self, images: Images | PatchedImages, info: TokenInfo, masked: Bool[Array, "batch patches"] | None = None
-    ) -> Hidden:
+    def _restore(self, images: Any, x: ResidualStream) -> HiddenStates:
+        """Return all tokens, in the order of the patches of images."""
+        x = replicate_tokens(x)
+        if isinstance(self.embedding, PackedImageEmbedding):
+            return self.embedding.restore(x, images)
+        return x
+
+    def embed(self, images: AnyImages, info: TokenInfo, masked: Bool[Array, "batch patches"] | None = None) -> Hidden:
         """Return the input of the first layer."""
         x = shard_tokens(gather(self.embedding)(images, masked))
         if self.embedding_norm is not None:
@@ -119,20 +147,20 @@ class ImageEncoder(Module):
         return Hidden(self.dropout(x, info, site=EMBEDDING_DROPOUT_SITE))
 
 
-def count_images(images: Images | PatchedImages) -> int:
-    """Return the number of images of a batch."""
-    if isinstance(images, PatchedImages):
+def count_images(images: AnyImages) -> int:
+    """Return the number of rows of a batch of images: of images, unless they are packed."""
+    if isinstance(images, PatchedImages | MaskedImages | PackedImages):
         return images.pixels.shape[0]
     return images.shape[0]
 
 
 def build_image_encoder(
     *,
-    embedding: Callable[..., ImageEmbedding | PatchedImageEmbedding],
+    embedding: Callable[..., AnyEmbedding],
     layers: Sequence[LayerFactories],
     norm: Callable[[], AbstractNorm],
     head: Callable[..., AbstractEncoderHead],
-    block: Callable[..., AbstractBlock] = Block,
+    block: Callable[..., AbstractBlock] | Sequence[Callable[..., AbstractBlock]] = Block,
     embedding_norm: Callable[[], AbstractNorm] | None = None,
     final_norm: Callable[[], AbstractNorm] | None = None,
     dropout: float = 0.0,
