@@ -1,6 +1,6 @@
-"""From pictures to pixels by a checkpoint's preprocessor_config.json: resize, crop, normalize, or cut into patches.
+"""From pictures to pixels by a checkpoint's preprocessor_config.json: resize, crop, normalize, cut into tiles or
+patches.
 
-A picture is opened as RGB, and resized by PIL's filters to whole gray levels, before it becomes an array of numbers.
 Each processor is a function of one picture and its settings.
 """
 
@@ -11,40 +11,81 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from einops import rearrange
-from jaxtyping import Float, UInt8
 
 from zoo._checks import describe_argument
-from zoo._optional import import_optional
 from zoo.layers.encoders.patches import Images, PatchedImages
+
+from .packed import GEMMA4, PIXTRAL, QWEN
+from .pictures import RGB, Picture, Pixels, normalize_pixels, open_image, process_whole, resize_picture
+from .processed import Measured, ProcessedImages, join_masked_tiles, join_measured, join_patches, join_tiles
+from .tiles import (
+    measure_gemma3,
+    measure_idefics3,
+    measure_internvl,
+    measure_llava,
+    process_gemma3,
+    process_idefics3,
+    process_internvl,
+    process_llava,
+)
 
 PREPROCESSOR_FILE = "preprocessor_config.json"
 _PROCESSOR_FILE = "processor_config.json"
-_INSTALL = "pip install 'equizoo[images]'"
+_CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
+_CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
+_CLIP_COLORS = {"image_mean": _CLIP_MEAN, "image_std": _CLIP_STD, "resample": 3}
+_HALF_COLORS = {"image_mean": (0.5, 0.5, 0.5), "image_std": (0.5, 0.5, 0.5), "resample": 2}
+_SQUARE = {"size": {"height": 224, "width": 224}}
 _CLIP = {
+    **_CLIP_COLORS,
     "size": {"shortest_edge": 224},
     "crop_size": {"height": 224, "width": 224},
     "do_center_crop": True,
-    "resample": 3,
-    "image_mean": (0.48145466, 0.4578275, 0.40821073),
-    "image_std": (0.26862954, 0.26130258, 0.27577711),
 }
-_SIGLIP = {"image_mean": (0.5, 0.5, 0.5), "image_std": (0.5, 0.5, 0.5)}
-_STEPS = {"do_convert_rgb", "do_resize", "do_center_crop", "do_rescale", "do_normalize"}
+_SIGLIP = {**_HALF_COLORS, **_SQUARE, "do_center_crop": False, "resample": 3}
+_NAFLEX = {**_HALF_COLORS, "patch_size": 16, "max_num_patches": 256}
+_GEMMA3 = {
+    **_HALF_COLORS,
+    **_SQUARE,
+    "do_pan_and_scan": False,
+    "pan_and_scan_min_crop_size": 256,
+    "pan_and_scan_max_num_crops": 4,
+    "pan_and_scan_min_ratio_to_activate": 1.2,
+}
+_GEMMA4 = {
+    "image_mean": (0.0, 0.0, 0.0),
+    "image_std": (1.0, 1.0, 1.0),
+    "do_normalize": False,
+    "resample": 3,
+    "patch_size": 16,
+    "max_soft_tokens": 280,
+    "pooling_kernel_size": 3,
+}
+_IDEFICS3 = {
+    **_HALF_COLORS,
+    "size": {"longest_edge": 4 * 364},
+    "max_image_size": {"longest_edge": 364},
+    "do_image_splitting": True,
+    "do_pad": True,
+    "resample": 1,
+}
+_TILES = {"size": {"height": 384, "width": 384}, "crop_to_patches": False, "min_patches": 1, "max_patches": 12}
+_PATCHES = {"patch_size": 14, "temporal_patch_size": 2, "merge_size": 2}
+_QWEN = {**_CLIP_COLORS, "size": {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280}, **_PATCHES}
+_PIXTRAL = {**_CLIP_COLORS, "size": {"longest_edge": 1024}, "patch_size": 16, "do_pad": True}
 _COMMON = {
+    "do_convert_rgb": True,
     "do_resize": True,
-    "do_center_crop": False,
     "do_rescale": True,
     "do_normalize": True,
     "rescale_factor": 1 / 255,
 }
-
-Picture = Any
-"""A `PIL.Image.Image`, or an array of gray levels from 0 to 255, "height width" or "height width channels"."""
-RGB = UInt8[np.ndarray, "_ _ 3"]
-Pixels = Float[np.ndarray, "3 _ _"]
+_IN_TEXTS = ("LlavaProcessor", "PaliGemmaProcessor")
+"""Processors that put the pictures of CLIP's and SigLIP's image processors into texts."""
 
 
 class _Processor(NamedTuple):
@@ -54,6 +95,8 @@ class _Processor(NamedTuple):
     process: Callable[[RGB, Mapping[str, Any]], Any]
     join: Callable[[list], Any]
     """From the results of all pictures to a batch."""
+    measure: Callable[[tuple[int, int], Mapping[str, Any]], Measured] | None = None
+    """From the size of a picture to the shapes of its result, for pictures in texts."""
 
 
 def make_image_processor(directory: str | Path) -> Callable[[Sequence[Picture]], Any]:
@@ -65,34 +108,116 @@ def make_image_processor(directory: str | Path) -> Callable[[Sequence[Picture]],
     **Raises** `FileNotFoundError` for a directory without preprocessor_config.json or processor_config.json, and
     `ValueError` for a processor that is not known.
     """
-    for name in (PREPROCESSOR_FILE, _PROCESSOR_FILE):
-        if (path := Path(directory) / name).exists():
-            config = json.loads(path.read_text(encoding="utf-8"))
-            config = config.get("image_processor", config)
-            _find_processor(config)
-            return partial(preprocess_images, config=config)
-    raise FileNotFoundError(f"{directory} has no {PREPROCESSOR_FILE}, which says how images become pixels")
+    config = read_image_config(directory)
+    _find_processor(config)
+    return partial(preprocess_images, config=config)
 
 
-def preprocess_images(images: Sequence[Picture], config: Mapping[str, Any]) -> Images | PatchedImages:
+def read_image_config(directory: str | Path) -> dict[str, Any]:
+    """Return the settings of a checkpoint's directory for its pictures and their places in texts: the keys of
+    preprocessor_config.json, or of processor_config.json, and over them the tokens of tokenizer_config.json, the facts
+    of processor_config.json, such as `image_seq_length`, and the `model_type` of config.json.
+
+    **Raises** `FileNotFoundError` for a directory without preprocessor_config.json or processor_config.json.
+    """
+    names = (PREPROCESSOR_FILE, _PROCESSOR_FILE, "tokenizer_config.json", "config.json")
+    preprocessor, processor, tokenizer, model = (_read_json(Path(directory) / name) for name in names)
+    if not preprocessor and not processor:
+        raise FileNotFoundError(f"{directory} has no {PREPROCESSOR_FILE}, which says how images become pixels")
+    config = preprocessor or processor.get("image_processor", processor)
+    extra = tokenizer.get("extra_special_tokens")
+    if isinstance(extra, dict):
+        tokenizer = {**extra, **tokenizer}
+    tokens = {key: value for key, value in tokenizer.items() if key.endswith("_token")}
+    facts = {key: value for key, value in processor.items() if value is not None and not isinstance(value, dict)}
+    config = {**config, **tokens, **facts}
+    if processor.get("processor_class", config.get("processor_class")) == "InternVLProcessor":
+        config["crop_to_patches"] = True  # whatever the file of the image processor says
+    if "model_type" in model:
+        config["model_type"] = model["model_type"]
+    return config
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """Return the content of a file, nothing if there is none."""
+    if not path.exists():
+        return {}
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def preprocess_images(
+    images: Sequence[Picture] | np.ndarray | jax.Array, config: Mapping[str, Any]
+) -> Images | PatchedImages | ProcessedImages:
     """Return the pixels of pictures, in float32, by the settings of a preprocessor_config.json. The same as the image
-    processors of transformers with PIL: CLIP's, Chinese CLIP's and SigLIP's, and SigLIP 2's, which makes
-    `PatchedImages`.
+    processors of transformers with PIL.
 
-    An alpha channel is laid over white, and gray becomes three equal channels.
+    - CLIP's, Chinese CLIP's and SigLIP's make `Images`, and SigLIP 2's makes `PatchedImages`.
+    - The image processors of models that read images in texts make `ProcessedImages` of the pictures of one text:
+      LLaVA's, Gemma 3's, Idefics 3's, SmolVLM's and InternVL's (GOT-OCR 2's) images of one size; Qwen-VL's, Pixtral's
+      and Gemma 4's packed patches. CLIP's and SigLIP's do, too, with the `processor_class` of LLaVA or PaliGemma.
 
-    **Raises** `ValueError` for a processor or a step of it that is not known, for no pictures, and for pictures of
-    several sizes that the settings do not make equal; `ImportError` without Pillow.
+    An alpha channel is laid over white, and gray becomes three equal channels. See `open_image` for what a
+    picture may be.
+
+    **Raises** `ValueError` for a processor or a step of it that is not known, for no pictures, for pictures of several
+    sizes that the settings do not make equal, and as `open_image`; `ImportError` without Pillow.
     """
     processor = _find_processor(config)
-    settings = {**_COMMON, **processor.defaults, **{key: value for key, value in config.items() if value is not None}}
-    if unknown := [key for key in settings if key.startswith("do_") and settings[key] and key not in _STEPS]:
-        raise ValueError(f"{unknown[0]} of {PREPROCESSOR_FILE} is a step that is not known here")
-    if not isinstance(images, Sequence) and getattr(images, "ndim", 0) != 4:
+    settings = _complete_settings(processor, config)
+    is_list = isinstance(images, Sequence) and not isinstance(images, str | bytes)
+    if not is_list and getattr(images, "ndim", 0) != 4:
         raise TypeError(f"images: expected a list of pictures, got {describe_argument(images)}")
     if len(images) == 0:
         raise ValueError("expected at least one picture")
-    return processor.join([processor.process(_open_rgb(image), settings) for image in images])
+    return processor.join([processor.process(open_image(image), settings) for image in images])
+
+
+def preprocess_for_texts(images: Sequence[Picture], config: Mapping[str, Any]) -> ProcessedImages:
+    """Return the pixels of the pictures of one text.
+
+    **Raises** as `preprocess_images`, and `ValueError` for a processor of images without texts.
+    """
+    _find_text_processor(config)
+    processed = preprocess_images(images, config)
+    assert isinstance(processed, ProcessedImages)
+    return processed
+
+
+def measure_images(sizes: Sequence[tuple[int, int]], config: Mapping[str, Any]) -> ProcessedImages:
+    """Return what `preprocess_images` makes of pictures in a text with these heights and widths, with pixels of zeros
+    that take no memory. `expand_placeholders` takes it, so the tokens of a text are known without its pictures.
+
+        size = zoo.images.read_picture_size("cat.png")  # reads the header of the file
+        images = zoo.images.measure_images([size], config)
+
+    **Raises** `ValueError` as `preprocess_images` does, and for a processor of pictures without texts.
+    """
+    processor = _find_text_processor(config)
+    assert processor.measure is not None
+    settings = _complete_settings(processor, config)
+    measured = [processor.measure(size, settings) for size in sizes]
+    return join_measured(measured, has_mask=processor.join is join_masked_tiles)
+
+
+def _complete_settings(processor: _Processor, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings with defaults. **Raises** `ValueError` for a step that is not known."""
+    defaults = {**_COMMON, **processor.defaults}
+    settings = {**defaults, **{key: value for key, value in config.items() if value is not None}}
+    if unknown := [key for key in settings if key.startswith("do_") and settings[key] and key not in defaults]:
+        raise ValueError(f"{unknown[0]} of {PREPROCESSOR_FILE} is a step that is not known here")
+    return settings
+
+
+def _find_text_processor(config: Mapping[str, Any]) -> _Processor:
+    """**Raises** `ValueError` as `_find_processor`, and for a processor of images without texts."""
+    processor = _find_processor(config)
+    if processor.measure is None:
+        name = config.get("image_processor_type") or config.get("feature_extractor_type")
+        raise ValueError(
+            f"{name} makes images without a text: processor_class of {PREPROCESSOR_FILE} or {_PROCESSOR_FILE} is "
+            f"expected to be one of {', '.join(_IN_TEXTS)}"
+        )
+    return processor
 
 
 def _find_processor(config: Mapping[str, Any]) -> _Processor:
@@ -101,77 +226,10 @@ def _find_processor(config: Mapping[str, Any]) -> _Processor:
     base = name.replace("FeatureExtractor", "ImageProcessor").removesuffix("Fast").removesuffix("Pil")
     if base not in PROCESSORS:
         raise ValueError(f"image_processor_type = {name}, and known are {', '.join(PROCESSORS)}")
-    return PROCESSORS[base]
-
-
-def _open_rgb(image: Picture) -> RGB:
-    """Return a picture as RGB. **Raises** `TypeError` for what is not a picture, and for other gray levels than 0 to
-    255, which Pillow would cut."""
-    pillow = import_optional("PIL.Image", _INSTALL)
-    if hasattr(image, "dtype"):
-        if image.dtype != np.uint8 or image.shape[2:] not in ((), (1,), (3,), (4,)):
-            expected = 'gray levels from 0 to 255, uint8 "height width channels"'
-            raise TypeError(f"images: expected {expected}, got {describe_argument(image)}")
-        image = pillow.fromarray(np.asarray(image[..., 0] if image.shape[2:] == (1,) else image))
-    if image.mode == "F" or image.mode.startswith("I"):
-        raise TypeError(f"images: expected gray levels from 0 to 255, got a picture of mode {image.mode}")
-    if "A" in image.getbands() or image.info.get("transparency") is not None:
-        image = image.convert("RGBA")
-        image = pillow.alpha_composite(pillow.new("RGBA", image.size, (255, 255, 255, 255)), image)
-    return np.asarray(image.convert("RGB"))
-
-
-def _resize(image: RGB, size: tuple[int, int], settings: Mapping[str, Any]) -> RGB:
-    """Resize to (height, width), to whole gray levels, by the filter that `resample` numbers in PIL."""
-    pillow = import_optional("PIL.Image", _INSTALL)
-    return np.asarray(pillow.fromarray(image).resize(size[::-1], resample=settings["resample"]))
-
-
-def _read_size(image: RGB, size: Any) -> tuple[int, int]:
-    """Return the height and width that a config's `size` asks for: given, or of the shorter edge, which a plain number
-    is. **Raises** `ValueError` for a size that says something else."""
-    if isinstance(size, int):
-        size = {"shortest_edge": size}
-    if size.keys() == {"height", "width"}:
-        return size["height"], size["width"]
-    if size.keys() != {"shortest_edge"}:
-        raise ValueError(f"size = {size}: expected height and width, or shortest_edge")
-    height, width = image.shape[:2]
-    short = size["shortest_edge"]
-    long = int(short * max(height, width) / min(height, width))
-    return (long, short) if height >= width else (short, long)
-
-
-def _crop_center(image: RGB, size: Any) -> RGB:
-    """Crop at the center, with black around a picture that is smaller."""
-    if isinstance(size, int):
-        size = {"height": size, "width": size}
-    for axis, crop in enumerate((size["height"], size["width"])):
-        missing = max(crop - image.shape[axis], 0)
-        start = max(image.shape[axis] - crop, 0) // 2
-        pads = [(0, 0)] * 3
-        pads[axis] = (math.ceil(missing / 2), missing // 2)
-        image = np.pad(image, pads).take(range(start, start + crop), axis=axis)
-    return image
-
-
-def _normalize(image: RGB, settings: Mapping[str, Any]) -> Pixels:
-    """Return (rescale_factor x - mean) / std for each channel."""
-    x = image.astype(np.float32)
-    if settings["do_rescale"]:
-        x = x * np.float32(settings["rescale_factor"])
-    if settings["do_normalize"]:
-        x = (x - np.float32(settings["image_mean"])) / np.float32(settings["image_std"])
-    return rearrange(x, "y x c -> c y x")
-
-
-def _process_whole(image: RGB, settings: Mapping[str, Any]) -> Pixels:
-    """Resize, crop and normalize: CLIP, Chinese CLIP, SigLIP."""
-    if settings["do_resize"]:
-        image = _resize(image, _read_size(image, settings["size"]), settings)
-    if settings["do_center_crop"]:
-        image = _crop_center(image, settings["crop_size"])
-    return _normalize(image, settings)
+    processor = PROCESSORS[base]
+    if processor.process is process_whole and config.get("processor_class") in _IN_TEXTS:
+        return processor._replace(process=process_llava, join=join_tiles, measure=measure_llava)
+    return processor
 
 
 def _join_whole(images: list[Pixels]) -> Images:
@@ -187,11 +245,11 @@ def _process_patches(image: RGB, settings: Mapping[str, Any]) -> tuple[np.ndarra
     most = settings["max_num_patches"]
     if settings["do_resize"]:
         rows, columns = _fit_grid(image.shape[:2], patch, most)
-        image = _resize(image, (rows * patch, columns * patch), settings)
+        image = resize_picture(image, (rows * patch, columns * patch), settings)
     rows, columns = image.shape[0] // patch, image.shape[1] // patch
     if rows * columns > most:
         raise ValueError(f"a picture has {rows * columns} patches, and max_num_patches = {most}")
-    pixels = _normalize(image, settings)
+    pixels = normalize_pixels(image, settings)
     flat = rearrange(pixels, "c (y h) (x w) -> (y x) (h w c)", h=patch, w=patch)
     padded = np.pad(flat, [(0, most - len(flat)), (0, 0)])
     return padded, np.arange(most) < len(flat), np.array([rows, columns], np.int32)
@@ -221,13 +279,17 @@ def _join_patches(images: list[tuple[np.ndarray, np.ndarray, np.ndarray]]) -> Pa
 
 
 PROCESSORS: Mapping[str, _Processor] = {
-    "CLIPImageProcessor": _Processor(_CLIP, _process_whole, _join_whole),
-    "ChineseCLIPImageProcessor": _Processor(_CLIP, _process_whole, _join_whole),
-    "SiglipImageProcessor": _Processor(
-        {**_SIGLIP, "size": {"height": 224, "width": 224}, "resample": 3}, _process_whole, _join_whole
-    ),
-    "Siglip2ImageProcessor": _Processor(
-        {**_SIGLIP, "patch_size": 16, "max_num_patches": 256, "resample": 2}, _process_patches, _join_patches
-    ),
+    "CLIPImageProcessor": _Processor(_CLIP, process_whole, _join_whole),
+    "ChineseCLIPImageProcessor": _Processor(_CLIP, process_whole, _join_whole),
+    "SiglipImageProcessor": _Processor(_SIGLIP, process_whole, _join_whole),
+    "Siglip2ImageProcessor": _Processor(_NAFLEX, _process_patches, _join_patches),
+    "LlavaImageProcessor": _Processor({**_CLIP, "do_pad": False}, process_llava, join_tiles, measure_llava),
+    "Gemma3ImageProcessor": _Processor(_GEMMA3, process_gemma3, join_tiles, measure_gemma3),
+    "Idefics3ImageProcessor": _Processor(_IDEFICS3, process_idefics3, join_masked_tiles, measure_idefics3),
+    "SmolVLMImageProcessor": _Processor(_IDEFICS3, process_idefics3, join_masked_tiles, measure_idefics3),
+    "GotOcr2ImageProcessor": _Processor({**_CLIP_COLORS, **_TILES}, process_internvl, join_tiles, measure_internvl),
+    "Qwen2VLImageProcessor": _Processor(_QWEN, QWEN.process, join_patches, QWEN.measure),
+    "PixtralImageProcessor": _Processor(_PIXTRAL, PIXTRAL.process, join_patches, PIXTRAL.measure),
+    "Gemma4ImageProcessor": _Processor(_GEMMA4, GEMMA4.process, join_patches, GEMMA4.measure),
 }
 """By the class in transformers."""
