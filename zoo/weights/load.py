@@ -47,6 +47,7 @@ def load(
     family: Family | None = None,
     ignore: Collection[str] = (),
     packed: bool = False,
+    images: bool = True,
 ) -> LoadedModel:
     """Load the model in a Hugging Face directory, or of a name on the hub: `config.json`, and safetensors in one file
     or in shards.
@@ -65,13 +66,14 @@ def load(
       byte for byte. FP8, GPTQ, AWQ, compressed-tensors, bitsandbytes and MXFP4. Default: dequantize them in float32 and
       round to `dtype`, by default the dtype of the other tensors. The model is then like any other: `save` writes plain
       tensors and a config without quantization. Activations are not quantized. Formats: `zoo.weights.formats`.
+    - `images`: False to read only the language model of a model that reads images.
 
     A decoder that `architectures` names `XForSequenceClassification` is read as a `zoo.models.SequenceScore`.
 
-    A multimodal directory (Gemma 3 and 4, Mistral 3, Llama 4, Qwen3.5: `zoo.models.hf.wrappers`) is read as its
-    language model. Tensors that the language model does not use are left aside, with one line in the log;
-    `save(source=)` writes them back. Modules of multi-token prediction are `model.predictors` where the family's page
-    says so, and left aside elsewhere.
+    A multimodal directory is read whole where it has a family (`zoo.models.ImageText`: LLaVA, Gemma 3 and others), and
+    as its language model with `images=False`, or without a family (Llama 4, Kimi K2.5). Tensors that the model does not
+    use are left aside, with one line in the log; `save(source=)` writes them back. Modules of multi-token prediction
+    are `model.predictors` where the family's page says so, and left aside elsewhere.
 
     Tensors are read one at a time, straight into the arrays: peak memory is the model and about one tensor. The model
     remembers its family and config, for `save`. The config's dropout is not carried over: a recipe turns it on.
@@ -86,7 +88,8 @@ def load(
         dtype = parse_dtype(dtype)
     if mesh is not None:
         require_mesh(mesh)
-    return read_parameters(open_checkpoint(resolve_directory(directory, revision), family, ignore, packed), mesh, dtype)
+    path = resolve_directory(directory, revision)
+    return read_parameters(open_checkpoint(path, family, ignore, packed, images), mesh, dtype)
 
 
 def read_parameters(checkpoint: Checkpoint, mesh: Mesh | None, dtype: Any) -> LoadedModel:

@@ -84,25 +84,32 @@ class Checkpoint:
 
 
 def open_checkpoint(
-    path: Path, family: Family | None = None, ignore: Collection[str] = (), packed: bool = False
+    path: Path,
+    family: Family | None = None,
+    ignore: Collection[str] = (),
+    packed: bool = False,
+    images: bool = True,
 ) -> Checkpoint:
     """Resolve a checkpoint directory from its config and safetensors headers. Packed matrices stay packed if `packed`,
-    and are decoded otherwise.
+    and are decoded otherwise. Without `images`, a model that reads images is its language model.
 
     **Raises** `CheckpointError` as `load` does, except for what only the tensors' data can show.
     """
     config = read_json(path / CONFIG_NAME)
     if family is None:
-        family = find_family(config, path / CONFIG_NAME)
+        family = find_family(config, path / CONFIG_NAME, images=images)
     location = f"{path / CONFIG_NAME}: "
     tensors = open_tensors(path)
     stray = find_stray_index(path)
     try:
         found = resolve_checkpoint(config, tensors, family, ignore, location, str(path), packed)
     except CheckpointError as error:
-        if not stray:
+        hint = f"\n  {stray}" if stray else ""
+        if TEXT_CONFIG in family.defaults and _reads_text(path, ignore, packed):
+            hint = f". images=False reads its language model{hint}"
+        if not hint:
             raise
-        raise CheckpointError(f"{error}\n  {stray}") from None
+        raise CheckpointError(f"{error}{hint}") from None
     if stray:
         _logger.warning("%s", stray)
     origin = dataclasses.replace(
@@ -114,9 +121,20 @@ def open_checkpoint(
     return dataclasses.replace(found, model=model)
 
 
-def find_family(config: Mapping[str, Any], path: Path) -> Family:
-    """Return the family that the config's `model_type` names, by its name or an alias. For a multimodal checkpoint,
-    return the family of its language model.
+def _reads_text(path: Path, ignore: Collection[str], packed: bool) -> bool:
+    """Return True for a checkpoint whose language model is read alone."""
+    if read_json(path / CONFIG_NAME).get("model_type") not in WRAPPERS:
+        return False
+    try:
+        open_checkpoint(path, None, ignore, packed, images=False)
+    except CheckpointError:
+        return False
+    return True
+
+
+def find_family(config: Mapping[str, Any], path: Path, *, images: bool = True) -> Family:
+    """Return the family that the config's `model_type` names, by its name or an alias. For a multimodal checkpoint that
+    is not read whole, or without `images`, return the family of its language model.
 
     **Raises** `CheckpointError` for an unknown `model_type`, with the reason why it is not read and the nearest family
     that is, or the nearest known name.
@@ -127,6 +145,9 @@ def find_family(config: Mapping[str, Any], path: Path) -> Family:
         raise CheckpointError(f"{path}: {error}") from None
     name = text.get("model_type")
     if isinstance(name, str) and (family := get_family(name)) is not None:
+        whole = config.get("model_type")
+        if images and whole in WRAPPERS:
+            return get_family(str(whole)) or family
         return family
     problem = "has no model_type" if name is None else f"has the model_type {shorten_repr(name)}"
     hint = suggest_nearest(name, [*FAMILIES, *ALIASES, *WRAPPERS]) if isinstance(name, str) else ""

@@ -117,7 +117,10 @@ def test_config_unknown_key_suggests_the_nearest(family):
         assert read_config(family, {misspelled: None}) == read_config(family, {}), "null is ignored"
     with pytest.raises(ConfigError) as raised:
         read_config(family, {"no_such_thing": 1, "nor_this": 2, "vocab_size": "3"})
-    assert all(word in str(raised.value) for word in ("no_such_thing = 1", "nor_this = 2", "vocab_size = '3'"))
+    expected = ["no_such_thing = 1", "nor_this = 2", "vocab_size = '3'"]
+    if "vocab_size" in family.ignored_keys:
+        expected.pop()
+    assert all(word in str(raised.value) for word in expected)
 
 
 @EACH
@@ -194,10 +197,10 @@ def test_config_null_equals_absent(family):
 BEYOND_THE_LAST = (
     *("max_position_embeddings", "sliding_window_pattern", "no_rope_layer_interval", "global_attn_every_n_layers"),
     *("index_topk_freq", "index_skip_topk_offset", "rescale_every", "attn_layer_period", "expert_layer_period"),
-    "hidden_ratio",
+    *("hidden_ratio", "original_max_position_embeddings"),
 )
 """Keys of which a value larger than the number of tokens or layers is the same as another, or a rounded one."""
-MAY_BE_EMPTY = ("rope_parameters", "mlp_only_layers", "no_rope_layers", "architectures", "id2label")
+MAY_BE_EMPTY = ("rope_parameters", "rope_scaling", "mlp_only_layers", "no_rope_layers", "architectures", "id2label")
 NEEDS_ARCHITECTURE = {
     "vit": ["ViTModel"],
     "bert": ["BertForSequenceClassification"],
@@ -283,6 +286,8 @@ def test_config_values_are_read_by_type(family):
                 continue  # one number for each layer
             if key in ("lower_bound", "clamp_min") and value == -1:
                 continue
+            if default is None and "text_config" in family.defaults and family.kinds[key].fits(value):
+                continue  # as in the text's config, whose default has a type
             with pytest.raises(ConfigError, match=alias):
                 read_config(family, {alias: value})
     for key, values in {**REQUIRED_VALUES, **family.required_values}.items():

@@ -24,6 +24,7 @@ def test_every_family_is_in_the_file_of_its_name():
     for module in MODULES:
         values = vars(importlib.import_module(f"{families.__name__}.{module}")).items()
         declared |= {x.name for name, x in values if isinstance(x, Family) and not name.startswith("_")}
+    declared = {name for name in declared if not name.endswith("_vision")}  # parts of families
     assert declared == set(FAMILIES)
     assert [family.name for family in FAMILIES.values()] == sorted(FAMILIES)
 

@@ -74,8 +74,10 @@ def test_mapping_views_equal_concatenated_groups(drawn):
         ({"flat": True}, [(3, 2)], lambda parts, lead: parts[0].reshape(*lead, 6)),
         ({"stacked": True}, [(3,), (3,)], lambda parts, lead: np.stack(parts, len(lead))),
         ({"columns": True}, [(3, 2), (3, 4)], lambda parts, lead: np.concatenate(parts, -1)),
+        ({"in_dims": (2, 1, 3)}, [(4, 6)], lambda parts, lead: parts[0].reshape(*lead, 4, 2, 1, 3)),
+        ({"in_dims": (2, 1, 3)}, [(4,)], lambda parts, lead: parts[0]),
     ],
-    ids=["flat", "stacked", "columns"],
+    ids=["flat", "stacked", "columns", "convolution", "bias of a convolution"],
 )
 def test_parts_that_are_joined_otherwise(options, shapes, join, lead):
     parts = distinct_arrays([(*lead, *shape) for shape in shapes])

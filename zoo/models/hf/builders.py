@@ -24,6 +24,7 @@ from zoo.layers import Linear as Projection
 from zoo.layers.encoders.bidirectional_attention import BidirectionalAttention
 from zoo.layers.moe.router import AbstractRouter, check_routing_sizes
 from zoo.ops import activations
+from zoo.ops.axial_rotary import AxialRotary
 from zoo.ops.rotary import (
     DynamicScaling,
     LinearScaling,
@@ -34,6 +35,7 @@ from zoo.ops.rotary import (
     Rotary,
     YarnScaling,
 )
+from zoo.ops.sectioned_rotary import SectionedRotary
 from zoo.parallel import Dim
 
 from ..blocks import ParallelBlock, SandwichBlock
@@ -84,7 +86,7 @@ def read_head_sizes(config: Config) -> tuple[int, int, int]:
 def build_rotary(config: Config, *, interleaved: bool = False, layer_type: str | None = None) -> Rotary:
     """Build RoPE from `rope_parameters`, or from the parameters of a `layer_type` where types have their own.
 
-    **Raises** `ConfigError` for an odd number of rotated channels.
+    **Raises** `ConfigError` for an odd number of rotated channels, and for an `mrope_section` of others.
     """
     rope_parameters = config["rope_parameters"]
     head_dim = read_head_sizes(config)[2]
@@ -100,7 +102,16 @@ def build_rotary(config: Config, *, interleaved: bool = False, layer_type: str |
             f"rotary embeddings turn pairs of values, and {dim} of the {head_dim} of each head are to be turned"
         )
     scaling = _build_rope_scaling(config, rope_parameters, dim // 2)
-    return Rotary(dim, rope_parameters["rope_theta"], interleaved, scaling)
+    sections = rope_parameters.get("mrope_section")
+    if sections is None:
+        return Rotary(dim, rope_parameters["rope_theta"], interleaved, scaling)
+    if sum(sections) != dim // 2:
+        raise ConfigError(f"mrope_section = {sections} has {sum(sections)} pairs, and {dim // 2} are turned")
+    return SectionedRotary(
+        *(dim, rope_parameters["rope_theta"], interleaved, scaling),
+        sections=tuple(sections),
+        alternating=bool(rope_parameters.get("mrope_interleaved")),
+    )
 
 
 def _build_rope_scaling(config: Config, rope_parameters: dict[str, Any], num_pairs: int) -> RopeScaling | None:
@@ -138,6 +149,17 @@ def build_layer_rotaries(config: Config, types: Sequence[str]) -> list[Rotary]:
     """Return the RoPE of each layer, from the `rope_parameters` of its type."""
     rotaries = {layer_type: build_rotary(config, layer_type=layer_type) for layer_type in dict.fromkeys(types)}
     return [rotaries[layer_type] for layer_type in types]
+
+
+def build_axial_rotary(config: Config, **options: Any) -> AxialRotary:
+    """Build RoPE by row and column of patches, counted from 0, with these options.
+
+    **Raises** `ConfigError` for heads that do not divide evenly into pairs for both.
+    """
+    head_dim = read_head_sizes(config)[2]
+    if head_dim % 4:
+        raise ConfigError(f"heads of {head_dim} features: pairs of them turn by row and by column, so 4 divides them")
+    return AxialRotary(head_dim, config["rope_parameters"]["rope_theta"], turn=1.0, **options)
 
 
 def compute_out_scale(config: Config) -> float:

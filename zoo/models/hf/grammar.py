@@ -30,11 +30,14 @@ from ..encoders.heads import (
     TokenClassificationHead,
     join_class_and_mean,
 )
-from ..encoders.image import ImageEncoder
+from ..encoders.image import ImageEncoder, build_image_encoder
 from ..encoders.relative import RelativeBlock, RelativeEmbedding
 from ..encoders.text import Encoder
+from ..image_places import CausalPlaces, GridPlaces, ImageSpans, PrefixSpan
+from ..image_text import make_seeing_block
 from ..layer_inputs import EmbeddingInputs, LayerInputBlock, LayerInputProjection, LayerInputs
 from .builders import (
+    build_axial_rotary,
     build_config_decoder,
     build_layer_rotaries,
     build_moe_decoder,
@@ -90,6 +93,7 @@ from .encoder_heads import (
     select_names,
 )
 from .errors import ConfigError
+from .image_text import ImageTextFacts, Prefixes, make_image_text_family
 from .kinds import (
     COUNT,
     COUNT_PER_LAYER,
@@ -136,7 +140,10 @@ from .vision import (
     make_classification_head_factory,
     make_image_embedding_factory,
     make_layer_scale_block,
+    read_grid,
+    read_size,
 )
+from .wrappers import WRAPPERS, Wrapper
 
 __all__ = [
     "BACKBONE_KEYS",
@@ -156,10 +163,12 @@ __all__ = [
     "VISION_DEFAULTS",
     "WINDOW_PATTERN",
     "WORD",
+    "WRAPPERS",
     "AbstractBlock",
     "AddNormBlock",
     "AddNormCrossBlock",
     "Block",
+    "CausalPlaces",
     "ClassificationHead",
     "Config",
     "ConfigError",
@@ -172,8 +181,11 @@ __all__ = [
     "EncoderDecoder",
     "Family",
     "FeedForwardFactory",
+    "GridPlaces",
     "HeadFactory",
     "ImageEncoder",
+    "ImageSpans",
+    "ImageTextFacts",
     "LayerFactories",
     "LayerInputBlock",
     "LayerInputProjection",
@@ -185,6 +197,8 @@ __all__ = [
     "ParallelBlock",
     "PostNormBlock",
     "PredictorFacts",
+    "PrefixSpan",
+    "Prefixes",
     "RelativeBlock",
     "RelativeEmbedding",
     "ReplacedTokenHead",
@@ -194,9 +208,12 @@ __all__ = [
     "TensorMapping",
     "TokenClassificationHead",
     "ValueKind",
+    "Wrapper",
+    "build_axial_rotary",
     "build_config_decoder",
     "build_config_encoder",
     "build_config_image_encoder",
+    "build_image_encoder",
     "build_layer_rotaries",
     "build_moe_decoder",
     "build_rotary",
@@ -232,6 +249,7 @@ __all__ = [
     "make_gated_mlp_factory",
     "make_head_norm_factory",
     "make_image_embedding_factory",
+    "make_image_text_family",
     "make_latent_attention_factory",
     "make_layer_norm_factory",
     "make_layer_scale_block",
@@ -243,6 +261,7 @@ __all__ = [
     "make_pooled_head_factory",
     "make_rms_norm_factory",
     "make_sandwich_block",
+    "make_seeing_block",
     "make_shared_block",
     "make_shared_module",
     "make_token_head_factory",
@@ -261,8 +280,10 @@ __all__ = [
     "pick_mixers",
     "prefixed",
     "read_config",
+    "read_grid",
     "read_head_sizes",
     "read_layer_types",
+    "read_size",
     "read_start",
     "select_head",
     "select_names",

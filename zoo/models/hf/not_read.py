@@ -5,23 +5,21 @@ from collections.abc import Mapping
 _MODEL_TYPES_BY_REASON: Mapping[str, tuple[str, ...]] = {
     "tokens of its source that attend to all others, with projections of their own": ("led",),
     "attention with one matrix of queries, keys and values, and biases of queries and values only": ("deberta",),
-    "its language model sees images by cross-attention, or texts with a mask of its own": ("mllama", "paligemma"),
-    "positions of three dims, of which texts use one": (
-        *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v", "glm4v_moe"),
-    ),
+    "its language model reads images by cross-attention": ("mllama",),
+    "a mixture of experts that reads images": ("qwen3_vl_moe",),
+    "a tower of images that no family here has": ("glm4v", "glm4v_moe"),
     "codes of sounds beside texts": ("qwen2_audio", "qwen2_5_omni", "qwen3_omni_moe"),
     "RWKV-5 has no class in transformers": ("rwkv5",),
 }
 _MODEL_TYPES_BY_NEAREST: Mapping[str, tuple[str, ...]] = {
     "bart": ("led",),
     "deberta-v2": ("deberta",),
-    "gemma2": ("paligemma",),
     "glm4": ("glm4v",),
     "glm4_moe": ("glm4v_moe",),
     "llama": ("mllama",),
-    "qwen2": ("qwen2_vl", "qwen2_5_vl", "qwen2_audio", "qwen2_5_omni"),
-    "qwen3": ("qwen3_vl",),
-    "qwen3_moe": ("qwen3_vl_moe", "qwen3_omni_moe"),
+    "qwen2": ("qwen2_audio", "qwen2_5_omni"),
+    "qwen3_moe": ("qwen3_omni_moe",),
+    "qwen3_vl": ("qwen3_vl_moe",),
     "rwkv6": ("rwkv5",),
 }
 """By a family that is read, the model types with most of its layers: names mislead, as BART and BERT."""

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from .errors import ConfigError, shorten_repr, suggest_nearest
+from .kinds import COUNT
 from .spec import Family
 from .values import BOOL, NON_NEGATIVE_NUMBER, POSITIVE_NUMBER, WORD, ValueKind, list_of
 
@@ -14,6 +15,7 @@ ROPE_CONFIG_KEYS = (
 
 ROPE_TYPE_KEYS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "default": ((), ()),
+    "axial": ((), ()),
     "linear": (("factor",), ()),
     "dynamic": (("factor",), ("original_max_position_embeddings",)),
     "llama3": (("factor", "low_freq_factor", "high_freq_factor"), ("original_max_position_embeddings",)),
@@ -30,9 +32,10 @@ ROPE_TYPE_KEYS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("factor", "original_max_position_embeddings", "attention_factor"),
     ),
 }
-"""Required and optional keys of each `rope_type`."""
+"""Required and optional keys of each `rope_type`. "axial" turns by row and column of a patch: only families with it as
+their default read it."""
 
-_ROPE_TYPE_SYNONYMS = {"deepseek_yarn": "yarn"}
+_ROPE_TYPE_SYNONYMS = {"deepseek_yarn": "yarn", "mrope": "default"}
 """Other words of files for a `rope_type`. Only words that mean the same with the same keys."""
 
 _ROPE_FACTORS = ValueKind(
@@ -46,6 +49,8 @@ _ROPE_KINDS: Mapping[str, ValueKind] = {
     "mscale_all_dim": NON_NEGATIVE_NUMBER,
     "short_factor": _ROPE_FACTORS,
     "long_factor": _ROPE_FACTORS,
+    "mrope_section": list_of(COUNT),
+    "mrope_interleaved": BOOL,
 }
 """Kinds of RoPE values that are not numbers above 0."""
 
@@ -124,10 +129,13 @@ def _read_rope(family: Family, canonical: Mapping[str, Any], default: Mapping[st
     original_length = canonical.get("original_max_position_embeddings")
     if original_length is not None and _read_rope_type(scaling) in ("llama3", "yarn", "longrope"):
         rope["original_max_position_embeddings"] = original_length  # top level in Phi-3, where it takes precedence
-    rope_type = _read_rope_type(scaling)
+    usual = "axial" if default.get("rope_type") == "axial" else "default"
+    rope_type = _read_rope_type(scaling, usual)
     if not isinstance(rope_type, str) or rope_type not in ROPE_TYPE_KEYS:
         suggestion = suggest_nearest(str(rope_type), ROPE_TYPE_KEYS)
         raise ConfigError(f"rope_type = {rope_type!r} is not a known kind{suggestion}")
+    if "axial" in (rope_type, usual) and rope_type != usual:
+        raise ConfigError(f"rope_type = {rope_type!r}, and RoPE of {family.name} is {usual!r}")
     required, optional = ROPE_TYPE_KEYS[rope_type]
     known = {*required, *optional, *family.rope_keys, "rope_theta", "rope_type", "partial_rotary_factor"}
     partial = default.get("partial_rotary_factor")
@@ -145,8 +153,8 @@ def _read_rope(family: Family, canonical: Mapping[str, Any], default: Mapping[st
     return {**rope, "rope_type": rope_type}
 
 
-def _read_rope_type(scaling: Mapping[str, Any]) -> Any:
-    rope_type = scaling.get("rope_type", scaling.get("type", "default"))
+def _read_rope_type(scaling: Mapping[str, Any], usual: str = "default") -> Any:
+    rope_type = scaling.get("rope_type", scaling.get("type", usual))
     if isinstance(rope_type, str):
         return _ROPE_TYPE_SYNONYMS.get(rope_type, rope_type)
     return rope_type

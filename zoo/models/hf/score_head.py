@@ -17,7 +17,7 @@ from .encoder_heads import HEAD_DEFAULTS, count_classes, name_label_ids
 from .errors import ConfigError
 from .families import FAMILIES
 from .spec import Config, Family, NameMap, Origin
-from .wrappers import find_wrapper
+from .wrappers import TEXT_CONFIG, find_wrapper
 
 _NAMES = frozenset(
     """
@@ -54,10 +54,11 @@ def choose_head(family: Family, config: Mapping[str, Any]) -> Family:
         )
     if not name.endswith(_ENDING):
         return family
-    if find_wrapper(config) is not None:
+    if (wrapper := find_wrapper(config)) is not None:
+        text = FAMILIES[(config.get(TEXT_CONFIG) or {}).get("model_type", wrapper.text)]
         raise ConfigError(
             f"architectures = {names}: a multimodal model that scores texts is not read, only its language model: "
-            f"save it as {_name_architecture(family)}"
+            f"save it as {_name_architecture(text)}"
         )
     return score_family(family)
 

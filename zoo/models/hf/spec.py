@@ -50,6 +50,9 @@ class TensorMapping:
     """Parts are the rows of a matrix."""
     columns: bool = False
     """Columns of the parts are concatenated, instead of rows."""
+    in_dims: tuple[int, ...] = ()
+    """Dims in which the columns of a matrix are stored, if it is a convolution with a stride equal to its kernel:
+    channels, rows and columns of a patch."""
     otherwise: "TensorMapping | None" = None
     """The mapping of this name in layers of another class: see `either`."""
 
@@ -62,6 +65,8 @@ class TensorMapping:
             return (*parts[0][:num_stacked_dims], len(parts), *parts[0][num_stacked_dims:])
         if self.columns:
             return (*parts[0][:-1], sum(part[-1] for part in parts))
+        if self._divides_columns(parts, num_stacked_dims):
+            return (*parts[0][:-1], *self.in_dims)
         if len(parts[0]) > num_stacked_dims:
             rows = sum(part[num_stacked_dims] for part in parts)
         else:
@@ -91,6 +96,8 @@ class TensorMapping:
             tensor = tensor[(slice(None),) * (num_stacked_dims + 1) + (0,)]
         if self._is_transposed(parts, num_stacked_dims):
             tensor = tensor.swapaxes(-1, -2)
+        if self._divides_columns(parts, num_stacked_dims):
+            return [tensor.reshape(*tensor.shape[: num_stacked_dims + 1], -1)]  # a view: merged dims are contiguous
         if self.keeps_rows:
             return [tensor]
         if self.stacked:
@@ -118,6 +125,10 @@ class TensorMapping:
     def keeps_rows(self) -> bool:
         """True if the tensor has the rows of one part, in its order."""
         return len(self.parts) == 1 and self.runs == 1
+
+    def _divides_columns(self, parts: Sequence[Shape], num_stacked_dims: int) -> bool:
+        """Return True for a matrix with columns in several dims; its bias has none."""
+        return bool(self.in_dims) and len(parts[0]) == num_stacked_dims + 2
 
     def _is_transposed(self, parts: Sequence[Shape], num_stacked_dims: int) -> bool:
         """Return True for matrices that are stored as (in, out)."""

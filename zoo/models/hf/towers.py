@@ -20,10 +20,10 @@ from .values import ValueKind, optional
 
 TOWERS = ("text_config", "vision_config")
 """Keys of the towers' configs. Older files of CLIP have them once more with `_dict` after the name, which counts."""
-_TABLE = ValueKind("a table of keys", lambda value: isinstance(value, Mapping))
+TABLE = ValueKind("a table of keys", lambda value: isinstance(value, Mapping))
 
 
-def read_tower(config: Config, family: Family, name: str) -> Config:
+def read_tower(config: Mapping[str, Any], family: Family, name: str) -> Config:
     """Return the config of a tower, `name` within the config. **Raises** `ConfigError` as `read_config` does."""
     given = config.get(f"{name}_dict") or config[name] or {}
     try:
@@ -86,9 +86,9 @@ def make_tower_family(
     - `projected`: with projections to `projection_dim`. Without, scalars have one dim in files.
     - `scale`, `bias`: initial values of the similarity.
     """
-    defaults: dict[str, Any] = dict.fromkeys(TOWERS, Default({}, optional(_TABLE)))
+    defaults: dict[str, Any] = dict.fromkeys(TOWERS, Default({}, optional(TABLE)))
     if projected:
-        older = {f"{key}_dict": Default({}, optional(_TABLE)) for key in TOWERS}
+        older = {f"{key}_dict": Default({}, optional(TABLE)) for key in TOWERS}
         defaults = {**defaults, **older, "projection_dim": 512}
     build: Callable[..., TwoTowers] = partial(_build_towers, text, image, scale=scale, bias=bias)
     return Family(

@@ -10,8 +10,9 @@ from jaxtyping import Array, Key
 from zoo.layers import AbstractNorm
 from zoo.layers.encoders.patches import ImageEmbedding
 
-from ..blocks import LayerScaleBlock
+from ..blocks import LayerScaleBlock, UnreadBlock
 from ..build import LayerFactories
+from ..decoder import Block
 from ..encoders.heads import ClassificationHead, take_first_token
 from ..encoders.image import ImageEncoder, build_image_encoder
 from .encoder_heads import HEAD_DEFAULTS, HeadFactory, count_classes
@@ -92,6 +93,13 @@ def build_config_image_encoder(
     key: Key[Array, ""],
     **options: Any,
 ) -> ImageEncoder:
-    """Call `build_image_encoder` with `num_hidden_layers` equal layers."""
-    layers: Sequence[LayerFactories] = [layer] * config["num_hidden_layers"]
+    """Call `build_image_encoder` with `num_hidden_layers` equal layers, of which the last `unread_layers` are only
+    held."""
+    count = config["num_hidden_layers"]
+    unread = config.get("unread_layers", 0)
+    if not 0 <= unread <= count:
+        raise ConfigError(f"num_hidden_layers = {count}, and the last {unread} should not be read")
+    layers: Sequence[LayerFactories] = [layer] * count
+    if unread:
+        options["block"] = [options.get("block", Block)] * (count - unread) + [UnreadBlock] * unread
     return build_image_encoder(embedding=embedding, layers=layers, norm=norm, head=head, key=key, **options)

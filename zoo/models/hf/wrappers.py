@@ -49,7 +49,7 @@ WRAPPERS: Mapping[str, Wrapper] = {
 masks of its own for text, are not among them."""
 
 TEXT_CONFIG = "text_config"
-_PLAIN_LOGITS: Mapping[str, Any] = {"final_logit_softcapping": None, "logit_scale": 1.0, "logits_scaling": 1.0}
+PLAIN_LOGITS: Mapping[str, Any] = {"final_logit_softcapping": None, "logit_scale": 1.0, "logits_scaling": 1.0}
 TIE = "tie_word_embeddings"
 _INHERITED = (TIE, "quantization_config")
 _DTYPES = ("dtype", "torch_dtype")
@@ -66,6 +66,12 @@ def read_text_config(config: Mapping[str, Any]) -> dict[str, Any]:
     wrapper = find_wrapper(config)
     if wrapper is None:
         return dict(config)
+    return read_inner_config(config, wrapper)
+
+
+def read_inner_config(config: Mapping[str, Any], wrapper: Wrapper) -> dict[str, Any]:
+    """Return the `text_config` of a wrapper, with the keys that count at the top. **Raises** `ConfigError` for one that
+    is not a table."""
     inner = config.get(TEXT_CONFIG)
     if not isinstance(inner, Mapping):
         raise ConfigError(f"{TEXT_CONFIG} = {inner!r} should be a table: the language model's config")
@@ -99,12 +105,12 @@ def unwrap_config(
 
     **Raises** `ConfigError` as `read_text_config` does, and if no tensor has a language model's name.
     """
-    text = read_text_config(config)
     wrapper = find_wrapper(config)
-    if wrapper is None:
-        return text, None
+    if wrapper is None or family.name == config["model_type"]:
+        return dict(config), None
+    text = read_inner_config(config, wrapper)
     if not wrapper.scales_logits:
-        text.update({key: value for key, value in _PLAIN_LOGITS.items() if key in family.defaults})
+        text.update({key: value for key, value in PLAIN_LOGITS.items() if key in family.defaults})
     base = next((base for base in _BASES if any(name.startswith(base) for name in tensors)), None)
     if base is None:
         raise ConfigError(f"the names of the language model's tensors should begin with {' or '.join(_BASES)}")

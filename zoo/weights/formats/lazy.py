@@ -121,7 +121,8 @@ def make_lazy_matrix(
         return read_part(np.arange(out), slice(0, columns)).astype(dtype)
 
     def views(mapping: TensorMapping, shapes: Sequence[Shape], num_stacked_dims: int) -> list[_MatrixView]:
-        if mapping.transposed or mapping.leading_ones or mapping.conv1d_filters or mapping.columns or num_stacked_dims:
+        is_plain = not (mapping.transposed or mapping.leading_ones or mapping.conv1d_filters)
+        if not is_plain or mapping.columns or mapping.in_dims or num_stacked_dims:
             raise CheckpointError(f"{name} is quantized, and only matrices stored as (out, in) are read so")
         row_numbers = mapping.views(np.arange(out)[:, None], [(shape[0], 1) for shape in shapes], 0)
         return [_MatrixView(rows.reshape(-1), read_part) for rows in row_numbers]

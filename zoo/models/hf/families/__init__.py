@@ -1,7 +1,8 @@
 """Families of checkpoints, one file of facts each: how a config maps to our layers, and how tensors are named.
 
 The family of a `model_type` lies in the file of this name, which is imported when the family is looked up, and has the
-file's name in capitals: `qwen3_moe.QWEN3_MOE`. Layers that only one family has lie beside it, in `NAME_layers.py`.
+file's name in capitals: `qwen3_moe.QWEN3_MOE`. Layers that only one family has lie beside it, in `NAME_layers.py`,
+and the encoder of images of a larger model in `NAME_vision.py`.
 """
 
 import functools
@@ -14,13 +15,15 @@ from zoo.models.hf.spec import Family
 
 _HYPHENATED = ("blenderbot-small", "deberta-v2", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl")
 """Model types with hyphens, which their files spell with underscores."""
+_NOT_FAMILIES = ("_layers", "_vision")
+"""Endings of the names of files that have parts of a family."""
 
 
 @functools.cache
 def _list_files() -> dict[str, str]:
     """Return the file of each `model_type`, sorted."""
     names = {name.replace("-", "_"): name for name in _HYPHENATED}
-    files = [module.name for module in pkgutil.iter_modules(__path__) if not module.name.endswith("_layers")]
+    files = [module.name for module in pkgutil.iter_modules(__path__) if not module.name.endswith(_NOT_FAMILIES)]
     return dict(sorted((names.get(file, file), file) for file in files))
 
 

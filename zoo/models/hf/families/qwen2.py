@@ -14,7 +14,9 @@ def _build_qwen2(config: hf.Config, *, key: Key[Array, ""]) -> hf.Decoder:
     return build_windowed_decoder(config, key=key, bias=True)
 
 
-def build_windowed_decoder(config: hf.Config, *, key: Key[Array, ""], **options: Any) -> hf.Decoder:
+def build_windowed_decoder(
+    config: hf.Config, *, block: Any = hf.Block, key: Key[Array, ""], **options: Any
+) -> hf.Decoder:
     """Build LLaMA's layers with these options of attention, and sliding windows from layer `max_window_layers` on."""
     norm = hf.make_rms_norm_factory(config)
     window = config["sliding_window"] if config["use_sliding_window"] else None
@@ -23,7 +25,7 @@ def build_windowed_decoder(config: hf.Config, *, key: Key[Array, ""], **options:
     windows = hf.list_layer_windows(hf.read_layer_types(config, default), window)
     mixers = hf.make_windowed_attention_factories(config, windows, **options)
     ffn = hf.make_gated_mlp_factory(config)
-    return hf.build_config_decoder(config, [(mixer, ffn) for mixer in mixers], norm, key=key)
+    return hf.build_config_decoder(config, [(mixer, ffn) for mixer in mixers], norm, block=block, key=key)
 
 
 DEFAULTS = {

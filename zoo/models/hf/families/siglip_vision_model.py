@@ -80,5 +80,6 @@ SIGLIP_VISION_MODEL = hf.Family(
         "vision_use_head": True,
     },
     required_values=hf.ONLY_BIDIRECTIONAL,
+    ignored_keys=frozenset({"projection_dim", "num_image_tokens", "num_positions", "projector_hidden_act"}),
     ignored_tensors=(r"embeddings\.position_ids$",),
 )
