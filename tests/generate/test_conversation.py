@@ -1,6 +1,7 @@
 """A conversation gives the tokens that one call of `generate` gives, and reads each token once."""
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,6 +15,9 @@ from zoo.layers import Attention, GatedDeltaNet, Mamba2
 from zoo.ops.rotary import Rotary
 
 VOCAB = 64
+FIXTURES = Path(__file__).parents[1] / "fixtures" / "image_text"
+MORE = {"gemma3_image": (4, 16, 16), "llava_clip": (9, 12, 12)}
+"""Features of an image, its height and its width."""
 MIXERS = {
     "attention": [partial(Attention, heads=4, kv_heads=2, rotary=Rotary(4))],
     "window": [partial(Attention, heads=2, rotary=Rotary(8), window=5), partial(Attention, heads=2)],
@@ -141,3 +145,53 @@ def test_turns_on_a_mesh():
         new = list(conversation.stream(text, max_new_tokens=4))
         assert new == generate(model, text, 4)
         text = [*text, *new, *draw(turn, 5)]
+
+
+@pytest.mark.parametrize("name", ["gemma3_image", "llava_clip"])
+def test_images_are_read_once(name, count_read, monkeypatch):
+    """With the first turn, again where the caches are too short, and with a turn that brings others."""
+    model = zoo.load(FIXTURES / name)
+    images = jax.random.normal(jax.random.key(0), (1, 1, 3, *MORE[name][1:]))
+    text = [4, 6, *[model.image_tokens[0]] * MORE[name][0], 9]
+    looked = []
+    read = module.read_images
+    monkeypatch.setattr(
+        module, "read_images", lambda *args, **rest: looked.append(args[1].shape[1]) or read(*args, **rest)
+    )
+    conversation = Conversation(model)
+    for turn, count in enumerate((4, 7, 130)):
+        new = list(conversation.stream(text, max_new_tokens=count, images=images))
+        assert new == generate(model, text, count, images=images)
+        assert conversation.held == (*text, *new[:-1])
+        assert generate(model, text, count, images=-images) != new
+        text = [*text, *new, 5, 7 + turn]
+    assert count_read == [3] and looked == [len(text) - 147, len(text) - 132], "the third turn has a longer cache"
+    assert list(conversation.stream(text, max_new_tokens=4, images=-images)) == generate(model, text, 4, images=-images)
+    assert len(looked) == 3
+    with pytest.raises(ValueError, match="and its images have 0 features"):
+        next(conversation.stream(text, max_new_tokens=4))
+
+
+def test_images_in_a_conversation_that_cannot_read_them():
+    with pytest.raises(TypeError, match="images: Decoder reads texts only"):
+        next(Conversation(make()).stream([3], max_new_tokens=1, images=np.zeros((1, 1, 3, 4, 4))))
+    model = zoo.load(FIXTURES / "paligemma_image")
+    text = [model.image_tokens[0]] * 4
+    with pytest.raises(NotImplementedError, match="images: this model reads its prompt in both directions"):
+        next(Conversation(model).stream(text, max_new_tokens=1, images=np.ones((1, 1, 3, 8, 8), np.float32)))
+    assert len(list(Conversation(model).stream([3, 4], max_new_tokens=2))) == 2
+    with pytest.raises(TypeError, match=r"not by ImageText: model.decoder is its Decoder of texts"):
+        zoo.prefill(model, np.array([[3]]))
+
+
+@pytest.mark.slow
+def test_images_are_read_on_a_mesh():
+    model = zoo.load(FIXTURES / "gemma3_image")
+    mesh = zoo.make_mesh(tensor=2, fsdp=2, devices=jax.devices()[:4])
+    images = jax.random.normal(jax.random.key(0), (1, 1, 3, 16, 16))
+    conversation = Conversation(zoo.place(model, mesh), mesh=mesh)
+    text = [4, 6, *[model.image_tokens[0]] * 4, 9]
+    for _ in range(2):
+        new = list(conversation.stream(text, max_new_tokens=4, images=images))
+        assert new == generate(model, text, 4, images=images)
+        text = [*text, *new, 5]

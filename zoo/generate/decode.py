@@ -152,6 +152,9 @@ def begin(
     state = start(options, key, repeated, length, before)
     states = read_prompt(model, prompt, length, find_rope_length(state), states)
     state = dataclasses.replace(state, states=repeat_rows(states, samples))
+    if prefix is not None and prefix.followed is not None:
+        logits = model.logits(jnp.repeat(prefix.followed, samples, axis=0))
+        state = append(state, choose(state, logits.astype(jnp.float32), options), options)
     if not options.capture:
         return state
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from zoo._checks import is_host_readable
 from zoo.layers import AbstractMixer, TokenInfo
@@ -47,6 +47,9 @@ class Prefix(Module):
     """Capacity of the KV caches, for the prefix and what follows."""
     rope_length: int = eqx.field(static=True, default=0)
     """Sequence length for RoPE that depends on it; 0 for the number of tokens so far."""
+    followed: Float[Array, "batch embed"] | None = None
+    """After a prompt with images: the hidden state, after the final norm, of the token that follows, which has been
+    read with all others."""
 
     @property
     def lengths(self) -> Int[Array, "batch"]:
@@ -158,7 +161,7 @@ def follow_prefix(
     last = jnp.maximum(jnp.take_along_axis(prefix.text, length[:, None] - 1, axis=1)[:, 0], 0)  # of a source none
     is_real = prompt.positions >= 0
     place = is_real.shape[1] - is_real.sum(axis=1) - 1
-    is_place = jnp.arange(is_real.shape[1]) == place[:, None]
+    is_place = (jnp.arange(is_real.shape[1]) == place[:, None]) & (prefix.followed is None)
     shifted = jnp.where(is_real, prompt.positions + length[:, None], -1)
     prompt = dataclasses.replace(
         prompt,

@@ -13,7 +13,8 @@ from jaxtyping import Array, Bool, Float, Int, Key, Shaped
 
 from zoo._checks import is_host_readable, wrap_key
 from zoo._keywords import check_keywords
-from zoo.models import Decoder, EncoderDecoder
+from zoo.models import Decoder, EncoderDecoder, ImageText
+from zoo.models.image_places import PrefixSpan
 from zoo.parallel import Mesh
 from zoo.parallel.activation import Activation
 from zoo.parallel.spmd import run_jitted
@@ -21,6 +22,7 @@ from zoo.parallel.spmd import run_jitted
 from . import request
 from .buckets import choose_rows, refuse_arrays_per_row
 from .decode import DecodeState, begin, complete, decode_until, find_new_axis, is_any, refill, unstack_layers
+from .image_prompt import read_images
 from .prefill import (
     Prefix,
     choose_capacity,
@@ -59,6 +61,7 @@ class _Options(SamplingOptions, total=False):
     """Options of `generate` besides `details`, for type checkers."""
 
     max_new_tokens: Required[int]
+    images: Any
     mask: Bool[Array, "batch seq"] | None
     length: int | None
     prefix: Prefix | None
@@ -73,7 +76,7 @@ class _Options(SamplingOptions, total=False):
 
 @overload
 def generate(
-    model: Decoder | EncoderDecoder,
+    model: Decoder | EncoderDecoder | ImageText,
     tokens: Int[Array, "batch seq"],
     *,
     details: Literal[True],
@@ -83,7 +86,7 @@ def generate(
 
 @overload
 def generate(
-    model: Decoder | EncoderDecoder,
+    model: Decoder | EncoderDecoder | ImageText,
     tokens: Int[Array, "batch seq"],
     *,
     details: Literal[False] = False,
@@ -93,10 +96,11 @@ def generate(
 
 @check_keywords
 def generate(
-    model: Decoder | EncoderDecoder,
+    model: Decoder | EncoderDecoder | ImageText,
     tokens: Int[Array, "batch seq"],
     *,
     max_new_tokens: int,
+    images: Any = None,
     mask: Bool[Array, "batch seq"] | None = None,
     length: int | None = None,
     prefix: Prefix | None = None,
@@ -115,6 +119,7 @@ def generate(
     For an `EncoderDecoder`, `tokens` and `mask` are a source, padded on either side, or what else its encoder reads,
     and the new tokens are its target, after `model.start`.
 
+    - `images`: the images of the prompt, for an `ImageText`, as the model takes them. They are read once.
     - `mask`: padding mask, True or 1 for real tokens. Prompts of different lengths are padded on the left.
     - `temperature`: 0 is greedy decoding; otherwise tokens are sampled from softmax(logits / temperature) with `key`.
       Each row has its own PRNG key, so samples depend neither on the mesh nor on other rows.
@@ -185,6 +190,8 @@ def generate(
     request.check_count("max_new_tokens", max_new_tokens)
     request.check_count("samples", samples)
     request.check_mesh(mesh, model)
+    if images is not None and not isinstance(model, ImageText):
+        raise TypeError(request.describe_blind(model))
     mesh = drop_sequence_parallelism(mesh)
     if isinstance(model, EncoderDecoder):
         request.refuse_beside_source(prefix, draft)
@@ -193,6 +200,15 @@ def generate(
         model = model.decoder
         mask = None
         length = None
+    elif isinstance(model, ImageText):
+        model.check_images(tokens if mask is None else np.where(mask, tokens, -1), images)
+        if images is not None or isinstance(model.places, PrefixSpan):
+            request.refuse_beside_images(prefix, draft, capture)
+            reading = {"new": max_new_tokens, "length": length, "samples": samples}
+            tokens, prefix = read_images(model, tokens, images, mask, mesh=mesh, **reading)
+            mask = None
+            length = None
+        model = model.decoder
     else:
         request.check_decoder(model)
     vocab, _ = model.embedding.table_shape
