@@ -118,3 +118,20 @@ def test_tokenizer_file_counts_gaps_between_ids(trained, tmp_path):
         read_tokenizer(write(tmp_path / "a", gap, vocab_size=299))
     (tokens,) = tokenizer.encode_all([b"~ fox"])
     assert tokens[0] == 299 and tokenizer.decode(tokens) == "~ fox"
+
+
+def test_tokens_of_a_model_that_reads_images_are_found(trained, tmp_path):
+    """What that config does not say is in generation_config.json, or the caller knows it from the model."""
+    directory = write(tmp_path / "a", trained, vocab_size=None, bos_token_id=None, eos_token_id=None)
+    config = directory / "config.json"
+    config.write_text(json.dumps({"text_config": {"vocab_size": 300, "bos_token_id": None}, "eos_token_id": None}))
+    with pytest.raises(TokenizerError, match="names no token of the 300"):
+        read_tokenizer(directory)
+    (directory / "generation_config.json").write_text('{"bos_token_id": 0, "eos_token_id": [5, 7]}')
+    tokenizer = read_tokenizer(directory)
+    assert (tokenizer.vocab, tokenizer.separator, tokenizer.end) == (300, 0, 5)
+    config.write_text('{"text_config": {"eos_token_id": 7}}')
+    with pytest.raises(TokenizerError, match="vocab_size is a number of tokens"):
+        read_tokenizer(directory)
+    tokenizer = read_tokenizer(directory, 320)
+    assert (tokenizer.vocab, tokenizer.separator, tokenizer.end) == (320, 0, 7)

@@ -228,12 +228,14 @@ class ShuffledBatches(Iterator):
         digest: str | None = None,
         counts: Mapping[str, Any] | None = None,
         chosen: Mapping[str, Any] | None = None,
+        threads: int = 2,
     ):
         """- `dataset`: shuffled anew for every pass over it; or a `Mixture`, which shuffles each of its parts so.
         - `mesh`, `process`: as in `CorpusSplit.batches`.
         - `digest`: identifies the data, if given: a run that was saved with it is not resumed on other data.
         - `counts`: what is in the data, and was left out of it: a run keeps it in its configuration.
         - `chosen`: values that loading chose, by the names of their flags: a run keeps them, and `--resume` takes them.
+        - `threads`: read ahead, up to four batches each.
 
         **Raises** `ValueError` if the dataset has no rows, or the number of processes does not divide `batch_size`.
         """
@@ -245,6 +247,7 @@ class ShuffledBatches(Iterator):
         self.digest = digest
         self.counts = counts
         self.chosen = chosen or {}
+        self._threads = threads
         self.state = 0
         self._grain = import_optional("grain", "pip install 'equizoo[train]'")
         if isinstance(dataset, EndlessRows):
@@ -263,7 +266,7 @@ class ShuffledBatches(Iterator):
             # Batch by this process's rows first, then stride over the processes: the rows of a process are contiguous
             # in the global batch, which is how `zoo.place_batch` assembles it.
             rows = self._rows_forever[self.state :].batch(self._rows, drop_remainder=True)[index::count]
-            reading = self._grain.ReadOptions(num_threads=2, prefetch_buffer_size=8)
+            reading = self._grain.ReadOptions(num_threads=self._threads, prefetch_buffer_size=4 * self._threads)
             self._iterator = iter(rows.to_iter_dataset(reading))
         batch = next(self._iterator)
         self.state += self.batch_size
@@ -352,7 +355,7 @@ class OrderedBatches:
         for number in range(len(self)):
             first = number * self.batch_size + self._process[0] * self._rows
             rows = [self._read(number) for number in range(first, first + self._rows)]
-            yield {name: np.stack([row[name] for row in rows]) for name in rows[0]}
+            yield jax.tree.map(lambda *arrays: np.stack(arrays), *rows)
 
     def _read(self, number: int) -> _Row:
         """Read a row, or make one of padding beyond the last."""
@@ -360,7 +363,7 @@ class OrderedBatches:
         index = int(self._indices[number]) if number < len(self._indices) else num_rows
         if index < num_rows or isinstance(self._dataset, TokenWindows):  # which end with windows of separators
             return self._dataset[index]
-        padding = {name: np.zeros_like(x) for name, x in self._dataset[0].items()}
+        padding = jax.tree.map(np.zeros_like, self._dataset[0])
         if "targets" in padding:
             padding["targets"] -= 1
         return padding

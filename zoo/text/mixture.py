@@ -16,6 +16,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 from zoo._optional import import_optional
@@ -144,7 +145,7 @@ def _check_rows(parts: Mapping[str, Dataset]) -> None:
         if not len(part):
             raise ValueError(f"part {name!r} has no rows: leave it out")
         row = part[0]
-        described[name] = {key: f"{np.asarray(x).dtype}{list(np.shape(x))}" for key, x in row.items()}
+        described[name] = {key: _describe(x) for key, x in row.items()}
     first, *others = described
     for name in others:
         for key in {**described[first], **described[name]}:
@@ -155,6 +156,11 @@ def _check_rows(parts: Mapping[str, Dataset]) -> None:
                     f"{key!r} of a row is {expected} in part {first!r} and {found} in part {name!r}: "
                     "rows of all parts must have the same keys, shapes and dtypes"
                 )
+
+
+def _describe(value: Any) -> str:
+    """Return dtype and shape of an array, or of each of several."""
+    return ", ".join(f"{np.asarray(x).dtype}{list(np.shape(x))}" for x in jax.tree.leaves(value))
 
 
 def _list_phases(weights: _Weights | Sequence[tuple[int, _Weights]]) -> list[tuple[int, _Weights]]:

@@ -160,9 +160,10 @@ class PackedRows:
         self._first = first * texts_per_item
         self._starts = (starts[texts] + offsets)[order]
         self._sizes = sizes[order]
+        self._items = texts[order] // texts_per_item
         self._labels = None
         if labels is not None:
-            self._labels = labels[texts[order] // texts_per_item].astype(np.float32)
+            self._labels = labels[self._items].astype(np.float32)
         self._is_whole = whole
         self.most_segments = int(np.diff(self._first).max(initial=0))
         # Still the same files: every index into a `np.memmap` would make another one of its result.
@@ -174,6 +175,17 @@ class PackedRows:
         padded = copy.copy(self)
         padded.most_segments = segments
         return padded
+
+    def list_items(self, index: int) -> list[int]:
+        """Return the item of each segment of a row."""
+        number = range(len(self))[index]
+        return self._items[self._first[number] : self._first[number + 1]].tolist()
+
+    def sum_items(self, values: Integer[np.ndarray, "items n"]) -> Integer[np.ndarray, "rows n"]:
+        """Return the sum of the values of the items of each row, one for each segment."""
+        if not len(self):
+            return values[:0]
+        return np.add.reduceat(values[self._items], self._first[:-1], axis=0)
 
     @property
     def num_targets(self) -> int:

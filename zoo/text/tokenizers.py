@@ -331,11 +331,13 @@ def find_tokenizer(directory: str | Path, vocab: int) -> Tokenizer | None:
     return None
 
 
-def read_tokenizer(directory: str | Path) -> Tokenizer:
+def read_tokenizer(directory: str | Path, vocab: int | None = None) -> Tokenizer:
     """Read the tokenizer of a checkpoint directory, to train with, from its `tokenizer.json` and `config.json`.
 
     The separator is `bos_token_id` or, if that is not set, `eos_token_id`. An answer ends with the latter, without one
-    with the separator.
+    with the separator. Of a model that reads images they may be in `text_config`, or in generation_config.json only.
+
+    - `vocab`: number of tokens that the model knows, by default `vocab_size` of the config.
 
     **Raises** `FileNotFoundError` if a file is missing, and `TokenizerError`, a `ValueError`, if a file is damaged, if
     the two do not match, or if tokenizing a text would lose bytes of it, unless the model has an encoder.
@@ -353,7 +355,11 @@ def read_tokenizer(directory: str | Path) -> Tokenizer:
         facts = read_json(config)
         if not isinstance(facts, dict):
             raise ValueError(f"expected a JSON object, got {type(facts).__name__}")
-    vocab = facts.get("vocab_size")
+    if isinstance(facts.get("text_config"), dict):
+        generation = directory / "generation_config.json"
+        parts = [read_json(generation) if generation.exists() else {}, facts["text_config"], facts]
+        facts = {name: value for part in parts for name, value in part.items() if value is not None}
+    vocab = facts.get("vocab_size") if vocab is None else vocab
     if type(vocab) is not int or not 0 < vocab < MAX_VOCAB:
         raise TokenizerError(
             f"{config}: vocab_size is a number of tokens from 1 to {MAX_VOCAB - 1:,}, not {str(vocab)[:50]}"

@@ -113,7 +113,11 @@ def test_read_finds_the_template_of_a_directory(tmp_path):
     write(directory, {"chat_template.jinja": "file {{ eos_token }}"})
     assert ChatTemplate.read(directory).render([]).text == "file </s>"
     named = [{"name": "default", "template": "one"}, {"name": "tool_use", "template": "two"}]
-    directory = write(tmp_path / "b", {"tokenizer_config.json": {"chat_template": named}})
+    processor = {"chat_template.json": {"chat_template": "of a processor {{ bos_token }}"}}
+    assert ChatTemplate.read(write(tmp_path / "f", processor | {"tokenizer_config.json": config})).render([]).text == (
+        "of a processor <s>"
+    )
+    directory = write(tmp_path / "b", processor | {"tokenizer_config.json": {"chat_template": named}})
     assert ChatTemplate.read(directory).source == "one" and ChatTemplate.read(directory, "tool_use").source == "two"
     with pytest.raises(ChatError, match="default, tool_use, and not 'rag'"):
         ChatTemplate.read(directory, "rag")

@@ -19,6 +19,7 @@ from .errors import ChatError, NoChatTemplateError
 from .special_tokens import encode_rendered, map_texts, protect, protect_options
 
 TEMPLATE_FILE = "chat_template.jinja"
+_PROCESSOR_TEMPLATE_FILE = "chat_template.json"
 _TOKENIZER_CONFIG_FILES = ("tokenizer_config.json", "special_tokens_map.json")
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 """Names under which templates ask for the same field."""
@@ -114,7 +115,8 @@ class ChatTemplate:
     @classmethod
     def read(cls, directory: str | Path, name: str = "default") -> "ChatTemplate":
         """Read the chat template of a checkpoint directory: `chat_template.jinja`, else the key `chat_template` of
-        tokenizer_config.json, where several may have a `name`.
+        tokenizer_config.json, where several may have a `name`, else that of chat_template.json, which models of images
+        have.
 
         **Raises** `NoChatTemplateError` for a directory without one, and `ChatError` for a name that it does not have.
         """
@@ -126,6 +128,9 @@ class ChatTemplate:
         else:
             location = directory / _TOKENIZER_CONFIG_FILES[0]
             source = config.get("chat_template")
+            if source is None and (directory / _PROCESSOR_TEMPLATE_FILE).exists():
+                location = directory / _PROCESSOR_TEMPLATE_FILE
+                source = _read_table(location).get("chat_template")
         if isinstance(source, list):
             named = {each.get("name"): each.get("template") for each in source if isinstance(each, dict)}
             if name not in named:
@@ -190,7 +195,7 @@ class ChatTemplate:
             if not mark:
                 raise ChatError(f"{self.name} drops the text that is to be continued")
             marked = marked if rest.startswith(" ") else marked.rstrip()
-        return _take_spans(marked)
+        return take_spans(marked)
 
     def encode(
         self, messages: Sequence[Mapping[str, Any]], tokenizer: Tokenizer, **options: Any
@@ -258,7 +263,19 @@ def _escape_marks(text: str) -> str:
     return _MARKS.sub(lambda found: _LITERAL + found[0], text)
 
 
-def _take_spans(marked: str) -> RenderedChat:
+def mark_spans(chat: RenderedChat) -> str:
+    """Write marks around the assistant's words into a text, which `take_spans` takes out of it."""
+    pieces = []
+    last = 0
+    for place, mark in [
+        (place, mark) for span in chat.spans for place, mark in zip(span, (_OPEN, _CLOSE), strict=True)
+    ]:
+        pieces += [_escape_marks(chat.text[last:place]), mark]
+        last = place
+    return "".join([*pieces, _escape_marks(chat.text[last:])])
+
+
+def take_spans(marked: str) -> RenderedChat:
     """Take the marks around the assistant's words out of a text."""
     if not _MARKS.search(marked):
         return RenderedChat(marked, ())
@@ -290,17 +307,20 @@ def _read_tokenizer_config(directory: Path) -> dict[str, Any]:
     """Return tokenizer_config.json on top of special_tokens_map.json, which older checkpoints have."""
     merged: dict[str, Any] = {}
     for name in reversed(_TOKENIZER_CONFIG_FILES):
-        path = directory / name
-        if not path.exists():
-            continue
-        try:
-            config = json.loads(_read(path))
-        except ValueError as error:
-            raise ChatError(f"{path} cannot be read: {error}") from None
-        if not isinstance(config, dict):
-            raise ChatError(f"{path} is not a JSON object")
-        merged |= {key: value for key, value in config.items() if value is not None}
+        if (directory / name).exists():
+            config = _read_table(directory / name)
+            merged |= {key: value for key, value in config.items() if value is not None}
     return merged
+
+
+def _read_table(path: Path) -> dict[str, Any]:
+    try:
+        table = json.loads(_read(path))
+    except ValueError as error:
+        raise ChatError(f"{path} cannot be read: {error}") from None
+    if not isinstance(table, dict):
+        raise ChatError(f"{path} is not a JSON object")
+    return table
 
 
 def _read_source(path: Path) -> str:

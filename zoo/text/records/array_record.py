@@ -11,7 +11,7 @@ from zoo._files import open_regular
 from zoo._optional import import_optional
 
 from .json_lines import parse_or_fault
-from .record_file import ROWS, RecordError, Unit, name_damage
+from .record_file import ROWS, RecordError, Unit, find_record, name_damage
 
 _BATCH_ROWS = 256
 
@@ -39,6 +39,10 @@ class ArrayRecords:
                 for content in source.__getitems__(range(start, min(start + _BATCH_ROWS, unit.stop))):
                     yield number, parse_or_fault(content)
                     number += 1
+
+    def read_one(self, unit: Unit, number: int) -> dict[str, Any]:
+        start = unit.start + number
+        return find_record(self.read(Unit(start, start + 1, 0)), 0)
 
     def locate(self, unit: Unit, number: int) -> str:
         return f"{self.path}, record {unit.start + number}"

@@ -33,6 +33,10 @@ class InMemory:
             else:
                 yield number, RecordError(f"the record is of type {type(record).__name__}, not a mapping")
 
+    def read_one(self, unit: Unit, number: int) -> dict[str, Any]:
+        """Return a record of a unit."""
+        return dict(self.records[unit.start + number])
+
     def locate(self, unit: Unit, number: int) -> str:
         """Return the place of a record: `record 17`, counted from 0 as in a list."""
         return f"record {unit.start + number}"

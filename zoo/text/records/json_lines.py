@@ -17,7 +17,7 @@ from zoo._files import JSON_BYTES, open_regular, parse_json
 from zoo._optional import import_optional
 from zoo._terminal import format_bytes
 
-from .record_file import INSTALL, RecordError, Unit, name_damage, quote
+from .record_file import INSTALL, RecordError, Unit, find_record, name_damage, quote
 
 _UNIT_BYTES = 4 * 2**20
 _LINE_BYTES = JSON_BYTES
@@ -77,6 +77,14 @@ class JsonLines:
                     line = line.removeprefix(_BYTE_ORDER_MARK)
                 if line.strip(_SPACE):
                     yield number, _parse_line(line)
+
+    @property
+    def finds_records(self) -> bool:
+        """True if `read_one` reads no more than a unit of lines, not the whole file."""
+        return not self._is_compressed() and not self._is_json()
+
+    def read_one(self, unit: Unit, number: int) -> dict[str, Any]:
+        return find_record(self.read(unit), number)
 
     def locate(self, unit: Unit, number: int) -> str:
         if self._is_array():

@@ -1,7 +1,7 @@
 """The interface of a file of records: units of parallel work, the records of each, and their places."""
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
@@ -47,9 +47,21 @@ class RecordFile(Protocol):
         """Yield each record of a unit, or its fault, with its number within the unit. Goes on after a fault."""
         ...
 
+    def read_one(self, unit: Unit, number: int) -> dict[str, Any]:
+        """Return a record that `read` yielded with this number."""
+        ...
+
     def locate(self, unit: Unit, number: int) -> str:
         """Return the place of a record: `chats.jsonl:1042`, with lines from 1, or `chats.parquet, row 1042`, from 0."""
         ...
+
+
+def find_record(records: Iterable[tuple[int, dict[str, Any] | RecordError]], number: int) -> dict[str, Any]:
+    """Return the record with a number. **Raises** `ValueError` for records that do not have it any more."""
+    record = next((record for found, record in records if found == number), None)
+    if not isinstance(record, dict):
+        raise ValueError(f"record {number} of its unit is not there any more")
+    return record
 
 
 @contextlib.contextmanager

@@ -22,6 +22,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import numpy as np
 from jaxtyping import Integer
 
+from zoo.images.placeholders import find_placeholder
 from zoo.text.chat.encode import EncodedText, encode_conversation, encode_spans
 from zoo.text.chat.errors import ChatError
 from zoo.text.chat.special_tokens import protect
@@ -29,6 +30,7 @@ from zoo.text.chat.template import ChatTemplate
 from zoo.text.packing import TooLong
 from zoo.text.tokenizers import Tokenizer, encode_utf8
 
+from .pictures import Parts, PictureTemplate, PlacedPicture, list_pictures
 from .record_file import RecordError
 
 _LARGEST_LABEL = float(np.finfo(np.float32).max)
@@ -46,6 +48,7 @@ _OTHER_FORMATS = {
 """First fields of formats that are not read, and what to write instead."""
 
 
+_PARTS = "only text is read, and images with images=zoo.images.read_image_config(directory)"
 NO_TEMPLATE = "messages need a chat template, and the model has none: pass one (--chat-template FILE)"
 
 
@@ -56,6 +59,7 @@ class Item(NamedTuple):
     label: float = 0.0
     fields: dict[str, Any] | None = None
     """Further fields of a prompt."""
+    pictures: tuple[PlacedPicture, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,7 @@ class Encoding:
     - `text_field`: the field of plain text.
     - `train_on`: every answer of a chat, or only the last of each rendering; a chat of n answers then is n texts.
     - `variables`: further variables of the template, such as `enable_thinking`.
+    - `images`: the config of an image processor, of messages with images.
     """
 
     tokenizer: Tokenizer
@@ -72,10 +77,14 @@ class Encoding:
     text_field: str
     train_on: Literal["all", "last"]
     variables: Mapping[str, Any]
+    images: Mapping[str, Any] | None = None
 
     def encode_messages(self, messages: Sequence[_Record], **options: Any) -> list[EncodedText]:
         """Encode a conversation by the chat template. **Raises** `RecordError` without one."""
-        return encode_conversation(self._get_template(), messages, self.tokenizer, **options, **self.variables)
+        template: Any = self._get_template()
+        if self.images is not None:
+            template = PictureTemplate(template, find_placeholder(self.images))
+        return encode_conversation(template, messages, self.tokenizer, **options, **self.variables)
 
     def encode_prompt(self, messages: Sequence[_Record], tools: Sequence[_Record] | None = None) -> EncodedText:
         """Encode a conversation up to the beginning of the next answer. **Raises** `RecordError` without a template."""
@@ -192,7 +201,12 @@ class ChatKind(RecordKind):
     def encode(self, record: _Record, encoding: Encoding) -> list[Item]:
         messages = _get_messages(record, "messages", self)
         options = {"tools": _get_tools(record, self), "train_on": encoding.train_on}
-        return [Item((text,)) for text in encoding.encode_messages(messages, **options)]
+        texts = encoding.encode_messages(messages, **options)
+        ends = [len(messages)]
+        if encoding.train_on == "last":
+            ends = [number for number, message in enumerate(messages, 1) if message["role"] == "assistant"]
+        pictures = [tuple(list_pictures(messages[:end])) for end in ends]
+        return [Item((text,), pictures=each) for text, each in zip(texts, pictures, strict=True)]
 
     def has_messages(self, record: _Record) -> bool:
         return True
@@ -209,7 +223,9 @@ class CompletionKind(RecordKind):
 
     def encode(self, record: _Record, encoding: Encoding) -> list[Item]:
         prompt = _get(record, "prompt", str | list, self)
-        return [Item((_encode_answer(record, prompt, "completion", encoding, self),))]
+        text = _encode_answer(record, prompt, "completion", encoding, self)
+        messages = [*prompt, *record["completion"]] if isinstance(prompt, list) else []
+        return [Item((text,), pictures=tuple(list_pictures(messages)))]
 
     def find_key(self, record: _Record, encoding: Encoding) -> str:
         return _find_question(record["prompt"] or record["completion"])
@@ -378,11 +394,13 @@ def _get_messages(record: _Record, name: str, kind: RecordKind) -> list[dict[str
         if role not in _ROLES:
             raise RecordError(f"{where} has the role {_to_phrase(role)}: expected one of {', '.join(_ROLES)}")
         content = message.get("content")
-        if isinstance(content, list):
-            raise RecordError(f"{where} has a list of parts as `content`: only text is read")
-        if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
+        if isinstance(content, list) and not isinstance(content, Parts):
+            raise RecordError(f"{where} has a list of parts as `content`: {_PARTS}")
+        if not isinstance(content, str | Parts) and not (content is None and message.get("tool_calls")):
             raise RecordError(f"{where} has {_name_types(type(content))} as `content`: expected text")
-        _check_unicode(content or "", where)
+        texts = [part.get("text", "") for part in content] if isinstance(content, Parts) else [content or ""]
+        for text in texts:
+            _check_unicode(text, where)
         calls = message.get("tool_calls")
         if calls is not None and not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
             raise RecordError(f"{where} has {_to_phrase(calls)} as `tool_calls`: expected a list of objects")

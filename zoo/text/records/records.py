@@ -10,13 +10,14 @@ Every record is checked before the first batch.
 """
 
 import dataclasses
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Unpack
 
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, Integer
+from jaxtyping import Array, Bool, Int, Integer
 
 from zoo._files import user_cache_folder
 from zoo._keywords import check_keywords
@@ -29,7 +30,7 @@ from zoo.text.chat.template import ChatTemplate
 from zoo.text.chat.write import write_chat_files
 from zoo.text.mixture import Mixture
 from zoo.text.packing import PackedRows
-from zoo.text.records.token_store import TokenStore, count_default_processes, write_store
+from zoo.text.records.token_store import TokenStore, count_default_processes, hold_out, write_store
 from zoo.text.run_data import LossUnit
 from zoo.text.token_cache import open_cache
 from zoo.text.tokenizers import Tokenizer
@@ -37,6 +38,7 @@ from zoo.text.tokenizers import Tokenizer
 from .find_files import digest_files
 from .in_memory import InMemory
 from .pair_rows import PairRows
+from .picture_rows import PictureRows, pad_rows
 from .prompt_rows import PromptRows
 from .record_kinds import KINDS, Encoding
 from .source import (
@@ -74,16 +76,23 @@ class RecordSplit:
     chosen: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def batches(
-        self, batch_size: int, *, seed: int = 0, mesh: Mesh | None = None, process: tuple[int, int] | None = None
+        self,
+        batch_size: int,
+        *,
+        seed: int = 0,
+        mesh: Mesh | None = None,
+        process: tuple[int, int] | None = None,
+        threads: int = 2,
     ) -> ShuffledBatches:
         """Iterate over shuffled batches, infinitely. Each epoch visits every row once, in a new order.
 
-        `batch_size` counts the rows of all processes; `mesh` and `process` are as in `CorpusSplit.batches`. **Raises**
-        `ValueError` without rows, or if the number of processes does not divide `batch_size`.
+        `batch_size` counts the rows of all processes; `mesh` and `process` are as in `CorpusSplit.batches`. `threads`
+        read ahead, of which rows with images need more. **Raises** `ValueError` without rows, or if the number of
+        processes does not divide `batch_size`.
         """
         self.require_rows()
         kept = {"digest": self.digest, "counts": self.counts, "chosen": self.chosen}
-        return ShuffledBatches(self.rows, batch_size, seed=seed, mesh=mesh, process=process, **kept)
+        return ShuffledBatches(self.rows, batch_size, seed=seed, mesh=mesh, process=process, threads=threads, **kept)
 
     def ordered(
         self, batch_size: int, *, limit: int | None = None, process: tuple[int, int] | None = None
@@ -206,6 +215,8 @@ class Records:
             lines[-1] = f"{format_count(counts['trained'], 'text')} in {rows}, scored at the last token of each"
         elif self.template is not None and self.kind != "prompts":
             lines[-1] += f", answers found {'by marks' if self.template.marks_generation else 'turn by turn'}"
+        if "pictures" in counts:
+            lines[-1] += f", {format_count(counts['pictures'], 'picture')}"
         omitted = [f"{counts[name]:,} {said}" for name, said in _OMITTED.items() if counts[name]]
         if omitted:
             lines.append(", ".join(omitted))
@@ -255,6 +266,9 @@ def load_records(
     - `bad_records`: "skip" leaves out at most 1% of the records, and writes them to a file with their faults.
     - `chat_date`: the day, as 2026-01-31, for templates that write a date; today by default.
     - `variables`: further variables of the template, such as `enable_thinking`.
+    - `images`: `zoo.images.read_image_config(directory)`, to read chats and completions with pictures in their messages
+      (`zoo.text.records.pictures`), whose rows have `images`: see `PictureRows`. Their sizes are read now, and pixels
+      with each batch.
     - `processes`: workers that tokenize, by default one for each core, at most 8.
     - `cache`: a folder for the tokens, in a subfolder named by a hash of everything they depend on. By default
       `equizoo/records` in the user's cache folder.
@@ -269,6 +283,8 @@ def load_records(
         raise ValueError("whole texts are not cut: leave too_long out, or take a longer seq_len")
     if not 0 <= validation < 1:
         raise ValueError(f"validation is {validation}: a share from 0 up to, but not including, 1 is held out")
+    if whole and reading.get("images") is not None:
+        raise NotImplementedError("whole texts, for scores, are not read with images")
     options = _Options(
         seq_len=seq_len,
         pack=pack,
@@ -323,7 +339,9 @@ def _load_source(reading: Reading, options: _Options) -> Records:
         )
 
     about, digests = open_cache(options.cache / name, write)
-    store = TokenStore.open(options.cache / name, tokenizer.vocab, is_labeled=kind.is_labeled)
+    has_images = reading.encoding.images is not None
+    holds = {"is_labeled": kind.is_labeled, "has_images": has_images}
+    store = TokenStore.open(options.cache / name, tokenizer.vocab, **holds)
     if not len(store.shares):
         raise ValueError(f"{name_files(reading.files)}: no records there")
     chosen = list_chosen(template)
@@ -335,12 +353,14 @@ def _load_source(reading: Reading, options: _Options) -> Records:
     if options.start is not None:
         shape += [options.source_len, *options.start]
     digest = digest_values(digests, *shape)
-    held_out = _hold_out(store.shares, options.validation)
+    held_out = hold_out(store.shares, options.validation)
     items_of = {"train": ~held_out, "validation": held_out}
     rows = {name: _make_rows(store, items, reading, options) for name, items in items_of.items()}
     counts = _count(about, rows)
     if options.whole:
         counts["whole"] = True
+    if isinstance(rows["train"], PictureRows):
+        counts["pictures"] = rows["train"].num_pictures
     splits = {
         name: RecordSplit(name, part, tokenizer.token_bytes, digest, counts, chosen) for name, part in rows.items()
     }
@@ -365,24 +385,14 @@ def _fingerprint(reading: Reading, cache: Path) -> str:
         "skips": reading.skips,
         **describe_encoding(reading.kind, reading.encoding),
     }
+    if reading.encoding.images is not None:
+        parts["paths"] = [os.path.abspath(file.path) for file in files]  # next to which pictures are
     return digest_values(parts)
-
-
-def _hold_out(shares: Float[np.ndarray, "items"], fraction: float) -> Bool[np.ndarray, "items"]:
-    """Choose the items to hold out, at least one, and not all: the same on every machine."""
-    if not fraction or len(shares) < 2:
-        return np.zeros(len(shares), bool)
-    held_out = shares < fraction
-    if not held_out.any():
-        held_out = shares == shares.min()
-    if held_out.all():
-        held_out = shares > shares.min()
-    return held_out
 
 
 def _make_rows(
     store: TokenStore, items: Bool[np.ndarray, "items"], reading: Reading, options: _Options
-) -> PackedRows | PromptRows | PairRows:
+) -> PackedRows | PictureRows | PromptRows | PairRows:
     if reading.kind.has_fields:
         return PromptRows(store, options.seq_len, items=items)
     if options.start is not None:
@@ -391,7 +401,7 @@ def _make_rows(
     too_long = reading.too_long or reading.kind.too_long
     if options.whole:
         too_long = "drop"
-    return PackedRows(
+    packed = PackedRows(
         store.tokens,
         store.mask,
         store.starts,
@@ -403,9 +413,14 @@ def _make_rows(
         whole=options.whole,
         labels=store.labels,
     )
+    if reading.encoding.images is None:
+        return packed
+    return PictureRows(packed, store, reading.files, reading.encoding.images)
 
 
-def _count(about: Mapping[str, Any], rows: Mapping[str, PackedRows | PromptRows | PairRows]) -> dict[str, Any]:
+def _count(
+    about: Mapping[str, Any], rows: Mapping[str, PackedRows | PictureRows | PromptRows | PairRows]
+) -> dict[str, Any]:
     """Return the numbers that are printed, and kept with a run."""
     parts = list(rows.values())
     return {
@@ -454,10 +469,10 @@ def mix(parts: Mapping[str, Records], weights: Weights) -> Records:
                 f"{name} has another chat template than {next(iter(templates))}, and a model is saved with one: load "
                 "all parts with the same template"
             )
-    rows = _pad_labels([part.train.rows for part in parts.values()])
+    rows = pad_rows([part.train.rows for part in parts.values()])
     mixed = Mixture(dict(zip(parts, rows, strict=True)), weights)
     grain = import_optional("grain", "pip install 'equizoo[train]'")
-    rows_of_parts = _pad_labels([part.validation.rows for part in parts.values() if len(part.validation.rows)])
+    rows_of_parts = pad_rows([part.validation.rows for part in parts.values() if len(part.validation.rows)])
     held_out = first.validation.rows
     if rows_of_parts:
         held_out = grain.MapDataset.concatenate([grain.MapDataset.source(rows) for rows in rows_of_parts])
@@ -476,10 +491,3 @@ def mix(parts: Mapping[str, Records], weights: Weights) -> Records:
         counts=counts,
         parts=parts,
     )
-
-
-def _pad_labels(rows: Sequence[Any]) -> list[Any]:
-    """Give the labeled rows of several parts labels of one length: of the most segments that a row has."""
-    packed = [part for part in rows if isinstance(part, PackedRows)]
-    most = max((part.most_segments for part in packed), default=0)
-    return [part.pad_labels(most) if isinstance(part, PackedRows) else part for part in rows]

@@ -16,6 +16,7 @@ from zoo.text.tokenizers import Tokenizer, require_tokenizer
 
 from .find_files import find_record_files
 from .in_memory import InMemory
+from .pictures import check_pictures
 from .record_file import RecordError, RecordFile
 from .record_kinds import KINDS, NO_TEMPLATE, Encoding, RecordKind, find_kind
 
@@ -36,6 +37,7 @@ class ReadingOptions(TypedDict, total=False):
     bad_records: Literal["stop", "skip"]
     chat_date: str | None
     variables: Mapping[str, Any]
+    images: Mapping[str, Any] | None
 
 
 @dataclass(frozen=True)
@@ -66,14 +68,22 @@ def open_sources(
     bad_records: Literal["stop", "skip"] = "stop",
     chat_date: str | None = None,
     variables: Mapping[str, Any] = {},
+    images: Mapping[str, Any] | None = None,
 ) -> list[Reading]:
     """Find the files of each source and the kind of its records, before any is read. **Raises** as `load_records`
     does."""
     require_tokenizer(tokenizer)
     template = fix_date(template, chat_date)
     encoding = Encoding(
-        tokenizer=tokenizer, template=template, text_field=field, train_on=train_on, variables=variables
+        tokenizer=tokenizer,
+        template=template,
+        text_field=field,
+        train_on=train_on,
+        variables=variables,
+        images=images,
     )
+    if images is not None:
+        check_pictures(images, tokenizer, template)
     readings = []
     for source in sources:
         files = find_source_files(source)
@@ -81,9 +91,19 @@ def open_sources(
         if kinds is not None:
             check_kind(files, record_kind, kinds)
         check_too_long(too_long, record_kind)
+        if images is not None and (record_kind.name not in _WITH_IMAGES or too_long == "cut"):
+            what = "that are cut" if record_kind.name in _WITH_IMAGES else f"of the kind {record_kind.name}"
+            raise NotImplementedError(
+                f"{name_files(files)}: records {what} are not read with images, only whole ones of "
+                f"{' and '.join(_WITH_IMAGES)}"
+            )
         check_template(template, record_kind, files)
         readings.append(Reading(files, record_kind, encoding, too_long, skips=bad_records == "skip"))
     return readings
+
+
+_WITH_IMAGES = ("chat", "completion")
+"""Kinds of records that may have images."""
 
 
 def find_source_files(source: Any) -> list[RecordFile]:
@@ -199,7 +219,9 @@ def list_chosen(template: ChatTemplate | None) -> dict[str, Any]:
 def describe_encoding(kind: RecordKind, encoding: Encoding) -> dict[str, Any]:
     """Return everything that the tokens of given records depend on, as JSON."""
     template = encoding.template
+    images = {} if encoding.images is None else {"images": encoding.images}
     return {
+        **images,
         "tokenizer": encoding.tokenizer.cache_key,
         "end": encoding.tokenizer.end,
         "template": template and [template.source, template.special_tokens, str(template.date)],

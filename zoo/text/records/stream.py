@@ -94,7 +94,7 @@ def stream_records(
 
     **Raises** `FileNotFoundError` for a missing source; `RecordsError`, a `ValueError`, if the first record is of no
     kind; `ValueError` for fewer units than processes, or a number of processes that does not divide `batch_size`;
-    `NotImplementedError` for mixtures, and for labeled records and prompts.
+    `NotImplementedError` for mixtures, and for labeled records, prompts and images.
     """
     for name, value, least in (("seq_len", seq_len, 1), ("window", window, 1), ("workers", workers, 0)):
         if value < least:
@@ -102,6 +102,8 @@ def stream_records(
     if find_weights(source) is not None:
         raise NotImplementedError(f"a mixture of sources is not streamed: {_INSTEAD}")
     (opened,) = open_sources([source], tokenizer=tokenizer, **reading)
+    if opened.encoding.images is not None:
+        raise NotImplementedError(f"records with images are not streamed: {_INSTEAD}")
     if opened.kind.is_labeled or opened.kind.has_fields:
         raise NotImplementedError(f"records of the kind {opened.kind.name} are not streamed: {_INSTEAD}")
     options = {"seq_len": seq_len, "seed": seed, "window": window, "workers": workers}

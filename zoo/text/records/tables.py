@@ -2,7 +2,7 @@
 
 import contextlib
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from zoo._files import open_regular
 from zoo._optional import import_optional
 
-from .record_file import INSTALL, ROWS, RecordError, Unit, name_damage
+from .record_file import INSTALL, ROWS, RecordError, Unit, find_record, name_damage
 
 _BATCH_ROWS = 1024
 _MAGIC = b"ARROW1\0\0"
@@ -36,6 +36,11 @@ class Parquet:
         with self._open() as file:
             batches = file.iter_batches(batch_size=_BATCH_ROWS, row_groups=groups, use_threads=False)
             yield from enumerate(itertools.chain.from_iterable(map(_convert_rows, batches)))
+
+    def read_one(self, unit: Unit, number: int) -> dict[str, Any]:
+        with self._open() as file:
+            groups = range(unit.start, unit.stop)
+            return _find_row(file.iter_batches(batch_size=_BATCH_ROWS, row_groups=groups, use_threads=False), number)
 
     def locate(self, unit: Unit, number: int) -> str:
         with self._open() as file:
@@ -89,6 +94,10 @@ class ArrowTable:
                     yield number, row
                     number += 1
 
+    def read_one(self, unit: Unit, number: int) -> dict[str, Any]:
+        with self._open() as batches:
+            return _find_row(itertools.islice(batches, unit.start, unit.stop), number)
+
     def locate(self, unit: Unit, number: int) -> str:
         with self._open() as batches:
             rows_before = sum(batch.num_rows for batch in itertools.islice(batches, unit.start))
@@ -125,6 +134,15 @@ def _check_columns(schema: Any) -> None:
     twice = {name for name in schema.names if schema.names.count(name) > 1}
     if twice:
         raise ValueError(f"expected each column once, and there are two named {min(twice)!r}")
+
+
+def _find_row(batches: Iterable[Any], number: int) -> dict[str, Any]:
+    """Return the row with a number among record batches. No other row is converted."""
+    for batch in batches:
+        if number < batch.num_rows:
+            return find_record(enumerate(_convert_rows(batch.slice(number, 1))), 0)
+        number -= batch.num_rows
+    return find_record([], number)
 
 
 def _convert_rows(batch: Any) -> Iterator[dict[str, Any] | RecordError]:

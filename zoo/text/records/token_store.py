@@ -9,7 +9,8 @@ A store is a cached directory (token_cache.py). Texts lie one after another, in 
 | starts.npy | int64, "texts + 1" | the first token of each text |
 | shares.npy | float64, "items" | a hash of each item in [0, 1), by which items are held out |
 | labels.npy | float32, "items" | labels, of labeled records |
-| fields.jsonl, field_starts.npy | | further fields of prompts, a line each |
+| fields.jsonl, field_starts.npy | | further fields of prompts, or where the pictures of a text are, a line each |
+| pictures.npy | int64, "items 2" | pictures of each text, and images or patches of these, of records with images |
 
 The bytes do not depend on the number of workers: units of the files are written in their order, whoever encoded them.
 """
@@ -30,14 +31,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float, Int, Integer
+from jaxtyping import Bool, Float, Int, Integer
 
 from zoo._files import to_jsonable, write_text
 from zoo._terminal import format_bytes, show
 from zoo.text.token_cache import choose_token_dtype
 
+from .pictures import place_pictures
 from .record_file import RecordError, RecordFile, Unit, drop_nulls
-from .record_kinds import Encoding, RecordKind
+from .record_kinds import Encoding, Item, RecordKind
 
 Job = tuple[RecordFile, Unit]
 MAX_LISTED = 20
@@ -67,6 +69,7 @@ class EncodedUnit:
     shares: list[float] = field(default_factory=list)
     labels: list[float] = field(default_factory=list)
     fields: list[bytes] = field(default_factory=list)
+    pictures: list[tuple[int, int]] = field(default_factory=list)
     num_records: int = 0
     has_messages: bool = False
     """True if a chat template rendered one of its texts."""
@@ -84,9 +87,10 @@ class TokenStore:
     shares: Float[np.ndarray, "items"]
     labels: Float[np.ndarray, "items"] | None
     directory: Path
+    pictures: Int[np.ndarray, "items 2"] | None = None
 
     @classmethod
-    def open(cls, directory: Path, vocab: int, *, is_labeled: bool) -> "TokenStore":
+    def open(cls, directory: Path, vocab: int, *, is_labeled: bool, has_images: bool = False) -> "TokenStore":
         """Map the files of a store of a vocabulary."""
         starts = np.load(directory / "starts.npy", mmap_mode="r")
         return cls(
@@ -96,10 +100,11 @@ class TokenStore:
             np.load(directory / "shares.npy", mmap_mode="r"),
             np.load(directory / "labels.npy", mmap_mode="r") if is_labeled else None,
             directory,
+            np.load(directory / "pictures.npy", mmap_mode="r") if has_images else None,
         )
 
     def read_fields(self, item: int) -> dict[str, Any]:
-        """Return the further fields of a prompt."""
+        """Return the further fields of a prompt, or where the pictures of a text are."""
         start, stop = np.load(self.directory / "field_starts.npy", mmap_mode="r")[item : item + 2]
         with (self.directory / "fields.jsonl").open("rb") as file:
             file.seek(int(start))
@@ -120,6 +125,12 @@ def encode_unit(job: Job, kind: RecordKind, encoding: Encoding) -> EncodedUnit:
         else:
             if file.adds_nulls:
                 record = {name: drop_nulls(value) for name, value in record.items()}  # columns stay
+            if encoding.images is not None:
+                try:
+                    record = place_pictures(record, file, encoding.images)
+                except RecordError as error:
+                    faults.append((number, error, record))
+                    continue
             numbers.append(number)
             records.append(record)
     dtype = choose_token_dtype(encoding.tokenizer.vocab)
@@ -135,7 +146,10 @@ def encode_unit(job: Job, kind: RecordKind, encoding: Encoding) -> EncodedUnit:
             result.shares.append(share)
             if kind.is_labeled:
                 result.labels.append(item.label)
-            if kind.has_fields:
+            if encoding.images is not None:
+                result.pictures.append((len(item.pictures), sum(picture.length for picture in item.pictures)))
+                item = item._replace(fields=_describe_pictures(item, file, unit, number))
+            if item.fields is not None:
                 result.fields.append(json.dumps(to_jsonable(item.fields), ensure_ascii=False).encode() + b"\n")
             for text in item.texts:
                 tokens.append(text.tokens.astype(dtype))
@@ -148,6 +162,17 @@ def encode_unit(job: Job, kind: RecordKind, encoding: Encoding) -> EncodedUnit:
         place = file.locate(unit, number)
         result.faults.append({"place": place, "fault": str(fault), "record": to_jsonable(record)})
     return result
+
+
+def _describe_pictures(item: Item, file: RecordFile, unit: Unit, number: int) -> dict[str, Any]:
+    """Return where the pictures of a text are, and the shapes with which they were counted."""
+    return {
+        "file": os.path.abspath(file.path),
+        "unit": unit[:2],
+        "number": number,
+        "pictures": [picture.path for picture in item.pictures],
+        "shapes": [picture.shape for picture in item.pictures],
+    }
 
 
 def write_store(
@@ -171,7 +196,10 @@ def write_store(
     num_records = 0
     has_messages = False
     faults: list[dict[str, Any]] = []
-    with _StoreWriter(directory, kind) as writer, _Progress(sum(unit.num_bytes for _, unit in jobs)) as progress:
+    with (
+        _StoreWriter(directory, kind, has_images=encoding.images is not None) as writer,
+        _Progress(sum(unit.num_bytes for _, unit in jobs)) as progress,
+    ):
         for (_, unit), encoded in zip(jobs, _encode_in_order(jobs, kind, encoding, processes), strict=True):
             num_records += encoded.num_records
             has_messages |= encoded.has_messages
@@ -218,12 +246,13 @@ def list_faults(faults: Sequence[dict[str, Any]]) -> str:
 class _StoreWriter:
     """Append units to the files of a store."""
 
-    def __init__(self, directory: Path, kind: RecordKind):
+    def __init__(self, directory: Path, kind: RecordKind, *, has_images: bool = False):
         self._directory = directory
         self._kind = kind
         self._tokens = (directory / "tokens.bin").open("wb")
         self._mask = (directory / "mask.bin").open("wb")
-        self._fields = (directory / "fields.jsonl").open("wb") if kind.has_fields else None
+        self._fields = (directory / "fields.jsonl").open("wb") if kind.has_fields or has_images else None
+        self._pictures: list[Any] | None = [np.zeros((0, 2), np.int64)] if has_images else None
         self._lengths: list[Any] = [[0]]
         self._field_lengths: list[Any] = [[0]]
         self._shares: list[Any] = [[]]
@@ -244,6 +273,8 @@ class _StoreWriter:
         self._lengths.append(encoded.lengths)
         self._shares.append(encoded.shares)
         self._labels.append(encoded.labels)
+        if self._pictures is not None:
+            self._pictures.append(np.array(encoded.pictures, np.int64).reshape(-1, 2))
         if self._fields is not None:
             self._fields.write(b"".join(encoded.fields))
             self._field_lengths.append([len(line) for line in encoded.fields])
@@ -254,7 +285,9 @@ class _StoreWriter:
         np.save(self._directory / "shares.npy", np.concatenate(self._shares))
         if self._kind.is_labeled:
             np.save(self._directory / "labels.npy", np.concatenate(self._labels).astype(np.float32))
-        if self._kind.has_fields:
+        if self._pictures is not None:
+            np.save(self._directory / "pictures.npy", np.concatenate(self._pictures))
+        if self._fields is not None:
             starts = np.cumsum(np.concatenate(self._field_lengths), dtype=np.int64)
             np.save(self._directory / "field_starts.npy", starts)
 
@@ -359,6 +392,18 @@ class _Progress:
         self._bar = Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True))
         self._task = self._bar.add_task("", total=self._num_bytes, speed="")
         self._bar.start()
+
+
+def hold_out(shares: Float[np.ndarray, "items"], fraction: float) -> Bool[np.ndarray, "items"]:
+    """Choose the items to hold out, at least one, and not all: the same on every machine."""
+    if not fraction or len(shares) < 2:
+        return np.zeros(len(shares), bool)
+    held_out = shares < fraction
+    if not held_out.any():
+        held_out = shares == shares.min()
+    if held_out.all():
+        held_out = shares > shares.min()
+    return held_out
 
 
 def _hash_share(key: str) -> float:
