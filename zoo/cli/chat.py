@@ -21,6 +21,7 @@ from zoo.generate import Conversation
 from zoo.generate.request import TRUNCATIONS, check_decoder
 from zoo.parallel.devices import make_device_mesh
 from zoo.text.chat.errors import ChatError, NoChatTemplateError
+from zoo.text.chat.images import check_placeholders, expand_chat, reads_parts, take_pictures
 from zoo.text.chat.special_tokens import encode_rendered, protect
 from zoo.text.chat.template import ChatTemplate
 from zoo.text.stream_decoder import StoppingDecoder, decode_until_stop
@@ -28,10 +29,12 @@ from zoo.text.tokenizers import Tokenizer, find_tokenizer
 from zoo.weights.directory import resolve_directory
 from zoo.weights.generation_config import read_generation_defaults, read_stop_tokens
 
+from .pictures import Pictures, read_pictures
 from .sampling_flags import SamplingFlags
 
-_HELP = """/reset          forget the conversation, and keep the system prompt
+_HELP = """/reset          forget the conversation, and keep the system prompt and pictures
 /system TEXT    begin anew with another system prompt
+/image FILE     begin anew with a picture
 /save FILE      write the conversation as JSON
 /exit           end; Ctrl-D too
 Ctrl-C stops an answer."""
@@ -42,6 +45,7 @@ def chat(
     *,
     adapter: Path | None = None,
     system: Annotated[str | None, tyro.conf.arg(metavar="TEXT")] = None,
+    image: Annotated[tyro.conf.UseAppendAction[tuple[Path, ...]], tyro.conf.arg(metavar="FILE")] = (),
     max_new_tokens: int = 1024,
     sampling: Annotated[SamplingFlags, tyro.conf.OmitArgPrefixes],
     stop: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="TEXT")] = (),
@@ -58,14 +62,15 @@ def chat(
 
     Renders the conversation by the checkpoint's chat template, and shows tokens as they come. A turn reads only what
     is new. Special tokens that are typed are plain text. A model without a chat template continues the text. Without a
-    terminal each line of standard input is a turn. Commands: /reset, /system TEXT, /save FILE, /help, /exit; Ctrl-C
-    stops an answer.
+    terminal each line of standard input is a turn. Commands: /reset, /system TEXT, /image FILE, /save FILE, /help,
+    /exit; Ctrl-C stops an answer.
 
     Args:
         directory: Checkpoint directory with config.json, safetensors and tokenizer.json, or a name on the Hugging Face
             hub, with @REVISION behind it for another than the newest.
         adapter: Directory or name of a PEFT adapter, which is merged into the model.
         system: System prompt.
+        image: Picture of the first turn, for a model of images and texts. Repeat for several.
         max_new_tokens: Maximum number of tokens per answer.
         sampling: How tokens are drawn. Default of the first five: generation_config.json, else a temperature of 0.7.
         stop: Text that ends an answer, and is not shown. It may spell special tokens. Repeat for several.
@@ -84,12 +89,14 @@ def chat(
     path = resolve_directory(directory)
     if adapter is not None:
         adapter = resolve_directory(adapter, config=CONFIG_FILE)
+    pictures = read_pictures(path, image)
     mesh = make_device_mesh(data=1, fsdp=fsdp, expert=expert, context=context, tensor=tensor, pipe=1)
     model = zoo.load(path, mesh=mesh, dtype=dtype)
-    check_decoder(model)
+    decoder = model.decoder if isinstance(model, zoo.models.ImageText) else model
+    check_decoder(decoder)
     if adapter is not None:
         model = zoo.adapters.merge(zoo.adapters.load(model, adapter))
-    vocab, _ = model.embedding.table_shape
+    vocab, _ = decoder.embedding.table_shape
     tokenizer = find_tokenizer(path, vocab)
     if tokenizer is None:
         raise ValueError(f"{path} has no tokenizer.json, and a chat needs one")
@@ -104,9 +111,10 @@ def chat(
         if end is not None and end not in stops:
             stops.append(end)
     conversation = Conversation(model, stop_tokens=stops, mesh=mesh, key=jax.random.key(seed), **options)
-    session = _Session(conversation, tokenizer, template, variables, stops, max_new_tokens, stop)
-    session.begin(system)
-    _run(session)
+    in_parts = decoder is not model and template is not None and reads_parts(template)
+    session = _Session(conversation, tokenizer, template, variables, stops, max_new_tokens, stop, in_parts=in_parts)
+    session.begin(system, pictures)
+    _run(session, path)
 
 
 class _Session:
@@ -121,7 +129,10 @@ class _Session:
         stops: Sequence[int],
         max_new_tokens: int,
         stop: Sequence[str] = (),
+        *,
+        in_parts: bool = False,
     ):
+        """`in_parts`: write the content of messages in parts, as templates of models of images read it."""
         self._conversation = conversation
         self._tokenizer = tokenizer
         self._template = template
@@ -129,17 +140,27 @@ class _Session:
         self._stops = stops
         self._max_new_tokens = max_new_tokens
         self._stop_strings = stop
+        self._in_parts = in_parts
         self.system: str | None = None
-        self.messages: list[dict[str, str]] = []
+        self.pictures: Pictures | None = None
+        self.messages: list[dict[str, Any]] = []
         self._text = ""
         self._tokens: list[int] = []
 
-    def begin(self, system: str | None) -> None:
-        """Begin a conversation. **Raises** `ChatError` for a system prompt that a model without a template gets."""
+    def begin(self, system: str | None, pictures: Pictures | None = None) -> None:
+        """Begin a conversation, with pictures in its first turn. **Raises** `ChatError` for a system prompt or pictures
+        that a model without a template for them gets."""
         if system is not None and self._template is None:
             raise ChatError("a system prompt needs a chat template, and this model has none")
+        if pictures is not None and not self._in_parts:
+            where = "this model has none" if self._template is None else f"{self._template.name} has none"
+            raise ChatError(
+                f"{pictures.files[0]}: a picture needs a place in the chat template, and {where}: zoo generate "
+                "--image takes a prompt instead"
+            )
         self.system = system
-        self.messages = [] if system is None else [{"role": "system", "content": system}]
+        self.pictures = pictures
+        self.messages = [] if system is None else [{"role": "system", "content": self._write(system)}]
         self._text = ""
         self._tokens = []
 
@@ -149,12 +170,16 @@ class _Session:
         **Raises** `ValueError`, without the turn, for messages that the template refuses and for more tokens than the
         model has positions.
         """
-        asked = [*self.messages, {"role": "user", "content": question}]
+        seen = None
+        if self.pictures is not None and all(message["role"] != "user" for message in self.messages):
+            seen = self.pictures
+        asked = [*self.messages, {"role": "user", "content": self._write(question, seen)}]
         text, tokens = self._encode(asked)
         special_tokens = self._tokenizer.special_tokens
         decoder = StoppingDecoder(self._tokenizer.decode, tokens, self._stop_strings, special_tokens)
         new: list[int] = []
-        stream = self._conversation.stream(tokens, max_new_tokens=self._max_new_tokens)
+        images = {} if self.pictures is None else {"images": self.pictures.images}
+        stream = self._conversation.stream(tokens, max_new_tokens=self._max_new_tokens, **images)
         try:
             for token in stream:
                 new.append(token)
@@ -171,14 +196,14 @@ class _Session:
         self._record(asked, text, tokens, new, decoder.ended)
 
     def _record(
-        self, asked: list[dict[str, str]], text: str, tokens: list[int], new: list[int], at_stop_string: bool
+        self, asked: list[dict[str, Any]], text: str, tokens: list[int], new: list[int], at_stop_string: bool
     ) -> None:
         """Add a turn to the messages, and its text and tokens to what the next turn goes on from."""
         has_ended = bool(new) and new[-1] in self._stops
         special_tokens = self._tokenizer.special_tokens
         said = new[:-1] if has_ended and new[-1] not in special_tokens.values() else new
         words = decode_until_stop(self._tokenizer.decode, said, self._stop_strings, special_tokens)
-        self.messages = [*asked, {"role": "assistant", "content": words}]
+        self.messages = [*asked, {"role": "assistant", "content": self._write(words)}]
         self._tokens = [*tokens, *new]
         (written,) = protect([{"content": words}], self._tokenizer.special_tokens)
         self._text = text + written["content"]
@@ -187,14 +212,27 @@ class _Session:
         if at_stop_string:  # the tokens go beyond the message: the next turn encodes it anew
             self._text = ""
 
-    def _encode(self, messages: Sequence[dict[str, str]]) -> tuple[str, list[int]]:
+    def _write(self, text: str, pictures: Pictures | None = None) -> Any:
+        """Return the content of a message."""
+        if not self._in_parts:
+            return text
+        files = () if pictures is None else pictures.files
+        return [*({"type": "image", "path": file} for file in files), {"type": "text", "text": text}]
+
+    def _encode(self, messages: Sequence[dict[str, Any]]) -> tuple[str, list[int]]:
         """Return text and tokens of messages up to the next answer. Tokens so far stay if the text so far does."""
         if self._template is None:
             (new,) = self._tokenizer.encode_all([messages[-1]["content"].encode()])
             before = self._tokens or list(self._tokenizer.prefix)
             return "", [*before, *new.tolist()]
-        protected = protect(messages, self._tokenizer.special_tokens)
-        text = self._template.render(protected, add_generation_prompt=True, **self._variables).text
+        plain, _ = take_pictures(messages)
+        protected = protect(plain, self._tokenizer.special_tokens)
+        chat = self._template.render(protected, add_generation_prompt=True, **self._variables)
+        if self.pictures is not None:
+            config = self.pictures.config
+            check_placeholders(self._template, chat, len(self.pictures.files), config, self._tokenizer)
+            chat = expand_chat(chat, self.pictures.processed, config)
+        text = chat.text
         if self._text and text.startswith(self._text):
             new = encode_rendered(text[len(self._text) :], self._tokenizer)
             return text, [*self._tokens, *new.tolist()]
@@ -205,7 +243,7 @@ class _Session:
         return spellings.get(token, "")
 
 
-def _run(session: _Session) -> None:
+def _run(session: _Session, directory: Path) -> None:
     """Read turns until the input ends."""
     is_terminal = sys.stdin.isatty()
     if is_terminal:
@@ -226,7 +264,7 @@ def _run(session: _Session) -> None:
             continue
         try:
             if line.startswith("/"):
-                if _obey(session, line):
+                if _obey(session, line, directory):
                     return
             else:
                 _show_answer(session, line)
@@ -234,22 +272,24 @@ def _run(session: _Session) -> None:
             show(f"error: {error}", file=sys.stderr)
 
 
-def _obey(session: _Session, line: str) -> bool:
-    """Carry out a command; return True for the end."""
+def _obey(session: _Session, line: str, directory: Path) -> bool:
+    """Carry out a command; return True for the end. `directory` is the checkpoint's."""
     command, _, rest = line.partition(" ")
     rest = rest.strip()
     match command:
         case "/exit" | "/quit":
             return True
         case "/reset":
-            session.begin(session.system)
+            session.begin(session.system, session.pictures)
         case "/system":
-            session.begin(rest or None)
+            session.begin(rest or None, session.pictures)
+        case "/image" if rest:
+            session.begin(session.system, read_pictures(directory, [rest]))
         case "/save" if rest:
             write_text(Path(rest).expanduser(), json.dumps(session.messages, indent=2, ensure_ascii=False) + "\n")
             show(f"wrote {rest}")
-        case "/save":
-            show("/save FILE: the name of a file is missing")
+        case "/save" | "/image":
+            show(f"{command} FILE: the name of a file is missing")
         case "/help":
             show(_HELP)
         case _:

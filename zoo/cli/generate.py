@@ -1,6 +1,7 @@
 """Implement `zoo generate`."""
 
 import dataclasses
+import functools
 import sys
 import time
 from collections.abc import Sequence
@@ -24,6 +25,7 @@ from zoo.text.tokenizers import Tokenizer, find_language_token, find_tokenizer
 from zoo.weights.directory import resolve_directory
 from zoo.weights.generation_config import read_stop_tokens
 
+from .pictures import Pictures, read_pictures
 from .sampling_flags import SamplingFlags
 
 _GREEDY = SamplingFlags(temperature=0.0)
@@ -35,6 +37,7 @@ def generate(
     *,
     prompt: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="TEXT")] = (),
     tokens: Annotated[tyro.conf.UseAppendAction[tuple[tuple[int, ...], ...]], tyro.conf.arg(metavar="ID ...")] = (),
+    image: Annotated[tyro.conf.UseAppendAction[tuple[Path, ...]], tyro.conf.arg(metavar="FILE")] = (),
     max_new_tokens: int = 64,
     sampling: Annotated[SamplingFlags, tyro.conf.OmitArgPrefixes] = _GREEDY,
     samples: int = 1,
@@ -67,6 +70,8 @@ def generate(
         words: Prompt text, as words after the directory.
         prompt: Prompt text. Repeat for several prompts.
         tokens: Prompt as token ids, used verbatim. Repeat for several prompts.
+        image: Picture that a model of images and texts reads with each prompt, at the placeholder there, such as
+            <image>, or else before the text. Repeat for several.
         max_new_tokens: Maximum number of new tokens per prompt.
         sampling: How tokens are drawn.
         samples: Number of texts per prompt, which is read once.
@@ -104,17 +109,19 @@ def generate(
     if words:
         prompt = (" ".join(words),)
     path = resolve_directory(directory)
+    pictures = read_pictures(path, image)
     stops = read_stop_tokens(path) if stop_token is None else stop_token
     mesh = make_device_mesh(data=data, fsdp=fsdp, expert=expert, context=context, tensor=tensor, pipe=pipe)
     model = zoo.load(path, mesh=mesh, dtype=dtype)
     reads_source = isinstance(model, zoo.models.EncoderDecoder)
-    decoder = model.decoder if reads_source else model
+    decoder = model.decoder if isinstance(model, zoo.models.EncoderDecoder | zoo.models.ImageText) else model
     if reads_source and not model.reads_tokens:
         raise ValueError(f"{directory} reads audio: in Python, zoo.generate with zoo.audio.log_mel_features")
     check_decoder(decoder)
     vocab, _ = decoder.embedding.table_shape
     text = find_tokenizer(path, vocab)
-    prompts = list(tokens) or [_encode_prompt(text, each, path, with_end=reads_source) for each in prompt]
+    encode = functools.partial(_encode_prompt, text, directory=path, with_end=reads_source, pictures=pictures)
+    prompts = list(tokens) or [encode(each) for each in prompt]
     if language is not None:
         model = _begin_with_language(model, language, text)
     if not all(prompts):
@@ -127,11 +134,13 @@ def generate(
         raise ValueError(f"--stop is text, and {directory} has no {TOKENIZER_FILE}: pass token ids, --stop-token 3")
     printer = _TokenPrinter(text, prompts, samples, stop)
     is_streamed = draft is None and (bool(stop) or not no_stream)
-    drafting: dict[str, Any] = {}
+    more: dict[str, Any] = {}
+    if pictures is not None:
+        more["images"] = zoo.images.join_rows([pictures.processed] * len(prompts))
     if draft is not None:
-        drafting = {"draft": draft, "draft_tokens": draft_tokens}
+        more |= {"draft": draft, "draft_tokens": draft_tokens}
         if draft not in ("prompt", "mtp"):
-            drafting["draft"] = zoo.load(resolve_directory(draft), mesh=mesh, dtype=dtype)
+            more["draft"] = zoo.load(resolve_directory(draft), mesh=mesh, dtype=dtype)
     new = zoo.generate(
         model,
         jnp.asarray(batch),
@@ -143,7 +152,7 @@ def generate(
         mesh=mesh,
         callback=printer.push if is_streamed else None,
         key=jax.random.key(seed),
-        **drafting,
+        **more,
     )
     if not is_streamed:
         printer.push_all(np.asarray(new))
@@ -160,11 +169,15 @@ def _begin_with_language(model: Any, language: str, text: Tokenizer | None) -> A
     return dataclasses.replace(model, start=(*model.start[:1], find_language_token(text, language), *model.start[2:]))
 
 
-def _encode_prompt(text: Tokenizer | None, prompt: str, directory: Path, *, with_end: bool) -> tuple[int, ...]:
-    """Tokenize a prompt; `with_end` as the source of an encoder. **Raises** `ValueError` without a tokenizer, and for a
-    prompt without tokens."""
+def _encode_prompt(
+    text: Tokenizer | None, prompt: str, directory: Path, *, with_end: bool, pictures: Pictures | None
+) -> tuple[int, ...]:
+    """Tokenize a prompt; `with_end` as the source of an encoder. **Raises** `ValueError` without a tokenizer, for a
+    prompt without tokens, and for one whose placeholders are not `pictures`."""
     if text is None:
         raise ValueError(f"{directory} has no {TOKENIZER_FILE}: pass token ids, --tokens 3 5 7")
+    if pictures is not None:
+        return pictures.encode(prompt, text)
     tokens = (*text.prefix, *text.encode(prompt).tolist())
     if with_end:
         tokens += text.suffix

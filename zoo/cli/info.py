@@ -107,6 +107,7 @@ def _build_json(summary: Summary, preset: str | None) -> dict[str, Any]:
         stored = {"files": summary.stored.files, "bytes": summary.stored.bytes, "tensors": summary.stored.tensors}
         if summary.stored.left_aside:
             stored["left_aside"] = summary.stored.left_aside
+    images = {} if model.images is None else {"images": model.images}
     chosen = {}
     if summary.implementations is not None:
         chosen["implementations"] = summary.implementations.as_dict()
@@ -122,6 +123,7 @@ def _build_json(summary: Summary, preset: str | None) -> dict[str, Any]:
         "dtypes": model.dtypes,
         "segments": model.segments,
         "cache": model.cache,
+        **images,
         **mesh,
         **chosen,
         "rows": parts,

@@ -13,8 +13,8 @@ import numpy as np
 
 from zoo.inspect import implementations
 from zoo.inspect.implementations import ModelImplementations
-from zoo.inspect.parameters import ModelSummary, count_by_dtype, summarize_model
-from zoo.models import Decoder, EncoderDecoder, preset
+from zoo.inspect.parameters import ModelSummary, count_by_dtype, find_max_length, summarize_model
+from zoo.models import Decoder, ImageText, preset
 from zoo.models.hf.config import read_config
 from zoo.models.hf.spec import Config, Family, NameMap
 from zoo.models.parameter_paths import ParameterPath
@@ -107,8 +107,8 @@ def _summarize_shapes(
             model,
             [tuple(map(str, array_dtypes)) for array_dtypes in dtypes],
             mesh,
-            cached_model=stored_model.decoder if isinstance(stored_model, EncoderDecoder) else stored_model,
-            max_length=config.get("max_position_embeddings"),
+            cached_model=stored_model,
+            max_length=find_max_length(config),
             name_tensor=partial(_format_tensor_name, mappings=mappings),
         ),
         stored=None,
@@ -141,7 +141,10 @@ def _format_tensor_name(path: ParameterPath, mappings: Mapping[str, Any]) -> str
 
 
 def _list_implementations(model: Any, platform: Platform) -> ModelImplementations | None:
-    """Return the implementations of a training step of 1,024 tokens, or of as many as the model has positions for."""
+    """Return the implementations of a training step of 1,024 tokens, or of as many as the model, or the decoder of an
+    `ImageText`, has positions for."""
+    if isinstance(model, ImageText):
+        model = model.decoder
     if not isinstance(model, Decoder):
         return None
     positions = model.position_embedding

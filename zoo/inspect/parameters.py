@@ -4,7 +4,7 @@ import dataclasses
 import html
 import json
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -13,7 +13,9 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from zoo._terminal import align_columns, format_bytes
-from zoo.models import Decoder, EncoderDecoder, Stack, count_active_parameters
+from zoo.layers.encoders.packed_images import PackedImages
+from zoo.models import Decoder, EncoderDecoder, ImageText, Stack, count_active_parameters
+from zoo.models.blocks import UnreadBlock
 from zoo.models.hf.config import read_config
 from zoo.models.parameter_paths import ParameterPath, list_parameters
 from zoo.models.stack import is_stack, swap_stack
@@ -70,6 +72,9 @@ class ModelSummary:
     model without one."""
     mesh: Mesh | None
     rows: tuple[ParameterSummary, ...]
+    images: dict[str, Any] | None = None
+    """Class and layers of the tower of an `ImageText`, class of its projector, and the number of features of an image
+    of `size` pixels, or of `patches`. None for another model."""
 
     @property
     def count(self) -> int:
@@ -119,6 +124,13 @@ class ModelSummary:
             layers = sum(period * repeats for period, repeats in self.segments)
             patterns = " + ".join(f"{period} x {repeats}" for period, repeats in self.segments)
             rows.append(("layers", f"{layers}, scanned as {patterns} (layers per pattern x repeats)"))
+        if self.images:
+            images = self.images
+            features = f"{images['features']:,} features" if images["features"] != 1 else "a feature"
+            unit = "an image of {} x {} pixels" if "size" in images else "{} x {} patches"
+            of = unit.format(*images.get("size", images.get("patches", ())))
+            towered = f"{images['tower']} of {images['layers']} layers, {images['projector']}"
+            rows.append(("images", f"{towered}: {features} of {of}"))
         if self.cache:
             cache = self.cache
             text = f"{format_bytes(cache['bytes_per_token'])} per token and row, in {cache['dtype']}"
@@ -169,7 +181,12 @@ def summary(model: Any, mesh: Mesh | None = None) -> ModelSummary:
         config = {}
     else:
         config = read_config(origin.family, json.loads(origin.config))
-    return summarize_model(shapes, None, mesh, cached_model=shapes, max_length=config.get("max_position_embeddings"))
+    return summarize_model(shapes, None, mesh, cached_model=shapes, max_length=find_max_length(config))
+
+
+def find_max_length(config: Mapping[str, Any]) -> int | None:
+    """Return the maximum length that a config says, of a model of images and texts that of its texts."""
+    return (config.get("text_config") or config).get("max_position_embeddings")
 
 
 def list_shapes(model: Any) -> Any:
@@ -190,22 +207,50 @@ def summarize_model(
     """Summarize a model in shapes.
 
     - `dtypes`: of each array, as stored or as initialized; None for the dtypes of the shapes.
-    - `cached_model`: the model that decodes.
+    - `cached_model`: the model that decodes, or that has it for a decoder.
     - `name_tensor`: returns the name of a parameter's tensor in a checkpoint.
     """
     parameters = list_parameters(model)
     return ModelSummary(
-        tied=_is_tied(model.decoder if isinstance(model, EncoderDecoder) else model),
+        tied=_is_tied(find_decoder(model)),
         active=count_active_parameters(model),
-        num_parameters=sum(x.size for path, x in parameters if is_parameter(path.leaf, x)) + count_packed(model),
+        num_parameters=sum(x.size for path, x in parameters if is_parameter(path.leaf, x))
+        + count_packed(model)
+        + _count_unread(model),
         dtypes=count_by_dtype(jax.tree.leaves(model)),
         segments=[
             [len(segment.blocks), segment.local_repeats] for stack in _find_stacks(model) for segment in stack.segments
         ],
-        cache=_measure_cache(cached_model, max_length),
+        cache=_measure_cache(find_decoder(cached_model), max_length),
+        images=_describe_images(model) if isinstance(model, ImageText) else None,
         mesh=mesh,
         rows=tuple(summarize_parameters(model, mesh, dtypes, name_tensor)),
     )
+
+
+def find_decoder(model: Any) -> Any:
+    """Return the decoder of a model of two parts, any other model as it is."""
+    return model.decoder if isinstance(model, EncoderDecoder | ImageText) else model
+
+
+def _count_unread(model: Any) -> int:
+    """Count what nothing reads: buffers here, and parameters in a checkpoint."""
+    is_unread = lambda x: isinstance(x, UnreadBlock)
+    blocks = [x for x in jax.tree.leaves(model, is_leaf=is_unread) if is_unread(x)]
+    return sum(x.size for x in jax.tree.leaves(blocks))
+
+
+def _describe_images(model: ImageText) -> dict[str, Any]:
+    """Return the facts of `ModelSummary.images`."""
+    embedding = model.tower.embedding
+    projector: Any = model.projector
+    layers = sum(len(segment.blocks) * segment.local_repeats for segment in model.tower.stack.segments)
+    names = {"tower": type(model.tower).__name__, "layers": layers, "projector": type(projector).__name__}
+    if embedding.reads is PackedImages or embedding.positions is None:
+        return {**names, "features": 1, "patches": [projector.merge] * 2}
+    grid = embedding.positions.grid
+    size = [count * side for count, side in zip(grid, embedding.patches.patch_size, strict=True)]
+    return {**names, "features": projector.count_features(grid), "size": size}
 
 
 def _find_stacks(model: Any) -> list[Stack]:
@@ -218,7 +263,8 @@ def summarize_parameters(
     dtypes: Sequence[tuple[str, ...]] | None = None,
     name_tensor: Callable[[ParameterPath], str] | None = None,
 ) -> list[ParameterSummary]:
-    """Return a row per parameter name and shape: arrays of the same parameter in different layers share a row.
+    """Return a row per parameter name and shape: arrays of the same parameter in different layers share a row, if all
+    are trained, or none.
 
     Arguments are as for `summarize_model`. Outside of a `Module`, arrays have the names of the tree, and no mesh shards
     them.
@@ -227,18 +273,16 @@ def summarize_parameters(
     if dtypes is None:
         dtypes = [(str(x.dtype),) for _, x in parameters]
     groups: dict[tuple, list] = {}
-    trained = set()
     for (path, x), array_dtypes in zip(parameters, dtypes, strict=True):
         name = path.name or path.leaf.name
         spec = None if mesh is None else PartitionSpec()
         if mesh is not None and path.dims:
             spec = mesh.spec(path.dims, x.shape, path.name)
         num_bytes = x.size * np.dtype(array_dtypes[0]).itemsize
-        groups.setdefault((name, x.shape[_is_stacked(path) :]), []).append((path, array_dtypes, spec, num_bytes))
-        if is_trainable(path.leaf, x):
-            trained.add(name)
+        group = name, x.shape[_is_stacked(path) :], is_trainable(path.leaf, x)
+        groups.setdefault(group, []).append((path, array_dtypes, spec, num_bytes))
     rows = []
-    for (name, shape), arrays in groups.items():
+    for (name, shape, trainable), arrays in groups.items():
         layers = [number for path, *_ in arrays if _is_stacked(path) for number in path.ranges[0]]
         if layers:
             shape = (len(layers), *shape)
@@ -255,7 +299,7 @@ def summarize_parameters(
                 spec=spec,
                 bytes=sum(num_bytes for *_, num_bytes in arrays),
                 bytes_per_device=sum(num_bytes // _count_shards(spec, mesh) for _, _, spec, num_bytes in arrays),
-                trainable=name in trained,
+                trainable=trainable,
             )
         )
     parts = list(dict.fromkeys(row.part for row in rows))

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+from pathlib import Path
 
 import jax.numpy as jnp
 import pytest
@@ -15,6 +16,7 @@ from zoo.tools.commands.plan import _parse_count
 from zoo.tools.plan.peak import LiveArray, Peak
 from zoo.tools.plan.step import Overlap
 
+FIXTURES = Path(__file__).parents[2] / "fixtures"
 SMALL = ("plan", "--preset", "qwen3-0.6b", "--seq-len", 128)
 
 
@@ -53,6 +55,22 @@ def test_plan_of_a_directory_reads_its_config_only(run, refused, tmp_path):
     assert "fsdp 2 on h100:2: 2 devices" in text and "fits" in text
     for words in ((), (tmp_path, "--preset", "qwen3-0.6b")):
         assert "pass a directory" in refused("plan", *words, "--on", "h100:2")
+
+
+@pytest.mark.parametrize("name", ["gemma3_image", "llava_clip", "paligemma_image"])
+def test_plan_counts_the_tower_of_images(run, name):
+    folder = FIXTURES / "image_text" / name
+    count = zoo.count(zoo.load(folder))
+    words = ("plan", folder, "--on", "h100:2", "--json")
+    found = json.loads(run(*words, "--fsdp", 2, "--seq-len", 32)[0])
+    assert 4 * count / 2 <= found["memory"]["parameters"] <= 4 * count
+    decoding = json.loads(run(*words, "--decode", 2, 32)[0])
+    assert 2 * count <= decoding["memory"]["parameters"] < 2.2 * count, "norms are float32"
+    assert decoding["memory"]["cache"] > 0
+    sampling = json.loads(run(*words, "--seq-len", 32, "--rollouts", 2, 32)[0])
+    assert sampling["suggested"] and sampling["sampling_memory"]["cache"] > 0
+    text = run(*words[:-1], "--data", 2, "--seq-len", 32)[0]
+    assert text.endswith("The step is of texts without images: their tower is in memory, and does not run.\n")
 
 
 def test_plan_without_a_mesh_suggests_one(run):

@@ -29,7 +29,7 @@ from zoo.models.hf.families import FAMILIES
 from zoo.models.hf.wrappers import read_text_config
 from zoo.models.parameter_paths import find_differences, list_parameter_paths
 from zoo.models.scoring import unstack_blocks
-from zoo.tools.parity.activations import join_streams, run_decoder
+from zoo.tools.parity.activations import DecoderInputs, join_streams, run_decoder
 from zoo.tools.parity.checkpoint import compare_checkpoint, read_expectations
 from zoo.tools.parity.comparison import GRADIENT_FLOOR, TOLERANCE, relative_error
 from zoo.tools.parity.model_kinds import make_next_token_batch
@@ -121,7 +121,7 @@ def read(path: Path) -> dict:
 
 def test_parity_cases_cover_every_family():
     names = {case.id for case in list_cases()}
-    kinds = ("models", "encoders", "encoder_decoders")
+    kinds = ("models", "encoders", "encoder_decoders", "image_text")
     folders = [folder for kind in kinds for folder in FIXTURES.with_name(kind).iterdir()]
     assert {read(folder / "config.json")["model_type"] for folder in folders} >= set(FAMILIES)
     assert not PARITY or names >= REQUIRED_CASES
@@ -164,7 +164,7 @@ def test_logits_and_files_match_pytorch(folder: Path, tmp_path: Path):
     # As `compare_checkpoint` does, but models whose embedding and head are alike share their programs.
     shell = dataclasses.replace(model, stack=UnrolledStack(()), origin=None)
     with jax.default_matmul_precision("highest"):
-        logits = run_decoder(shell, blocks, jnp.asarray(expected["input_ids"]), {}).outputs["logits"]
+        logits = run_decoder(shell, blocks, DecoderInputs(jnp.asarray(expected["input_ids"])), {}).outputs["logits"]
     assert relative_error(logits, expected["logits"]) <= TOLERANCE
     check_saved_files_equal_loaded_files(loaded, folder, tmp_path / "again")
 

@@ -152,6 +152,13 @@ def test_image_grid_refuses_missing_captions():
     assert {"1", "2", "3 < 4"} <= set(list_texts(CHARTS["images"], 400))
 
 
+def test_image_grid_of_colors_has_wide_cells_and_several_lines():
+    pictures = [np.zeros((4, 6, 3), np.uint8), np.ones((5, 5))]
+    grid = ImageGrid(pictures, ["costs $5\nand $6", "2"], [False, True], "pictures", cell=200)
+    assert {"costs $5", "and $6", "2"} <= set(list_texts(grid))
+    assert (grid.choose_height(860), grid.choose_height(200)) == (236, 472)
+
+
 @given(
     st.lists(st.floats(allow_nan=True, allow_infinity=True, width=32), min_size=1, max_size=80),
     st.sampled_from([{"smooth": True}, {}]),

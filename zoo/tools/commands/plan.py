@@ -11,11 +11,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+import equinox as eqx
+import jax
 import tyro
 
 from zoo import models
 from zoo._terminal import align_columns, format_bytes, show, show_error
 from zoo.models.hf.config import read_config
+from zoo.models.hf.families import get_family
 from zoo.models.hf.wrappers import read_text_config
 from zoo.models.presets.published import find_preset
 from zoo.parallel import SEQUENCE, ZERO1, ZERO2, ZERO3
@@ -188,6 +191,8 @@ def plan(
             more = "; --search compares several" if decoding is None and lora is None else ""
             show(f"Suggested mesh: {mesh}. Any flag for an axis overrides it{more}.\n")
         show(format_plan(found[0].plan, tokens=count))
+        if directory is not None and isinstance(eqx.filter_eval_shape(make, key=jax.random.key(0)), models.ImageText):
+            show("The step is of texts without images: their tower is in memory, and does not run.")
         for candidate, program in zip(found, programs, strict=False):
             show(f"\nCompiled for {format_sizes(candidate.sizes)} on {on}:\n{program}")
         if ahead is not None:
@@ -227,7 +232,8 @@ def _choose_model(directory: Path | None, preset: str | None) -> Callable[..., A
     path = resolve_directory(directory, weights=False) / CONFIG_NAME
     config = read_json(path)
     family = find_family(config, path)
-    plain, _ = split_quantization(read_text_config(config))
+    is_whole = family is get_family(str(config.get("model_type")))
+    plain, _ = split_quantization(config if is_whole else read_text_config(config))
     return partial(family.build, read_config(family, plain))
 
 

@@ -15,7 +15,7 @@ from jaxtyping import Array
 from zoo.layers import TokenInfo
 from zoo.layers.encoders.patches import PatchedImages
 from zoo.layers.moe.routing import Routing
-from zoo.models import Decoder, Encoder, Hidden, ImageEncoder, TwoTowers
+from zoo.models import Decoder, Encoder, Hidden, ImageEncoder, ImageText, TwoTowers
 from zoo.models.encoders.audio import AudioEncoder
 from zoo.models.encoders.heads import EncoderFeatures
 
@@ -52,11 +52,20 @@ def join_streams(model: Any, expected: Mapping[str, np.ndarray]) -> dict[str, np
     return {**expected, **joined}
 
 
-def run_decoder(model: Decoder, blocks: Sequence[Any], tokens: Array, inputs: Mapping[int, np.ndarray]) -> Activations:
+class DecoderInputs(NamedTuple):
+    """Inputs of a decoder."""
+
+    tokens: Array
+    info: TokenInfo = TokenInfo()
+
+
+def run_decoder(
+    model: Decoder, blocks: Sequence[Any], texts: DecoderInputs, inputs: Mapping[int, np.ndarray]
+) -> Activations:
     """Run a decoder on tokens, and each layer by itself on its input in `inputs`, by the number of the hidden state."""
     skipped = int(model.hidden_states_skip_embedding)
     given = {number + skipped: x for number, x in inputs.items()}
-    outputs, alone, routings = _run_layers(blocks, _embed(model, tokens), TokenInfo(), given)
+    outputs, alone, routings = _run_layers(blocks, _embed(model, texts), texts.info, given)
     alone = {number - skipped: x for number, x in alone.items()}
     last = len(blocks)
     before_norm = given.get(last) if skipped else alone.get(last)
@@ -140,6 +149,17 @@ def _run_towers(model: TwoTowers, pairs: PairInputs) -> dict[str, Array]:
     return {"text_embeds": texts, "image_embeds": images, "logits_per_image": logits, "logits_per_text": logits.T}
 
 
+def run_projector(
+    model: ImageText, blocks: Sequence[Any], images: Any, inputs: Mapping[int, np.ndarray]
+) -> Activations:
+    """Compute the features of images, without padding, one row after the other."""
+    features, _ = eqx.filter_jit(model.embed_images)(images)
+    counts = model.count_features(images)
+    return Activations(
+        [], {}, {"image_features": jnp.concatenate([x[:n] for x, n in zip(features, counts, strict=True)])}, []
+    )
+
+
 def run_audio_encoder(
     model: AudioEncoder, blocks: Sequence[Any], features: Array, inputs: Mapping[int, np.ndarray]
 ) -> Activations:
@@ -180,8 +200,8 @@ def _name_results(result: Array | EncoderFeatures) -> dict[str, Array]:
 
 
 @eqx.filter_jit
-def _embed(model: Decoder, tokens: Array) -> Hidden:
-    return model.embed(tokens, TokenInfo())
+def _embed(model: Decoder, texts: DecoderInputs) -> Hidden:
+    return model.embed(texts.tokens, texts.info)
 
 
 @eqx.filter_jit

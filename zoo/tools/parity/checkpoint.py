@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from zoo.layers.encoders.patches import PatchedImages
-from zoo.models import Decoder, TwoTowers
+from zoo.models import Decoder, ImageText, TwoTowers
 from zoo.models.hf.spec import Family, replace_ending
 from zoo.models.hf.values import NON_NEGATIVE_NUMBER, optional, table_of
 from zoo.models.parameter_paths import to_snake_case
@@ -40,7 +40,7 @@ from .model_kinds import LossAndBatch, ModelKind, find_model_kind, iterate_parts
 
 OUTPUTS = (
     *("logits", "last_hidden_state", "pooler_output"),
-    *("text_embeds", "image_embeds", "logits_per_image", "logits_per_text"),
+    *("text_embeds", "image_embeds", "logits_per_image", "logits_per_text", "image_features"),
 )
 """Results of models, by their names in transformers."""
 EXPECTED_FILE = "expected.safetensors"
@@ -65,7 +65,8 @@ def compare_checkpoint(
       experts") and `grad.NAME`; of PyTorch in bfloat16, `bfloat16.logits` and `bfloat16.hidden_states.N`. Of two
       towers, `input_ids`, `pixel_values` and what belongs to them, and any of `text_embeds`, `image_embeds`,
       `logits_per_image`, `logits_per_text`, `loss`, `grad.NAME`, and each tower's hidden states with `text_` and
-      `vision_` before the name.
+      `vision_` before the name. Of texts with images, `input_ids`, `labels`, `pixel_values` rows first (and
+      `image_grid_thw`, "batch images 3"), `image_features`, and optionally `spans`.
     - `gradient_norms`: norms of the loss's gradient, by the checkpoint's names. An MXFP4 matrix is named by its blocks,
       and the gradient of any quantized matrix is taken with respect to the dequantized one.
     - `packed`: as for `load`. Matrices that stay packed have no gradient, and none is compared.
@@ -110,7 +111,7 @@ def _compare_activations(
     tolerance: float,
 ) -> Iterator[Comparison]:
     """Compare hidden states, outputs and router logits, and each layer by itself on PyTorch's input to it."""
-    blocks = () if isinstance(model, TwoTowers) else _unstack_blocks(model)
+    blocks = () if isinstance(model, TwoTowers | ImageText) else _unstack_blocks(model)
     model_inputs = kind.read(expected)
     if isinstance(model_inputs, TextInputs | PatchedImages):  # transformers' features of padding are not a result
         of_tokens = {name: x for name, x in expected.items() if _has_tokens(name)}

@@ -1,4 +1,5 @@
-"""Inputs, activations and losses of decoders, of encoders of texts, images and audio, of both, and of two towers."""
+"""Inputs, activations and losses of decoders, of encoders of texts, images and audio, of both, of two towers, and of
+texts with images."""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -7,17 +8,22 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from zoo.layers import TokenInfo
+from zoo.layers.encoders.masked_images import MaskedImages
+from zoo.layers.encoders.packed_images import PackedImages
 from zoo.layers.encoders.patches import PatchedImages
 from zoo.models import (
     Encoder,
     EncoderDecoder,
     ImageEncoder,
+    ImageText,
     SequenceScore,
     TwoTowers,
     classification_loss,
     contrastive_loss,
     token_losses,
 )
+from zoo.models.blocks import UnreadBlock
 from zoo.models.encoders.audio import AudioEncoder
 from zoo.models.encoders.heads import EncoderFeatures, MaskedLMHead
 from zoo.models.loss import cross_entropy
@@ -26,12 +32,14 @@ from zoo.weights.resolve import LoadedModel
 
 from .activations import (
     Activations,
+    DecoderInputs,
     PairInputs,
     TextInputs,
     run_audio_encoder,
     run_decoder,
     run_encoder,
     run_image_encoder,
+    run_projector,
     run_towers,
 )
 
@@ -39,6 +47,7 @@ _INPUTS = (
     *("input_ids", "attention_mask", "token_type_ids"),
     *("pixel_values", "pixel_attention_mask", "spatial_shapes"),
 )
+_GRIDS = ("image_grid_thw", "seconds")
 LossAndBatch = tuple[Callable, dict[str, np.ndarray]]
 
 
@@ -69,6 +78,8 @@ def find_model_kind(model: LoadedModel) -> ModelKind:
         return _TEXTS
     if isinstance(model, TwoTowers):
         return _PAIRS
+    if isinstance(model, ImageText):
+        return _SEEN
     return _TOKENS
 
 
@@ -78,7 +89,8 @@ def iterate_parts(
     """Yield the parts of a model that are compared layer by layer: a word for each, the part, and its expectations.
 
     An encoder-decoder is its encoder, and its decoder of targets of the given sources. Two towers are three parts, the
-    last of them both together. Any other model is one.
+    last of them both together. A model of texts with images is its tower, of images of one size, the features of
+    images, and its decoder of texts with these. Any other model is one.
     """
     if isinstance(model, EncoderDecoder):
         source = expected[_find_source(expected)]
@@ -96,7 +108,55 @@ def iterate_parts(
             if tower is model.text:  # the last of the hidden states is before the final norm there
                 own.pop(f"hidden_states.{len(unstack_blocks(tower))}", None)
             yield word, tower, own
+    if isinstance(model, ImageText):
+        yield from _iterate_seen(model, expected)
+        return
     yield "", model, expected
+
+
+def _iterate_seen(model: ImageText, expected: Mapping[str, np.ndarray]) -> Iterator[tuple[str, Any, Mapping[str, Any]]]:
+    """Yield the parts of a model of texts with images."""
+    images = _read_image_rows(expected)
+    if not isinstance(images, MaskedImages | PackedImages):
+        pixels = expected["pixel_values"].reshape(-1, *images.shape[2:])
+        own = {"pixel_values": pixels[pixels.any((1, 2, 3))], **_take(expected, "vision_hidden_states.")}
+        blocks = unstack_blocks(model.tower)
+        for number, block in enumerate(blocks, 1):
+            if isinstance(block, UnreadBlock):  # hidden states pass it
+                own.pop(f"hidden_states.{number}", None)
+        yield "image: ", model.tower, own
+    inputs = {name: expected[name] for name in (*_INPUTS, *_GRIDS) if name in expected}
+    yield "", model, {"image_features": expected["image_features"], "input_ids": expected["input_ids"], **inputs}
+    tokens = jnp.asarray(expected["input_ids"])
+    spans = jnp.asarray(expected["spans"]) if "spans" in expected else None
+    info = model.place_images(tokens, images, TokenInfo(), spans)
+    places = {"lookahead": info.lookahead, "coordinates": info.coordinates}
+    own = {name: x for name, x in expected.items() if name.startswith(("hidden_states.", "logits", "input_ids"))}
+    yield "text: ", model.read(images), {**own, **{name: x for name, x in places.items() if x is not None}}
+
+
+def _read_image_rows(expected: Mapping[str, np.ndarray]) -> Any:
+    """Return the images of each row."""
+    pixels = jnp.asarray(expected["pixel_values"])
+    if "pixel_attention_mask" in expected:
+        return MaskedImages(pixels, jnp.asarray(expected["pixel_attention_mask"] > 0))
+    if "image_grid_thw" not in expected:
+        return pixels
+    return PackedImages(pixels, *(jnp.asarray(expected[name]) for name in _GRIDS if name in expected))
+
+
+def _make_seen_loss(expected: Mapping[str, np.ndarray]) -> LossAndBatch:
+    batch: dict[str, Any] = make_next_token_batch(expected["input_ids"])
+    batch["targets"] = np.roll(expected["labels"], -1, axis=1).astype(np.int32)
+    batch["images"] = _read_image_rows(expected)
+    if "spans" in expected:
+        batch["spans"] = expected["spans"]
+    return cross_entropy, batch
+
+
+def _read_decoder_inputs(expected: Mapping[str, np.ndarray]) -> DecoderInputs:
+    places = {name: jnp.asarray(expected[name]) for name in ("lookahead", "coordinates") if name in expected}
+    return DecoderInputs(jnp.asarray(expected["input_ids"]), TokenInfo(**places))
 
 
 def _take(expected: Mapping[str, np.ndarray], *beginnings: str) -> dict[str, np.ndarray]:
@@ -203,12 +263,15 @@ def _run_encoder(model: Encoder, batch: Mapping[str, Array], key: Any) -> Any:
 
 _TOKENS = ModelKind(
     "input_ids",
-    lambda x: jnp.asarray(x["input_ids"]),
+    _read_decoder_inputs,
     run_decoder,
     lambda x: (cross_entropy, make_next_token_batch(x["input_ids"])),
 )
 _TEXTS = ModelKind("input_ids", _read_texts, run_encoder, _make_text_loss)
-_TARGETS = ModelKind("decoder_input_ids", lambda x: jnp.asarray(x["decoder_input_ids"]), run_decoder, _make_target_loss)
+_TARGETS = ModelKind(
+    "decoder_input_ids", lambda x: DecoderInputs(jnp.asarray(x["decoder_input_ids"])), run_decoder, _make_target_loss
+)
+_SEEN = ModelKind("input_ids", _read_image_rows, run_projector, _make_seen_loss)
 _AUDIO = ModelKind("input_features", lambda x: jnp.asarray(x["input_features"]), run_audio_encoder, _make_target_loss)
 _IMAGES = ModelKind("pixel_values", _read_images, run_image_encoder, _make_image_loss)
 _PAIRS = ModelKind(

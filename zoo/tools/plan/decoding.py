@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from zoo.generate.decode import unstack_layers
 from zoo.generate.prefill import drop_sequence_parallelism
 from zoo.layers import TokenInfo
+from zoo.models import ImageText
 from zoo.parallel.batch import place_batch
 from zoo.parallel.gather import cast
 from zoo.parallel.layout import Layout
@@ -34,7 +35,8 @@ def plan_decoding(
     """Plan a decoding step as `zoo.generate` takes it: layers unstacked, states updated in place.
 
     Parameters and caches are exact. The step reads all parameters, and all slots of the caches: `length` is the last
-    step's, and earlier ones read less where attention skips empty slots. A prompt is not in the plan.
+    step's, and earlier ones read less where attention skips empty slots. A prompt is not in the plan, nor are images
+    that it has; the tower that reads them is in memory.
 
     **Raises** `NotImplementedError` for a pipeline, whose stages do not decode, and `ValueError` for rows that the mesh
     does not divide.
@@ -48,6 +50,10 @@ def plan_decoding(
         return quantize_base(cast(make_model(key=key), options.dtype), options.quantization)
 
     shapes = eqx.filter_eval_shape(make, jax.random.key(0))
+    tower = None
+    if isinstance(shapes, ImageText):
+        tower = shapes.tower, shapes.projector
+        shapes = shapes.decoder
     shapes = eqx.filter_eval_shape(lambda model: unstack_layers(model, None), shapes)
     states = eqx.filter_eval_shape(lambda model: model.init_state(options.rows, options.length), shapes)
     tokens = place_batch({"tokens": jax.ShapeDtypeStruct((options.rows, 1), jnp.int32)}, mesh)
@@ -58,10 +64,10 @@ def plan_decoding(
         return model.logits(hidden.x)
 
     @eqx.filter_jit(donate="all")
-    def decode_step(model, states, batch):
+    def decode_step(model, states, batch, tower):
         return spmd(decode, mesh, out="batch seq vocab")(model, states, batch)
 
-    planned = plan(decode_step, place(shapes, mesh), place(states, mesh), tokens, on=topology)
+    planned = plan(decode_step, place(shapes, mesh), place(states, mesh), tokens, place(tower, mesh), on=topology)
     program = dataclasses.replace(planned.program, gradients=0)
     return dataclasses.replace(planned, program=program, options=options, rewritten=0)
 

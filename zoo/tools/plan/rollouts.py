@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from zoo.generate.buckets import choose_cache_length, choose_rows
 from zoo.generate.prefill import drop_sequence_parallelism
 from zoo.inspect.program import count_device_bytes
-from zoo.models import Decoder
+from zoo.models import Decoder, ImageText
 from zoo.parallel import Mesh
 from zoo.parallel.gather import cast
 from zoo.parallel.mesh import is_array_or_shape
@@ -22,7 +22,7 @@ from .training import make_trained
 
 
 def count_sampling_memory(
-    model: Decoder, mesh: Mesh, rollouts: RolloutOptions, dtype: Any = "float32"
+    model: Decoder | ImageText, mesh: Mesh, rollouts: RolloutOptions, dtype: Any = "float32"
 ) -> dict[str, int]:
     """Count the bytes per device that `zoo.generate` holds while it samples: the `sampler`, a copy of the parameters in
     `dtype` with layers unstacked, and the `cache`, KV caches or recurrent states of all layers, as
@@ -39,7 +39,8 @@ def count_sampling_memory(
         raise NotImplementedError("the stages of a pipeline do not sample: plan rollouts with pipe=1")
     decoding = drop_sequence_parallelism(mesh)
     assert decoding is not None
-    length = choose_cache_length(model, rollouts.length, 0, None)
+    decoder = model.decoder if isinstance(model, ImageText) else model
+    length = choose_cache_length(decoder, rollouts.length, 0, None)
     rows = choose_rows(model, rollouts.rows, decoding, samples=2)  # rows of several samples are not rounded further
     copy = place(eqx.filter_eval_shape(lambda model: cast(model, dtype), model), mesh)
     local = rows // decoding.count_shards("batch")
@@ -50,7 +51,8 @@ def count_sampling_memory(
         sizes.append(sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(states)))
         return jnp.zeros(())
 
-    eqx.filter_eval_shape(spmd(make_states, decoding, out=""), copy)  # shapes in there are a device's
+    sampled = copy.decoder if isinstance(copy, ImageText) else copy
+    eqx.filter_eval_shape(spmd(make_states, decoding, out=""), sampled)  # shapes in there are a device's
     parameters = sum(count_device_bytes(x) for x in jax.tree.leaves(copy) if is_array_or_shape(x))
     return {"sampler": parameters, "cache": sizes[-1]}
 

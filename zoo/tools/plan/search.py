@@ -10,6 +10,7 @@ import jax
 
 from zoo._terminal import format_count
 from zoo.inspect.program import count_device_bytes
+from zoo.models import ImageText
 from zoo.models.parameter_paths import list_parameter_paths
 from zoo.parallel import Mesh
 from zoo.parallel.chips import CHIPS
@@ -117,7 +118,10 @@ def rank_meshes(
     """Return the sizes of the meshes that divide a step, the best by estimate first; on none are parameters, gradients
     and moments larger than the memory. **Raises** `ValueError` if there are none."""
     model = eqx.filter_eval_shape(lambda key: make_model(key=key), jax.random.key(0))
-    layers = sum(1 for _ in model.stack.iter_blocks())
+    if isinstance(model, ImageText):
+        layers = 1  # no stages: a tower comes before the layers
+    else:
+        layers = sum(1 for _ in model.stack.iter_blocks())
     memory = CHIPS[topology.kind].memory
     ranked = []
     reason = _explain_rows(options)

@@ -223,7 +223,13 @@ class Plan:
         }
 
 
-_KINDS = {"model": "parameters", "opt_state": "optimizer state", "batch": "batch", "states": "cache"}
+_KINDS = {
+    "model": "parameters",
+    "tower": "parameters",
+    "opt_state": "optimizer state",
+    "batch": "batch",
+    "states": "cache",
+}
 _LOGITS = re.compile(r"\blogits\b")
 """The name scope of `zoo.models.loss`."""
 _ADVICE = {

@@ -12,18 +12,16 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Float, Shaped
 
 from zoo._optional import import_optional
 
-from .._figure import COLORS, INK, INSTALL, SHOWN_UNDERSCORE, draw_svg
+from .._figure import COLORS, INK, INSTALL, POINTS_PER_INCH, SHOWN_UNDERSCORE, draw_svg
 
 _STYLES = ("-", "-", (0, (7, 3)), (0, (2, 3)), "-", (0, (10, 4)), (0, (4, 4)), (0, (9, 3, 2, 3)))
 _MARKERS = ("o", "s", "^")
 """Markers of the first eight series of a scatter chart, the next eight, and so on."""
 _MAX_POINTS = 1000
-_CELL = 66
-"""Width of an image of a grid, with the gap beside it, in pixels."""
 
 
 class Chart:
@@ -174,16 +172,17 @@ class ScatterChart(Chart):
 
 @dataclasses.dataclass(frozen=True)
 class ImageGrid(Chart):
-    """Grayscale images row by row, each below its caption; a frame marks the images that were `missed`.
+    """Images row by row, each below its caption; a frame marks the images that were `missed`.
 
-    Intensities are from 0, black, to 1, white. **Raises** `ValueError` for no images, and unless each image has one
-    caption and one mark.
+    An image is "height width" of grayscale, from 0, black, to 1, white, or "height width 3" of colors. Cells have
+    `cell` pixels of width. **Raises** `ValueError` for no images, and unless each image has one caption and one mark.
     """
 
-    images: Float[np.ndarray, "count height width"]
+    images: Sequence[Shaped[np.ndarray, "_ _ ..."]] | Float[np.ndarray, "count height width"]
     captions: Sequence[str]
     missed: Sequence[bool]
     description: str
+    cell: int = 66
 
     def __post_init__(self) -> None:
         if not len(self.images) == len(self.captions) == len(self.missed) > 0:
@@ -191,16 +190,17 @@ class ImageGrid(Chart):
             raise ValueError(f"{counts}: each image has one caption and one mark")
 
     def choose_height(self, width: int) -> int:
-        return (_CELL + 18) * math.ceil(len(self.images) / (width // _CELL))
+        lines = 1 + max(caption.count("\n") for caption in self.captions)
+        return (self.cell + 18 * lines) * math.ceil(len(self.images) / (width // self.cell))
 
     def draw(self, figure: Any) -> None:
-        columns = round(figure.get_figwidth() * figure.dpi) // _CELL
+        columns = round(figure.get_figwidth() * POINTS_PER_INCH) // self.cell
         grid = list(figure.subplots(math.ceil(len(self.images) / columns), columns, squeeze=False).flat)
         for axes in grid[len(self.images) :]:
             axes.axis("off")
         for axes, image, caption, is_missed in zip(grid, self.images, self.captions, self.missed, strict=False):
             axes.imshow(image, cmap="gray", vmin=0, vmax=1, interpolation="none")
-            axes.set_title(caption, fontsize=10)
+            axes.set_title(caption, fontsize=10, parse_math=False)
             axes.set(xticks=(), yticks=())
             axes.spines[:].set(color=COLORS[1], linewidth=3, visible=is_missed)
 
