@@ -27,6 +27,7 @@ FLAGS = {
         *(*TRAIN, "checkpoint", "data", *READING, "reward", "lora", "targets", "updates", "samples", "temperature"),
         *("prompt_len", "max_new_tokens", "eval_prompts"),
     ],
+    "image_sft": [*FINETUNE, "train_tower", "held_out"],
     "linear_attention": [*TEXT, "mixers", *SIZES],
     "linearize": [
         *(*TEXT, "mixer", "teacher", "replace", "order", "embed", "layers", "heads"),

@@ -21,6 +21,7 @@ from tests.recipes import (
     test_dpo,
     test_finetune,
     test_grpo,
+    test_image_sft,
     test_linear_attention,
     test_linearize,
     test_long_context,
@@ -75,6 +76,7 @@ CASES = {
         written=(WEIGHTS, ADAPTER),
         marks=CI,
     ),
+    "image_sft": Case(test_image_sft.TINY | FOUR, ("pictures",), written=(WEIGHTS,)),
     "linear_attention": Case(test_linear_attention.TINY, run="gated-delta-net"),
     "linearize": Case(test_linearize.TINY | {"mixer": "mamba2", "replace": (1,)}, run="replaced-1"),
     "long_context": Case(test_long_context.TINY | FOUR, (), run="hybrid"),
@@ -119,6 +121,7 @@ def sources(text, start, tmp_path_factory):
         "checkpoint": {"checkpoint": start},
         "teacher": {"teacher": start},
         "chats": {"data": (str(paths["chats"]),)},
+        "pictures": test_image_sft.write_chats(folder),
         "pairs": {"data": (str(paths["pairs"]),)},
         "prompts": {"data": (str(paths["prompts"]),), "reward": (f"{rewards}:varied",)},
     }

@@ -5,7 +5,8 @@ import sys
 import numpy as np
 import pytest
 
-from zoo.train.digits import LabeledImages, load_digits
+from zoo.images import open_image
+from zoo.train.digits import LabeledImages, list_digit_questions, load_digits
 
 
 def test_digits_are_split_by_the_seed():
@@ -35,3 +36,25 @@ def test_digits_refuse_natural_mistakes(monkeypatch):
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
     with pytest.raises(ImportError, match=r"pip install 'equizoo\[images\]'"):
         load_digits()
+
+
+def test_questions_have_their_answers_in_the_picture():
+    """Of one scan of each digit, as which each quarter of a picture is found again."""
+    labels = np.arange(10)
+    scans = np.random.default_rng(0).uniform(-1, 1, (10, 1, 8, 8)).astype(np.float32)
+    records = list_digit_questions(LabeledImages(scans, labels), 60)
+    known = np.round((scans[:, 0] + 1) * 127.5)
+    asked = set()
+    for record in records:
+        (picture, question), answer = (message["content"] for message in record["messages"])
+        gray = open_image(picture["bytes"])[..., 0].astype(int)
+        parts = {"top left": gray[:8, :8], "top right": gray[:8, 8:]}
+        parts |= {"bottom left": gray[8:, :8], "bottom right": gray[8:, 8:]}
+        seen = {name: int(np.abs(known - part).sum((1, 2)).argmin()) for name, part in parts.items()}
+        seen |= {"the largest": max(seen.values()), "the smallest": min(seen.values())}
+        name = question["text"].removeprefix("Which digit is ").removesuffix("?")
+        assert answer == str(seen[name])
+        asked.add(name)
+    assert asked == {*parts, "the largest", "the smallest"}
+    assert records == list_digit_questions(LabeledImages(scans, labels), 60)
+    assert records != list_digit_questions(LabeledImages(scans, labels), 60, seed=1)

@@ -12,13 +12,12 @@ A field that only has another default keeps its help.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import jax
 from jaxtyping import Array, Key
 
 from zoo import adapters
-from zoo.models import Decoder
 from zoo.parallel import Mesh
 from zoo.parallel.batch import place_batch
 from zoo.parallel.place import place
@@ -27,8 +26,11 @@ from zoo.text.records.records import Records
 from zoo.text.tokenizers import read_tokenizer
 from zoo.weights.directory import resolve_directory
 from zoo.weights.load import load
+from zoo.weights.resolve import open_checkpoint
 
 from .options import MeshOptions, RunOptions
+
+_Model = TypeVar("Model")
 
 
 @dataclass(frozen=True)
@@ -130,8 +132,11 @@ class RecordConfig(TrainConfig):
     ) -> Records:
         """Load a source, `data` or records in memory, with the tokenizer and the chat template of the checkpoint in
         `directory`; plain texts in memory take no template. `options` are further arguments of `load_records`, such as
-        the `kinds` that the recipe takes."""
-        tokenizer = read_tokenizer(directory)
+        the `kinds` that the recipe takes, and `images`, of a model that reads them."""
+        vocab = None
+        if options.get("images"):
+            vocab = open_checkpoint(directory).model.decoder.embedding.table_shape[0]
+        tokenizer = read_tokenizer(directory, vocab)
         template = None
         if isinstance(source[0], str) or "text" not in source[0]:
             template = self.records.read_template(directory, tokenizer)
@@ -151,8 +156,9 @@ class FinetuneConfig(RecordConfig):
     quantization: Literal["none", "nf4", "int8"] = "none"
     """With lora, format of the base's linear layers (QLoRA)."""
 
-    def load_model(self, directory: Path, mesh: Mesh) -> Decoder:
-        """Load the model: in float32, or as the frozen base of adapters in the compute dtype, or quantized.
+    def load_model(self, directory: Path, mesh: Mesh) -> Any:
+        """Load the model, of texts or with images: in float32, or as the frozen base of adapters in the compute dtype,
+        or quantized.
 
         **Raises** `ValueError` for a quantized base without adapters, which nothing would train.
         """
@@ -167,7 +173,7 @@ class FinetuneConfig(RecordConfig):
         model = self.mesh.apply(load(directory, mesh=mesh, dtype="float32"))  # not rounded twice
         return place(adapters.quantize(model, self.quantization), mesh)
 
-    def add_adapters(self, base: Decoder, mesh: Mesh, *, key: Key[Array, ""]) -> Decoder:
+    def add_adapters(self, base: _Model, mesh: Mesh, *, key: Key[Array, ""]) -> _Model:
         """Return the base with LoRA adapters, or the base itself where all parameters are trained."""
         if not self.lora:
             return base

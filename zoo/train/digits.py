@@ -1,11 +1,15 @@
-"""Labeled images, and the handwritten digits that come with scikit-learn."""
+"""Labeled images, the handwritten digits that come with scikit-learn, and questions about pictures of these."""
 
 import hashlib
+import io
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float, Int, Shaped
 
 from zoo._optional import import_optional
+
+_PLACES = ("top left", "top right", "bottom left", "bottom right")
 
 
 class LabeledImages:
@@ -66,3 +70,32 @@ def load_digits(*, held_out: int = 384, seed: int = 0) -> tuple[LabeledImages, L
     images = bundled.images[order, None] / 8 - 1
     labels = bundled.target[order]
     return LabeledImages(images[:-held_out], labels[:-held_out]), LabeledImages(images[-held_out:], labels[-held_out:])
+
+
+def list_digit_questions(digits: LabeledImages, count: int, *, seed: int = 0) -> list[dict[str, Any]]:
+    """Return chats, each of a question about a picture of four digits, two by two, and its answer: records for
+    `zoo.train.load_records` with `images`.
+
+    Questions ask for the digit at one of the four places, for the largest and for the smallest, a third each. Pictures
+    are PNG of 16 x 16 pixels.
+
+    **Raises** `ImportError` without Pillow, with the command that installs it.
+    """
+    pillow = import_optional("PIL.Image", "pip install 'equizoo[images]'")
+    rng = np.random.default_rng(seed)
+    records = []
+    for _ in range(count):
+        drawn = rng.integers(len(digits), size=4)
+        scans = (digits.images[drawn, 0] + 1) * 127.5
+        labels = digits.labels[drawn]
+        place = rng.integers(4)
+        asked = {_PLACES[place]: labels[place], "largest": labels.max(), "smallest": labels.min()}
+        word = rng.choice(list(asked))
+        file = io.BytesIO()
+        pixels = np.block([[scans[0], scans[1]], [scans[2], scans[3]]])
+        pillow.fromarray(pixels.round().astype(np.uint8)).save(file, "png")
+        question = f"Which digit is {'' if word in _PLACES else 'the '}{word}?"
+        content = [{"type": "image", "bytes": file.getvalue()}, {"type": "text", "text": question}]
+        answer = {"role": "assistant", "content": str(asked[word])}
+        records.append({"messages": [{"role": "user", "content": content}, answer]})
+    return records

@@ -17,13 +17,21 @@ from zoo.weights.save import NoFamilyError, write_model
 
 
 def export(
-    model: Any, data: RunData, directory: Path, *, seq_len: int, training: Training | None = None, **entries: Any
+    model: Any,
+    data: RunData,
+    directory: Path,
+    *,
+    seq_len: int,
+    source: Path | None = None,
+    training: Training | None = None,
+    **entries: Any,
 ) -> Path:
     """Write `model` as a Hugging Face directory, as `zoo.save` does, with the tokenizer and chat template of `data`.
 
     The configuration of a model made from scratch says that texts begin and end with the separator, and that it was
     trained on `seq` tokens. The configuration of a loaded model stays as it was, unless `seq` is more than it had.
-    `entries` are further ones of the configuration; `training` is for the model card.
+    `source` is the directory that the model was loaded from, as for `zoo.save`: how images become pixels, and tensors
+    that were left aside. `entries` are further ones of the configuration; `training` is for the model card.
     """
     separator = data.tokenizer.separator
     more = {"max_position_embeddings": seq_len}
@@ -31,7 +39,7 @@ def export(
         more = {"bos_token_id": separator, "eos_token_id": separator, **more}
     elif json.loads(model.origin.config).get("max_position_embeddings", seq_len) >= seq_len:
         more = {}
-    write_model(model, directory, config={**more, **entries}, training=training)
+    write_model(model, directory, source=source, config={**more, **entries}, training=training)
     if jax.process_index() == 0:
         data.save(directory)
     if jax.process_count() > 1:
@@ -60,16 +68,17 @@ def export_result(
     seq_len: int,
     weights: str | None,
     training: Training,
-    **entries: Any,
+    **options: Any,
 ) -> None:
     """Export the model of a finished run and print its path; if no family holds the model, print where its weights are.
 
     - `weights`: path or URL of the run's newest checkpoint, None without one.
+    - `options`: further arguments of `export`.
 
     **Raises** as `export` does in all other cases.
     """
     try:
-        path = export(model, data, directory, seq_len=seq_len, training=training, **entries)
+        path = export(model, data, directory, seq_len=seq_len, training=training, **options)
         line = f"wrote the model to {path}"
     except NoFamilyError as error:
         line = f"no family holds {error.part}; weights are in {weights or 'no checkpoint'}; see Port a model"

@@ -350,9 +350,11 @@ class Run:
         if export_seq_len is not None:
             self.export(model, seq_len=export_seq_len)
 
-    def export(self, model: Any, *, seq_len: int, **entries: Any) -> None:
-        """Export `model` and the run's tokenizer to `export/`, for contexts of `seq_len` tokens, and say so. `entries`
-        are further ones of its config.json.
+    def export(self, model: Any, *, seq_len: int, source: Path | None = None, **entries: Any) -> None:
+        """Export `model` and the run's tokenizer to `export/`, for contexts of `seq_len` tokens, and say so.
+
+        `source` is the directory that the model was loaded from, as for `zoo.save`; `entries` are further ones of its
+        config.json.
 
         For a model that no family of checkpoints holds, prints a line that says so, and where its weights are.
         """
@@ -362,7 +364,8 @@ class Run:
             weights = self._find_newest_checkpoint()
             training = describe_training(self.config, self.step)
             path = self.directory / "export"
-            export_result(model, self.data, path, seq_len=seq_len, weights=weights, training=training, **entries)
+            options = {"source": source, "weights": weights, "training": training, **entries}
+            export_result(model, self.data, path, seq_len=seq_len, **options)
 
     def export_adapters(self, model: Any, *, base: str | Path) -> Any:
         """Write the adapters of `model`, of the checkpoint `base`, to `adapter/`, with the run's tokenizer; return the

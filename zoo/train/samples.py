@@ -69,7 +69,7 @@ def continue_prompts(
 
 def find_prompts(data: Records, count: int = 3) -> list[HeldOutPrompt]:
     """Return up to `count` different prompts of held-out records, from rows spread evenly. Of a plain text it is the
-    beginning. **Raises** `ValueError` if none are held out."""
+    beginning. **Raises** `ValueError` if none are held out, and `NotImplementedError` for records with images."""
     data.validation.require_rows()
     rows = data.validation.rows
     found = {}
@@ -84,6 +84,8 @@ def find_prompts(data: Records, count: int = 3) -> list[HeldOutPrompt]:
 
 def _iterate_prompts(data: Records, row: Mapping[str, np.ndarray]) -> Iterator[HeldOutPrompt]:
     """Yield the source of a pair, or the prompt of each text of a packed row."""
+    if "images" in row:
+        raise NotImplementedError("prompts with images are not sampled from records: zoo.generate takes images=")
     if "source" in row:
         tokens = row["source"][row["source_mask"]]
         yield HeldOutPrompt(data.decode_prompt(tokens), tokens)

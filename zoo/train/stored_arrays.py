@@ -228,5 +228,5 @@ def _compute_batches(
             next_line += _LINE_SECONDS
             done = number * batch_size
             show(f"the {name} has read {done:,} of {len(rows):,} rows  {format_metrics({}, measured)}".rstrip())
-        known = {key: batch[key] for key in BATCH_KEYS if key in batch}
+        known = {key: batch[key] for key in (*BATCH_KEYS, "images") if key in batch}
         yield fetch_arrays(dict(compute(place_batch(known, mesh))))
