@@ -41,6 +41,8 @@ ALSO_SHOWN = (
     "zoo.adapters.methods.rank_allocation",
     "zoo.layers.recurrent.context.RecurrenceContext",
     "zoo.layers.recurrent.from_attention",
+    "zoo.layers.encoders.mergers",
+    "zoo.layers.encoders.packed_images.PackedImages",
     "zoo.layers.encoders.patches.PatchedImages",
     "zoo.models.blocks",
     "zoo.models.encoders.heads",

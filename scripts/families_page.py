@@ -175,14 +175,14 @@ def format_support(support: FamilySupport) -> str:
 def build_support() -> str:
     """Build the table of what is tested of each family: from the fixtures, with which every test of them runs, and from
     the families that quantized files are tested with."""
-    kinds = ("models", "encoders", "encoder_decoders")
+    kinds = ("models", "encoders", "encoder_decoders", "image_text")
     found = {kind: find_cases(TESTS / "fixtures" / kind) for kind in kinds}
     rows = {}
     for name in FAMILIES:
         by_kind = {kind: found[kind].get(name, []) for kind in kinds}
         cases = [case for listed in by_kind.values() for case in listed]
         held = {"mesh": bool(cases), "adapters": bool(cases)}
-        held["decoding"] = bool(by_kind["models"] or by_kind["encoder_decoders"])
+        held["decoding"] = bool(by_kind["models"] or by_kind["encoder_decoders"] or by_kind["image_text"])
         rows[name] = {"cases": cases, **held, "quantized": QUANTIZED.get(name, [])}
     return json.dumps(rows, indent=1) + "\n"
 
@@ -201,6 +201,8 @@ def describe_parts(family: Family) -> tuple[str, str, str, str]:
 
     They are read off the model of its default config; keys without a default are those of its first published size.
     """
+    if family.defaults.keys() & {"image_token_id", "image_token_index"}:
+        return describe_image_text(family)
     if "vision_config" in family.defaults:
         return describe_towers(family)
     if "decoder_start_token_id" in family.defaults or "encoder" in family.defaults:
@@ -294,6 +296,22 @@ def describe_towers(family: Family) -> tuple[str, str, str, str]:
     block = towers[0][1]
     feed_forward = f"`{type(block.ffn).__name__}`, {' and '.join(activations)}"
     return mixer, f"`{type(block.mixer_norm).__name__}`", feed_forward, poolers
+
+
+def describe_image_text(family: Family) -> tuple[str, str, str, str]:
+    """Describe the encoder of images and the projector; the language model has a row of its own."""
+
+    def build(key):
+        model = family.build(read_config(family, {}), key=key)
+        return model, next(model.tower.stack.iter_blocks())
+
+    model, block = eqx.filter_eval_shape(build, jax.random.key(0))
+    block = getattr(block, "block", block)
+    words = ", ".join(describe_attention(block.mixer, Config()))
+    text, _ = family.build.__self__.read_text(read_config(family, {}))
+    mixer = f"of images: {words}; of texts: as `{text.name}`, or the family of `text_config`"
+    feed_forward = f"`{type(block.ffn).__name__}`, {find_activation_name(block.ffn.activation)}"
+    return mixer, f"`{type(block.mixer_norm).__name__}`", feed_forward, f"`{type(model.projector).__name__}`"
 
 
 def describe_encoder_decoder(family: Family) -> tuple[str, str, str, str]:

@@ -2,7 +2,7 @@
 
     shapes, _backend, _checks, _files, _keywords, _optional, _terminal, _workarounds
         < _processes < _compile_cache, ops
-        < parallel < layers < models < weights, text, audio, images, generate < adapters, inspect < train < precision
+        < parallel < layers < models < images < weights, text, audio, generate < adapters, inspect < train < precision
         < tools._figure < tools.plan, tools.draw, tools.report, tools.parity, tools.export, tools.evaluate
         < tools.testing, tools.commands < tools < testing, parity, cli, recipes
 
@@ -25,7 +25,8 @@ LEVELS = (
     ("parallel",),
     ("layers",),
     ("models",),
-    ("weights", "text", "audio", "images", "generate"),
+    ("images",),
+    ("weights", "text", "audio", "generate"),
     ("adapters", "inspect"),
     ("train",),
     ("precision",),

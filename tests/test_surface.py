@@ -45,9 +45,9 @@ SIGNATURES = {
     zoo.cross_entropy: "model batch key z_loss balance router_z indexer predictors over chunk implementation",
     zoo.log_probs: "model batch temperature entropy key chunk",
     zoo.generate: (
-        "model tokens max_new_tokens mask length prefix samples draft draft_tokens mesh callback details capture key "
-        "top_k top_p min_p repetition_penalty presence_penalty frequency_penalty logits stop_tokens stop_sequences "
-        "temperature"
+        "model tokens max_new_tokens images mask length prefix samples draft draft_tokens mesh callback details "
+        "capture key top_k top_p min_p repetition_penalty presence_penalty frequency_penalty logits stop_tokens "
+        "stop_sequences temperature"
     ),
     zoo.capture: "function names",
     zoo.capture_gradients: "loss_fn names mesh",
@@ -59,12 +59,12 @@ SIGNATURES = {
         "frequency_penalty logits stop_tokens stop_sequences"
     ),
     zoo.prefill: "model tokens length mask prefix mesh",
-    zoo.load: "directory revision mesh dtype family ignore packed",
+    zoo.load: "directory revision mesh dtype family ignore packed images",
     zoo.save: "model directory family source config shard_bytes",
     zoo.from_torch: "weights config mesh dtype family ignore",
     zoo.to_torch: "model family names",
     zoo.families: "",
-    zoo.hidden_states: "model tokens mask segment_ids positions",
+    zoo.hidden_states: "model tokens images mask segment_ids positions",
     zoo.embed: "model tokens mask images pooling",
     zoo.plan: "step args on model_flops",
     zoo.export: "model folder mesh platforms batch seq_len length image_size overwrite",
@@ -72,7 +72,7 @@ SIGNATURES = {
     zoo.twice_differentiable: "model",
     zoo.configure: "model remat loop attention recurrence grouped_matmul routing",
     zoo.set_implementations: "model attention recurrence grouped_matmul",
-    zoo.score: "model tokens mask segment_ids positions chunk",
+    zoo.score: "model tokens images spans mask segment_ids positions chunk",
 }
 
 

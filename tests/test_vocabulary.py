@@ -31,6 +31,8 @@ SPANNING_TESTS = {
     ),
     *(
         "layers/recurrent/test_mixers.py",
+        "models/encoders/test_packed_towers.py",
+        "models/test_image_text_limits.py",
         "models/test_parallel_equals_serial.py",
         "models/test_padding.py",
         "models/test_shared.py",

@@ -13,6 +13,7 @@ import pytest
 
 import zoo
 from scripts.page_code import list_code
+from tests.pictures import write_gemma3, write_picture
 
 pytestmark = pytest.mark.ci
 
@@ -26,6 +27,7 @@ FOR_EIGHT_DEVICES = (
 RUN_BY_OTHER_TESTS = ("docs/look-inside.md",)
 """Pages that train a checkpoint between their blocks of Python: tests/docs/test_look_inside.py."""
 HUB_NAME = "Qwen/Qwen3-0.6B"
+SEEING_NAME = "google/gemma-3-4b-it"
 
 
 def command(words: list[str], fails: bool) -> None:
@@ -61,6 +63,9 @@ def test_page_runs(page, devices, tmp_path, monkeypatch, no_type_checks):
     (tmp_path / "docs").symlink_to(ROOT / "docs")  # commands run in the repository
     if f'"{HUB_NAME}"' in page.read_text(encoding="utf-8"):
         save_model_of_the_hub(tmp_path / HUB_NAME)  # a folder of that name comes before the hub
+    if f'"{SEEING_NAME}"' in page.read_text(encoding="utf-8"):
+        write_gemma3(tmp_path / SEEING_NAME)
+        write_picture(tmp_path / "cat.png")
     names = {"__name__": "__main__", "command": command}
     for line, source in list_code(page.read_text(encoding="utf-8")):
         # Empty lines in front give the traceback, and a failing assertion, the page's own line numbers.
