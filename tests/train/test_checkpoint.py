@@ -294,10 +294,14 @@ def test_checkpoint_that_fails_as_the_program_ends_is_named(tmp_path):
 
 def test_checkpoint_wait_that_is_interrupted_can_be_repeated(checkpoints, monkeypatch):
     resumed = threading.Event()
+
+    def interrupt():
+        raise KeyboardInterrupt
+
     monkeypatch.setattr(checkpoints, "_finish_files", resumed.wait)
     checkpoints.save(1, {"x": jnp.ones(8)})
     with monkeypatch.context() as patched:  # only of this save: threads of Orbax wait for futures, too
-        patched.setattr(checkpoints._pending, "result", lambda: signal.raise_signal(signal.SIGINT))
+        patched.setattr(checkpoints._pending, "result", interrupt)
         with pytest.raises(KeyboardInterrupt):
             checkpoints.wait()
     assert checkpoints in checkpoint._saving

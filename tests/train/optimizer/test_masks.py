@@ -65,6 +65,8 @@ DECAY = {
     "RelativeEmbedding.weight",
     "PatchEmbedding.weight",
     "PatchPositions.weight",
+    "AxisPositions.weight",
+    "GridPositions.weight",
     "BiasedEmbedding.weight",
     "FrameConvolution.weight",
 }
