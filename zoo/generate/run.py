@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int, Key, Shaped
 from zoo._checks import is_host_readable, wrap_key
 from zoo._keywords import check_keywords
 from zoo.models import Decoder, EncoderDecoder, ImageText
-from zoo.models.image_places import PrefixSpan
+from zoo.models.image_text import reads_prefix
 from zoo.parallel import Mesh
 from zoo.parallel.activation import Activation
 from zoo.parallel.spmd import run_jitted
@@ -202,7 +202,7 @@ def generate(
         length = None
     elif isinstance(model, ImageText):
         model.check_images(tokens if mask is None else np.where(mask, tokens, -1), images)
-        if images is not None or isinstance(model.places, PrefixSpan):
+        if images is not None or reads_prefix(model):
             request.refuse_beside_images(prefix, draft, capture)
             reading = {"new": max_new_tokens, "length": length, "samples": samples}
             tokens, prefix = read_images(model, tokens, images, mask, mesh=mesh, **reading)

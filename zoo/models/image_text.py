@@ -320,10 +320,15 @@ def read_images(
     return model.read(images, key=info.keys), model.place_images(tokens, images, info, spans)
 
 
+def reads_prefix(model: Any) -> bool:
+    """Return True for a model that reads a prefix in both directions (PaliGemma), and needs spans for a loss."""
+    return isinstance(model, ImageText) and isinstance(model.places, PrefixSpan)
+
+
 def require_spans(model: Any, spans: Any) -> None:
-    """**Raises** `ValueError` for a model that reads a prefix in both directions (PaliGemma) without spans, where each
-    token is predicted from those before it."""
-    if isinstance(model, ImageText) and isinstance(model.places, PrefixSpan) and spans is None:
+    """**Raises** `ValueError` for a model that reads a prefix in both directions, without spans, where each token is
+    predicted from those before it."""
+    if reads_prefix(model) and spans is None:
         raise ValueError(
             "without spans every token is of the prefix, and sees the one that is to be predicted: pass spans"
         )

@@ -12,6 +12,7 @@ from zoo.adapters import lora, quantize
 from zoo.adapters.quantize import PackedFormat
 from zoo.models import split_ends
 from zoo.models.configure import configure
+from zoo.models.image_text import reads_prefix
 from zoo.models.loss import cross_entropy
 from zoo.parallel import Mesh, Schedule
 from zoo.parallel.batch import place_batch
@@ -42,8 +43,7 @@ def make_training_step(
     model = place(configure(model, remat=options.remat, loop=loop), mesh)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(3e-4, b2=0.95, weight_decay=0.1))
     opt_state = place(jax.eval_shape(optimizer.init, trainable(model)), mesh.optimizer)
-    tokens = jax.ShapeDtypeStruct((options.rows, options.seq), jnp.int32)
-    batch = place_batch({"tokens": tokens, "targets": tokens}, mesh)
+    batch = place_batch(_make_batch(model, options.rows, options.seq), mesh)
     schedule = options.schedule if mesh.shape["pipe"] > 1 else Schedule("gpipe")
 
     def loss_fn(model, batch):
@@ -57,6 +57,12 @@ def make_training_step(
         return place(eqx.apply_updates(model, updates), mesh), opt_state, loss
 
     return train_step, (batch, model, opt_state)
+
+
+def _make_batch(model: Any, rows: int, seq: int) -> dict[str, jax.ShapeDtypeStruct]:
+    """Return the shapes of a batch of texts."""
+    names = ("tokens", "targets", "spans") if reads_prefix(model) else ("tokens", "targets")
+    return dict.fromkeys(names, jax.ShapeDtypeStruct((rows, seq), jnp.int32))
 
 
 def make_trained(make_model: Callable[..., Any], options: TrainingOptions, key: Any) -> Any:
@@ -87,7 +93,6 @@ def count_model_flops(make_model: Callable[..., Any], options: TrainingOptions) 
         return None
     mesh = make_mesh(data=1, devices=jax.devices("cpu")[:1])
     model = place(eqx.filter_eval_shape(lambda key: make_model(key=key), jax.random.key(0)), mesh)
-    tokens = jax.ShapeDtypeStruct((1, options.seq), jnp.int32)
-    batch = place_batch({"tokens": tokens, "targets": tokens}, mesh)
+    batch = place_batch(_make_batch(model, 1, options.seq), mesh)
     loss = eqx.filter_jit(value(lambda model, batch: cross_entropy(cast(model, options.dtype), batch), mesh))
     return 3 * options.rows * trace_program(loss, model, batch, platform="cpu").work.total_flops
