@@ -121,7 +121,7 @@ def sources(text, start, tmp_path_factory):
         "checkpoint": {"checkpoint": start},
         "teacher": {"teacher": start},
         "chats": {"data": (str(paths["chats"]),)},
-        "pictures": test_image_sft.write_chats(folder),
+        "pictures": test_image_sft.write_chats(tmp_path_factory.mktemp("pictures")),
         "pairs": {"data": (str(paths["pairs"]),)},
         "prompts": {"data": (str(paths["prompts"]),), "reward": (f"{rewards}:varied",)},
     }

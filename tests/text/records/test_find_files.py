@@ -235,10 +235,9 @@ def test_digests_are_of_the_bytes_and_computed_once(folder, monkeypatch):
         os.utime(file.path, (1, 1))
     first = digest_files(files, folder / "cache")
     assert len(set(first)) == 1 and len(first) == 3  # equal contents
-    monkeypatch.setattr(find_files, "_digest_content", lambda file: pytest.fail("read again"))
-    assert digest_files(files, folder / "cache") == first
-    monkeypatch.undo()
-    os.chdir(folder)
+    with monkeypatch.context() as patched:
+        patched.setattr(find_files, "_digest_content", lambda file: pytest.fail("read again"))
+        assert digest_files(files, folder / "cache") == first
     files[0].path.write_text('{"text": "b"}\n')  # of the same size
     os.utime(files[0].path, (2, 2))
     changed = digest_files(files, folder / "cache")
