@@ -157,7 +157,7 @@ def test_a_chat_reads_its_pictures_with_the_first_turn(talk, gemma3, files, tmp_
     lines = ["Who is it?", f"And {SEEN}?", f"/save {saved}"]
     pictures = ["--image", files[0], "--image", files[1]]
     out, error = talk(lines, gemma3, *pictures, "--system", "Be brief.", "--max-new-tokens", 6)
-    assert error == "" and looked == [1], "later turns go on behind the caches"
+    assert error == "" and looked == [1], "later turns go on after the caches"
     messages = json.loads(saved.read_text())
     shown = [{"type": "image", "path": str(file)} for file in files]
     assert messages[:2] == [

@@ -314,7 +314,7 @@ def test_texts_have_a_placeholder_for_each_picture():
         expand_placeholders("<image>", images, {"model_type": "llava"})
 
 
-def test_files_that_are_not_whole_images_are_refused(tmp_path):
+def test_files_that_are_not_whole_images_are_refused(tmp_path, monkeypatch):
     data = (FIXTURE / "1.png").read_bytes()
     (tmp_path / "notes.png").write_text("not a picture")
     (tmp_path / "short.png").write_bytes(data[: len(data) // 2])
@@ -329,6 +329,11 @@ def test_files_that_are_not_whole_images_are_refused(tmp_path):
         open_image(x)
     with pytest.raises(ValueError, match="a picture is cut off or damaged"):
         open_image(data[:99])
+    with monkeypatch.context() as patched:
+        patched.setattr(PIL.Image, "MAX_IMAGE_PIXELS", 9)
+        for read in (open_image, read_picture_size):
+            with pytest.raises(ValueError, match=r"1.png is too large \(.*\): expected a smaller picture"):
+                read(FIXTURE / "1.png")
     with pytest.raises(FileNotFoundError):
         open_image(tmp_path / "none.png")
     with pytest.raises(TypeError, match="expected PIL images, arrays, paths or bytes, got "):

@@ -29,7 +29,7 @@ def turn(x, coordinates, axes, sign=1):
 
 
 def test_pairs_turn_by_the_position_on_their_axis():
-    """In values and gradients, in bfloat16 too, whose angles are those of float32."""
+    """In values and gradients, in bfloat16 too, with angles of float32."""
     rng = np.random.default_rng(0)
     coordinates = rng.integers(0, 900, (2, 5, 3))
     x, weights = rng.normal(size=(2, 2, 5, 3, 16))

@@ -11,7 +11,7 @@ from jaxtyping import Array, Int, Key
 from zoo._checks import wrap_key
 from zoo._keywords import check_keywords
 from zoo.models import Decoder, ImageText
-from zoo.models.image_places import PrefixSpan
+from zoo.models.image_text import check_texts, reads_prefix
 from zoo.parallel import Mesh
 from zoo.parallel.spmd import run_jitted
 
@@ -82,8 +82,8 @@ class Conversation:
         - `images`: the images of the whole text, of one row, as the model takes them. They are not read again if they
           are the same object as in the turn before, and the text goes on. A text with other images is read anew.
 
-        **Raises** `NotImplementedError` for images of a model that reads its whole prompt in both directions
-        (PaliGemma), in which no turn follows another.
+        **Raises** `NotImplementedError` for a model that reads its whole prompt in both directions (PaliGemma): no turn
+        follows another.
         """
         text = jnp.asarray([list(tokens)], jnp.int32)
         request.check_prompt(text, None, self._vocab)
@@ -137,13 +137,9 @@ class Conversation:
 
     def _check_images(self, text: Int[Array, "1 text"], images: Any) -> None:
         """**Raises** as `stream` does for images."""
-        if not isinstance(self._whole, ImageText):
-            if images is not None:
-                raise TypeError(request.describe_blind(self._whole))
-            return
-        self._whole.check_images(text, images)
-        if images is not None and isinstance(self._whole.places, PrefixSpan):
+        check_texts(self._whole, text, images)
+        if reads_prefix(self._whole):
             raise NotImplementedError(
-                "images: this model reads its prompt in both directions, and an answer by its words before: "
+                "this model reads its prompt in both directions, and an answer by its words before: "
                 "zoo.generate(model, tokens, images=images) answers once"
             )

@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int, Key, Shaped
 from zoo._checks import is_host_readable, wrap_key
 from zoo._keywords import check_keywords
 from zoo.models import Decoder, EncoderDecoder, ImageText
-from zoo.models.image_text import reads_prefix
+from zoo.models.image_text import reads_prefix, refuse_images
 from zoo.parallel import Mesh
 from zoo.parallel.activation import Activation
 from zoo.parallel.spmd import run_jitted
@@ -190,8 +190,8 @@ def generate(
     request.check_count("max_new_tokens", max_new_tokens)
     request.check_count("samples", samples)
     request.check_mesh(mesh, model)
-    if images is not None and not isinstance(model, ImageText):
-        raise TypeError(request.describe_blind(model))
+    if not isinstance(model, ImageText):
+        refuse_images(model, images)
     mesh = drop_sequence_parallelism(mesh)
     if isinstance(model, EncoderDecoder):
         request.refuse_beside_source(prefix, draft)

@@ -1,8 +1,9 @@
 """Pictures as arrays of gray levels: open, resize, crop and normalize them, as transformers does with PIL."""
 
+import contextlib
 import io
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,8 @@ def open_image(image: Picture) -> RGB:
     turned upright, as its EXIF data say.
 
     **Raises** `TypeError` for what is not a picture, and for other gray levels than 0 to 255, which Pillow would cut;
-    `ValueError` for a file that is not an image or is cut off, and for a picture without pixels; `ImportError` without
-    Pillow.
+    `ValueError` for a file that is not an image, is cut off or has more pixels than Pillow opens, and for a picture
+    without pixels; `ImportError` without Pillow.
     """
     pillow = import_optional("PIL.Image", _INSTALL)
     name = getattr(image, "filename", None) or "a picture"
@@ -47,7 +48,7 @@ def open_image(image: Picture) -> RGB:
         image = pillow.fromarray(np.asarray(image[..., 0] if image.shape[2:] == (1,) else image))
     elif not isinstance(image, pillow.Image | bytes):
         raise TypeError(f"images: expected PIL images, arrays, paths or bytes, got {describe_argument(image)}")
-    try:
+    with _explain(name):
         if isinstance(image, bytes):
             image = import_optional("PIL.ImageOps", _INSTALL).exif_transpose(pillow.open(io.BytesIO(image)))
         _check_levels(image)
@@ -55,10 +56,6 @@ def open_image(image: Picture) -> RGB:
             image = image.convert("RGBA")
             image = pillow.alpha_composite(pillow.new("RGBA", image.size, (255, 255, 255, 255)), image)
         return np.asarray(image.convert("RGB"))
-    except pillow.UnidentifiedImageError as error:
-        raise ValueError(f"{name} is not an image: expected a file that Pillow opens, such as PNG or JPEG") from error
-    except (OSError, SyntaxError, EOFError) as error:
-        raise ValueError(f"{name} is cut off or damaged ({error}): expected a whole image") from error
 
 
 def read_picture_size(image: str | Path | bytes) -> tuple[int, int]:
@@ -70,19 +67,28 @@ def read_picture_size(image: str | Path | bytes) -> tuple[int, int]:
     """
     pillow = import_optional("PIL.Image", _INSTALL)
     name = "a picture" if isinstance(image, bytes) else str(image)
+    with _explain(name), pillow.open(io.BytesIO(image) if isinstance(image, bytes) else image) as opened:
+        # The method of PNG reads all pixels, since EXIF data may follow them.
+        orientation = pillow.Image.getexif(opened).get(_ORIENTATION, 1)
+        width, height = opened.size
+        _check_levels(opened)
+    return (width, height) if orientation in _TURNED else (height, width)
+
+
+@contextlib.contextmanager
+def _explain(name: str) -> Iterator[None]:
+    """Raise the errors of Pillow as `ValueError`s about a picture."""
+    pillow = import_optional("PIL.Image", _INSTALL)
     try:
-        with pillow.open(io.BytesIO(image) if isinstance(image, bytes) else image) as opened:
-            # The method of PNG reads all pixels, for EXIF data behind them.
-            orientation = pillow.Image.getexif(opened).get(_ORIENTATION, 1)
-            width, height = opened.size
-            _check_levels(opened)
+        yield
     except FileNotFoundError:
         raise
     except pillow.UnidentifiedImageError as error:
         raise ValueError(f"{name} is not an image: expected a file that Pillow opens, such as PNG or JPEG") from error
-    except (OSError, SyntaxError, EOFError, pillow.DecompressionBombError) as error:
-        raise ValueError(f"{name} cannot be read ({error}): expected a whole image") from error
-    return (width, height) if orientation in _TURNED else (height, width)
+    except pillow.DecompressionBombError as error:
+        raise ValueError(f"{name} is too large ({error}): expected a smaller picture") from error
+    except (OSError, SyntaxError, EOFError) as error:
+        raise ValueError(f"{name} is cut off or damaged ({error}): expected a whole image") from error
 
 
 def _check_levels(image: Any) -> None:

@@ -1,4 +1,4 @@
-"""The processed pictures of one text, and how those of several texts become the images that a model reads."""
+"""The processed pictures of one text, and the images of a batch that they are joined to."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -96,14 +96,14 @@ def process_idefics3(image: RGB, settings: Mapping[str, Any]) -> Tiled:
     tile = read_edge(settings, "max_image_size")
     if settings["do_resize"]:
         image = resize_picture(image, _scale_to_edge(image.shape[:2], read_edge(settings, "size")), settings)
-    rows, columns = 0, 0
+    grid = (0, 0)
     if settings["do_image_splitting"]:
-        rows, columns = _count_tiles(image.shape[:2], tile)
-        image = resize_picture(image, (rows * tile, columns * tile), settings)
+        grid = _count_tiles(image.shape[:2], tile)
+        image = resize_picture(image, (grid[0] * tile, grid[1] * tile), settings)
     whole = resize_picture(image, (tile, tile), settings)
-    if rows * columns <= 1:
+    if math.prod(grid) <= 1:
         return normalize_pixels(whole, settings)[None], (0, 0)
-    return _cut_tiles(image, whole, (rows, columns), settings), (rows, columns)
+    return _cut_tiles(image, whole, grid, settings), grid
 
 
 def measure_idefics3(size: tuple[int, int], settings: Mapping[str, Any]) -> Measured:
@@ -147,15 +147,15 @@ def process_internvl(image: RGB, settings: Mapping[str, Any]) -> Tiled:
     """Cut a picture into a grid of tiles with the nearest aspect ratio; the picture as a whole comes last. A picture of
     one tile is not cut (InternVL 1.5, arXiv:2404.16821, section 3.3)."""
     tile = read_size(image.shape, settings["size"])
-    rows, columns = 1, 1
+    grid = (1, 1)
     if settings["crop_to_patches"]:
-        rows, columns = _fit_tiles(image.shape[:2], tile, settings["min_patches"], settings["max_patches"])
-    if rows * columns == 1:
+        grid = _fit_tiles(image.shape[:2], tile, settings["min_patches"], settings["max_patches"])
+    if math.prod(grid) == 1:
         if settings["do_resize"] or settings["crop_to_patches"]:
             image = resize_picture(image, tile, settings)
         return normalize_pixels(image, settings)[None], (0, 0)
-    stretched = resize_picture(image, (rows * tile[0], columns * tile[1]), settings)
-    return _cut_tiles(stretched, resize_picture(image, tile, settings), (rows, columns), settings), (rows, columns)
+    stretched = resize_picture(image, (grid[0] * tile[0], grid[1] * tile[1]), settings)
+    return _cut_tiles(stretched, resize_picture(image, tile, settings), grid, settings), grid
 
 
 def measure_internvl(size: tuple[int, int], settings: Mapping[str, Any]) -> Measured:

@@ -35,8 +35,8 @@ class TokenInfo(Module):
     """Row and column of each patch of an image, for `zoo.ops.axial_rotary`, (0, 0) for other tokens; of texts with
     images the time, row and column of each token, for `zoo.ops.sectioned_rotary`."""
     lookahead: Int[Array, "batch seq"] | None = None
-    """Number of later tokens that each token attends to besides those before it, such as those of its image; None for
-    0. A window counts from the token itself."""
+    """Number of later tokens that each token attends to besides those before it, such as the rest of its image; None
+    for 0. A window counts from the token itself."""
     token_types: Int[Array, "batch seq"] | None = None
     """Type of each token, for encoders that embed it: 0 for the first text of a pair, 1 for the second."""
     windows: SegmentIds | None = None

@@ -305,9 +305,14 @@ def check_texts(model: Any, tokens: Any, images: Any) -> None:
         check_tokens(tokens, find_checkable_vocab(model.decoder))
         model.check_images(tokens, images)
         return
+    refuse_images(model, images)
+    check_tokens(tokens, find_checkable_vocab(model))
+
+
+def refuse_images(model: Any, images: Any) -> None:
+    """**Raises** `TypeError` for images of a model without a tower."""
     if images is not None:
         raise TypeError(f"images: {type(model).__name__} reads texts only, and zoo.models.ImageText reads images")
-    check_tokens(tokens, find_checkable_vocab(model))
 
 
 def read_images(

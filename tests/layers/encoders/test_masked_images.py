@@ -8,7 +8,7 @@ from zoo.layers.encoders.masked_images import MaskedImageEmbedding, MaskedImages
 
 SIDES = (3, 5)
 REAL = [(8, 10), (3, 9), (1, 1), (0, 0)]
-"""Rows and columns of pixels of each image; those of a patch are 2 x 2, and the last row of patches may be cut."""
+"""Rows and columns of pixels of each image; a patch has 2 x 2, and the last row of patches may be cut."""
 
 
 def test_patches_that_count_share_out_the_grid():

@@ -391,7 +391,7 @@ ANSWER = {"role": "assistant", "content": "a"}
     [
         (ask(part("none.png")), "there is no picture .*none.png"),
         (ask(part("notes.png")), ".*notes.png is not an image: expected a file that Pillow opens"),
-        (ask(part("begin.png")), ".*begin.png cannot be read"),
+        (ask(part("begin.png")), ".*begin.png is cut off or damaged"),
         (ask(part("deep.png")), "images: expected gray levels from 0 to 255, got a picture of mode I;16"),
         (ask(part("long.png")), "long.png: a picture of 1 x 400 pixels is longer than 200 times its width"),
         (ask({"type": "video", "path": "a"}), r"`messages`\[0\] has a part of the type video: expected text"),

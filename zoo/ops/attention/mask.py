@@ -22,7 +22,7 @@ class AttentionMask:
     - `block`: block-causal mask (block diffusion, Arriola et al., arXiv:2503.09573, section 3.2), a causal mask of
       blocks: a query attends to all keys of its own block of `block` positions, and of earlier blocks. The last
       position of its block replaces the position of a query in both rules above.
-    - `lookahead`: the number of later positions that each query attends to as well, such as those of its image (a
+    - `lookahead`: the number of later positions that each query attends to as well, such as the rest of its image (a
       prefix, Liu et al., arXiv:1801.10198, section 4.2.1; Gemma 3, arXiv:2503.19786, section 2). A window is counted
       from the query itself.
     - Segments (packed sequences): only tokens with equal ids attend to each other.
