@@ -4,6 +4,7 @@ import inspect
 import re
 
 import pytest
+import yaml
 
 import zoo
 from scripts import check_site, make_pages, write_pages
@@ -87,6 +88,25 @@ def test_home_page_groups_every_family():
     table = home.partition("| kind |")[2].partition("\n\n")[0]
     assert sorted(re.findall(r"`([\w-]+)`", table)) == sorted(FAMILIES)
     assert f"and {len(PRESETS)} published sizes" in home
+
+
+def test_old_addresses_lead_to_pages():
+    config = yaml.safe_load((make_pages.ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
+    (redirects,) = (plugin["redirects"] for plugin in config["plugins"] if "redirects" in plugin)
+    written = make_pages.list_site_pages()
+    for old, new in redirects["redirect_maps"].items():
+        assert f"docs/{old}" not in written and not (make_pages.ROOT / "docs" / old).exists()
+        assert f"docs/{new}" in written or (make_pages.ROOT / "docs" / new).exists()
+
+
+def test_every_recipe_is_on_a_guide():
+    """fork.md lists all recipes, and the API their names: neither says what one is for."""
+    docs = make_pages.ROOT / "docs"
+    guides = [path for path in docs.rglob("*.md") if path.name != "fork.md" and "api" not in path.parts]
+    text = "\n".join(path.read_text(encoding="utf-8") for path in guides if path.name != "tree.md")
+    recipes = [path.stem for path in (make_pages.ROOT / "recipes").glob("*.py")]
+    assert len(recipes) > 20
+    assert [x for x in recipes if not re.search(rf"zoo fork {x}\b|\b{x}\.py\b", text)] == []
 
 
 @pytest.fixture
