@@ -14,8 +14,10 @@ from pathlib import Path
 from posixpath import join, normpath
 from urllib.parse import unquote
 
-COLUMNS = 120
-"""Characters that fit into a code box at 1,200 pixels, as scripts/browse_site.py measures."""
+COLUMNS = 88
+"""Characters that fit into a code box at 1,280 pixels, beside the menu and the table of contents."""
+COLUMNS_OF_API = 120
+"""Characters that fit into a code box of a docstring at 1,200 pixels: its letters are smaller."""
 FENCE = re.compile(r"^ *(`{3,})[^\n`]*\n.*?^ *\1 *$", re.MULTILINE | re.DOTALL)
 COMMENT = re.compile(r"<!--.*?-->", re.DOTALL)
 UNRENDERED = {
@@ -99,7 +101,9 @@ class Site:
         for path, page in self.pages.items():
             source = (sources / path).with_suffix(".md")
             markdown = source.read_text(encoding="utf-8") if source.is_file() else None
-            faults = [*find_text_faults(page), *find_code_faults(page, markdown), *self._find_dead_links(path, page)]
+            columns = COLUMNS_OF_API if path.startswith("api/") else COLUMNS
+            code_faults = find_code_faults(page, markdown, columns)
+            faults = [*find_text_faults(page), *code_faults, *self._find_dead_links(path, page)]
             yield from (f"{path}: {fault}" for fault in faults)
 
     def _find_dead_links(self, path: str, page: Page) -> Iterator[str]:
@@ -125,12 +129,12 @@ def find_text_faults(page: Page) -> Iterator[str]:
             yield f"a code box is a paragraph: {_excerpt(code)}"
 
 
-def find_code_faults(page: Page, markdown: str | None) -> Iterator[str]:
+def find_code_faults(page: Page, markdown: str | None, columns: int = COLUMNS) -> Iterator[str]:
     """Yield the faults of a page's code boxes; of their number only if it has Markdown, and nothing from docstrings."""
     for box in page.boxes:
         for line in box.splitlines():
-            if len(line) > COLUMNS:
-                yield f"a line of {len(line)} characters is cut off, {COLUMNS} fit: {_excerpt(line)}"
+            if len(line) > columns:
+                yield f"a line of {len(line)} characters is cut off, {columns} fit: {_excerpt(line)}"
     if markdown is not None and not re.search(r"^::: ", markdown, re.MULTILINE):
         fences = len(FENCE.findall(COMMENT.sub("", markdown)))
         if fences != len(page.boxes):

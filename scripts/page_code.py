@@ -8,6 +8,7 @@ from typing import Literal
 
 FENCE = re.compile(r"^( *)(`{3,})(?P<info>[^\n`]*)\n(?P<code>.*?)^\1\2 *$", re.MULTILINE | re.DOTALL)
 MARK = re.compile(r"<!-- (no-run|fails)\b(?P<reason>.*?)-->\s*$")
+COMMAND = re.compile(r"^ *\$ (zoo(?:\\\n|.)*)", re.MULTILINE)
 FRONT_MATTER = re.compile(r"\A---\n.*?\n---\n", re.DOTALL)
 
 
@@ -23,10 +24,13 @@ class Part:
     """True for commands that must fail."""
 
     def list_commands(self) -> Iterator[tuple[int, str]]:
-        """Yield the line of the page and the words of each command of a console, from "zoo" on."""
-        for number, row in enumerate(self.source.splitlines()):
-            if row.strip().startswith("$ zoo"):
-                yield self.line + number, row.strip().removeprefix("$ ")
+        """Yield the line of the page and the words of each command of a console, from "zoo" on.
+
+        A row that ends with a backslash goes on in the next, as in a shell.
+        """
+        for command in COMMAND.finditer(self.source):
+            line = self.line + self.source.count("\n", 0, command.start())
+            yield line, re.sub(r" *\\\n *", " ", command[1]).rstrip()
 
 
 def split_page(text: str) -> list[Part]:

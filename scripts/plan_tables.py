@@ -141,7 +141,7 @@ def build_refused() -> str:
     try:
         plan_case(REFUSED).require_fit()
     except BudgetError as error:
-        lines = [line for row in f"zoo plan: {error}".splitlines() for line in textwrap.wrap(row, 96)]
+        lines = [line for row in f"zoo plan: {error}".splitlines() for line in textwrap.wrap(row, 88)]
         return "\n".join(["```text", *lines, "```"])
     raise AssertionError(f"{REFUSED} fits: choose a larger model")
 

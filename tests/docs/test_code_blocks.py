@@ -93,6 +93,8 @@ def test_code_is_python_and_commands():
     console = "```console\n$ zoo info 'a b'\nx\n```\n"
     assert list_code(console) == [(2, "command(['info', 'a b'], False)\n")]
     assert list_code(f"<!-- fails: no such model -->\n{console}") == [(3, "command(['info', 'a b'], True)\n")]
+    long = "```console\n$ zoo info \\\n    'a b'\nx\n$ zoo plan\n```\n"
+    assert list_code(long) == [(2, "command(['info', 'a b'], False)\n"), (5, "command(['plan'], False)\n")]
     assert list_code("<!-- no-run: it needs a GPU -->\n```python\nx\n```\n") == []
 
 

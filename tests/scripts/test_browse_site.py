@@ -103,6 +103,9 @@ def test_every_page_looks_whole_in_a_browser(site):
     assert [f"{x['page']} at {x['window']}: {fault}" for x in results for fault in find_faults(x)] == []
     fitting = [x["columns"] for x in results if x["window"] >= browse_site.WIDE and x["columns"] is not None]
     assert fitting and min(fitting) >= COLUMNS
+    pages = ["layout.html", "tutorials/transformer.html"]
+    narrow = browse(site, widths=(1220, 1280), pages=pages)  # the menu and the table of contents leave least room
+    assert all(x["columns"] >= COLUMNS for x in narrow)
 
 
 @browser

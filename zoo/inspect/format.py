@@ -4,6 +4,8 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any, TypeVar
 
+LINE = 88
+"""Characters of a line of text: a terminal beside an editor, or a code box of the documentation."""
 _MAX_SHOWN = 12
 _UNITS = {"bytes": "B", "flops": "FLOP"}
 Row = TypeVar("Row")
@@ -58,6 +60,18 @@ def format_program(program: Any) -> str:
     return "\n".join(f"{label:<14}{text}".rstrip() for label, text in _format_lines(program))
 
 
+def wrap_phrases(label: str, text: str, indent: int) -> Iterator[tuple[str, str]]:
+    """Yield the lines of phrases between commas that are too long for one line, with the label before the first."""
+    line, *phrases = text.split(", ")
+    for phrase in phrases:
+        if indent + len(f"{line}, {phrase},") > LINE:
+            yield label, f"{line},"
+            label, line = "", phrase
+        else:
+            line += f", {phrase}"
+    yield label, line
+
+
 def _format_lines(program: Any) -> Iterator[tuple[str, str]]:
     axes = " x ".join(f"{axis} {size}" for axis, size in program.mesh.items())
     on = f"{program.devices} devices" if program.devices > 1 else "one device"
@@ -83,7 +97,7 @@ def _format_lines(program: Any) -> Iterator[tuple[str, str]]:
         more = ", ..." if len(program.endless) > _MAX_SHOWN else ""
         names = ", ".join(program.endless[:_MAX_SHOWN])
         yield "", f"counted once, unknown trip count: {len(program.endless)} loops, {names}{more}"
-    yield "memory", _format_memory(program.memory, program.platform)
+    yield from wrap_phrases("memory", _format_memory(program.memory, program.platform), 14)
     yield "donated", _format_donations(program.donations)
     yield from (("", f"not reused: {donation.name}") for donation in program.failed_donations[:_MAX_SHOWN])
     if not program.collectives:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 
-from zoo.inspect.format import format_decimal_prefix
+from zoo.inspect.format import format_decimal_prefix, wrap_phrases
 from zoo.parallel.mesh import format_sizes
 
 from .options import TrainingOptions
@@ -22,7 +22,7 @@ def _iter_lines(plan: Plan, tokens: float | None) -> Iterator[tuple[str, str]]:
     where = f"{format_sizes(plan.program.shape)} on {plan.topology}"
     if plan.topology.devices > 1:
         where += f": {plan.topology.devices:,} devices"
-    yield plan.program.name, ", ".join([where, *_list_options(plan)])
+    yield from wrap_phrases(plan.program.name, ", ".join([where, *_list_options(plan)]), 12)
     yield from _iter_memory(plan)
     flops = plan.program.work.total_flops * plan.topology.devices
     parts = [f"{_format(flops)}FLOP"]
