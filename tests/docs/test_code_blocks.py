@@ -20,7 +20,7 @@ pytestmark = pytest.mark.ci
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]
 FOR_EIGHT_DEVICES = (
-    *("README.md", "docs/add-a-layer.md", "docs/export.md", "docs/ideas.md", "docs/layout.md"),
+    *("README.md", "docs/add-a-layer.md", "docs/export.md", "docs/ideas.md", "docs/layout.md", "docs/long-context.md"),
     *("docs/parallelism.md", "docs/pipelines.md", "docs/profile.md", "docs/read-a-program.md", "docs/residuals.md"),
 )
 """Pages that ask for eight devices, or are about them."""
