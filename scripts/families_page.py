@@ -112,7 +112,7 @@ def build_families_page(note: str) -> str:
             "*Mesh*: a training step on data 2 x fsdp 2 x tensor 2, "
             "of packed rows where the model takes them, equals one on one device. *Adapters*: LoRA around every linear "
             "layer does too. *Decoding*: greedy tokens with caches are PyTorch's. *Quantized*: formats with a case of "
-            "the family; the [same code](checkpoints.md#quantized-files) reads them for the others.\n",
+            "the family; the [same code](quantized.md#what-is-read) reads them for the others.\n",
             "| family | class in transformers or fla | cases | mesh | adapters | decoding | quantized |",
             "|---|---|--:|---|---|---|---|",
             *(
