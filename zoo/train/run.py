@@ -50,6 +50,7 @@ from .resume import read_learning_rate
 from .samples import HeldOutPrompt, continue_prompts
 from .trackers import Tracker
 from .tracking import Trackers, import_trackers
+from .watchdog import Watchdog
 
 _log = logging.getLogger("zoo")
 
@@ -142,6 +143,9 @@ class Run:
             self._profile = Profile(self.directory / "profile", self.print_line)
         else:
             self._profile = None
+        self._watchdog: Watchdog | None = None
+        if options.watchdog:
+            self._watchdog = Watchdog(self.directory / f"stacks-{jax.process_index()}.log", options.watchdog)
         self._interrupt = Interrupt()
         self._pace = Throughput(0)
         self._progress: Progress = SilentProgress()
@@ -167,6 +171,7 @@ class Run:
         self._exit.callback(lambda: self._progress.close())
         self._exit.push(self._close_metrics)
         self._exit.enter_context(self._profile or contextlib.nullcontext())
+        self._exit.enter_context(self._watchdog or contextlib.nullcontext())
         self._exit.enter_context(self._interrupt)
         if jax.process_index() == 0:
             write_json(self.directory / "env.json", collect_environment())
@@ -251,6 +256,8 @@ class Run:
             self._progress = make_progress(total, start=self.step)
         first = self.step + 1
         while self.step < total and not self.stopped:
+            if self._watchdog is not None:
+                self._watchdog.restart()
             with self._profile_step():
                 batch = next(batches)
                 if placed and self.mesh is not None:
