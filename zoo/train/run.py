@@ -38,7 +38,7 @@ from .directory import DirectoryLock, claim_directory
 from .environment import collect_environment
 from .export import describe_training, export_adapters, export_result
 from .finite import describe_retry, find_nan_arrays, find_nonfinite_metrics
-from .flops import count_step_flops, to_shapes
+from .flops import count_step_flops, find_peak_flops, to_shapes
 from .interrupt import Interrupt, is_set_on_any_process
 from .metrics import Metrics, MetricsFile, Record, Value, truncate_after
 from .options import RunOptions, find_run_options, flatten_config
@@ -243,14 +243,15 @@ class Run:
 
         - `placed`: False for batches that the loop itself makes rows of, such as prompts.
         - `tokens`, `flops`: per step, over all processes, for the speed shown. By default the tokens of a placed batch,
-          and the FLOPs of the run's model for these (`count_step_flops`).
+          and the FLOPs of the run's model for these (`count_step_flops`). On a known chip they give the MFU.
         """
         if self._newest is not None and self.step == 0:
             raise RuntimeError("this run is resumed: call run.restore before run.steps")
         if self._model is not None and isinstance(batches, ShuffledBatches):
             self.print_line(str(batches))
         self.total = total
-        self._pace = Throughput(total, tokens=tokens, flops=flops)
+        devices = jax.devices() if self.mesh is None else list(self.mesh.devices.devices.flat)
+        self._pace = Throughput(total, tokens=tokens, flops=flops, peak=find_peak_flops(devices))
         if jax.process_index() == 0:
             self._trackers.open()
             self._progress = make_progress(total, start=self.step)
