@@ -380,7 +380,8 @@ class Run:
         model with them merged. A model without adapters, and the model of a stopped run, is returned as it is."""
         if self.stopped:
             return model
-        return export_adapters(model, self.data, self.directory / "adapter", base=base)
+        training = describe_training(self.config, self.step)
+        return export_adapters(model, self.data, self.directory / "adapter", base=base, training=training)
 
     def _describe(self) -> str:
         """Return the first lines of a run: its name, the size of its model, the mesh and the data."""
