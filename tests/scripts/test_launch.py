@@ -219,3 +219,22 @@ def test_dockerfile_names_what_is_there():
     assert user not in ("root", "0") and any(f"useradd --create-home {user}" in words for _, words in commands)
     (command,) = (words for name, words in commands if name == "CMD")
     assert (ROOT / yaml.safe_load(command)[1]).is_file()
+
+
+def test_workflow_starts_the_demo_in_the_image():
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "docker.yml").read_text(encoding="utf-8"))
+    triggers = workflow[True]  # YAML reads `on` as a truth value
+    assert triggers["schedule"] and triggers["push"]["paths"] == triggers["pull_request"]["paths"]
+    assert "Dockerfile" in triggers["push"]["paths"] and all(
+        (ROOT / path).is_file() for path in triggers["push"]["paths"]
+    )
+    build, start = (step["run"] for step in workflow["jobs"]["demo"]["steps"] if "run" in step)
+    image = shlex.split(build)[3]
+    assert shlex.split(build) == ["docker", "build", "--tag", image, "."]
+    *docker, commands = shlex.split(start)
+    assert docker == ["docker", "run", "--rm", image, "sh", "-euc"]
+    python, recipe, *words = commands.partition(" && ")[0].split()
+    assert python == "python" and (ROOT / recipe).is_file() and words[:2] == ["--steps", "5"]
+    assert {word.removeprefix("--") for word in words if word.startswith("--")} <= set(
+        flag_names(recipes.transformer.main)
+    )
