@@ -70,10 +70,13 @@ def test_a_copy_is_kept_until_the_store_changes(store, monkeypatch):
         get(self, *args)
 
     monkeypatch.setattr(type(store), "get", count)
+    asked = []
+    monkeypatch.setattr(type(store), "invalidate_cache", lambda self, path=None: asked.append(path))
     first = download("memory://a/b.txt")
     assert download("memory://a/b.txt") == first and first.read_text() == "one" and len(calls) == 1
     write(store, {"/a/b.txt": "two"})
     assert download("memory://a/b.txt").read_text() == "two" and len(calls) == 2
+    assert asked == [None] * 3, "listings are not taken from a cache, as s3fs has one"
     assert not [path for path in first.parents[1].iterdir() if path.name.startswith(".part")]
 
 

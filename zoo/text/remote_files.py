@@ -43,6 +43,7 @@ def download(source: str | Path) -> Path:
     `ValueError` for an unknown file system, a name that leaves its folder and a file that changes meanwhile.
     """
     store, path = _open_store(str(source))
+    store.invalidate_cache()  # of listings, which s3fs and gcsfs keep
     files, is_file = _list_files(store, path)
     if not files:
         raise FileNotFoundError(f"{source}: no such file or folder, or nothing in it")
