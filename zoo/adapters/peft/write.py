@@ -83,8 +83,8 @@ def write_adapter(
     with create_files(path) as create:
         write_tensors(create(WEIGHTS_FILE), {name: hold_array(array) for name, array in tensors.items()})
         create(CONFIG_FILE).write((json.dumps(config, indent=2, sort_keys=True) + "\n").encode())
-    base, task = (config[name] for name in ("base_model_name_or_path", "task_type"))
-    write_model_card(path, describe_adapter(config["peft_type"], base, task, training))
+    name = config["base_model_name_or_path"]
+    write_model_card(path, describe_adapter(config["peft_type"], name, config["task_type"], training))
 
 
 def _name_base(model: Any) -> str | None:
