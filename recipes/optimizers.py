@@ -31,7 +31,7 @@ OPTIMIZERS = get_args(train.OptimizerName)
 class Config(train.SweepConfig):  # batch_size, steps, num_seeds, ...
     """Train with each optimizer, all learning rates and seeds at once; compare."""
 
-    data: tuple[Path, ...] = ()  # Files and directories of text; by default this Python's standard library.
+    data: tuple[Path, ...] = ()  # Files, directories and URLs of text; by default this Python's standard library.
     # Names of optimizers; the first one's step is the unit of time. Learning rates of prodigy are near 1.
     optimizers: tuple[train.OptimizerName, ...] = ("adamw", "muon", "lion", "schedule_free", "ademamix")
     # Peak learning rates, the same for all optimizers: powers of two.

@@ -14,7 +14,17 @@ MESH_FLAGS = [
     *("fsdp", "tensor", "zero_stage", "sequence_parallel", "context", "context_attention", "expert", "pipe"),
     *("schedule", "rounds", "microbatches", "remat", "dtype", "attention", "recurrence", "grouped_matmul"),
 ]
-RUN_FLAGS = ["out", "seed", "resume", "profile", "no_compile_cache", "deterministic", "checkpoint_url", "track"]
+RUN_FLAGS = [
+    "out",
+    "seed",
+    "resume",
+    "profile",
+    "watchdog",
+    "no_compile_cache",
+    "deterministic",
+    "checkpoint_url",
+    "track",
+]
 
 
 def find_config(main: Callable) -> type:

@@ -34,6 +34,7 @@ def test_lora_learns_exports_and_reports(unbroken, start):
     assert lines[-1]["bits_per_byte"] < lines[0]["bits_per_byte"]
     base, merged = zoo.load(start), zoo.load(unbroken / "export")
     assert jax.tree.structure(base) == jax.tree.structure(merged)
+    assert "| learning_rate | " in (unbroken / "adapter" / "README.md").read_text()
     said = json.loads((unbroken / "adapter" / "adapter_config.json").read_text())
     assert (said["r"], said["lora_alpha"]) == (2, 4)
     tuned = zoo.adapters.load(base, unbroken / "adapter")

@@ -63,7 +63,7 @@ def test_transformer_learns_exports_and_reports(unbroken):
     )
     config = json.loads((out / "config.json").read_text())
     flags = set(flag_names(transformer.main))
-    left_out = {"resume", "profile", "no_compile_cache", "deterministic", "checkpoint_url"}
+    left_out = {"resume", "profile", "watchdog", "no_compile_cache", "deterministic", "checkpoint_url"}
     assert config["embed"] == 16 and set(config) >= flags - left_out
     check_optimization(out)
     report = (out / "report.html").read_text()

@@ -171,6 +171,33 @@ def test_jobset_of_tpus_is_found_by_their_hosts():
     assert found is not None and found.source == "Cloud TPU"
 
 
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_skypilot_runs_a_recipe_on_any_cloud(tmp_path, nodes):
+    task = yaml.safe_load((LAUNCH / "skypilot.yaml").read_text(encoding="utf-8"))
+    assert [cloud["infra"] for cloud in task["resources"]["any_of"]] == ["aws", "azure", "gcp"]
+    assert task["resources"]["job_recovery"]["max_restarts_on_errors"] > 0
+    extras = re.search(r"\[([\w,]+)\]", task["setup"])
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert extras is not None and set(extras[1].split(",")) <= project["optional-dependencies"].keys()
+    python = tmp_path / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text('#!/bin/sh\nenv | grep ^JAX_\necho "$@"\n', encoding="utf-8")
+    python.chmod(0o755)
+    given = {name: f"gs://bucket/{name}" for name in task["envs"]}
+    given |= {"SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2", "SKYPILOT_NUM_NODES": f"{nodes}"}
+    given |= {"SKYPILOT_NODE_RANK": f"{nodes - 1}", "SKYPILOT_NUM_GPUS_PER_NODE": "8", "PATH": os.environ["PATH"]}
+    printed = subprocess.check_output(["bash", "-euc", task["run"]], env=given, cwd=tmp_path, text=True)
+    *variables, command = printed.splitlines()
+    cluster = find_cluster(dict(line.split("=") for line in variables))
+    found = cluster and (cluster.coordinator, cluster.process_id, cluster.num_processes)
+    assert found == (("10.0.0.1:61440", 1, 2) if nodes == 2 else None)
+    recipe, preset, *words = command.split()
+    assert (ROOT / recipe).is_file() and preset in recipes.transformer.PRESETS
+    flags = {word.removeprefix("--").replace("-", "_") for word in words if word.startswith("--")}
+    assert {"resume", "checkpoint_url"} <= flags <= set(flag_names(recipes.transformer.main))
+    assert words[words.index("--fsdp") + 1] == str(8 * nodes)
+
+
 def test_dockerfile_names_what_is_there():
     text = (ROOT / "Dockerfile").read_text(encoding="utf-8")
     lines = [line for line in re.sub(r"\\\n\s*", " ", text).splitlines() if line and not line.startswith("#")]
@@ -192,3 +219,22 @@ def test_dockerfile_names_what_is_there():
     assert user not in ("root", "0") and any(f"useradd --create-home {user}" in words for _, words in commands)
     (command,) = (words for name, words in commands if name == "CMD")
     assert (ROOT / yaml.safe_load(command)[1]).is_file()
+
+
+def test_workflow_starts_the_demo_in_the_image():
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "docker.yml").read_text(encoding="utf-8"))
+    triggers = workflow[True]  # YAML reads `on` as a truth value
+    assert triggers["schedule"] and triggers["push"]["paths"] == triggers["pull_request"]["paths"]
+    assert "Dockerfile" in triggers["push"]["paths"] and all(
+        (ROOT / path).is_file() for path in triggers["push"]["paths"]
+    )
+    build, start = (step["run"] for step in workflow["jobs"]["demo"]["steps"] if "run" in step)
+    image = shlex.split(build)[3]
+    assert shlex.split(build) == ["docker", "build", "--tag", image, "."]
+    *docker, commands = shlex.split(start)
+    assert docker == ["docker", "run", "--rm", image, "sh", "-euc"]
+    python, recipe, *words = commands.partition(" && ")[0].split()
+    assert python == "python" and (ROOT / recipe).is_file() and words[:2] == ["--steps", "5"]
+    assert {word.removeprefix("--") for word in words if word.startswith("--")} <= set(
+        flag_names(recipes.transformer.main)
+    )

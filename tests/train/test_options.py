@@ -110,7 +110,7 @@ def test_config_is_flat_and_leaves_out_resume_and_profile():
     flat = flatten_config(config)
     assert flat == flatten_config({"steps": 3, "mesh_options": config.mesh, "run_options": config.run})
     assert flat["steps"] == 3 and flat["fsdp"] == 2 and flat["out"] == Path("a") and flat["seed"] == 0
-    assert not flat.keys() & {"mesh", "run", "resume", "profile", "no_compile_cache", "deterministic"}
+    assert not flat.keys() & {"mesh", "run", "resume", "profile", "watchdog", "no_compile_cache", "deterministic"}
     assert flatten_config({"profile": True, "a": 1}) == {"a": 1}
 
 

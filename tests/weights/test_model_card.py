@@ -1,6 +1,7 @@
 """Saved directories have a model card that the hub reads; one that is there already stays."""
 
 import dataclasses
+from pathlib import Path
 
 import huggingface_hub
 import jax
@@ -8,6 +9,7 @@ import pytest
 
 import zoo
 from zoo import adapters
+from zoo.adapters.peft.write import write_adapter
 from zoo.weights.model_card import Training
 from zoo.weights.save import write_model
 
@@ -37,7 +39,14 @@ def test_card_of_a_model(cached, tmp_path):
     zoo.save(zoo.load(cached), tmp_path / "tuned", source=cached)
     card = read(tmp_path / "tuned")
     assert card.data.base_model == "tiny/llama" and "made from `tiny/llama`" in card.text
-    assert "`transformers.AutoModelForCausalLM.from_pretrained` reads it too." in card.text
+    assert 'model = transformers.AutoModelForCausalLM.from_pretrained("DIRECTORY")\n' in card.text
+
+
+@pytest.mark.parametrize(("name", "reader"), [("t5_relu_tied", "Seq2SeqLM"), ("whisper_base", "SpeechSeq2Seq")])
+def test_card_of_an_encoder_and_a_decoder_names_the_class_with_the_head(name, reader, tmp_path):
+    folder = Path(__file__).parents[1] / "fixtures" / "encoder_decoders" / name
+    zoo.save(zoo.load(folder), tmp_path, source=folder)
+    assert f"transformers.AutoModelFor{reader}.from_pretrained(" in read(tmp_path).text
 
 
 def test_card_of_a_training(tmp_path):
@@ -61,9 +70,20 @@ def test_card_of_an_adapter(cached, tmp_path):
     adapters.save(model, tmp_path / "adapter", base="tiny/llama")
     card = read(tmp_path / "adapter")
     assert card.data.library_name == "peft" and card.data.base_model == "tiny/llama" and "lora" in card.data.tags
+    assert 'transformers.AutoModelForCausalLM.from_pretrained("tiny/llama")' in card.text
+    assert 'peft.PeftModel.from_pretrained(base, "DIRECTORY")' in card.text and "## Training" not in card.text
     adapters.save(model, tmp_path / "private", base=cached)
     assert str(tmp_path) not in (tmp_path / "private" / "README.md").read_text()
     assert read(tmp_path / "private").data.base_model is None
+
+
+def test_card_of_a_trained_adapter(cached, tmp_path):
+    model = adapters.lora(zoo.load(cached), key=jax.random.key(1))
+    training = Training("tiny/llama", ["trl-lib/chats"], {"learning_rate": 1e-3, "rank": 8})
+    write_adapter(model, tmp_path / "adapter", base=cached, training=training)
+    card = read(tmp_path / "adapter")
+    assert card.data.base_model == "tiny/llama" and card.data.datasets == ["trl-lib/chats"]
+    assert "| learning_rate | 0.001 |\n| rank | 8 |\n" in card.text.partition("## Training")[2]
 
 
 def test_a_card_that_is_there_stays(tmp_path):

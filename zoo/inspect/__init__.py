@@ -10,5 +10,15 @@ from .operations import count_flops
 from .program import compiled
 from .size import measure_size
 from .state import state_bytes
+from .traces import merge_traces
 
-__all__ = ["audit_dtypes", "compiled", "count_flops", "drift", "implementations", "measure_size", "state_bytes"]
+__all__ = [
+    "audit_dtypes",
+    "compiled",
+    "count_flops",
+    "drift",
+    "implementations",
+    "measure_size",
+    "merge_traces",
+    "state_bytes",
+]

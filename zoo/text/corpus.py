@@ -28,6 +28,7 @@ from zoo._terminal import format_count
 
 from .batches import CorpusSplit
 from .records.find_files import describe_conversion, find_table, holds_records
+from .remote_files import download, is_url
 from .run_data import LossUnit
 from .token_cache import choose_token_dtype, open_cache
 from .tokenizers import ByteTokenizer, FileTokenizer, Tokenizer, encode_utf8, require_tokenizer, train_bpe
@@ -128,8 +129,8 @@ def load_text(
 ) -> Corpus:
     """Load, split and tokenize text.
 
-    - `source`: a file or folder, several of them, or a mapping from names to texts. Empty: this Python's standard
-      library.
+    - `source`: a file or folder, several of them, or a mapping from names to texts. Also a URL, `s3://bucket/books` or
+      `gs://bucket/*.txt`, which is copied first (`zoo.text.remote_files`). Empty: this Python's standard library.
     - `vocab`: 256 for bytes, more to train a BPE. Ignored with a `tokenizer`.
     - `cache`: a folder for the tokens, in a subfolder named by a hash of everything they depend on. By default
       `equizoo/text` in the user's cache folder. Cached tokens are verified, and damaged ones made again.
@@ -217,6 +218,8 @@ def _read_sources(source: Sequence[str | Path] | Mapping[str, str]) -> tuple[lis
         return _read_documents(documents, "the texts given")
     found = []
     for path in source:
+        if isinstance(path, str | Path) and is_url(path):
+            path = download(path)
         _require_path(path)
         path = Path(path)
         if holds_records(path):

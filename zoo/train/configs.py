@@ -81,7 +81,7 @@ class TextConfig(TrainConfig):
     """Options of a recipe that trains on text."""
 
     data: tuple[Path, ...] = ()
-    """Files and directories of text; by default this Python's standard library."""
+    """Files, directories and URLs of text; by default this Python's standard library."""
     seq_len: int = 128
     """Tokens per row."""
 
@@ -113,8 +113,8 @@ class RecordConfig(TrainConfig):
     """Options of a recipe that trains on records: texts, chats, pairs of answers."""
 
     data: tuple[str, ...] = ()
-    """JSON lines, Parquet, datasets on disk or of the hub (org/name:split): files, folders, patterns, PATH=WEIGHT to
-    mix; by default records made of Python's standard library."""
+    """JSON lines, Parquet, datasets on disk or of the hub (org/name:split): files, folders, patterns, URLs; PATH=WEIGHT
+    mixes; by default records made of Python's standard library."""
     records: RecordOptions = RecordOptions()
     seq_len: int = 256
     """Tokens per row, of one or several texts."""

@@ -10,6 +10,7 @@ import jax
 
 from zoo import adapters
 from zoo._terminal import show
+from zoo.adapters.peft.write import write_adapter
 from zoo.text.run_data import RunData
 from zoo.weights.hub import is_hub_name
 from zoo.weights.model_card import Training, name_base
@@ -49,12 +50,12 @@ def export(
     return directory
 
 
-def export_adapters(model: Any, data: RunData, directory: Path, *, base: str | Path) -> Any:
+def export_adapters(model: Any, data: RunData, directory: Path, *, base: str | Path, training: Training) -> Any:
     """Write the adapters of `model`, of the checkpoint `base`, with the tokenizer of `data`; return the model with them
-    merged. A model without adapters is returned as it is."""
+    merged. A model without adapters is returned as it is. `training` is for the model card."""
     if not adapters.adapter_names(model):
         return model
-    adapters.save(model, directory, base=base)
+    write_adapter(model, directory, base=base, training=training)
     if jax.process_index() == 0:
         data.save(directory)
     return adapters.dequantize(adapters.merge(model, quantized="decode"))  # layers without adapters, too
@@ -86,7 +87,10 @@ def export_result(
         show(line)
 
 
-_FACTS = ("data", "steps", "epochs", "batch_size", "seq_len", "learning_rate", "loss", "lora", "rank", "quantization")
+_FACTS = (
+    *("data", "steps", "epochs", "batch_size", "seq_len", "learning_rate", "warmup_steps", "weight_decay", "dtype"),
+    *("loss", "lora", "rank", "quantization"),
+)
 
 
 def describe_training(config: Mapping[str, Any], steps: int) -> Training:

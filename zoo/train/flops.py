@@ -1,5 +1,6 @@
-"""FLOPs of a training step, for the speed that a run shows."""
+"""FLOPs of a training step, and of the devices, for the speed that a run shows."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import equinox as eqx
@@ -10,6 +11,7 @@ from zoo.adapters import adapter_names
 from zoo.inspect import lowering
 from zoo.inspect.operations import count_flops
 from zoo.models import Decoder
+from zoo.parallel.chips import find_chip
 
 
 def count_step_flops(model: Any, tokens: Any) -> int:
@@ -37,6 +39,15 @@ def count_step_flops(model: Any, tokens: Any) -> int:
 
 def _compute_logits(model: Decoder, tokens: Any) -> Any:
     return model(tokens)
+
+
+def find_peak_flops(devices: Sequence[Any]) -> float:
+    """Return the FLOPs per second of all devices in bfloat16 by their data sheet, which MFU is a share of whatever the
+    dtype of the run; 0 for CPUs and other devices that are not in `zoo.parallel.chips.CHIPS`."""
+    chip = find_chip(devices[0])
+    if chip is None:
+        return 0.0
+    return len(devices) * chip.rate("bfloat16")
 
 
 def to_shapes(tree: PyTree) -> PyTree:

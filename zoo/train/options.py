@@ -108,6 +108,9 @@ class RunOptions:
     """Continue from the newest checkpoint in `out`, on any mesh; with a number, from the checkpoint of that step."""
     profile: bool = False
     """Trace a few steps into `out`/profile, for Perfetto, XProf and TensorBoard."""
+    watchdog: int = 0
+    """After so many seconds without a step, write the stacks of all threads to stderr and into `out`, and go on; 0 for
+    never."""
     no_compile_cache: bool = False
     """Compile anew: neither read compiled programs from the user's cache folder nor keep them there."""
     deterministic: bool = False
@@ -137,7 +140,7 @@ class RunOptions:
         return dataclasses.replace(self, out=self.out / name, checkpoint_url=url)
 
 
-_LEFT_OUT = ("resume", "profile", "no_compile_cache", "deterministic", "checkpoint_url")
+_LEFT_OUT = ("resume", "profile", "watchdog", "no_compile_cache", "deterministic", "checkpoint_url")
 
 
 def find_group(config: Any, kind: type[_Group]) -> _Group | None:
@@ -161,8 +164,8 @@ def flatten_config(config: Any) -> dict[str, Any]:
     """Return a configuration, a dataclass or a mapping, as a dictionary with the fields of option groups in place of
     the groups, by the names of their flags.
 
-    `resume`, `profile`, `no_compile_cache`, `deterministic` and `checkpoint_url` are omitted, so a resumed run has the
-    same configuration.
+    `resume`, `profile`, `watchdog`, `no_compile_cache`, `deterministic` and `checkpoint_url` are omitted, so a resumed
+    run has the same configuration.
     """
     flat: dict[str, Any] = {}
     for name, value in list_fields(config).items():

@@ -14,14 +14,16 @@ _FIRST_STEP = "first step (compiles, unless cached)"
 class Throughput:
     """Steps, tokens and FLOPs per second between two calls of `tick`, and the time left.
 
-    `tokens` and `flops` are per step, over all processes, and may be set later; 0 is not reported. The time before the
-    first tick, which includes compilation, counts only toward `seconds`.
+    `tokens` and `flops` are per step, over all processes, and may be set later; 0 is not reported. `peak` are the FLOPs
+    per second of all devices by their data sheet; with them `mfu` is model FLOPs utilization (PaLM, arXiv:2204.02311,
+    appendix B). The time before the first tick, which includes compilation, counts only toward `seconds`.
     """
 
-    def __init__(self, total: int, *, tokens: int = 0, flops: float | int = 0):
+    def __init__(self, total: int, *, tokens: int = 0, flops: float | int = 0, peak: float | int = 0):
         self._total = total
         self.tokens = tokens
         self.flops = flops
+        self._peak = peak
         self._start = time.perf_counter()
         self._first: tuple[int, float] | None = None
         self._before: tuple[int, float] | None = None
@@ -37,6 +39,8 @@ class Throughput:
             for name, amount in (("steps", 1), ("tokens", self.tokens), ("flops", self.flops)):
                 if amount:
                     measured[f"{name}_per_second"] = speed * amount
+            if self.flops and self._peak:
+                measured["mfu"] = speed * self.flops / self._peak
             measured["seconds_left"] = (self._total - step) * (now - self._first[1]) / (step - self._first[0])
             self._before = step, now
         return measured
@@ -151,6 +155,7 @@ def format_si(value: float | int) -> str:
 RATE_FORMATS = {
     "tokens_per_second": lambda value: f"{format_si(value)} tokens/s",
     "flops_per_second": lambda value: f"{format_si(value)} FLOP/s",
+    "mfu": lambda value: f"{value:.1%} MFU",
 }
 
 

@@ -38,7 +38,7 @@ from .directory import DirectoryLock, claim_directory
 from .environment import collect_environment
 from .export import describe_training, export_adapters, export_result
 from .finite import describe_retry, find_nan_arrays, find_nonfinite_metrics
-from .flops import count_step_flops, to_shapes
+from .flops import count_step_flops, find_peak_flops, to_shapes
 from .interrupt import Interrupt, is_set_on_any_process
 from .metrics import Metrics, MetricsFile, Record, Value, truncate_after
 from .options import RunOptions, find_run_options, flatten_config
@@ -50,6 +50,7 @@ from .resume import read_learning_rate
 from .samples import HeldOutPrompt, continue_prompts
 from .trackers import Tracker
 from .tracking import Trackers, import_trackers
+from .watchdog import Watchdog
 
 _log = logging.getLogger("zoo")
 
@@ -142,6 +143,9 @@ class Run:
             self._profile = Profile(self.directory / "profile", self.print_line)
         else:
             self._profile = None
+        self._watchdog: Watchdog | None = None
+        if options.watchdog:
+            self._watchdog = Watchdog(self.directory / f"stacks-{jax.process_index()}.log", options.watchdog)
         self._interrupt = Interrupt()
         self._pace = Throughput(0)
         self._progress: Progress = SilentProgress()
@@ -167,6 +171,7 @@ class Run:
         self._exit.callback(lambda: self._progress.close())
         self._exit.push(self._close_metrics)
         self._exit.enter_context(self._profile or contextlib.nullcontext())
+        self._exit.enter_context(self._watchdog or contextlib.nullcontext())
         self._exit.enter_context(self._interrupt)
         if jax.process_index() == 0:
             write_json(self.directory / "env.json", collect_environment())
@@ -238,19 +243,22 @@ class Run:
 
         - `placed`: False for batches that the loop itself makes rows of, such as prompts.
         - `tokens`, `flops`: per step, over all processes, for the speed shown. By default the tokens of a placed batch,
-          and the FLOPs of the run's model for these (`count_step_flops`).
+          and the FLOPs of the run's model for these (`count_step_flops`). On a known chip they give the MFU.
         """
         if self._newest is not None and self.step == 0:
             raise RuntimeError("this run is resumed: call run.restore before run.steps")
         if self._model is not None and isinstance(batches, ShuffledBatches):
             self.print_line(str(batches))
         self.total = total
-        self._pace = Throughput(total, tokens=tokens, flops=flops)
+        devices = jax.devices() if self.mesh is None else list(self.mesh.devices.devices.flat)
+        self._pace = Throughput(total, tokens=tokens, flops=flops, peak=find_peak_flops(devices))
         if jax.process_index() == 0:
             self._trackers.open()
             self._progress = make_progress(total, start=self.step)
         first = self.step + 1
         while self.step < total and not self.stopped:
+            if self._watchdog is not None:
+                self._watchdog.restart()
             with self._profile_step():
                 batch = next(batches)
                 if placed and self.mesh is not None:
@@ -372,7 +380,8 @@ class Run:
         model with them merged. A model without adapters, and the model of a stopped run, is returned as it is."""
         if self.stopped:
             return model
-        return export_adapters(model, self.data, self.directory / "adapter", base=base)
+        training = describe_training(self.config, self.step)
+        return export_adapters(model, self.data, self.directory / "adapter", base=base, training=training)
 
     def _describe(self) -> str:
         """Return the first lines of a run: its name, the size of its model, the mesh and the data."""

@@ -31,10 +31,8 @@ def write_model_card(directory: Path, text: str) -> None:
 def describe_model(model_type: str, training: Training, reader: str, package: str = "") -> str:
     """Return the model card of a checkpoint. It does not depend on the directory: equal models have equal files.
     `reader` is the class of transformers that reads it, after an import of `package` if there is one."""
-    after = f" after `import {package}`" if package else ""
+    first = f"import {package}  # registers the classes\n" if package else ""
     origin = f" It was made from `{training.base}`." if training.base else ""
-    rows = [f"| {name} | {value} |\n" for name, value in training.facts.items()]
-    trained = "".join([_TRAINING, "\n| | |\n|---|---|\n", *rows]) if rows else ""
     return f"""{_format_header("transformers", training.base, ["equizoo", "jax"], training.datasets)}
 # A {model_type} model
 
@@ -46,15 +44,29 @@ import zoo
 model = zoo.load("DIRECTORY")  # or its name on the hub
 ```
 
-`transformers.{reader}.from_pretrained` reads it too{after}.
-{trained}"""
+In PyTorch:
+
+```python
+{first}import transformers
+
+model = transformers.{reader}.from_pretrained("DIRECTORY")
+```
+{_format_facts(training)}"""
 
 
-def describe_adapter(method: str, base: str | None) -> str:
-    """Return the model card of an adapter."""
-    known = base if base is not None and is_hub_name(base) else None  # the path of a directory is nobody's business
+_READERS = {
+    "CAUSAL_LM": "AutoModelForCausalLM",
+    "SEQ_2_SEQ_LM": "AutoModelForSeq2SeqLM",
+    "SEQ_CLS": "AutoModelForSequenceClassification",
+}
+"""Classes of transformers by PEFT's task."""
+
+
+def describe_adapter(method: str, base: str | None, task: str | None, training: Training) -> str:
+    """Return the model card of an adapter for PEFT's `task`."""
+    known = base if base is not None and is_hub_name(base) else training.base  # a path is nobody's business
     origin = known or "its base model"
-    return f"""{_format_header("peft", known, ["equizoo", "jax", method.lower()])}
+    return f"""{_format_header("peft", known, ["equizoo", "jax", method.lower()], training.datasets)}
 # {method} for {origin}
 
 Saved by equizoo.
@@ -65,8 +77,16 @@ import zoo
 model = zoo.adapters.load(zoo.load("{known or "BASE"}"), "DIRECTORY")  # or its name on the hub
 ```
 
-`peft.PeftModel.from_pretrained` reads it too.
-"""
+In PyTorch:
+
+```python
+import peft
+import transformers
+
+base = transformers.{_READERS.get(task or "", "AutoModel")}.from_pretrained("{known or "BASE"}")
+model = peft.PeftModel.from_pretrained(base, "DIRECTORY")
+```
+{_format_facts(training)}"""
 
 
 def name_base(directory: Path) -> str | None:
@@ -76,6 +96,12 @@ def name_base(directory: Path) -> str | None:
     if snapshots.name != "snapshots" or not repository.startswith("models--"):
         return None
     return repository.removeprefix("models--").replace("--", "/")
+
+
+def _format_facts(training: Training) -> str:
+    """Return the last section of a card, or nothing."""
+    rows = [f"| {name} | {value} |\n" for name, value in training.facts.items()]
+    return "".join([_TRAINING, "\n| | |\n|---|---|\n", *rows]) if rows else ""
 
 
 def _format_header(library: str, base: str | None, tags: Sequence[str], datasets: Sequence[str] = ()) -> str:

@@ -368,6 +368,8 @@ def _name_reader(model: Any, origin: Origin) -> str:
         return "AutoModelForSequenceClassification"
     if isinstance(model, Decoder) and origin.wrapping is None:
         return "AutoModelForCausalLM"
+    if isinstance(model, EncoderDecoder):
+        return "AutoModelForSpeechSeq2Seq" if origin.family.name == "whisper" else "AutoModelForSeq2SeqLM"
     architectures = json.loads(origin.config).get("architectures") or [""]
     heads = ("ForMaskedLM", "ForSequenceClassification", "ForTokenClassification")
     return "AutoModel" + next((head for head in heads if architectures[0].endswith(head)), "")

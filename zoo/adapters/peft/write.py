@@ -16,7 +16,7 @@ from zoo.models.hf.spec import NameMap
 from zoo.models.sequence_score import SequenceScore
 from zoo.models.targets import find_linears
 from zoo.parallel.rounds import merge_rounds
-from zoo.weights.model_card import describe_adapter, write_model_card
+from zoo.weights.model_card import Training, describe_adapter, write_model_card
 from zoo.weights.safetensors import CheckpointError, hold_array, write_tensors
 
 from ..compose import adapter_names, check_adapter_name, is_adapter
@@ -59,6 +59,18 @@ def save(model: Any, directory: str | Path, *, adapter_name: str | None = None, 
     **Raises** `CheckpointError` for a model without such an adapter, and for what PEFT does not have: a method, a
     strength of methods other than LoRA, a tied embedding that is trained in full beside such a method.
     """
+    write_adapter(model, directory, adapter_name=adapter_name, base=base, training=Training())
+
+
+def write_adapter(
+    model: Any,
+    directory: str | Path,
+    *,
+    adapter_name: str | None = None,
+    base: str | Path | None = None,
+    training: Training,
+) -> None:
+    """Save one adapter as `save` does; `training` is for the model card."""
     adapter_name = _resolve_adapter_name(model, adapter_name)
     model = merge_rounds(restore_adapters(model))
     callers = get_callers(model)
@@ -71,7 +83,8 @@ def save(model: Any, directory: str | Path, *, adapter_name: str | None = None, 
     with create_files(path) as create:
         write_tensors(create(WEIGHTS_FILE), {name: hold_array(array) for name, array in tensors.items()})
         create(CONFIG_FILE).write((json.dumps(config, indent=2, sort_keys=True) + "\n").encode())
-    write_model_card(path, describe_adapter(config["peft_type"], config["base_model_name_or_path"]))
+    name = config["base_model_name_or_path"]
+    write_model_card(path, describe_adapter(config["peft_type"], name, config["task_type"], training))
 
 
 def _name_base(model: Any) -> str | None:

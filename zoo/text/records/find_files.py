@@ -17,6 +17,7 @@ from typing import Any
 
 from zoo._files import open_regular, read_json, walk_files, write_json
 from zoo._optional import import_optional
+from zoo.text.remote_files import download, is_url
 
 from .array_record import ArrayRecords
 from .json_lines import JsonLines
@@ -54,6 +55,8 @@ def find_record_files(source: str | Path | Sequence[str | Path]) -> list[RecordF
     - a folder: all such files below it, without hidden ones. A folder that `datasets` wrote by `save_to_disk` counts
       as the Arrow files that it lists;
     - a pattern, `web/*.parquet` or `**/*.jsonl`;
+    - a URL of such a file, folder or pattern, `s3://bucket/chats/*.jsonl`, which is copied first
+      (`zoo.text.remote_files`);
     - where no such path exists, a dataset on the Hugging Face hub: `org/name`, or `org/name:split`. The split is
       "train" by default.
 
@@ -156,6 +159,8 @@ def describe_conversion(path: Path) -> str:
 
 
 def _find_paths(source: str | Path) -> list[Path]:
+    if is_url(source):
+        source = download(source)
     path = Path(source)
     if os.path.isdir(path):  # False for a name that is too long
         return _choose_files(walk_files(path), str(source))

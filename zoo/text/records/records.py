@@ -248,9 +248,10 @@ def load_records(
     """Load, check, tokenize and pack records. They are tokenized once, into a cache.
 
     - `source`: JSON lines, Parquet, ArrayRecord, datasets on disk or names of datasets on the Hugging Face hub; a
-      folder, a pattern, or several; a sequence of mappings, which are the records themselves. A mapping from sources to
-      weights mixes them; weights that change are pairs `((0, weights), (10_000, weights))` of a step and a mapping.
-      Keys with a null within a column of a table, or of records in memory, are left out.
+      folder, a pattern, or several; a URL of these, `s3://bucket/chats/*.jsonl` (`zoo.text.remote_files`); a sequence
+      of mappings, which are the records themselves. A mapping from sources to weights mixes them; weights that change
+      are pairs `((0, weights), (10_000, weights))` of a step and a mapping. Keys with a null within a column of a
+      table, or of records in memory, are left out.
     - `seq_len`: targets in a row.
     - `template`: renders messages.
     - `kind`: decided by the first record by default. `field`: the field of plain text.
