@@ -27,6 +27,42 @@ MIXED = (
 """Pages that hold a little of everything."""
 BOOSTS: dict[str, float] = {**dict.fromkeys(MIXED, 1.0), "api/zoo.models.hf.families.md": 0.25}
 """Boosts by page. Of the others, the API has `API`, and a guide `GUIDES`."""
+TAGS: dict[str, tuple[str, ...]] = {
+    "adapters.md": ("LoRA", "DoRA", "QLoRA"),
+    "chat-model.md": ("chat model", "nanochat", "end to end"),
+    "checkpoints.md": ("save model",),
+    "classify.md": ("classification", "reward model"),
+    "embeddings.md": ("semantic search", "sentence-transformers", "retrieval"),
+    "ensembles.md": ("ensemble", "hyperparameter sweep", "vmap"),
+    "evaluate.md": ("perplexity", "benchmark", "MMLU"),
+    "export.md": ("serve", "vLLM"),
+    "first-hour.md": ("install", "quickstart"),
+    "generate.md": ("sampling", "top-p", "temperature", "streaming", "system prompt", "KV cache"),
+    "long-context.md": ("RoPE scaling", "ring attention", "long sequences"),
+    "look-inside.md": ("interpretability", "activation patching"),
+    "optimizers.md": ("learning rate", "warmup", "weight decay"),
+    "platforms/one_box.md": ("multi-GPU", "Docker"),
+    "precision.md": ("mixed precision", "bfloat16"),
+    "preferences.md": ("RLHF",),
+    "pretrain.md": ("pretraining", "scaling"),
+    "profile.md": ("MFU", "Perfetto", "profiler"),
+    "quantized.md": ("quantization", "bitsandbytes", "GPTQ"),
+    "recurrences.md": ("Mamba", "delta rule", "linear attention"),
+    "reinforcement.md": ("RLHF", "GRPO", "PPO"),
+    "tokenizer.md": ("BPE", "vocabulary"),
+    "train.md": ("early stopping", "epochs", "gradient clipping", "wandb", "TensorBoard"),
+    "troubleshooting.md": ("debugging", "recompilation", "NaN", "slow"),
+    "tutorials/checkpoints.md": ("load model",),
+    "tutorials/encoders.md": ("BERT", "fill-mask", "token classification"),
+    "tutorials/mamba-and-hybrids.md": ("hybrid", "state space model"),
+    "tutorials/parallelism-by-hand.md": ("psum", "tensor parallelism", "FSDP"),
+    "tutorials/translate.md": ("Whisper", "T5"),
+    "tutorials/transformer.md": ("from scratch",),
+    "vit.md": ("ViT", "DINO", "image classification"),
+    "write-a-kernel.md": ("Pallas", "custom kernel"),
+    "your-data.md": ("dataset", "packing"),
+}
+"""Words by which readers look for a page, and which its title or its headings lack. Results show them."""
 FREQUENT = 500
 """Words that a build asks for, the most frequent ones of the site."""
 PROGRAM = Path(__file__).with_name("ask_search.js")
@@ -89,8 +125,9 @@ def find_faults(site: Path) -> Iterator[str]:
 
 
 def on_page_markdown(markdown: str, *, page, **_) -> str:
-    """Give a page its boost, unless its front matter has one."""
+    """Give a page its boost and its tags, unless its front matter has some."""
     page.meta["search"] = {"boost": find_boost(page.file.src_uri)} | page.meta.get("search", {})
+    page.meta.setdefault("tags", list(TAGS.get(page.file.src_uri, ())))
     return markdown
 
 
