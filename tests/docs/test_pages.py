@@ -100,13 +100,15 @@ def test_old_addresses_lead_to_pages():
 
 
 def test_every_recipe_is_on_a_guide():
-    """fork.md lists all recipes, and the API their names: neither says what one is for."""
+    """Beyond fork.md, which lists them."""
     docs = make_pages.ROOT / "docs"
     guides = [path for path in docs.rglob("*.md") if path.name != "fork.md" and "api" not in path.parts]
     text = "\n".join(path.read_text(encoding="utf-8") for path in guides if path.name != "tree.md")
     recipes = [path.stem for path in (make_pages.ROOT / "recipes").glob("*.py")]
     assert len(recipes) > 20
     assert [x for x in recipes if not re.search(rf"zoo fork {x}\b|\b{x}\.py\b", text)] == []
+    listed = re.findall(r"^\| `(\w+)` \| .* \| \[", (docs / "fork.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert sorted(listed) == sorted(recipes)
 
 
 @pytest.fixture
