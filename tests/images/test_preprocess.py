@@ -131,6 +131,14 @@ def test_preprocessing_refuses_what_it_does_not_know(no_type_checks, config, ima
         preprocess_images(images, config)
 
 
+def test_pictures_for_dinov2_are_made_as_for_clip():
+    """transformers copies BiT's steps from CLIP's, and the defaults are the same."""
+    for settings in ({}, {**PLAIN, "size": {"shortest_edge": 5}, "crop_size": {"height": 4, "width": 4}}):
+        expected = preprocess_images([RED], {**settings, "image_processor_type": "CLIPImageProcessor"})
+        found = preprocess_images([RED], {**settings, "image_processor_type": "BitImageProcessor"})
+        np.testing.assert_array_equal(found, expected)
+
+
 def test_the_processor_of_a_directory(tmp_path):
     with pytest.raises(FileNotFoundError, match="has no preprocessor_config.json, which says how"):
         make_image_processor(tmp_path)

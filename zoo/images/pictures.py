@@ -161,7 +161,7 @@ def normalize_pixels(image: RGB, settings: Mapping[str, Any]) -> Pixels:
 
 
 def process_whole(image: RGB, settings: Mapping[str, Any]) -> Pixels:
-    """Resize, crop and normalize: CLIP, Chinese CLIP, SigLIP."""
+    """Resize, crop and normalize: CLIP, Chinese CLIP, DINOv2, SigLIP."""
     if settings["do_resize"]:
         image = resize_picture(image, read_size(image.shape, settings["size"]), settings)
     if settings["do_center_crop"]:

@@ -151,7 +151,7 @@ def preprocess_images(
     """Return the pixels of pictures, in float32, by the settings of a preprocessor_config.json. The same as the image
     processors of transformers with PIL.
 
-    - CLIP's, Chinese CLIP's and SigLIP's make `Images`, and SigLIP 2's makes `PatchedImages`.
+    - CLIP's, Chinese CLIP's, DINOv2's (BiT's) and SigLIP's make `Images`, and SigLIP 2's makes `PatchedImages`.
     - The image processors of models that read images in texts make `ProcessedImages` of the pictures of one text:
       LLaVA's, Gemma 3's, Idefics 3's, SmolVLM's and InternVL's (GOT-OCR 2's) images of one size; Qwen-VL's, Pixtral's
       and Gemma 4's packed patches. CLIP's and SigLIP's do, too, with the `processor_class` of LLaVA or PaliGemma.
@@ -281,6 +281,7 @@ def _join_patches(images: list[tuple[np.ndarray, np.ndarray, np.ndarray]]) -> Pa
 PROCESSORS: Mapping[str, _Processor] = {
     "CLIPImageProcessor": _Processor(_CLIP, process_whole, _join_whole),
     "ChineseCLIPImageProcessor": _Processor(_CLIP, process_whole, _join_whole),
+    "BitImageProcessor": _Processor(_CLIP, process_whole, _join_whole),
     "SiglipImageProcessor": _Processor(_SIGLIP, process_whole, _join_whole),
     "Siglip2ImageProcessor": _Processor(_NAFLEX, _process_patches, _join_patches),
     "LlavaImageProcessor": _Processor({**_CLIP, "do_pad": False}, process_llava, join_tiles, measure_llava),
