@@ -29,9 +29,11 @@ BOOSTS: dict[str, float] = {**dict.fromkeys(MIXED, 1.0), "api/zoo.models.hf.fami
 """Boosts by page. Of the others, the API has `API`, and a guide `GUIDES`."""
 TAGS: dict[str, tuple[str, ...]] = {
     "adapters.md": ("LoRA", "DoRA", "QLoRA"),
+    "attention.md": ("flash attention",),
     "chat-model.md": ("chat model", "nanochat", "end to end"),
     "checkpoints.md": ("save model",),
     "classify.md": ("classification", "reward model"),
+    "determinism.md": ("determinism", "reproducible", "seed"),
     "embeddings.md": ("semantic search", "sentence-transformers", "retrieval"),
     "ensembles.md": ("ensemble", "hyperparameter sweep", "vmap"),
     "evaluate.md": ("perplexity", "benchmark", "MMLU"),
@@ -41,6 +43,7 @@ TAGS: dict[str, tuple[str, ...]] = {
     "long-context.md": ("RoPE scaling", "ring attention", "long sequences"),
     "look-inside.md": ("interpretability", "activation patching"),
     "optimizers.md": ("learning rate", "warmup", "weight decay"),
+    "pipelines.md": ("pipeline parallelism",),
     "platforms/one_box.md": ("multi-GPU", "Docker"),
     "precision.md": ("mixed precision", "bfloat16"),
     "preferences.md": ("RLHF",),
@@ -52,6 +55,7 @@ TAGS: dict[str, tuple[str, ...]] = {
     "tokenizer.md": ("BPE", "vocabulary"),
     "train.md": ("early stopping", "epochs", "gradient clipping", "wandb", "TensorBoard"),
     "troubleshooting.md": ("debugging", "recompilation", "NaN", "slow"),
+    "tutorials/align-images-and-texts.md": ("CLIP", "OpenCLIP", "CLIP model", "SigLIP"),
     "tutorials/checkpoints.md": ("load model",),
     "tutorials/encoders.md": ("BERT", "fill-mask", "token classification"),
     "tutorials/mamba-and-hybrids.md": ("hybrid", "state space model"),
