@@ -1,6 +1,6 @@
 """Open every page of a built site in headless Chromium, at several widths, and list what a reader would see broken.
 
-    make docs && python scripts/browse_site.py                    # 1,440, 1,280 and 420 pixels
+    make docs && python scripts/browse_site.py                    # 1,440, 1,200 and 420 pixels
     python scripts/browse_site.py site --widths 800 --search LoRA  # another width; the pages that the search finds
 
 A page is broken if it is wider than its window, if a picture or another resource does not load, if the console shows an
@@ -29,7 +29,7 @@ FLAGS = (
     "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --hide-scrollbars --disable-sync "
     "--disable-background-networking --disable-component-update --disable-background-timer-throttling"
 ).split()
-WIDTHS = (1440, 1280, 420)
+WIDTHS = (1440, 1200, 420)
 WIDE = 1000
 """Pixels from which code boxes show all of each line; below, they scroll on their own."""
 PATIENCE = 120
