@@ -30,7 +30,7 @@ BOOSTS: dict[str, float] = {**dict.fromkeys(MIXED, 1.0), "api/zoo.models.hf.fami
 TAGS: dict[str, tuple[str, ...]] = {
     "adapters.md": ("LoRA", "DoRA", "QLoRA"),
     "attention.md": ("flash attention",),
-    "chat-model.md": ("chat model", "nanochat", "end to end"),
+    "chat-model.md": ("chat model", "end to end"),
     "checkpoints.md": ("save model",),
     "classify.md": ("classification", "reward model"),
     "determinism.md": ("determinism", "reproducible", "seed"),
@@ -64,7 +64,7 @@ TAGS: dict[str, tuple[str, ...]] = {
     "tutorials/transformer.md": ("from scratch",),
     "vit.md": ("ViT", "DINO", "image classification"),
     "write-a-kernel.md": ("Pallas", "custom kernel"),
-    "your-data.md": ("dataset", "packing"),
+    "your-data.md": ("dataset", "packing", "chat template"),
 }
 """Words by which readers look for a page, and which its title or its headings lack. Results show them."""
 FREQUENT = 500
