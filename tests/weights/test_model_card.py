@@ -43,7 +43,7 @@ def test_card_of_a_model(cached, tmp_path):
 
 
 @pytest.mark.parametrize(("name", "reader"), [("t5_relu_tied", "Seq2SeqLM"), ("whisper_base", "SpeechSeq2Seq")])
-def test_card_of_an_encoder_and_a_decoder_names_the_class_with_the_head(name, reader, tmp_path):
+def test_card_of_an_encoder_decoder_names_its_class(name, reader, tmp_path):
     folder = Path(__file__).parents[1] / "fixtures" / "encoder_decoders" / name
     zoo.save(zoo.load(folder), tmp_path, source=folder)
     assert f"transformers.AutoModelFor{reader}.from_pretrained(" in read(tmp_path).text

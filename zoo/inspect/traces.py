@@ -30,13 +30,13 @@ def merge_traces(folder: str | Path) -> Path:
     with gzip.open(merged, "wt", encoding="utf-8") as file:
         file.write('{"displayTimeUnit": "ns", "traceEvents": [\n')
         file.write(
-            ",\n".join(json.dumps(event) for number in sorted(newest) for event in _read(newest[number], number))
+            ",\n".join(json.dumps(event) for number in sorted(newest) for event in _read_events(newest[number], number))
         )
         file.write("\n]}\n")
     return merged
 
 
-def _read(path: Path, number: int) -> Iterator[dict[str, Any]]:
+def _read_events(path: Path, number: int) -> Iterator[dict[str, Any]]:
     """Yield the events of a process, with ids and names of its own."""
     host = next((file.name.removesuffix(".xplane.pb") for file in path.parent.glob("*.xplane.pb")), "")
     title = f"process {number}, {host}" if host else f"process {number}"
@@ -51,11 +51,11 @@ def _read(path: Path, number: int) -> Iterator[dict[str, Any]]:
         if event.get("name") == "process_sort_index":
             event["args"]["sort_index"] += number * _PROCESSES
         for name in event.keys() & {"id", "bind_id"}:
-            event[name] = _shift(event[name], number)
+            event[name] = _shift_id(event[name], number)
         yield event
 
 
-def _shift(value: int | str, number: int) -> str:
+def _shift_id(value: int | str, number: int) -> str:
     """Return another id of 64 bits for each process; of a word, the word with the number."""
     if isinstance(value, str) and not re.fullmatch(r"0x[0-9a-f]+|\d+", value):
         return f"{number}:{value}"

@@ -25,7 +25,7 @@ _URL = re.compile(r"([a-z][a-z0-9]+):/+(.+)", re.DOTALL)
 _PACKAGES = {**dict.fromkeys(("s3", "s3a"), "s3fs"), **dict.fromkeys(("gs", "gcs"), "gcsfs")}
 _PACKAGES.update(dict.fromkeys(("az", "abfs", "adl"), "adlfs"))
 _STAMPS = ("size", "ETag", "etag", "md5Hash", "mtime", "LastModified", "last_modified", "updated", "created")
-"""What stores say of an object that changes with its bytes."""
+"""Fields of the description of an object that change with its bytes."""
 
 
 def is_url(source: str | Path) -> bool:
@@ -44,7 +44,7 @@ def download(source: str | Path) -> Path:
     """
     store, path = _open_store(str(source))
     store.invalidate_cache()  # of listings, which s3fs and gcsfs keep
-    files, is_file = _list_files(store, path)
+    files, is_file = _list_objects(store, path)
     if not files:
         raise FileNotFoundError(f"{source}: no such file or folder, or nothing in it")
     about = json.dumps([store.unstrip_protocol(path), files], sort_keys=True)
@@ -55,11 +55,11 @@ def download(source: str | Path) -> Path:
         if not target.exists():
             size = sum(info["size"] or 0 for info in files.values())
             _log.info("%s: copying %d files, %s bytes, to %s", source, len(files), f"{size:,}", target)
-            _copy(store, files, target)
+            _copy_objects(store, files, target)
     return target / next(iter(files.values()))["relative"] if is_file else target
 
 
-def _list_files(store: Any, path: str) -> tuple[dict[str, dict[str, Any]], bool]:
+def _list_objects(store: Any, path: str) -> tuple[dict[str, dict[str, Any]], bool]:
     """Return what the store says of each file, with its name below the path, and whether the path is a file."""
     magic = re.search(r"[*\[]", path)  # a question mark begins the query of an HTTP URL
     is_file = magic is None and store.isfile(path)
@@ -84,7 +84,7 @@ def _list_files(store: Any, path: str) -> tuple[dict[str, dict[str, Any]], bool]
     return listed, is_file
 
 
-def _copy(store: Any, files: dict[str, dict[str, Any]], target: Path) -> None:
+def _copy_objects(store: Any, files: dict[str, dict[str, Any]], target: Path) -> None:
     """Copy into a temporary folder, and rename it once all files are whole."""
     part = Path(tempfile.mkdtemp(prefix=".part-", dir=target.parent))
     try:

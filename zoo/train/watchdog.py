@@ -6,6 +6,8 @@ import threading
 from pathlib import Path
 from typing import TextIO
 
+from zoo._terminal import show
+
 
 class Watchdog:
     """Dump the stacks of all threads once `seconds` pass without a call of `restart`; the program goes on.
@@ -53,5 +55,5 @@ class Watchdog:
 
 
 def _show(seconds: float | int, path: Path, stderr: TextIO) -> None:
-    print(f"no step for {seconds} s; stacks of all threads, also in {path}:", file=stderr, flush=True)
+    show(f"no step for {seconds} s; stacks of all threads, also in {path}:", file=stderr)
     faulthandler.dump_traceback(file=stderr)
