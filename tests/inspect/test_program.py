@@ -206,7 +206,7 @@ def test_report_prints_and_converts_to_json(shallow):
     assert found.text.startswith("HloModule") and "text" not in found.as_dict()
     lines = str(found).splitlines()
     assert lines[0].split() == "step data 2 x fsdp 2 x tensor 2: 8 devices".split()
-    assert [line.split()[0] for line in lines[:7]] == [
+    assert [line.split()[0] for line in lines if line[0] != " "][:7] == [
         *("step", "seconds", "compute", "traffic", "memory", "donated", "collectives")
     ]
     assert any(line.split()[:2] == ["reduce-scatter", "fsdp"] for line in lines)
@@ -216,4 +216,6 @@ def test_report_of_a_tpu_has_peak_and_asynchronous_columns(shallow):
     rows = tuple(dataclasses.replace(row, asynchronous=7) for row in shallow[0].collectives)
     lines = str(dataclasses.replace(shallow[0], platform="tpu", collectives=rows)).splitlines()
     assert "B at the peak, per device: " in lines[4] and "peak" not in str(shallow[0])
-    assert lines[6].endswith("asynchronous") and lines[7].endswith(" 7") and "asynchronous" not in str(shallow[0])
+    header = next(n for n, line in enumerate(lines) if line.startswith("collectives"))
+    assert lines[header].endswith("asynchronous") and lines[header + 1].endswith(" 7")
+    assert "asynchronous" not in str(shallow[0])
