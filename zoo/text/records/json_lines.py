@@ -257,7 +257,7 @@ def _parse_line(line: bytes) -> dict[str, Any] | RecordError:
     return record
 
 
-def _read_lines(file: BinaryIO, length: float) -> Iterator[bytes]:
+def _read_lines(file: BinaryIO, length: float | int) -> Iterator[bytes]:
     """Yield lines with their ends, `length` bytes in all. A line above the limit yields its beginning."""
     while length > 0 and (line := file.readline(_LINE_BYTES + 1)):
         length -= len(line)
