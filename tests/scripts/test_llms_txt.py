@@ -6,8 +6,6 @@ import pytest
 
 from scripts import llms_txt
 
-pytest.importorskip("mkdocs")
-
 
 def make_pages(*pages):
     made = []

@@ -2,11 +2,10 @@
 
 import re
 
+import markdown
 import pytest
 
 from scripts import stack_tables
-
-markdown = pytest.importorskip("markdown")
 
 
 def write_table(names, *rows, alignment="---"):

@@ -66,7 +66,8 @@ def wrap_phrases(label: str, text: str, indent: int) -> Iterator[tuple[str, str]
     for phrase in phrases:
         if indent + len(f"{line}, {phrase},") > LINE:
             yield label, f"{line},"
-            label, line = "", phrase
+            label = ""
+            line = phrase
         else:
             line += f", {phrase}"
     yield label, line

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 _PROCESSES = 10_000
-"""Ids of one trace: those of the profiler are below 1,000."""
+"""Ids that each process has to itself; the profiler's are below 1,000."""
 
 
 def merge_traces(folder: str | Path) -> Path:

@@ -22,8 +22,11 @@ from zoo._optional import import_optional
 _log = logging.getLogger("zoo")
 
 _URL = re.compile(r"([a-z][a-z0-9]+):/+(.+)", re.DOTALL)
-_PACKAGES = {**dict.fromkeys(("s3", "s3a"), "s3fs"), **dict.fromkeys(("gs", "gcs"), "gcsfs")}
-_PACKAGES.update(dict.fromkeys(("az", "abfs", "adl"), "adlfs"))
+_PACKAGES = {
+    **dict.fromkeys(("s3", "s3a"), "s3fs"),
+    **dict.fromkeys(("gs", "gcs"), "gcsfs"),
+    **dict.fromkeys(("az", "abfs", "adl"), "adlfs"),
+}
 _STAMPS = ("size", "ETag", "etag", "md5Hash", "mtime", "LastModified", "last_modified", "updated", "created")
 """Fields of the description of an object that change with its bytes."""
 
