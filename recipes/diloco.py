@@ -114,7 +114,7 @@ def make_sync_step(loss_fn, optimizer, mesh):
 
 
 def make_inner_step(loss_fn, optimizer, mesh):
-    """Return a step of all workers, each with its replica, its part of the batch and its moments: nothing is sent."""
+    """Return a step of all workers, each with its replica, its rows and its moments: they send each other nothing."""
 
     def mean_loss(params, replica, rows):
         total, count = loss_fn(eqx.combine(params, replica), rows)
@@ -122,8 +122,8 @@ def make_inner_step(loss_fn, optimizer, mesh):
 
     def worker_gradients(workers, batch):  # runs on each device, for its workers
         params = zoo.trainable(workers).replicas
-        count = len(jax.tree.leaves(params)[0])
-        rows = jax.tree.map(lambda x: x.reshape(count, -1, *x.shape[1:]), batch)
+        here = len(jax.tree.leaves(params)[0])
+        rows = jax.tree.map(lambda x: x.reshape(here, -1, *x.shape[1:]), batch)
         losses, grads = eqx.filter_vmap(jax.value_and_grad(mean_loss))(params, workers.replicas, rows)
         return losses, Workers(grads)
 
