@@ -31,7 +31,7 @@ from zoo import tools, train
 class Config(train.ModelConfig):  # batch_size, steps, learning_rate, ..., mesh, data, seq_len, vocab, embed, ...
     """Train synchronously a while, then go on: synchronously, and with each number of inner steps; compare."""
 
-    workers: int = 4  # Replicas, a multiple of the devices of the data axis; batch_size / workers rows for each.
+    workers: int = 4  # Replicas, with batch_size / workers rows each: a multiple of the devices of the data axis.
     periods: tuple[int, ...] = (8, 32, 128)  # Inner steps between two outer steps (H), a run for each.
     outer_rate: float = 0.7  # Learning rate of the outer optimizer.
     outer_momentum: float = 0.9  # Its Nesterov momentum.
@@ -65,8 +65,9 @@ def make_mesh(config):
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in refused)
         raise ValueError(f"a worker of this recipe has one device, or several of --tensor: {flags} is not supported")
     mesh = config.mesh.make_mesh()
-    if config.workers < 1 or config.workers % mesh.shape["data"]:
-        raise ValueError(f"--workers {config.workers}: expected a multiple of the {mesh.shape['data']} data devices")
+    devices = mesh.shape["data"]
+    if config.workers < 2 or config.workers % devices:
+        raise ValueError(f"--workers {config.workers}: expected 2 or more, a multiple of the {devices} data devices")
     if config.batch_size % config.workers:
         raise ValueError(f"--batch-size {config.batch_size} does not divide over --workers {config.workers}")
     if uneven := [period for period in config.periods if period < 1 or config.steps % period]:
@@ -78,8 +79,9 @@ def shard_workers(mesh):
     return dataclasses.replace(mesh, layout=mesh.layout.with_dims(workers=("data",)))
 
 
+@eqx.filter_jit
 def replicate(model, count, mesh):
-    """Give each worker a replica of the model."""
+    """Give each worker a replica of the model; compiled, so that a device only makes its own."""
     replicas = jax.tree.map(lambda x: jnp.broadcast_to(x, (count, *x.shape)), eqx.filter(model, eqx.is_array))
     return zoo.place(Workers(eqx.combine(replicas, model)), mesh)
 
@@ -191,8 +193,7 @@ def train_diloco(config, mesh, corpus, name, model, loss_fn, evaluate, schedule,
     batches = corpus.train.batches(config.seq_len, config.batch_size, seed=config.run.seed, mesh=mesh)
 
     with train.Run(config, name=name, mesh=mesh, data=corpus, model=model) as run:
-        state = run.restore((workers, opt_state, model, outer_state), batches)
-        workers, opt_state, model, outer_state = state
+        workers, opt_state, model, outer_state = run.restore((workers, opt_state, model, outer_state), batches)
         for batch in run.steps(batches, config.steps):
             workers, opt_state, metrics = inner_step(batch, workers, opt_state)
             run.log(**metrics, learning_rate=schedule(run.step - 1))
@@ -213,7 +214,6 @@ def main(config: Config) -> None:
     tokenizer = None if directory is None else train.read_tokenizer(directory)
     corpus = train.load_text(config.data, vocab=config.vocab, tokenizer=tokenizer)
     held_out = corpus.validation.ordered(config.seq_len, config.batch_size, limit=16)
-    key = jax.random.key(config.run.seed)
 
     def loss_fn(model, batch):
         return zoo.cross_entropy(zoo.cast(model, config.mesh.dtype), batch)
@@ -222,7 +222,7 @@ def main(config: Config) -> None:
     if directory is not None:
         start = config.mesh.apply(zoo.load(directory, mesh=mesh, dtype="float32"))
     else:
-        start = zoo.init(partial(make_model, config, corpus.vocab), key, mesh)
+        start = zoo.init(partial(make_model, config, corpus.vocab), jax.random.key(config.run.seed), mesh)
         constant = train.warmup_stable_decay(config.learning_rate, config.warmup_steps, config.pretrain_steps, 0)
         options = (loss_fn, evaluate, jax.jit(constant), config.pretrain_steps)
         start, run = train_sync(config, mesh, corpus, "pretrain", start, *options)

@@ -74,7 +74,7 @@ def assert_equal(tree, expected, tolerance):
 
 
 @pytest.mark.parametrize("sizes", MESHES)
-def test_one_inner_step_of_sgd_and_a_mean_are_synchronous_sgd(sizes):
+def test_one_inner_step_of_sgd_is_synchronous_sgd(sizes):
     mesh = make_mesh(sizes)
     batches = make_batches(4)
     found = run_diloco(mesh, optax.sgd(0.01), optax.sgd(1.0), 1, batches)
@@ -120,7 +120,7 @@ def test_diloco_is_the_loop_of_the_paper(sizes):
 
 
 @pytest.mark.parametrize("sizes", MESHES[1:])
-def test_an_inner_step_sends_nothing_between_workers_and_an_outer_step_the_parameters_once(sizes):
+def test_workers_send_nothing_but_their_average(sizes):
     mesh = make_mesh(sizes)
     optimizer = diloco.make_optimizer(diloco.Config(), optax.constant_schedule(1e-2), diloco.clip_each_worker(1.0))
     outer = diloco.make_outer_optimizer(diloco.Config())
@@ -163,7 +163,7 @@ def test_diloco_runs_and_their_report(unbroken):
 
 
 @pytest.mark.ci
-def test_diloco_stopped_between_outer_steps_and_resumed_is_the_unbroken_run(text, unbroken, tmp_path, monkeypatch):
+def test_diloco_resumes_between_outer_steps(text, unbroken, tmp_path, monkeypatch):
     out = tmp_path / "run"
     shutil.copytree(unbroken, out, ignore=shutil.ignore_patterns("h2", "report.html"))
     log = train.Run.log
@@ -200,8 +200,8 @@ def test_diloco_starts_from_a_checkpoint(text, start, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"workers": 6}, "--workers 6: expected a multiple of the 4 data devices"),
-        ({"workers": 0}, "--workers 0: expected a multiple"),
+        ({"workers": 6}, "--workers 6: expected 2 or more, a multiple of the 4 data devices"),
+        ({"workers": 1, "tensor": 8}, "--workers 1: expected 2 or more"),
         ({"batch_size": 10}, "--batch-size 10 does not divide over --workers 4"),
         ({"periods": (2, 3)}, "--periods 3: expected a divisor of --steps 4"),
         ({"fsdp": 2}, "a worker of this recipe has one device, or several of --tensor: --fsdp is not supported"),
