@@ -1,6 +1,6 @@
-"""DiLoCo: workers train for H steps on their own, then average; compared with synchronous data parallelism.
+"""DiLoCo: workers train for H steps on their own, then average; 1/32 of the bytes for 0.10 bits per byte more.
 
-    python recipes/diloco.py                              # four workers, H = 8, 32 and 128: a minute on two cores
+    python recipes/diloco.py                              # H = 8, 32 and 128, and synchronous: 2 minutes on one core
     python recipes/diloco.py --periods 16 512 --workers 8 --steps 2048
     python recipes/diloco.py --start Qwen/Qwen3-0.6B --data ~/books --seq-len 2048 --periods 500 --steps 5000
     python recipes/diloco.py --resume                     # after Ctrl-C, between two outer steps too
@@ -9,7 +9,8 @@ Every worker has a replica of the parameters θ and an AdamW of its own, and tak
 communication. Then the replicas θ_k are averaged, and an outer optimizer, SGD with Nesterov momentum, moves θ with
 θ - mean_k θ_k as its gradient (arXiv:2311.08105, algorithm 1). All workers go on from the new θ.
 
-All runs start from one model that was trained synchronously, and read the same rows. docs/diloco.md has the results.
+All runs start from one model that was trained synchronously, and read the same rows: DiLoCo ends at 2.53 bits per byte
+with H = 32, synchronous data parallelism at 2.42, the means of two seeds. docs/diloco.md has the results.
 """
 
 import dataclasses
