@@ -135,6 +135,19 @@ def test_workers_send_nothing_but_their_average(sizes):
     assert {row.axes for row in sent} <= {("data",), ("tensor",)}
 
 
+@pytest.mark.ci
+def test_workers_send_nothing_while_they_train_a_transformer():
+    mesh = make_mesh({"data": 4})
+    config = diloco.Config(layers=1)
+    model = zoo.init(lambda key: diloco.make_model(config, 256, key), jax.random.key(0), mesh)
+    workers = diloco.replicate(model, WORKERS, mesh)
+    optimizer = diloco.make_optimizer(config, optax.constant_schedule(1e-2), diloco.clip_each_worker(1.0))
+    opt_state = zoo.place(optimizer.init(zoo.trainable(workers)), mesh.optimizer)
+    inner_step = diloco.make_inner_step(zoo.cross_entropy, optimizer, mesh)
+    program = zoo.inspect.compiled(inner_step, config.make_abstract_batch(mesh), workers, opt_state)
+    assert program.collectives == ()
+
+
 @pytest.fixture(scope="module")
 def unbroken(text, tmp_path_factory):
     out = tmp_path_factory.mktemp("unbroken") / "run"

@@ -18,6 +18,7 @@ from tests.recipes import (
     test_clip,
     test_compare_adapters,
     test_diffusion,
+    test_diloco,
     test_distill,
     test_dpo,
     test_finetune,
@@ -69,6 +70,7 @@ CASES = {
     "clip": Case(test_clip.TINY | FOUR, (), written=(WEIGHTS,)),
     "compare_adapters": Case(test_compare_adapters.TINY | FOUR, TEXT, run="full", written=("vera-48/" + ADAPTER,)),
     "diffusion": Case(test_diffusion.TINY | {"runs": ("block",), "tensor": 2}, run="block"),
+    "diloco": Case(test_diloco.TINY, run="h2"),  # stops after step 3, between two outer steps
     "distill": Case(test_distill.TINY | test_distill.MESH, ("chats", "teacher"), written=(WEIGHTS,)),
     "dpo": Case(test_dpo.TINY | test_dpo.SHARDED, ("pairs", "checkpoint"), written=(WEIGHTS,), marks=CI),
     "finetune": Case(test_finetune.TINY | {"fsdp": 2, "tensor": 2}, TEXT, written=(WEIGHTS,)),
