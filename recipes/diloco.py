@@ -270,8 +270,10 @@ def plot_communication(config, rows):
     curves = []
     for row in rows:
         lines = train.read_metrics(config.run.out / row["run"] / "metrics.jsonl")
-        points = [(line["bytes_sent"], line["validation"]) for line in lines if "validation" in line]
-        curves.append(tools.report.Curve(row["run"], *zip(*points, strict=True)))
+        evaluated = [line for line in lines if "validation" in line]
+        sent = [line["bytes_sent"] for line in evaluated]
+        losses = [line["validation"] for line in evaluated]
+        curves.append(tools.report.Curve(row["run"], sent, losses))
     return tools.report.ScatterChart(curves, "bits per byte", "bytes sent by each worker", from_zero=False)
 
 

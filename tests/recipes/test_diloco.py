@@ -164,8 +164,8 @@ def test_diloco_runs_and_their_report(unbroken):
     # All start from the pretrained model, and read the same rows.
     assert np.mean(runs["h2"][0]["losses"]) == pytest.approx(runs["sync"][0]["loss"], abs=1e-5)
     assert runs["sync"][0]["loss"] < runs["pretrain"][0]["loss"]
-    sizes = {"vocab": 256, "embed": 16, "layers": 1, "heads": 2, "mlp": 16}
-    parameters = zoo.count(zoo.models.Transformer(**sizes, qk_norm=True, key=jax.random.key(0)))
+    config = diloco.Config(embed=16, layers=1, heads=2, mlp_dim=16)
+    parameters = zoo.count(diloco.make_model(config, 256, jax.random.key(0)))
     message = 2 * (4 - 1) / 4 * 4 * parameters
     last = {name: lines[-1]["bytes_sent"] for name, lines in runs.items()}
     assert last == {"pretrain": 2 * message, "sync": 4 * message, "h2": 2 * message}
