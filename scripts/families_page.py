@@ -60,6 +60,12 @@ QUANTIZED = {
     "qwen3_moe": ["fp8"],
 }
 """Formats by the family of their cases."""
+REQUIRED_KEYS = {
+    "llada": {"block_type": "llama", "layer_norm_type": "rms", "rope": True, "activation_type": "silu"},
+}
+"""Keys by family without which its default config is refused."""
+HELD_BY_FORMULA = ("dream", "llada")
+"""Families without a class in transformers: tests hold them to the formula, in NumPy."""
 LATENT_OPTIONS = {"bailing_hybrid": " with a gate per head", "kimi_linear": " without positions"}
 """Words on the attention beside Kimi Delta Attention, by family."""
 WORDS_BESIDE_DELTA_RULES = {
@@ -112,7 +118,9 @@ def build_families_page(note: str) -> str:
             "*Mesh*: a training step on data 2 x fsdp 2 x tensor 2, "
             "of packed rows where the model takes them, equals one on one device. *Adapters*: LoRA around every linear "
             "layer does too. *Decoding*: greedy tokens with caches are PyTorch's. *Quantized*: formats with a case of "
-            "the family; the [same code](quantized.md#what-is-read) reads them for the others.\n",
+            "the family; the [same code](quantized.md#what-is-read) reads them for the others. The classes of "
+            f"{' and '.join(f'`{name}`' for name in HELD_BY_FORMULA)} come with their files: tests compare their "
+            "logits with the formula.\n",
             "| family | class in transformers or fla | cases | mesh | adapters | decoding | quantized |",
             "|---|---|--:|---|---|---|---|",
             *(
@@ -181,7 +189,7 @@ def build_support() -> str:
     for name in FAMILIES:
         by_kind = {kind: found[kind].get(name, []) for kind in kinds}
         cases = [case for listed in by_kind.values() for case in listed]
-        held = {"mesh": bool(cases), "adapters": bool(cases)}
+        held = dict.fromkeys(("mesh", "adapters"), bool(cases) or name in HELD_BY_FORMULA)
         held["decoding"] = bool(by_kind["models"] or by_kind["encoder_decoders"] or by_kind["image_text"])
         rows[name] = {"cases": cases, **held, "quantized": QUANTIZED.get(name, [])}
     return json.dumps(rows, indent=1) + "\n"
@@ -209,7 +217,8 @@ def describe_parts(family: Family) -> tuple[str, str, str, str]:
         return describe_encoder_decoder(family)
     published = next((preset.config for preset in PRESETS.values() if preset.family == family.name), {})
     absent = [key for key, value in read_config(family, {}).items() if value is None]
-    config = read_config(family, {key: published[key] for key in absent if key in published})
+    given = {key: published[key] for key in absent if key in published}
+    config = read_config(family, {**given, **REQUIRED_KEYS.get(family.name, {})})
     # enough for a mixture of experts after the dense layers, and too few to share keys among the last ones
     depth = config["num_hidden_layers"] if "num_mem_blocks" in config else 4  # Zamba 2 has a default for one depth
     small = Config({**config, "num_hidden_layers": depth, "num_kv_shared_layers": 0})

@@ -112,6 +112,8 @@ def configs(draw, family):
         drawn |= {"hidden_act": "gelu_pytorch_tanh", "activation_sparsity_pattern": None}
     if "num_heads" in drawn and "expand" in drawn:  # as wide together as `expand` says
         drawn |= {"head_dim": 8, "expand": 2, "num_heads": drawn["hidden_size"] // 4}
+    if "block_type" in drawn:  # the default is refused
+        drawn |= {"block_type": "llama", "layer_norm_type": "rms", "rope": True}
     if "hidden_ratio" in drawn:
         drawn["hidden_act"] = "swish"
     if drawn.get("layer_types"):

@@ -154,6 +154,9 @@ ANOTHER = {
     "layer_rope_theta": [100.0, 0, 50.0],
     "num_attention_heads_per_layer": [2, 4, 2],
     "attention_multiplier": 0.3,
+    "block_type": "parallel",
+    "rope": False,
+    "layer_norm_type": "gemma_rms",
     "attention_types": [[["local"], 2], [["global"], 1]],
     "attn_layer_indices": [0],
     "mamba_d_head": 8,
@@ -231,6 +234,7 @@ CONTEXTS = [
     {"layer_types": ["conv", "sliding_attention", "full_attention"], "sliding_window": 4},
     {"expert_selection_fn": "sigmoid", "num_shared_experts": 1, "first_k_dense_replace": 2},
     {"intermediate_size": None},
+    {"embedding_size": None},
     {"expand_ratio": None},
     {"use_short_conv": True},
 ]
@@ -266,6 +270,8 @@ def small(family, **more):
     known = family.defaults.keys() - omitted
     if family.name == "mimo_v2_flash":  # a third of 16 values is no whole number of pairs
         more = {"hidden_size": 48, "head_dim": 18, "num_attention_heads": 8} | more
+    if family.name == "llada":  # the default is refused
+        more = {"block_type": "llama", "layer_norm_type": "rms", "rope": True, "hidden_act": "silu"} | more
     if family.name == "granitemoehybrid":  # the default has no attention
         more = {"layer_types": ["mamba", "attention", "mamba"]} | more
     if family.name == "zamba":  # the first three layers have types of their own

@@ -173,6 +173,7 @@ def test_config_null_equals_absent(family):
         "expand_ratio",
         "num_slots",
         "num_kv_heads",
+        "embedding_size",
         *("text_config", "vision_config", "text_config_dict", "vision_config_dict"),
     }
     # flash-linear-attention and T5 derive no head_dim

@@ -48,6 +48,7 @@ class _Families(Mapping[str, Family]):
 FAMILIES = _Families()
 ALIASES: dict[str, str] = {
     "AXK1": "axk1",
+    "Dream": "dream",
     "gpt-sw3": "gpt2",
     "kimi_k2": "deepseek_v3",
 }
