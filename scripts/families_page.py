@@ -183,7 +183,7 @@ def format_support(support: FamilySupport) -> str:
 def build_support() -> str:
     """Build the table of what is tested of each family: from the fixtures, with which every test of them runs, and from
     the families that quantized files are tested with."""
-    kinds = ("models", "encoders", "encoder_decoders", "image_text")
+    kinds = ("models", "encoders", "encoder_decoders", "image_text", "block_denoisers")
     found = {kind: find_cases(TESTS / "fixtures" / kind) for kind in kinds}
     rows = {}
     for name in FAMILIES:
@@ -209,6 +209,9 @@ def describe_parts(family: Family) -> tuple[str, str, str, str]:
 
     They are read off the model of its default config; keys without a default are those of its first published size.
     """
+    if "canvas_length" in family.defaults:
+        mixer = "of prompts: as `gemma4_text`; a canvas attends to the prompt, and to itself in both directions"
+        return mixer, "`RMSNorm`", "`MixtureBesideMLP`, gelu_pytorch_tanh", "tied"
     if family.defaults.keys() & {"image_token_id", "image_token_index"}:
         return describe_image_text(family)
     if "vision_config" in family.defaults:

@@ -10,6 +10,7 @@
 - Descriptions, which derive the config of a model made from scratch.
 """
 
+from ..block_denoiser import BlockDenoiser, SelfConditioning, make_canvas_scales
 from ..blocks import (
     AddNormBlock,
     MixerBlock,
@@ -168,6 +169,7 @@ __all__ = [
     "AddNormBlock",
     "AddNormCrossBlock",
     "Block",
+    "BlockDenoiser",
     "CausalPlaces",
     "ClassificationHead",
     "Config",
@@ -204,6 +206,7 @@ __all__ = [
     "ReplacedTokenHead",
     "SandwichBlock",
     "SandwichCrossBlock",
+    "SelfConditioning",
     "SharedModule",
     "TensorMapping",
     "TokenClassificationHead",
@@ -243,6 +246,7 @@ __all__ = [
     "make_bert_heads",
     "make_biased_router_factory",
     "make_bidirectional_attention_factory",
+    "make_canvas_scales",
     "make_classification_head_factory",
     "make_cross_attention_factory",
     "make_feature_head_factory",

@@ -13,7 +13,8 @@ from . import gemma4_vision
 from .gemma4_text import GEMMA4_TEXT
 
 
-def _build_gemma4_projector(config: hf.Config, tower: hf.Config, text: hf.Config, *, key: Key[Array, ""]) -> MeanMerger:
+def build_gemma4_projector(config: hf.Config, tower: hf.Config, text: hf.Config, *, key: Key[Array, ""]) -> MeanMerger:
+    """Build the projector from pooled features of images to embeddings."""
     norm = partial(RMSNorm, epsilon=tower["rms_norm_eps"], scaled=False)
     sizes = tower["hidden_size"], text["hidden_size"]
     return MeanMerger(*sizes, norm, merge=tower["pooling_kernel_size"], key=key)
@@ -33,7 +34,7 @@ GEMMA4 = hf.make_image_text_family(
     hf.ImageTextFacts(
         wrapper=hf.WRAPPERS["gemma4"],
         towers={"gemma4_vision": gemma4_vision.GEMMA4_VISION},
-        projector=_build_gemma4_projector,
+        projector=build_gemma4_projector,
         projector_names=lambda tower: {"embedding_projection": "projection"},
         image_keys={"image_token_id": 258880},
         places=_find_places,
