@@ -70,7 +70,8 @@ def test_models_made_from_scratch_are_written_and_read(tmp_path, name):
     zoo.save(model, tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["model_type"] == name.partition(",")[0]
     card = (tmp_path / "README.md").read_text()
-    assert "import fla  # registers the classes\nimport transformers\n\nmodel = transformers.AutoModelForCausalLM." in card
+    assert "import fla  # registers the classes\nimport transformers\n" in card
+    assert "model = transformers.AutoModelForCausalLM.from_pretrained(" in card
     loaded = zoo.load(tmp_path)
     assert not list(find_differences(loaded, model))
     assert all(map(np.array_equal, jax.tree.leaves(loaded), jax.tree.leaves(model)))
