@@ -125,6 +125,14 @@ def test_scatter_of_learning_rates_has_powers_of_two():
     assert "3.0" in texts and "0.0" not in texts
 
 
+def test_scatter_draws_a_curve_without_dots_as_a_line():
+    dotted, plain = (
+        ScatterChart([Curve("fit", [512, 4096], [0.5, 0.75], dots=dots)], "accuracy", "bytes").draw_svg(width=400)
+        for dots in (True, False)
+    )
+    assert dotted.count("<use ") == plain.count("<use ") + 3  # two values, and one in the legend
+
+
 def test_scatter_refuses_zero_and_groups_rows():
     with pytest.raises(ValueError, match="bytes: a logarithmic axis takes positive numbers only"):
         ScatterChart([Curve("a", [0, 1], [1.0, 2.0])], "accuracy", "bytes")

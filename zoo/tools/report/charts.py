@@ -130,7 +130,8 @@ class ScatterChart(Chart):
     """Values of each series in `unit` over a logarithmic x axis: cost against quality. The y axis starts at 0, unless
     `from_zero` is False.
 
-    Values that are not finite are skipped. **Raises** `ValueError` for an x that is not positive.
+    Values that are not finite are skipped. A curve with `dots=False` is a line without markers. **Raises** `ValueError`
+    for an x that is not positive.
     """
 
     curves: Sequence[Curve]
@@ -161,7 +162,7 @@ class ScatterChart(Chart):
         axes = _add_axes(figure, self)
         axes.set_xscale("log", base=2)
         for number, curve in enumerate(self.curves):
-            marker = _MARKERS[number // len(COLORS) % len(_MARKERS)]
+            marker = _MARKERS[number // len(COLORS) % len(_MARKERS)] if curve.dots else ""
             style = {"marker": marker, "markersize": 7, "color": COLORS[number % len(COLORS)]}
             axes.plot(*curve.drop_nonfinite(), label=_format_label(curve.label), **style)
         if self.from_zero:
