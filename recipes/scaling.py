@@ -137,8 +137,7 @@ def main(config: Config) -> None:
         batches.close()
         if run.stopped:
             return
-        lines = train.read_metrics(run.directory / "metrics.jsonl")
-        losses.append([line["held_out"] for line in lines if "held_out" in line])
+        losses.append(read_losses(run.directory, branches))
 
     report(config, shapes, np.swapaxes(losses, 0, 1))
 
@@ -147,6 +146,19 @@ def check_grid(config):
     for name, numbers in (("widths", config.widths), ("budgets", config.budgets)):
         if len(numbers) < 4 or min(numbers) <= 0 or list(numbers) != sorted(set(numbers)):
             raise ValueError(f"{name}={numbers}: expected four or more numbers above 0 that increase")
+    if any(width % config.head_dim for width in (*config.widths, config.base_width)):
+        raise ValueError(
+            f"widths={config.widths}, base_width={config.base_width}: head_dim={config.head_dim} divides all"
+        )
+
+
+def read_losses(directory, branches):
+    """Return the losses "budgets seeds" that a width's run logged where its branches leave."""
+    lines = train.read_metrics(directory / "metrics.jsonl")
+    found = {line["step"]: line["held_out"] for line in lines if "held_out" in line}
+    if not branches.keys() <= found.keys():
+        raise ValueError(f"{directory} has branches of other budgets: choose another folder (--out)")
+    return [found[start] for start in branches]
 
 
 class Minima(NamedTuple):
@@ -241,7 +253,7 @@ def predict_last(config, sizes, losses):
     size_draws = draws.sizes[:, -1] * noisy.sizes / minima.sizes[-2]
     loss_draws = draws.losses[:, -1] + noisy.losses - minima.losses[-2]
     rows = [
-        tabulate("a of N* = C^a", laws.a, draws.a),
+        tabulate("a of log N* = a log C + b", laws.a, draws.a),
         tabulate("alpha of L* = E + A C^-alpha", laws.alpha, draws.alpha),
         tabulate("E, bits per byte", laws.E, draws.E),
         tabulate("best parameters of the last budget", laws.sizes[-1], size_draws, minima.sizes[-1]),
@@ -251,6 +263,7 @@ def predict_last(config, sizes, losses):
 
 
 def tabulate(name, value, draws, measured=None):
+    """Return a row of a table: a fitted value, its interval, and for a prediction what was measured."""
     low, high = find_interval(draws)
     row = {"": name, "value": f"{value:.4g}", "low": f"{low:.4g}", "high": f"{high:.4g}", "measured": "", "inside": ""}
     if measured is None:
@@ -281,17 +294,17 @@ def report(config, models, losses):
         row |= {"tokens per parameter": round(tokens / size, 1), "bits per byte": float(loss)}
         best.append(row | {"minimum": "inside" if inside else "edge"})
 
-    def draw(label, x, values, dots=True):
+    def curve(label, x, values, dots=True):
         return tools.report.Curve(label, list(x), list(values), dots=dots)
 
     low, high = find_interval(draws.losses)
-    isoflop = [draw(f"{name} FLOPs", sizes, row) for name, row in zip(names, means, strict=True)]
-    minimum = draw("minima of parabolas", minima.sizes, minima.losses)
+    isoflop = [curve(f"{name} FLOPs", sizes, row) for name, row in zip(names, means, strict=True)]
+    minimum = curve("minima of parabolas", minima.sizes, minima.losses)
     by_compute = [
-        draw("measured minima", config.budgets, minima.losses),
-        draw("fit without the last", config.budgets, laws.losses, dots=False),
-        draw("low", config.budgets, low, dots=False),
-        draw("high", config.budgets, high, dots=False),
+        curve("measured minima", config.budgets, minima.losses),
+        curve("fit without the last", config.budgets, laws.losses, dots=False),
+        curve("low", config.budgets, low, dots=False),
+        curve("high", config.budgets, high, dots=False),
     ]
     chart = partial(tools.report.ScatterChart, unit="bits per byte", from_zero=False)
     tools.report_runs(

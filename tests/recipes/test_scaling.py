@@ -179,7 +179,7 @@ def test_scaling_branch_equals_a_run_of_its_own(unbroken, text):
 
 
 def test_scaling_resumed_equals_unbroken(unbroken, text, tmp_path):
-    """The widest model was stopped before its last branches; the others are complete."""
+    """The narrowest model was stopped before its last branch; the others are complete."""
     out = tmp_path / "run"
     shutil.copytree(unbroken, out)
     for folder in (out / "width-8" / "checkpoints").iterdir():
@@ -188,6 +188,8 @@ def test_scaling_resumed_equals_unbroken(unbroken, text, tmp_path):
     call(scaling.main, out=out, data=(text,), resume=True, **TINY)
     for width in TINY["widths"]:
         assert read_held_out(out, width) == read_held_out(unbroken, width)
+    with pytest.raises(ValueError, match="width-8 has branches of other budgets"):
+        call(scaling.main, out=out, data=(text,), resume=True, **TINY | {"budgets": (5e7, 8e7, 10e7, 12e7)})
 
 
 @pytest.mark.parametrize(
@@ -198,7 +200,8 @@ def test_scaling_resumed_equals_unbroken(unbroken, text, tmp_path):
         ({"budgets": (-1.0, 6e7, 10e7, 12e7)}, "budgets=.*: expected four or more"),
         ({"budgets": (1e6, 6e7, 10e7, 12e7)}, "1 steps of warmup and 1 of decay do not fit into 0 steps"),
         ({"num_seeds": 0}, "a sweep wants learning rates above 0, and seeds"),
-        ({"widths": (8, 16, 20, 24)}, "20"),
+        ({"widths": (8, 16, 20, 24)}, "widths=.*20.*: expected multiples of head_dim=8"),
+        ({"budgets": (80e6, 80.1e6, 100e6, 120e6)}, "two of them are the same number of steps"),
     ],
 )
 def test_scaling_bad_flags_raise_early(tmp_path, changes, message):
