@@ -147,9 +147,8 @@ def check_grid(config):
         if len(numbers) < 4 or min(numbers) <= 0 or list(numbers) != sorted(set(numbers)):
             raise ValueError(f"{name}={numbers}: expected four or more numbers above 0 that increase")
     if any(width % config.head_dim for width in (*config.widths, config.base_width)):
-        raise ValueError(
-            f"widths={config.widths}, base_width={config.base_width}: head_dim={config.head_dim} divides all"
-        )
+        names = f"widths={config.widths}, base_width={config.base_width}"
+        raise ValueError(f"{names}: expected multiples of head_dim={config.head_dim}")
 
 
 def read_losses(directory, branches):

@@ -198,7 +198,7 @@ def test_scaling_resumed_equals_unbroken(unbroken, text, tmp_path):
         ({"widths": (8, 16, 24)}, "widths=.*: expected four or more numbers above 0 that increase"),
         ({"budgets": (8e7, 6e7, 10e7, 12e7)}, "budgets=.*: expected four or more"),
         ({"budgets": (-1.0, 6e7, 10e7, 12e7)}, "budgets=.*: expected four or more"),
-        ({"budgets": (1e6, 6e7, 10e7, 12e7)}, "1 steps of warmup and 1 of decay do not fit into 0 steps"),
+        ({"budgets": (1e5, 6e7, 10e7, 12e7)}, "1 steps of warmup and 1 of decay do not fit into 0 steps"),
         ({"num_seeds": 0}, "a sweep wants learning rates above 0, and seeds"),
         ({"widths": (8, 16, 20, 24)}, "widths=.*20.*: expected multiples of head_dim=8"),
         ({"budgets": (80e6, 80.1e6, 100e6, 120e6)}, "two of them are the same number of steps"),
