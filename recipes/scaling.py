@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from numpy.lib.stride_tricks import sliding_window_view
 
 import zoo
 from zoo import tools, train
@@ -47,6 +48,7 @@ class Config:
     decay_share: float = 0.2  # Share of a budget's steps in which the rate decays to zero.
     weight_decay: float = 0.1  # Weight decay of matrices and embeddings, times the learning rate.
     eval_rows: int = 512  # Held-out rows to evaluate on.
+    points: int = 4  # Adjacent widths that each parabola is fitted to: the lowest ones, four or more.
     draws: int = 1000  # Redrawn data sets for the intervals.
     save_every: int = 500  # Steps between checkpoints.
     run: train.RunOptions = train.RunOptions(Path("runs/scaling"))
@@ -146,6 +148,8 @@ def check_grid(config):
     for name, numbers in (("widths", config.widths), ("budgets", config.budgets)):
         if len(numbers) < 4 or min(numbers) <= 0 or list(numbers) != sorted(set(numbers)):
             raise ValueError(f"{name}={numbers}: expected four or more numbers above 0 that increase")
+    if not 4 <= config.points <= len(config.widths):
+        raise ValueError(f"points={config.points}: expected at least 4 and at most all {len(config.widths)} widths")
     if any(width % config.head_dim for width in (*config.widths, config.base_width)):
         names = f"widths={config.widths}, base_width={config.base_width}"
         raise ValueError(f"{names}: expected multiples of head_dim={config.head_dim}")
@@ -161,11 +165,12 @@ def read_losses(directory, branches):
 
 
 class Minima(NamedTuple):
-    """The lowest points of parabolas, and whether they lie between the smallest size and the largest."""
+    """The lowest points of parabolas, whether they lie between the fitted sizes, and sums of squared residuals."""
 
     sizes: np.ndarray
     losses: np.ndarray
     inside: np.ndarray
+    errors: np.ndarray
 
 
 class Laws(NamedTuple):
@@ -178,21 +183,26 @@ class Laws(NamedTuple):
     losses: np.ndarray
 
 
-def solve_least_squares(design, values):
-    """Return the coefficients of each column of `design`, "points columns", for values "... points"."""
-    return np.moveaxis(values @ np.linalg.pinv(design).T, -1, 0)
+def find_minima(sizes, losses, points):
+    """Fit a parabola of loss over log N to each row of losses "... sizes", in the lowest `points` adjacent sizes.
 
-
-def find_minima(sizes, losses):
-    """Fit a parabola of loss over log N to losses "... sizes". A minimum outside the sizes would be extrapolated: the
-    best measured point takes its place."""
-    x = np.log(sizes)
-    curvature, slope, offset = solve_least_squares(np.vander(x, 3), losses)
+    A minimum outside these would be extrapolated: the best measured point takes its place.
+    """
+    x = sliding_window_view(np.log(sizes), points)
+    designs = np.stack([np.vander(row, 3) for row in x])
+    windows = sliding_window_view(losses, points, axis=-1)
+    coefficients = np.einsum("wcp,...wp->...wc", np.linalg.pinv(designs), windows)
+    residuals = windows - np.einsum("wpc,...wc->...wp", designs, coefficients)
+    lowest = windows.sum(-1).argmin(-1)[..., None]
+    curvature, slope, offset = np.moveaxis(np.take_along_axis(coefficients, lowest[..., None], -2)[..., 0, :], -1, 0)
     with np.errstate(divide="ignore", invalid="ignore"):
         vertex = -slope / (2 * curvature)
-    inside = (curvature > 0) & (x[0] < vertex) & (vertex < x[-1])
-    best_sizes = np.where(inside, vertex, x[losses.argmin(-1)])
-    return Minima(np.exp(best_sizes), np.where(inside, offset - curvature * vertex**2, losses.min(-1)), inside)
+    first, last = (x[lowest[..., 0], end] for end in (0, -1))
+    inside = (curvature > 0) & (first < vertex) & (vertex < last)
+    best_sizes = np.where(inside, np.exp(vertex), sizes[losses.argmin(-1)])
+    best_losses = np.where(inside, offset - curvature * vertex**2, losses.min(-1))
+    errors = np.take_along_axis((residuals**2).sum(-1), lowest, -1)[..., 0]
+    return Minima(best_sizes, best_losses, inside, errors)
 
 
 def fit_power_law(compute, losses):
@@ -215,24 +225,24 @@ def fit_power_law(compute, losses):
     return E, A * unit ** alphas[best], alphas[best]
 
 
-def fit_laws(sizes, budgets, losses, targets):
-    """Fit both laws to losses "... budgets sizes", and predict the best sizes and losses of other budgets."""
-    minima = find_minima(sizes, losses)
-    a, b = solve_least_squares(np.vander(np.log(budgets), 2), np.log(minima.sizes))
+def fit_laws(budgets, minima, targets):
+    """Fit both laws to minima "... budgets", and predict the best sizes and losses of other budgets."""
+    x = np.log(budgets)
+    a, b = np.moveaxis(np.log(minima.sizes) @ np.linalg.pinv(np.vander(x, 2)).T, -1, 0)
     E, A, alpha = fit_power_law(budgets, minima.losses)
     best_sizes = np.exp(a[..., None] * np.log(targets) + b[..., None])
     return Laws(a, alpha, E, best_sizes, E[..., None] + A[..., None] * targets ** -alpha[..., None])
 
 
-def redraw_losses(sizes, losses, draws, seed):
-    """Return losses "draws budgets sizes": the parabolas, and normal noise with the variance of the residuals.
+def redraw_losses(losses, errors, freedom, draws, seed):
+    """Add normal noise to losses, in `draws` data sets.
 
-    The variance is pooled over the budgets; each parabola takes three degrees of freedom.
+    Its variance is known only from the squared residuals and their degrees of freedom, so that it differs between data
+    sets: error / chi^2. For a linear fit, intervals are then those of Student's t.
     """
-    design = np.vander(np.log(sizes), 3)
-    fitted = losses @ (design @ np.linalg.pinv(design)).T
-    variance = ((losses - fitted) ** 2).sum() / (len(losses) * (len(sizes) - 3))
-    return fitted + np.random.default_rng(seed).normal(0, variance**0.5, (draws, *losses.shape))
+    generator = np.random.default_rng(seed)
+    scale = np.sqrt(errors.sum() / generator.chisquare(freedom, draws))
+    return losses + scale[:, None, None] * generator.normal(size=(draws, *losses.shape))
 
 
 def find_interval(values):
@@ -243,14 +253,16 @@ def predict_last(config, sizes, losses):
     """Fit the laws to losses "budgets sizes" of all budgets but the last, and predict that one. Return the laws with
     their redrawn twins, and rows of a table: value, interval, and what was measured."""
     budgets = np.array(config.budgets)
-    laws = fit_laws(sizes, budgets[:-1], losses[:-1], budgets)
-    redrawn = redraw_losses(sizes, losses[:-1], config.draws, config.run.seed)
-    draws = fit_laws(sizes, budgets[:-1], redrawn, budgets)
-    minima = find_minima(sizes, losses)
-    # What is measured has noise of its own: the intervals of predictions get the noise of another draw's minimum.
-    noisy = find_minima(sizes, np.roll(redrawn, 1, axis=0)[:, -1])
-    size_draws = draws.sizes[:, -1] * noisy.sizes / minima.sizes[-2]
-    loss_draws = draws.losses[:, -1] + noisy.losses - minima.losses[-2]
+    minima = find_minima(sizes, losses, config.points)
+    fitted = Minima(*(x[:-1] for x in minima))
+    freedom = len(fitted.sizes) * (config.points - 3)
+    redrawn = redraw_losses(losses[:-1], fitted.errors, freedom, config.draws, config.run.seed)
+    again = find_minima(sizes, redrawn, config.points)
+    laws = fit_laws(budgets[:-1], fitted, budgets)
+    draws = fit_laws(budgets[:-1], again, budgets)
+    # What is measured has noise of its own: the intervals of predictions get the noise of another draw's last minimum.
+    size_draws = draws.sizes[:, -1] * np.roll(again.sizes[:, -1], 1) / fitted.sizes[-1]
+    loss_draws = draws.losses[:, -1] + np.roll(again.losses[:, -1], 1) - fitted.losses[-1]
     rows = [
         tabulate("a of log N* = a log C + b", laws.a, draws.a),
         tabulate("alpha of L* = E + A C^-alpha", laws.alpha, draws.alpha),
@@ -275,7 +287,7 @@ def report(config, models, losses):
     sizes = np.array([zoo.count(model) for model in models.values()])
     flops = np.array([count_flops(config, model) for model in models.values()])
     means = losses.mean(-1)
-    minima = find_minima(sizes, means)
+    minima = find_minima(sizes, means, config.points)
     laws, draws, predictions = predict_last(config, sizes, means)
     for row in predictions:
         print(", ".join(f"{name} {value}".strip() for name, value in row.items() if value))
@@ -287,7 +299,7 @@ def report(config, models, losses):
         by_budget = dict(zip(names, means[:, number].tolist(), strict=True))
         runs.append(row | by_budget | {"spread of seeds": float(np.ptp(losses[:, number], axis=-1).mean())})
     best = []
-    for name, budget, size, loss, inside in zip(names, config.budgets, *minima, strict=True):
+    for name, budget, size, loss, inside in zip(names, config.budgets, *minima[:3], strict=True):
         tokens = budget / np.interp(np.log(size), np.log(sizes), flops)
         row = {"FLOPs": name, "best parameters": round(size), "tokens": round(tokens)}
         row |= {"tokens per parameter": round(tokens / size, 1), "bits per byte": float(loss)}
