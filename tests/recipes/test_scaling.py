@@ -154,7 +154,8 @@ def count_steps(width):
     """Return the steps of each budget, from FLOPs that are counted here: matrices, scores and their sums, times 3."""
     per_token = 2 * (13 * width**2 + 256 * width) + 2 * 2 * 16 * width
     step_flops = 3 * per_token * 4 * 16
-    model = zoo.models.Transformer(vocab=256, embed=width, layers=1, heads=1, mlp=3 * width, key=jax.random.key(0))
+    sizes = {"vocab": 256, "embed": width, "layers": 1, "heads": 1, "mlp": 3 * width}
+    model = eqx.filter_eval_shape(zoo.models.Transformer, **sizes, key=jax.random.key(0))
     assert count_step_flops(model, jax.ShapeDtypeStruct((4, 16), "int32")) == step_flops
     return [round(budget / step_flops) for budget in TINY["budgets"]]
 
@@ -220,18 +221,27 @@ def test_scaling_branch_equals_a_run_of_its_own(unbroken, text):
     assert read_held_out(unbroken, width)[steps - decay][1] == pytest.approx(float(expected), abs=1e-4)
 
 
-def test_scaling_resumed_equals_unbroken(unbroken, text, tmp_path):
-    """The narrowest model was stopped before its last branch; the others are complete."""
+def test_scaling_resumed_equals_unbroken(unbroken, text, tmp_path, monkeypatch):
+    """The first width was stopped before its last branch, and gets a budget more. The test ends after it: other widths
+    would only be longer."""
     out = tmp_path / "run"
     shutil.copytree(unbroken, out)
-    for folder in (out / "width-8" / "checkpoints").iterdir():
-        if folder.name.isdigit() and int(folder.name) == max(read_held_out(unbroken, 8)):
-            shutil.rmtree(folder)
-    call(scaling.main, out=out, data=(text,), resume=True, **TINY)
-    for width in TINY["widths"]:
-        assert read_held_out(out, width) == read_held_out(unbroken, width)
+    expected = read_held_out(unbroken, 8)
+    shutil.rmtree(out / "width-8" / "checkpoints" / str(max(expected)))
+
+    def end(directory, branches):
+        raise EOFError(directory.name)
+
+    with monkeypatch.context() as patch, pytest.raises(EOFError, match="width-8"):
+        patch.setattr(scaling, "read_losses", end)
+        call(scaling.main, out=out, data=(text,), resume=True, **TINY | {"budgets": (*TINY["budgets"], 13e7)})
+    *same, (step, added) = read_held_out(out, 8).items()
+    assert dict(same) == expected
+    assert step > max(expected) and len(added) == 2
+    branches = dict.fromkeys(expected)
+    assert scaling.read_losses(out / "width-8", branches) == list(expected.values())
     with pytest.raises(ValueError, match="width-8 has branches of other budgets"):
-        call(scaling.main, out=out, data=(text,), resume=True, **TINY | {"budgets": (5e7, 8e7, 10e7, 12e7)})
+        scaling.read_losses(out / "width-8", branches | {1: None})
 
 
 @pytest.mark.parametrize(
