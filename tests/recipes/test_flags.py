@@ -56,17 +56,8 @@ FLAGS = {
     "recall": ["mixers", "widths", "vocab", "seq_len", "num_pairs", "batch_size", *SWEEP, *RUN_FLAGS],
     "scaling": [
         *("data", "widths", "budgets", "layers", "head_dim", "seq_len", "batch_size", "num_seeds", "learning_rate"),
-        *(
-            "base_width",
-            "warmup_steps",
-            "decay_share",
-            "weight_decay",
-            "eval_rows",
-            "points",
-            "draws",
-            "save_every",
-            *RUN_FLAGS,
-        ),
+        *("base_width", "warmup_steps", "decay_share", "weight_decay", "eval_rows", "points", "draws", "save_every"),
+        *RUN_FLAGS,
     ],
     "sft": FINETUNE,
     "state_tracking": [
