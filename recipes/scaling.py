@@ -200,10 +200,10 @@ def find_minima(sizes, losses, points):
         vertex = -slope / (2 * curvature)
     first, last = (x[lowest[..., 0], end] for end in (0, -1))
     inside = (curvature > 0) & (first < vertex) & (vertex < last)
-    best_sizes = np.where(inside, np.exp(vertex), sizes[losses.argmin(-1)])
+    vertex = np.where(inside, vertex, np.log(sizes)[losses.argmin(-1)])
     best_losses = np.where(inside, offset - curvature * vertex**2, losses.min(-1))
     errors = np.take_along_axis((residuals**2).sum(-1), lowest, -1)[..., 0]
-    return Minima(best_sizes, best_losses, inside, errors)
+    return Minima(np.exp(vertex), best_losses, inside, errors)
 
 
 def fit_power_law(compute, losses):
@@ -238,8 +238,8 @@ def fit_laws(budgets, minima, targets):
 def redraw_losses(losses, errors, freedom, draws, seed):
     """Add normal noise to losses, in `draws` data sets.
 
-    Its variance is known only from the squared residuals and their degrees of freedom, so that it differs between data
-    sets: error / chi^2. For a linear fit, intervals are then those of Student's t.
+    Its variance is known only from squared residuals and their degrees of freedom: it is drawn too, as error / chi^2.
+    For a linear fit, intervals are then those of Student's t.
     """
     generator = np.random.default_rng(seed)
     scale = np.sqrt(errors.sum() / generator.chisquare(freedom, draws))
@@ -251,8 +251,10 @@ def find_interval(values):
 
 
 def predict_last(config, sizes, losses):
-    """Fit the laws to losses "budgets sizes" of all budgets but the last, and predict that one. Return the laws with
-    their redrawn twins, and rows of a table: value, interval, and what was measured."""
+    """Fit the laws to losses "budgets sizes" of all budgets but the last, and predict the last.
+
+    Returns the laws, the laws of redrawn losses, and rows of a table: value, interval, and what was measured.
+    """
     budgets = np.array(config.budgets)
     minima = find_minima(sizes, losses, config.points)
     fitted = Minima(*(x[:-1] for x in minima))
@@ -261,7 +263,7 @@ def predict_last(config, sizes, losses):
     again = find_minima(sizes, redrawn, config.points)
     laws = fit_laws(budgets[:-1], fitted, budgets)
     draws = fit_laws(budgets[:-1], again, budgets)
-    # What is measured has noise of its own: the intervals of predictions get the noise of another draw's last minimum.
+    # A measured minimum has noise of its own: intervals of predictions get the noise of another draw's last minimum.
     size_draws = draws.sizes[:, -1] * np.roll(again.sizes[:, -1], 1) / fitted.sizes[-1]
     loss_draws = draws.losses[:, -1] + np.roll(again.losses[:, -1], 1) - fitted.losses[-1]
     rows = [
