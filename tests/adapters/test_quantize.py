@@ -203,6 +203,21 @@ def test_quantize_lists_all_errors_before_computing(options, message):
         adapters.quantize(model, **options)
 
 
+@pytest.mark.parametrize(
+    ("format", "options", "message"),
+    [
+        ("int5", {}, "matrices are quantized to nf4 or .* or int2, not 'int5'"),
+        ("int4", {"group_size": 12}, "group_size=12: expected a multiple of 8, the codes of a word"),
+        ("int4", {"group_size": 64}, r"down: int4 has groups of 64 inputs, and 72 are not whole groups"),
+        ("nvfp4", {}, r"down: nvfp4 has groups of 16 inputs, and 72 are not whole groups"),
+    ],
+)
+def test_quantize_refuses_sizes_of_groups(format, options, message):
+    model = eqx.filter_eval_shape(partial(zoo.models.Transformer, **SIZES | {"heads": 16, "mlp": 72}))
+    with pytest.raises(ValueError, match=message):
+        adapters.quantize(model, format, **options)
+
+
 def test_quantize_refuses_quantized_layers():
     model = MXFP4Linear(128, 8, key=KEY), Linear(128, 8, key=KEY)
     with pytest.raises(ValueError, match="0: it is MXFP4Linear, and no Linear"):

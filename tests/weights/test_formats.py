@@ -5,7 +5,7 @@ import pytest
 from zoo.models.hf.errors import ConfigError
 from zoo.weights.formats import split_quantization
 
-from .formats.encoders import BITSANDBYTES, FLOATS, FORMATS, FP8, GPTQ, INTEGERS, compressed
+from .formats.encoders import BITSANDBYTES, FLOATS, FORMATS, FOUR_BITS, FP8, GPTQ, INTEGERS, compressed
 
 AWQ = FORMATS["awq"][0]
 
@@ -33,7 +33,8 @@ def test_mxfp4_and_no_quantization_are_left_to_the_family():
         (AWQ | {"zero_point": False}, "zero_point = False, and True is read"),
         (BITSANDBYTES | {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4"}, "bnb_4bit_quant_type = 'fp4'"),
         (BITSANDBYTES, "one of load_in_4bit and load_in_8bit should be true"),
-        (compressed("nvfp4-pack-quantized", **FLOATS), "format = 'nvfp4-pack-quantized', and 'float-quantized' or"),
+        (compressed("mxfp4-pack-quantized", **FLOATS), "format = 'mxfp4-pack-quantized', and 'float-quantized' or"),
+        (compressed("nvfp4-pack-quantized", **FOUR_BITS | {"group_size": 32}), "group_size = 32, and 16 is read"),
         (compressed("float-quantized", **FLOATS, strategy="group"), "strategy = 'group', and 'tensor' or 'channel'"),
         (compressed("float-quantized", **FLOATS, strategy="channel", symmetric=False), "symmetric = False, and True"),
         (compressed("pack-quantized", **INTEGERS | {"num_bits": 2}), "num_bits = 2, and 4 or 8 is read"),

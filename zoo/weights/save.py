@@ -35,7 +35,7 @@ from zoo.models.sequence_score import SequenceScore
 
 from .directory import CONFIG_NAME, resolve_directory
 from .formats import QUANTIZATION_KEY, split_quantization
-from .formats.pack import drop_quantization_if_plain, pack_like
+from .formats.pack import describe_quantization, drop_quantization_if_plain, pack_like
 from .generation_config import read_start
 from .left_aside import describe_stale, open_source, write_back
 from .model_card import Training, describe_model, name_base, write_model_card
@@ -206,6 +206,9 @@ def resolve_origin(model: Any, requested: str | Family | None, overrides: dict[s
     """
     family = _get_family(requested) if isinstance(requested, str) else requested
     origin = getattr(model, "origin", None)
+    is_read_packed = origin is not None and QUANTIZATION_KEY in json.loads(origin.config)
+    if not is_read_packed and (quantization := describe_quantization(model)):
+        overrides = {QUANTIZATION_KEY: quantization, **overrides}
     count = len(getattr(model, "predictors", ()))
     is_score = isinstance(model, SequenceScore)
     if is_score and family is not None and has_score(family):

@@ -34,7 +34,7 @@ from zoo.models.hf.wrappers import rename_all, unwrap_config, wrap_config
 
 from .formats import QUANTIZATION_KEY, split_quantization
 from .formats.lazy import dequantize_lazily
-from .formats.pack import list_packed, pack_model, unpack_tensors
+from .formats.pack import list_packed, name_plain_matrices, pack_model, unpack_tensors
 from .packed import unpack_mxfp4
 from .plan import drop_tensors, list_callers
 from .safetensors import CheckpointError, LazyTensor
@@ -162,7 +162,10 @@ def unpack(stored: Stored) -> Stored:
     _, quantized = split_quantization(stored.config)
     if quantized is None:
         return stored
-    return stored.replace(tensors=unpack_tensors(stored.tensors, quantized, stored.notes.side_tensors))
+    tensors = unpack_tensors(stored.tensors, quantized, stored.notes.side_tensors)
+    if stored.notes.packed:  # the config is the file's own
+        return stored.replace(tensors=tensors)
+    return stored.replace(config=name_plain_matrices(stored.config, tensors), tensors=tensors)
 
 
 def note_lacking(stored: Stored, planned: Collection[str]) -> Stored:

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from zoo.ops.quantized.groups import INT8_STEP, get_group_dequantizer, get_nested_dequantizer
+from zoo.ops.quantized.groups import INT8_STEP, get_group_dequantizer, get_nested_dequantizer, quantize_groups
 from zoo.ops.quantized.nf4 import CODEBOOK
 from zoo.ops.quantized.packed_matmul import packed_matmul
 
@@ -63,6 +63,22 @@ def test_nested_nf4_equals_the_formula(indexed):
     np.testing.assert_array_equal(decode(*given), levels * scales[:, index])
     stacked = decode(*(np.stack([x, x[::-1]]) for x in given))
     np.testing.assert_array_equal(stacked[1], decode(*(x[::-1] for x in given)))
+
+
+@pytest.mark.parametrize("largest", [7, 3, 1])
+def test_groups_are_quantized_to_the_nearest_level(largest):
+    weight = np.float32(np.random.default_rng(0).normal(size=(3, 48)))
+    weight[1, :16] = 0
+    codes, scales = jax.jit(quantize_groups, static_argnums=(1, 2))(weight, 16, largest)
+    groups = weight.reshape(3, 3, 16)
+    wanted = (np.abs(groups).max(-1) / np.float32(largest)).astype(jnp.bfloat16)
+    np.testing.assert_array_equal(scales, wanted)
+    levels = np.arange(-largest, largest + 1) * np.float32(wanted)[..., None]
+    nearest = np.abs(groups[..., None] - levels[..., None, :]).min(-1)
+    decode = get_group_dequantizer("uint4", 16, has_zeros=False, indexed=False)
+    decoded = jax.jit(decode)(codes, scales)
+    assert codes.shape == (3, 24) and not np.array(decoded[1, :16]).any()
+    np.testing.assert_allclose(np.abs(decoded - weight), nearest.reshape(3, 48), atol=1e-6)
 
 
 def test_signed_bytes_are_parts_of_the_largest():

@@ -10,8 +10,9 @@ import pytest
 from tests.ops.quantized import float64_recipes as reference
 from tests.ops.quantized.test_scaled_matmul import GRADIENT, WEIGHT, X, run
 from zoo.ops.quantized.fp8 import dequantize
+from zoo.ops.quantized.groups import get_nvfp4_dequantizer
 from zoo.ops.quantized.hadamard import SIGNS, make_hadamard, transform_tokens
-from zoo.ops.quantized.nvfp4 import NVFP4
+from zoo.ops.quantized.nvfp4 import NVFP4, pack_nvfp4
 
 
 def test_products_match_the_float64_model():
@@ -25,6 +26,19 @@ def test_products_match_the_float64_model():
         assert np.abs(np.asarray(y).reshape(z.shape) - z).max() <= 2e-6 * np.abs(z).max()
     error = np.abs(np.asarray(actual[2]) - expected[2]) / np.abs(expected[2]).max()
     assert np.median(error) < 1e-6 and (error < 1e-5).mean() > 0.9
+
+
+def test_packed_matrix_is_the_float64_model():
+    weight = np.array(WEIGHT)
+    weight[0, :16] = 0
+    codes, constants, whole = jax.jit(pack_nvfp4)(weight)
+    assert codes.dtype == constants.dtype == jnp.uint8 and codes.shape == (*weight.shape[:1], weight.shape[1] // 2)
+    assert whole == pytest.approx([6 * 448 / np.abs(weight).max()])
+    decoded = jax.jit(get_nvfp4_dequantizer(indexed=False))(codes, constants, whole)
+    expected = reference.nvfp4(np.asarray(weight), rows=1, columns=16)
+    np.testing.assert_allclose(decoded, expected, rtol=1e-6)
+    weight[0, 0] = np.inf
+    assert np.isnan(jax.jit(pack_nvfp4)(weight)[2]).all()
 
 
 def test_transform_is_orthogonal_and_spreads_outliers():

@@ -105,6 +105,16 @@ def llm_int8(draw, out, in_):
     return {"weight": codes, "SCB": largest, "weight_format": np.zeros((), np.uint8)}, dense
 
 
+def nvfp4(draw, out, in_):
+    codes = draw.integers(0, 16, (out, in_)).astype(np.uint8)
+    levels = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)[codes & 7] * np.where(codes > 7, -1, 1)
+    scales = np.abs(100 * draw.normal(size=(out, in_ // 16))).astype(jnp.float8_e4m3fn)
+    whole = np.float32([37.3])
+    dense = product(product(scales, 1 / whole)[:, np.arange(in_) // 16], levels)
+    parts = {"weight_packed": codes[:, 0::2] | codes[:, 1::2] << 4, "weight_scale": scales}
+    return parts | {"weight_global_scale": whole, "input_global_scale": np.float32([2.5])}, dense
+
+
 def compressed(layout, **weights):
     scheme = {"dynamic": False, "symmetric": True, "group_size": None, "actorder": None, "observer": "minmax"} | weights
     groups = {"group_0": {"targets": ["Linear"], "weights": scheme, "input_activations": None}}
@@ -121,6 +131,7 @@ FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3"}
 GPTQ = {"quant_method": "gptq", "group_size": 16, "sym": False, "checkpoint_format": "gptq"}
 INTEGERS = {"type": "int", "num_bits": 4, "strategy": "group", "group_size": 16}
 FLOATS = {"type": "float", "num_bits": 8}
+FOUR_BITS = {"type": "float", "num_bits": 4, "strategy": "tensor_group", "group_size": 16}
 NF4 = {"load_in_4bit": True}
 BITSANDBYTES = {"quant_method": "bitsandbytes", "llm_int8_skip_modules": ["lm_head"], "bnb_4bit_quant_type": "nf4"}
 
@@ -166,6 +177,7 @@ FORMATS = {
         packed_integers,
         (8, None, True, False),
     ),
+    "nvfp4": (compressed("nvfp4-pack-quantized", **FOUR_BITS), nvfp4, ()),
     "nf4": (BITSANDBYTES | NF4 | {"bnb_4bit_use_double_quant": True}, nf4, (True,)),
     "nf4 of one level": (BITSANDBYTES | NF4, nf4, (False,)),
     "nf4 in rows": (BITSANDBYTES | NF4 | {"bnb_4bit_use_double_quant": True}, nf4, (True, CODEBOOK)),

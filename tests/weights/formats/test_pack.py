@@ -17,7 +17,7 @@ from zoo.layers.quantized.groups import AbstractGroupLinear
 from zoo.tools.parity.checkpoint import compare_checkpoint, read_expectations
 from zoo.weights.safetensors import open_tensors
 
-from .encoders import FORMATS, SIZES, write_quantized
+from .encoders import CONFIG, FORMATS, SIZES, write_quantized
 
 PARITY = os.environ.get("ZOO_PARITY")
 CASES = ("fp8_block_llama", "fp8_block_deepseek_v3", "fp8_block_qwen3_moe", "fp8_channel_llama", "gptq_llama")
@@ -60,7 +60,7 @@ def test_packed_numbers_and_bytes_are_those_of_the_file(name, make, tmp_path):
     assert (tmp_path / "out" / "config.json").read_bytes() == (tmp_path / "in" / "config.json").read_bytes()
 
 
-SLOW = ("fp8 blocks", "gptq reordered", "int4 with zeros", "awq", "llm.int8", "nf4 in rows of one level")
+SLOW = ("fp8 blocks", "gptq reordered", "int4 with zeros", "nvfp4", "awq", "llm.int8", "nf4 in rows of one level")
 
 
 @pytest.mark.slow
@@ -88,7 +88,7 @@ def test_adapted_packed_model_equals_decoded_on_mesh(name, make, tmp_path):
 
 
 @pytest.mark.one_case
-@pytest.mark.parametrize("name", ["fp8 blocks", "gptq reordered", "nf4 in rows"])
+@pytest.mark.parametrize("name", ["fp8 blocks", "gptq reordered", "nf4 in rows", "nvfp4"])
 def test_fused_matrices_are_split_and_joined(name, make, tmp_path):
     """Phi-3 has query, key and value in one matrix: 32, 16 and 16 rows of blocks of 20. Each has the vectors of all."""
     sizes = (SIZES if name == "nf4 in rows" else {}) | {"head_dim": None, "pad_token_id": 0}
@@ -107,7 +107,7 @@ MIXTURE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(x, marks=pytest.mark.slow) for x in ("int4", "gptq reordered", "nf4 in rows")]
+    "name", [pytest.param(x, marks=pytest.mark.slow) for x in ("int4", "gptq reordered", "nf4 in rows", "nvfp4")]
 )
 def test_packed_experts_equal_decoded_ones_on_mesh(name, make, tmp_path):
     sizes = MIXTURE | {"hidden_size": 64, "head_dim": 16}
@@ -141,6 +141,37 @@ def test_dequantized_after_loading_is_saved_plain(make, tmp_path):
     where = lambda model: model.stack.segments[0].blocks[0].ffn.down
     mixed = eqx.tree_at(where, model, where(plain))
     with pytest.raises(zoo.CheckpointError, match="gated_mlp.down were packed in the file and are plain now"):
+        zoo.save(mixed, tmp_path / "mixed")
+
+
+@pytest.mark.one_case
+@pytest.mark.parametrize("format", ["int4", "nvfp4"])
+def test_model_quantized_here_is_saved_bit_for_bit(format, make, tmp_path):
+    """A model from scratch, and one that was loaded plain. Other readers learn which modules are not quantized."""
+    config = CONFIG | {"intermediate_size": 64, "tie_word_embeddings": False}
+    loaded = jax.tree.map(jnp.asarray, make("llama", config))
+    made = zoo.models.Transformer(vocab=24, embed=32, layers=1, heads=2, mlp=32, key=jax.random.key(0))
+    for name, plain in (("loaded", loaded), ("made", made)):
+        quantized = zoo.adapters.quantize(plain, format)
+        zoo.save(quantized, tmp_path / name)
+        read = zoo.load(tmp_path / name, packed=True)
+        decoded = zoo.load(tmp_path / name)
+        for ours, theirs in ((read, quantized), (decoded, zoo.adapters.dequantize(quantized))):
+            for x, y in zip(*map(jax.tree.leaves, (ours, theirs)), strict=True):
+                assert x.dtype == y.dtype and np.array_equal(x, y)
+        zoo.save(read, tmp_path / "again")
+        for file in ("model.safetensors", "config.json"):
+            assert (tmp_path / "again" / file).read_bytes() == (tmp_path / name / file).read_bytes()
+        written = json.loads((tmp_path / name / "config.json").read_text())["quantization_config"]
+        assert written["ignore"] == ["lm_head", "model.embed_tokens"]
+    first = lambda model: next(model.stack.iter_blocks())
+    assert type(first(decoded).ffn.up) is Linear and isinstance(first(read).ffn.up, AbstractGroupLinear)
+
+
+def test_one_file_has_one_number_format(tmp_path):
+    model = zoo.models.Transformer(vocab=24, embed=32, layers=1, heads=2, mlp=32, key=jax.random.key(0))
+    mixed = zoo.adapters.quantize(zoo.adapters.quantize(model, "int4", targets="up"), "nvfp4", targets="down")
+    with pytest.raises(zoo.CheckpointError, match="one number format for all packed matrices"):
         zoo.save(mixed, tmp_path / "mixed")
 
 
@@ -203,6 +234,7 @@ REFUSED = {
     "other levels": ("nf4 in rows", fill(f"{QUERY}.weight.quant_map", 1), "quant_map is not the codebook of NF4"),
     "no scales": ("fp8 blocks", pop(f"{QUERY}.weight_scale_inv"), "lacks its .*weight_scale_inv"),
     "not a number": ("fp8 rows", fill(f"{QUERY}.weight", np.nan), f"{QUERY}.weight has a number that is not finite"),
+    "scales of NaN": ("nvfp4", fill(f"{QUERY}.weight_scale", np.nan), "a weight_scale of .* is not a number"),
     "infinite scales": ("awq", fill(f"{QUERY}.scales", np.inf), f"{QUERY}.scales has a number that is not finite"),
     "no such group": ("gptq reordered", fill(f"{QUERY}.g_idx", 2), "groups that are not among the 2"),
     "undeclared order": (
@@ -212,7 +244,7 @@ REFUSED = {
     ),
     "ambiguous zero points": ("gptq", fill(f"{QUERY}.qzeros", -1), "readers take for 16 and others for 0"),
 }
-ALSO_DECODED = ("no scales", "no such group", "undeclared order", "ambiguous zero points")
+ALSO_DECODED = ("scales of NaN", "no scales", "no such group", "undeclared order", "ambiguous zero points")
 
 
 @pytest.mark.parametrize("label", REFUSED)

@@ -8,12 +8,15 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Int32, UInt8
 
+from zoo.ops.quantized import nvfp4
 from zoo.ops.quantized.groups import (
     CODES_PER_BYTE,
     NESTED_GROUP_SIZE,
     CodeKind,
     get_group_dequantizer,
     get_nested_dequantizer,
+    get_nvfp4_dequantizer,
+    quantize_groups,
 )
 from zoo.ops.quantized.nf4 import BLOCK_SIZE
 from zoo.parallel import Dim, buffer, reduce
@@ -141,6 +144,23 @@ class GroupQuantizedLinear(AbstractGroupLinear):
         self.kind = kind
         self.group_size = group_size
 
+    @classmethod
+    def quantize(
+        cls,
+        weight: Float[Array, "out in"],
+        bias: Float[Array, "out"] | None = None,
+        *,
+        group_size: int,
+        largest: int = 7,
+        in_: Dim,
+        out: Dim,
+    ) -> "GroupQuantizedLinear":
+        """Quantize `weight` to int4, or to fewer levels: see `zoo.ops.quantized.groups.quantize_groups`."""
+        layer = cls(*weight.shape[::-1], kind="uint4", group_size=group_size, in_=in_, out=out)
+        codes, scales = jax.jit(quantize_groups, static_argnums=(1, 2))(weight, group_size, largest)
+        where = lambda x: (x.codes, x.scales, x.bias)
+        return eqx.tree_at(where, layer, (codes, scales, bias), is_leaf=lambda x: x is None)
+
     @property
     def decode(self) -> Callable[..., Float[Array, "*rows in"]]:
         has_zeros = self.zeros is not None
@@ -218,3 +238,42 @@ class NestedNF4Linear(AbstractGroupLinear):
     @property
     def shared_arrays(self) -> tuple[Array, ...]:
         return (self.table, self.offset, *self._index_groups(self.constants.shape[-1]))
+
+
+class NVFP4Linear(AbstractGroupLinear):
+    """y = W x + b, with W in NVFP4 as compressed-tensors stores it (`zoo.ops.quantized.nvfp4.pack_nvfp4`): 4.5 bits per
+    parameter."""
+
+    codes: UInt8[Array, "out in_codes"] = buffer()
+    constants: UInt8[Array, "out in_groups"] = buffer()
+    """Bytes of the E4M3 scales."""
+    global_scale: Float[Array, "1"] = buffer()
+    bias: Float[Array, "out"] | None
+
+    in_: Dim = eqx.field(static=True)
+    out: Dim = eqx.field(static=True)
+    in_codes: Dim = eqx.field(static=True)
+
+    format: ClassVar[str] = "NVFP4"
+    packed_fields: ClassVar[tuple[str, ...]] = ("codes", "constants")
+    kind: ClassVar[CodeKind] = "float4_e2m1fn"
+    group_size: ClassVar[int | None] = nvfp4.BLOCK_SIZE
+
+    def __init__(self, weight: Float[Array, "out in"], bias: Float[Array, "out"] | None = None, *, in_: Dim, out: Dim):
+        """Quantize `weight`. **Raises** `ValueError` if the inputs are not a multiple of the block size 16."""
+        in_size = weight.shape[-1]
+        if in_size % nvfp4.BLOCK_SIZE:
+            raise ValueError(f"NVFP4 has blocks of {nvfp4.BLOCK_SIZE}, and {in_size} inputs are not whole blocks")
+        self.in_codes = _make_codes(in_size, weight.shape[-2], in_, self.kind)[1]
+        self.codes, self.constants, self.global_scale = jax.jit(nvfp4.pack_nvfp4)(weight)
+        self.bias = bias
+        self.in_ = in_
+        self.out = out
+
+    @property
+    def decode(self) -> Callable[..., Float[Array, "*rows in"]]:
+        return get_nvfp4_dequantizer(indexed=bool(self._index_groups(self.constants.shape[-1])))
+
+    @property
+    def shared_arrays(self) -> tuple[Array, ...]:
+        return (self.global_scale, *self._index_groups(self.constants.shape[-1]))

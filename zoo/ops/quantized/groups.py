@@ -10,22 +10,25 @@ bitsandbytes has signed bytes, W = scale code / 127 (LLM.int8, arXiv:2208.07339)
 scales may be codes in turn (double quantization, arXiv:2305.14314, section 3):
 
     scale[o, g] = offset + step[n // 256] table[constant[o, g]]        n: the number of the group in memory order
+
+Files of NVFP4 have codes in E2M1, and scales in E4M3 that a number of the whole matrix divides.
 """
 
 import functools
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int, UInt8
 
+from . import nvfp4
 from .nf4 import BLOCK_SIZE, lookup_codebook
 
-CodeKind = Literal["float8_e4m3fn", "uint4", "uint8", "int8", "nf4"]
+CodeKind = Literal["float8_e4m3fn", "uint4", "uint8", "int8", "nf4", "float4_e2m1fn"]
 """Number format of codes."""
-CODES_PER_BYTE: dict[CodeKind, int] = {"float8_e4m3fn": 1, "uint4": 2, "uint8": 1, "int8": 1, "nf4": 2}
+CODES_PER_BYTE: dict[CodeKind, int] = dict.fromkeys(get_args(CodeKind), 1) | {"uint4": 2, "nf4": 2, "float4_e2m1fn": 2}
 NESTED_GROUP_SIZE = 256
 """Number of NF4 constants that share a step."""
 INT8_STEP = np.float32(1 / 127)
@@ -92,12 +95,51 @@ def get_nested_dequantizer(*, indexed: bool) -> Callable[..., Float[Array, "*row
     return dequantize
 
 
+@functools.cache
+def get_nvfp4_dequantizer(*, indexed: bool) -> Callable[..., Float[Array, "*rows in"]]:
+    """Return the function `(codes, constants, global_scale[, index][, dtype]) -> W` of NVFP4 as `pack_nvfp4` returns
+    it. `index`: as in `get_group_dequantizer`, for groups of 16."""
+    dequantize_groups = get_group_dequantizer("float4_e2m1fn", nvfp4.BLOCK_SIZE, has_zeros=False, indexed=indexed)
+
+    def dequantize(
+        codes: UInt8[Array, "*rows codes"],
+        constants: UInt8[Array, "*rows groups"],
+        global_scale: Float[Array, "*layers 1"],
+        *rest: Any,
+    ) -> Array:
+        scales = lax.bitcast_convert_type(constants, nvfp4.E4M3).astype(jnp.float32)
+        return dequantize_groups(codes, scales * (1 / global_scale)[..., None, :], *rest)
+
+    return dequantize
+
+
+def quantize_groups(
+    weight: Float[Array, "*rows in"], group_size: int, largest: int = 7
+) -> tuple[UInt8[Array, "*rows codes"], Float[Array, "*rows groups"]]:
+    """Quantize groups of consecutive inputs to `uint4` codes without zero points, rounding to nearest, and bfloat16
+    scales.
+
+        scale = max |group| / largest        code = 8 + round(W / scale), from 8 - largest to 8 + largest
+
+    `largest` is 7 for int4. With 3 and 1 the codes have the levels of int3 and int2, and still four bits. Scales are
+    rounded before they divide. The error is at most 0.504 scales.
+    """
+    groups = weight.astype(jnp.float32).reshape(*weight.shape[:-1], -1, group_size)
+    scales = (jnp.abs(groups).max(axis=-1) / largest).astype(jnp.bfloat16)
+    divisors = jnp.where(scales == 0, 1, scales).astype(jnp.float32)
+    integers = jnp.clip(jnp.round(groups / divisors[..., None]), -largest, largest)
+    codes = (integers + _MIDDLE["uint4"]).astype(jnp.uint8).reshape(weight.shape)
+    return codes[..., 0::2] | (codes[..., 1::2] << 4), scales
+
+
 def _decode_codes(codes: UInt8[Array, "*rows codes"], kind: CodeKind) -> Float[Array, "*rows in"]:
     if CODES_PER_BYTE[kind] == 2:
         codes = jnp.stack([codes & 15, codes >> 4], axis=-1).reshape(*codes.shape[:-1], -1)
     if kind == "nf4":
         return lookup_codebook(codes)
-    if kind in ("float8_e4m3fn", "int8"):
+    if kind == "float4_e2m1fn":
+        codes = lax.bitcast_convert_type(codes.astype(jnp.uint4), kind)
+    elif kind in ("float8_e4m3fn", "int8"):
         codes = lax.bitcast_convert_type(codes, kind)
     return codes.astype(jnp.float32)
 

@@ -4,11 +4,12 @@ import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, UInt32
+from jax import lax
+from jaxtyping import Array, Float, UInt8, UInt32
 
 from ..stochastic_rounding import stochastic_round
 from .blocks import find_block_amax, make_tile
-from .fp8 import E4M3, ScaledTensor, expand_blocks, find_multiplier, saturating_cast
+from .fp8 import E4M3, ScaledTensor, expand_blocks, find_amax, find_multiplier, saturating_cast
 from .hadamard import transform_tokens
 from .recipe import AbstractRecipe
 
@@ -87,3 +88,22 @@ def quantize_nvfp4(
     if bits is not None:
         scaled = stochastic_round(scaled, bits, E2M1).astype(jnp.float32)
     return ScaledTensor(saturating_cast(scaled, E2M1), jnp.where(jnp.isfinite(amax), tensor, jnp.nan), scales, block)
+
+
+def pack_nvfp4(
+    weight: Float[Array, "out in"],
+) -> tuple[UInt8[Array, "out codes"], UInt8[Array, "out blocks"], Float[Array, "1"]]:
+    """Quantize a matrix along its inputs as files of compressed-tensors hold it: codes, constants and a global scale.
+
+        W ~ code * E4M3(constant) / global_scale        global_scale = 6 * 448 / max |W|
+
+    Two codes of E2M1 share a byte, the earlier input in the low nibble; a constant is the byte of the scale of 16
+    inputs. A matrix with a value that is not finite becomes NaN.
+    """
+    amax = find_amax(weight)
+    quantized = quantize_nvfp4(weight, amax, (1, BLOCK_SIZE))
+    codes = lax.bitcast_convert_type(quantized.values, jnp.uint4).astype(jnp.uint8)
+    constants = lax.bitcast_convert_type(quantized.block_scales, jnp.uint8)
+    multiplier = find_multiplier(amax, _LARGEST_VALUE * _LARGEST_SCALE)
+    global_scale = jnp.where(jnp.isfinite(amax), multiplier, jnp.nan)
+    return codes[..., 0::2] | (codes[..., 1::2] << 4), constants, global_scale[None]

@@ -28,7 +28,8 @@ _READERS: Mapping[str, Callable[[Mapping[str, Any]], AbstractQuantizedFormat]] =
 }
 """By `quant_method`."""
 _COVERED = (
-    "fp8, compressed-tensors (float-quantized, pack-quantized), gptq, awq, bitsandbytes (NF4, int8), mxfp4 (GPT-OSS)"
+    "fp8, compressed-tensors (float-quantized, pack-quantized, nvfp4-pack-quantized), gptq, awq, "
+    "bitsandbytes (NF4, int8), mxfp4 (GPT-OSS)"
 )
 
 

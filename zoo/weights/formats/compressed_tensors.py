@@ -1,7 +1,7 @@
-"""compressed-tensors, the format of llm-compressor: float-quantized (FP8) and pack-quantized (4 or 8 bits).
+"""compressed-tensors, the format of llm-compressor: float-quantized (FP8), pack-quantized (4 or 8 bits), and NVFP4.
 
 Float-quantized matrices are `weight` in float8_e4m3fn and `weight_scale`, per block, output row or matrix:
-`zoo.weights.formats.fp8`. Pack-quantized ones are
+`zoo.weights.formats.fp8`. NVFP4 is `zoo.weights.formats.nvfp4`. Pack-quantized ones are
 
     W[o, i] = weight_scale[o, g] (q[o, i] - z[o, g])        g = i // group_size, or weight_g_idx[i]
 
@@ -17,8 +17,10 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from zoo.layers.quantized.groups import AbstractGroupLinear, GroupQuantizedLinear, NVFP4Linear
 from zoo.models.hf.errors import ConfigError
 from zoo.ops.quantized.groups import CodeKind
+from zoo.ops.quantized.nvfp4 import BLOCK_SIZE
 
 from ..safetensors import CheckpointError
 from .base import (
@@ -33,9 +35,11 @@ from .base import (
 )
 from .fp8 import SCALE_DTYPES, FP8Format, read_block
 from .gptq import read_group_size
+from .nvfp4 import NVFP4Format
 
 _REORDERED = ("group", "dynamic")
 """Values of `actorder` for which the group of each input is stored; two words for one order."""
+_NVFP4_SCHEME = {"num_bits": (4,), "type": ("float",), "strategy": ("tensor_group",), "group_size": (BLOCK_SIZE,)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,13 +155,13 @@ class PackQuantizedFormat(AbstractQuantizedFormat):
         return read("group_index")
 
 
-def read_compressed_tensors(config: Mapping[str, Any]) -> FP8Format | PackQuantizedFormat:
+def read_compressed_tensors(config: Mapping[str, Any]) -> FP8Format | PackQuantizedFormat | NVFP4Format:
     """Read the config of `quant_method` "compressed-tensors". Activations are not quantized here.
 
     **Raises** `ConfigError` for options that are not covered.
     """
     required = {
-        "format": ("float-quantized", "pack-quantized"),
+        "format": ("float-quantized", "pack-quantized", "nvfp4-pack-quantized"),
         "quantization_status": ("compressed", "frozen", None),
         "kv_cache_scheme": (None,),
         "transform_config": ({}, None),
@@ -171,6 +175,9 @@ def read_compressed_tensors(config: Mapping[str, Any]) -> FP8Format | PackQuanti
     scheme = _find_scheme(config)
     if config.get("format") == "float-quantized":
         return FP8Format(_read_fp8_block(scheme), "weight_scale", left_out=left_out)
+    if config.get("format") == "nvfp4-pack-quantized":
+        _check_scheme(scheme, _NVFP4_SCHEME)
+        return NVFP4Format(left_out=left_out)
     if config.get("format") != "pack-quantized":
         raise ConfigError("quantization_config: format is missing, and 'float-quantized' or 'pack-quantized' is read")
     _check_scheme(scheme, {"num_bits": (4, 8), "type": ("int",), "strategy": ("group", "channel")})
@@ -184,6 +191,23 @@ def read_compressed_tensors(config: Mapping[str, Any]) -> FP8Format | PackQuanti
         scheme.get("actorder") in _REORDERED,
         left_out=left_out,
     )
+
+
+def describe_packing(layer: AbstractGroupLinear) -> dict[str, Any] | None:
+    """Return the `quantization_config` of a matrix as `zoo.adapters.quantize` packs it to int4 or NVFP4, without the
+    names of modules that are not quantized; None for the matrices of other formats."""
+    if isinstance(layer, NVFP4Linear):
+        name = "nvfp4-pack-quantized"
+        scheme = {"num_bits": 4, "type": "float", "strategy": "tensor_group"}
+    elif isinstance(layer, GroupQuantizedLinear) and layer.kind == "uint4" and layer.zeros is layer.group_index is None:
+        name = "pack-quantized"
+        scheme = {"num_bits": 4, "type": "int", "strategy": "group"}
+    else:
+        return None
+    weights = {**scheme, "group_size": layer.group_size, "symmetric": True, "dynamic": False}
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
+    header = {"quant_method": "compressed-tensors", "format": name, "quantization_status": "compressed"}
+    return {**header, "config_groups": groups}
 
 
 def _find_scheme(config: Mapping[str, Any]) -> Mapping[str, Any]:

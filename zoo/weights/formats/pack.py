@@ -27,10 +27,11 @@ from zoo.parallel.module import Leaf
 from ..plan import find_mapping, invert_name_map
 from ..safetensors import CheckpointError, LazyTensor, hold_array
 from .base import AbstractQuantizedFormat, Parts, count_groups, read_in_chunks
+from .compressed_tensors import describe_packing
 from .lazy import drop_parts, find_quantized, make_lazy_matrix
 from .side import decode_side_tensors, encode_side_tensors
 
-_FIELDS = ("codes", "scales", "constants", "zeros", "group_index", "steps", "first", "table", "offset")
+_FIELDS = ("codes", "scales", "constants", "zeros", "group_index", "steps", "first", "table", "offset", "global_scale")
 """Fields of packed layers besides `bias`."""
 _Model = TypeVar("_Model")
 
@@ -259,6 +260,27 @@ def unpack_tensors(
 def _is_packed(name: str, specs: Mapping[str, Any]) -> bool:
     stem, _, field = name.rpartition(".")
     return field in _FIELDS and f"{stem}.codes" in specs
+
+
+def describe_quantization(model: Any) -> dict[str, Any] | None:
+    """Return the `quantization_config` of a model that `zoo.adapters.quantize` packed to int4 or NVFP4; None for other
+    models. **Raises** `CheckpointError` if its layers have several formats."""
+    layers = [site.module for site in find_linears(model) if isinstance(site.module, AbstractGroupLinear)]
+    configs = [describe_packing(layer) for layer in layers]
+    if not configs:
+        return None
+    if any(config != configs[0] for config in configs):
+        raise CheckpointError("a file has one number format for all packed matrices, and the model's have several")
+    return configs[0]
+
+
+def name_plain_matrices(config: Mapping[str, Any], tensors: Mapping[str, LazyTensor]) -> dict[str, Any]:
+    """Return a config with the modules of plain matrices in its `quantization_config`: they are not quantized."""
+    plain = {
+        name.removesuffix(".weight") for name, x in tensors.items() if len(x.shape) == 2 and name.endswith(".weight")
+    }
+    quantization = {"ignore": sorted({"lm_head", *plain}), **config["quantization_config"]}
+    return {**config, "quantization_config": quantization}
 
 
 def drop_quantization_if_plain(model: Any, config: Mapping[str, Any], packed: Sequence[str]) -> dict[str, Any]:
