@@ -53,6 +53,7 @@ FLAGS = {
     "parallel": [*TEXT, *SIZES],
     "pipeline": [*TEXT, "runs", *SIZES],
     "precision": [*TEXT, "methods", *SIZES],
+    "qat": [*TEXT, *SIZES, "formats", "group_size", "start", "start_steps", "start_rate"],
     "recall": ["mixers", "widths", "vocab", "seq_len", "num_pairs", "batch_size", *SWEEP, *RUN_FLAGS],
     "scaling": [
         *("data", "widths", "budgets", "layers", "head_dim", "seq_len", "batch_size", "num_seeds", "learning_rate"),

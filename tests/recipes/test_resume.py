@@ -34,6 +34,7 @@ from tests.recipes import (
     test_parallel,
     test_pipeline,
     test_precision,
+    test_qat,
     test_recall,
     test_sft,
     test_state_tracking,
@@ -91,6 +92,7 @@ CASES = {
     "parallel": Case(test_parallel.TINY, run="mesh", step=1),
     "pipeline": Case(test_pipeline.TINY | {"runs": ("interleaved",)}, run="interleaved", step=1),
     "precision": Case(test_precision.TINY | {"methods": ("fp8-delayed", "stochastic")}, run="stochastic"),
+    "qat": Case(test_qat.TINY, run="int2", written=("int2/" + WEIGHTS,)),
     "recall": Case(test_recall.TINY, (), run="delta-net-8", step=1),
     "sft": Case(
         test_sft.TINY | test_sft.ADAPTED, ("chats", "checkpoint"), step=3, written=(WEIGHTS, ADAPTER), marks=CI

@@ -109,7 +109,8 @@ def open_source(path: Path, origin: Origin) -> Source:
         raise CheckpointError(f"source: {path} {is_what}, and the model's checkpoint is the other way round")
     of_file = unwrapped.config.get(QUANTIZATION_KEY)
     of_model = written.get(QUANTIZATION_KEY)
-    if of_model is not None and of_file != of_model:
+    is_quantized_here = of_file is None and not origin.packed and split_quantization(written)[1] is not None
+    if of_model is not None and of_file != of_model and not is_quantized_here:
         raise CheckpointError(f"source: {path} has the {QUANTIZATION_KEY} {of_file!r}, and the model {of_model!r}")
     body, aside = _split(given.tensors, family, known, wrapping)
     if quantized is not None and of_model is None:

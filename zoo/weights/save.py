@@ -49,7 +49,16 @@ from .safetensors import (
     write_tensors,
 )
 from .sentence_files import list_saved_files
-from .stages import Stored, drop_lacking, read_name_map, restore_head_copies, restore_older, unpack, wrap
+from .stages import (
+    Stored,
+    drop_lacking,
+    name_plain_matrices,
+    read_name_map,
+    restore_head_copies,
+    restore_older,
+    unpack,
+    wrap,
+)
 from .tokenizer_files import copy_tokenizer, has_tokenizer
 
 _logger = logging.getLogger("zoo")
@@ -135,7 +144,7 @@ def write_model(
     stored = Stored(json.loads(notes.config), export_tensors(model, read_name_map(notes)), notes)
     restored = restore_older(unpack(restore_head_copies(drop_lacking(stored))))
     whole = restored if opened is None else write_back(restored, opened)
-    _write_checkpoint(model, directory, wrap(whole), shard_bytes, source, training)
+    _write_checkpoint(model, directory, wrap(name_plain_matrices(whole)), shard_bytes, source, training)
     if jax.process_index() != 0:
         return
     if isinstance(model, EncoderDecoder):

@@ -34,7 +34,7 @@ from zoo.models.hf.wrappers import rename_all, unwrap_config, wrap_config
 
 from .formats import QUANTIZATION_KEY, split_quantization
 from .formats.lazy import dequantize_lazily
-from .formats.pack import list_packed, name_plain_matrices, pack_model, unpack_tensors
+from .formats.pack import list_packed, pack_model, unpack_tensors
 from .packed import unpack_mxfp4
 from .plan import drop_tensors, list_callers
 from .safetensors import CheckpointError, LazyTensor
@@ -162,10 +162,19 @@ def unpack(stored: Stored) -> Stored:
     _, quantized = split_quantization(stored.config)
     if quantized is None:
         return stored
-    tensors = unpack_tensors(stored.tensors, quantized, stored.notes.side_tensors)
-    if stored.notes.packed:  # the config is the file's own
-        return stored.replace(tensors=tensors)
-    return stored.replace(config=name_plain_matrices(stored.config, tensors), tensors=tensors)
+    return stored.replace(tensors=unpack_tensors(stored.tensors, quantized, stored.notes.side_tensors))
+
+
+def name_plain_matrices(stored: Stored) -> Stored:
+    """Name the modules of plain matrices in the `quantization_config` of a model that was not read packed: readers must
+    know that they are not quantized."""
+    _, quantized = split_quantization(stored.config)
+    if quantized is None or stored.notes.packed:
+        return stored
+    matrices = [name for name, x in stored.tensors.items() if name.endswith(".weight") and len(x.shape) == 2]
+    plain = {"lm_head", *(name.removesuffix(".weight") for name in matrices)}
+    quantization = {"ignore": sorted(plain), **stored.config[QUANTIZATION_KEY]}
+    return stored.replace(config={**stored.config, QUANTIZATION_KEY: quantization})
 
 
 def note_lacking(stored: Stored, planned: Collection[str]) -> Stored:

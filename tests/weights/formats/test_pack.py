@@ -168,6 +168,14 @@ def test_model_quantized_here_is_saved_bit_for_bit(format, make, tmp_path):
     assert type(first(decoded).ffn.up) is Linear and isinstance(first(read).ffn.up, AbstractGroupLinear)
 
 
+def test_model_quantized_here_is_saved_with_what_its_source_has(make, tmp_path):
+    zoo.save(make("llama", CONFIG), tmp_path / "plain")
+    quantized = zoo.adapters.quantize(zoo.load(tmp_path / "plain"), "int4", group_size=16)
+    zoo.save(quantized, tmp_path / "packed", source=tmp_path / "plain")
+    with pytest.raises(zoo.CheckpointError, match="has the quantization_config None"):
+        zoo.save(zoo.load(tmp_path / "packed", packed=True), tmp_path / "again", source=tmp_path / "plain")
+
+
 def test_one_file_has_one_number_format(tmp_path):
     model = zoo.models.Transformer(vocab=24, embed=32, layers=1, heads=2, mlp=32, key=jax.random.key(0))
     mixed = zoo.adapters.quantize(zoo.adapters.quantize(model, "int4", targets="up"), "nvfp4", targets="down")

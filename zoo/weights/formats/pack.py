@@ -274,15 +274,6 @@ def describe_quantization(model: Any) -> dict[str, Any] | None:
     return configs[0]
 
 
-def name_plain_matrices(config: Mapping[str, Any], tensors: Mapping[str, LazyTensor]) -> dict[str, Any]:
-    """Return a config with the modules of plain matrices in its `quantization_config`: they are not quantized."""
-    plain = {
-        name.removesuffix(".weight") for name, x in tensors.items() if len(x.shape) == 2 and name.endswith(".weight")
-    }
-    quantization = {"ignore": sorted({"lm_head", *plain}), **config["quantization_config"]}
-    return {**config, "quantization_config": quantization}
-
-
 def drop_quantization_if_plain(model: Any, config: Mapping[str, Any], packed: Sequence[str]) -> dict[str, Any]:
     """Return the config to save a model with whose layers `packed` were loaded packed: without its
     `quantization_config` if none of them is packed any more.
