@@ -137,8 +137,8 @@ def main(config: Config) -> None:
         run.export(packed, seq_len=config.seq_len, source=directory)
         read = config.mesh.apply(zoo.load(run.directory / "export", mesh=mesh, packed=True))
         losses = [lines[f"rounded_{name}"] for lines in (before, after)]
-        trained = train.summary(run.directory)["validation"]
-        rows.append(tabulate(name, count_bits(packed), *losses, trained, measure(read)["validation"]))
+        losses += [train.summary(run.directory)["validation"], measure(read)["validation"]]
+        rows.append(tabulate(name, count_bits(packed), *losses))
         plots[f"{name}: loss of the rounded model"] = draw(name, before, control, run)
 
     tools.report_runs(

@@ -118,8 +118,7 @@ def test_qat_from_a_directory_equals_the_formula(text, start, tmp_path):
 def test_qat_rounds_on_a_mesh_as_on_one_device(name):
     """Bit for bit, and only the matrices of the blocks. A device has 16 inputs of a group of 32, or of the matrix."""
     config = qat.Config(group_size=32)
-    sizes = {"vocab": 16, "embed": 32, "layers": 2, "heads": 2, "mlp": 64}
-    model = zoo.models.Transformer(**sizes, qk_norm=True, key=jax.random.key(0))
+    model = zoo.models.Transformer(vocab=16, embed=32, layers=2, heads=2, mlp=64, qk_norm=True, key=jax.random.key(0))
     expected = qat.round_weights(config, name, model)
     mesh = zoo.make_mesh(data=2, fsdp=2, tensor=2)
     rounded = eqx.filter_jit(partial(qat.round_weights, config, name))(zoo.place(model, mesh))

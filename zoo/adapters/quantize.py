@@ -16,6 +16,7 @@ from zoo.models.targets import (
     match_targets,
     vmap_stacked,
 )
+from zoo.ops.quantized.nvfp4 import BLOCK_SIZE
 from zoo.parallel import Dim
 
 from .base import get_base_layer, map_base_layer
@@ -107,7 +108,7 @@ def _find_quantization_errors(
 def _find_packing_error(format: PackedFormat, group_size: int, in_size: int, in_: Dim) -> str:
     if format in ("nf4", "int8"):
         return _PACKED_LINEAR_CLASSES[format].get_packing_error(in_size, in_)
-    size = NVFP4Linear.group_size if format == "nvfp4" else group_size
+    size = BLOCK_SIZE if format == "nvfp4" else group_size
     if in_size % size:
         return f"{format} has groups of {size} inputs, and {in_size} are not whole groups"
     return ""

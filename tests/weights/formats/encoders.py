@@ -109,7 +109,7 @@ def nvfp4(draw, out, in_):
     codes = draw.integers(0, 16, (out, in_)).astype(np.uint8)
     levels = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)[codes & 7] * np.where(codes > 7, -1, 1)
     scales = np.abs(100 * draw.normal(size=(out, in_ // 16))).astype(jnp.float8_e4m3fn)
-    whole = np.float32([37.3])
+    whole = np.float32([1234.5])
     dense = product(product(scales, 1 / whole)[:, np.arange(in_) // 16], levels)
     parts = {"weight_packed": codes[:, 0::2] | codes[:, 1::2] << 4, "weight_scale": scales}
     return parts | {"weight_global_scale": whole, "input_global_scale": np.float32([2.5])}, dense

@@ -16,7 +16,7 @@ Files of NVFP4 have codes in E2M1, and scales in E4M3 that a number of the whole
 
 import functools
 from collections.abc import Callable
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import jax.numpy as jnp
 import numpy as np
@@ -28,7 +28,14 @@ from .nf4 import BLOCK_SIZE, lookup_codebook
 
 CodeKind = Literal["float8_e4m3fn", "uint4", "uint8", "int8", "nf4", "float4_e2m1fn"]
 """Number format of codes."""
-CODES_PER_BYTE: dict[CodeKind, int] = dict.fromkeys(get_args(CodeKind), 1) | {"uint4": 2, "nf4": 2, "float4_e2m1fn": 2}
+CODES_PER_BYTE: dict[CodeKind, int] = {
+    "float8_e4m3fn": 1,
+    "uint4": 2,
+    "uint8": 1,
+    "int8": 1,
+    "nf4": 2,
+    "float4_e2m1fn": 2,
+}
 NESTED_GROUP_SIZE = 256
 """Number of NF4 constants that share a step."""
 INT8_STEP = np.float32(1 / 127)

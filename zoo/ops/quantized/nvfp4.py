@@ -103,6 +103,7 @@ def pack_nvfp4(
     amax = find_amax(weight)
     quantized = quantize_nvfp4(weight, amax, (1, BLOCK_SIZE))
     codes = lax.bitcast_convert_type(quantized.values, jnp.uint4).astype(jnp.uint8)
+    assert quantized.block_scales is not None
     constants = lax.bitcast_convert_type(quantized.block_scales, jnp.uint8)
     multiplier = find_multiplier(amax, _LARGEST_VALUE * _LARGEST_SCALE)
     global_scale = jnp.where(jnp.isfinite(amax), multiplier, jnp.nan)
