@@ -105,7 +105,8 @@ def save(
 
     Before anything is written, the config's model is built in shapes and compared with `model`, so that `load` returns
     the same model. A quantized checkpoint that was dequantized on load is saved as plain tensors; one loaded with
-    `packed=True`, byte for byte. Tensors are written one at a time, and the old files of the directory are replaced
+    `packed=True`, byte for byte; one that `zoo.adapters.quantize` packed to int4 or NVFP4, in the format of
+    compressed-tensors. Tensors are written one at a time, and the old files of the directory are replaced
     only once all new ones are complete. With several processes, all of them call this and the first writes. Numbers
     that are not finite are written unchanged, and refused by `load`.
 
