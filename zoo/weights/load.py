@@ -63,9 +63,10 @@ def load(
     - `ignore`: config keys to disregard; `save` omits them too.
     - `packed`: keep the matrices of a quantized checkpoint as they are stored, frozen, and dequantize them tile by tile
       inside the matmul (`GroupQuantizedLinear`, `NVFP4Linear`, `NestedNF4Linear`, `MXFP4Linear`); `save` writes them
-      back byte for byte. FP8, GPTQ, AWQ, compressed-tensors, bitsandbytes and MXFP4. Default: dequantize them in float32 and
-      round to `dtype`, by default the dtype of the other tensors. The model is then like any other: `save` writes plain
-      tensors and a config without quantization. Activations are not quantized. Formats: `zoo.weights.formats`.
+      back byte for byte. FP8, GPTQ, AWQ, compressed-tensors, bitsandbytes and MXFP4. Default: dequantize them in
+      float32 and round to `dtype`, by default the dtype of the other tensors. The model is then like any other: `save`
+      writes plain tensors and a config without quantization. Activations are not quantized. Formats:
+      `zoo.weights.formats`.
     - `images`: False to read only the language model of a model that reads images.
 
     A decoder that `architectures` names `XForSequenceClassification` is read as a `zoo.models.SequenceScore`.
