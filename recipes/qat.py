@@ -1,6 +1,6 @@
 """Quantization-aware training: weights are rounded to int4 or NVFP4 in the forward pass, and trained in float.
 
-    python recipes/qat.py                                 # int4, int2 and NVFP4: a minute on two cores
+    python recipes/qat.py                                 # int4, int2 and NVFP4: 75 seconds on one core
     python recipes/qat.py --formats int4 --group-size 64 --out runs/qat-64
     python recipes/qat.py --resume                        # after Ctrl-C: complete runs are read back
     python recipes/qat.py --start Qwen/Qwen3-0.6B --data ~/books --seq-len 2048 --learning-rate 1e-5 --fsdp 8
@@ -8,7 +8,10 @@
 A model is trained, or loaded, and trained for some steps more: in float, and once for each format, with rounded weights
 of which the gradient goes straight through to the float weights (arXiv:1308.3432, arXiv:1712.05877). The table has the
 loss of the rounded model before these steps, after steps in float, and after steps with rounded weights. Each format
-is saved as a packed file, and the loss of that file is measured: docs/qat.md.
+is saved as a packed file, and the loss of that file is measured.
+
+Rounding to int4 costs 0.028 bits per byte after steps in float, and 0.015 after steps with rounded weights, to three levels
+2.02 and 0.26: means of three seeds, docs/qat.md.
 """
 
 from dataclasses import dataclass
