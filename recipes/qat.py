@@ -10,8 +10,8 @@ of which the gradient goes straight through to the float weights (arXiv:1308.343
 loss of the rounded model before these steps, after steps in float, and after steps with rounded weights. Each format
 is saved as a packed file, and the loss of that file is measured.
 
-Rounding to int4 costs 0.028 bits per byte after steps in float, and 0.015 after steps with rounded weights, to three levels
-2.02 and 0.26: means of three seeds, docs/qat.md.
+Rounding to int4 costs 0.028 bits per byte after steps in float, and 0.015 after steps with rounded weights; rounding to
+three levels 2.02 and 0.26. These are means of three seeds: docs/qat.md.
 """
 
 from dataclasses import dataclass
