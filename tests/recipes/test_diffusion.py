@@ -92,6 +92,8 @@ def test_bound_equals_the_naive_one_over_all_masks(model, passage, block):
     for row in range(64):  # row by row: the weighted loss of the masks that it has
         masks = {1 + i: tuple(is_masked[row, i : i + block].tolist()) for i in range(0, length, block)}
         assert losses[row] == pytest.approx(sum(naive[key][0] for key in masks.items()), rel=1e-5)
+    counts = np.bincount(is_masked.reshape(-1, block).sum(1))
+    assert counts[0] == 0 and np.ptp(counts[1:]) <= 1  # uniform, and spread evenly
     found = {(1 + i, tuple(mask[i : i + block].tolist())) for mask in is_masked for i in range(0, length, block)}
     assert found == set(naive)
     error = losses.std() / length / rows**0.5
