@@ -189,7 +189,8 @@ def build_support() -> str:
     for name in FAMILIES:
         by_kind = {kind: found[kind].get(name, []) for kind in kinds}
         cases = [case for listed in by_kind.values() for case in listed]
-        held = dict.fromkeys(("mesh", "adapters"), bool(cases) or name in HELD_BY_FORMULA)
+        is_held = bool(cases) or name in HELD_BY_FORMULA
+        held = {"mesh": is_held, "adapters": is_held}
         held["decoding"] = bool(by_kind["models"] or by_kind["encoder_decoders"] or by_kind["image_text"])
         rows[name] = {"cases": cases, **held, "quantized": QUANTIZED.get(name, [])}
     return json.dumps(rows, indent=1) + "\n"

@@ -118,9 +118,9 @@ class BlockDenoiser(Module):
         if mask is None:
             mask = jnp.ones(tokens.shape, bool)
         info = TokenInfo(count_positions(mask, _count_tokens(states)))
-        hidden, states = self.decoder.hidden(tokens, info, states)
-        assert states is not None  # some were given
-        return hidden.x, states
+        hidden, updated = self.decoder.hidden(tokens, info, states)
+        assert updated is not None  # there were some
+        return hidden.x, updated
 
     def denoise(self, canvas: Tokens, states: LayerStates, last: CanvasLogits | None = None) -> CanvasLogits:
         """Return the logits of each token of a canvas that follows the text of `states`: this device's shard of them if

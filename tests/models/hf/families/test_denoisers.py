@@ -207,7 +207,7 @@ def test_logits_are_those_of_the_formula(tmp_path, name):
     for widths in ((3, 0), (0, 3)):
         mask = np.pad(np.ones((2, 7), bool), [(0, 0), widths])
         padded = model(jnp.asarray(np.pad(tokens, [(0, 0), widths])), mask=jnp.asarray(mask))
-        np.testing.assert_allclose(padded[:, widths[0] : 7 + widths[0]], logits, atol=2e-5)
+        np.testing.assert_allclose(np.asarray(padded)[:, widths[0] : 7 + widths[0]], logits, atol=2e-5)
 
 
 @pytest.mark.parametrize(
