@@ -234,8 +234,8 @@ def main(config: Config) -> None:
 def measure(evaluate, model, draws, text):
     """Return the mean over draws of masks of bits per byte of held-out text, and their spread."""
     losses = [np.mean([evaluate(model, test) for test in tests]) for tests in draws]
-    bounds = train.bits_per_byte(np.array(losses), text)
-    return {"validation": bounds.mean(), "spread": np.ptp(bounds)}
+    bounds = [float(train.bits_per_byte(float(loss), text)) for loss in losses]
+    return {"validation": sum(bounds) / len(bounds), "spread": max(bounds) - min(bounds)}
 
 
 def tabulate(config, name, test, last):
