@@ -20,6 +20,7 @@ SWEEP = ["steps", "rates", "num_seeds", "warmup_steps", "weight_decay", "eval_ro
 FLAGS = {
     "bert": [*TEXT, *SIZES, "held_out"],
     "compare_adapters": [*TEXT, "methods", "ranks", "max_rank", "checkpoint", "pretraining_data", "targets"],
+    "diffusion": [*TEXT, *SIZES, "runs", "block", "draws", "block_steps", "order", "temperature"],
     "diloco": [*TEXT, *SIZES, "workers", "periods", "outer_rate", "outer_momentum", "start", "pretrain_steps"],
     "distill": [*RECORDS, "teacher", "student", "layers", "embed", "heads", "alpha", "beta", "temperature"],
     "dpo": [*FINETUNE, "beta", "label_smoothing"],

@@ -117,7 +117,7 @@ class BlockDenoiser(Module):
             raise NotImplementedError("the prompt has tokens of images, and a BlockDenoiser reads texts only")
         if mask is None:
             mask = jnp.ones(tokens.shape, bool)
-        info = TokenInfo(count_positions(mask, _count_tokens(states)))
+        info = TokenInfo(count_positions(mask, _count_written(states)))
         hidden, updated = self.decoder.hidden(tokens, info, states)
         assert updated is not None  # there were some
         return hidden.x, updated
@@ -136,7 +136,7 @@ class BlockDenoiser(Module):
         """Return the hidden states of a canvas after the final norm. Arguments are as for `denoise`."""
         check_tokens(canvas, find_checkable_vocab(self.decoder))
         places = jnp.arange(canvas.shape[1])
-        first = _count_tokens(states)[:, None]
+        first = _count_written(states)[:, None]
         later = jnp.broadcast_to(places[::-1], canvas.shape)
         info = TokenInfo(first + places, lookahead=later)
         hidden = self.decoder.embed(canvas, info)
@@ -176,7 +176,7 @@ class BlockDenoiser(Module):
         return UnrolledStack(tuple(blocks)), tuple(kept)
 
 
-def _count_tokens(states: LayerStates) -> Int[Array, "batch"]:
+def _count_written(states: LayerStates) -> Int[Array, "batch"]:
     """Return the number of tokens in each row, without padding."""
     state: KeyValueCache = states[0]
     return state.written

@@ -25,7 +25,7 @@ _FIXED = {
 """Keys of Gemma 4 that this family's files do not have."""
 
 
-def _build_text(config: hf.Config, *, key: Key[Array, ""]) -> hf.Decoder:
+def _build_decoder(config: hf.Config, *, key: Key[Array, ""]) -> hf.Decoder:
     return GEMMA4_TEXT.build(hf.Config({**config, **_FIXED}), key=key)
 
 
@@ -36,7 +36,7 @@ def _map_text_names(config: hf.Config) -> hf.NameMap:
 _TEXT = dataclasses.replace(
     GEMMA4_TEXT,
     name="diffusion_gemma_text",
-    build=_build_text,
+    build=_build_decoder,
     names=_map_text_names,
     defaults={**hf.omit(GEMMA4_TEXT.declared, *_FIXED), "final_logit_softcapping": hf.optional_number(30.0)},
     find_ignored_tensors=None,

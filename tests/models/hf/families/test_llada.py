@@ -226,7 +226,7 @@ def test_files_are_written_as_they_were_read(tmp_path, name, changes):
 
 
 @NAMES
-def test_packed_rows_and_adapters_on_a_mesh_equal_rows_on_one_device(tmp_path, name):
+def test_packed_rows_and_adapters_on_a_mesh(tmp_path, name):
     model = zoo.load(write_case(tmp_path, name)[0])
     adapted = adapt(model)
     compare_meshes({"llada": model, "dream": adapted}[name], *draw_texts(VOCAB))
@@ -261,7 +261,7 @@ def test_other_layers_are_refused_by_name(tmp_path, name, changes, message):
 
 
 @pytest.mark.parametrize("key", ["block_type", "layer_norm_type", "rope", "activation_type"])
-def test_keys_that_a_file_of_llada_lacks_are_the_defaults_of_its_class(tmp_path, key):
+def test_missing_keys_are_the_defaults_of_the_class(tmp_path, key):
     directory, _ = write_case(tmp_path, "llada")
     config = {name: value for name, value in LLADA.items() if name != key}
     (directory / "config.json").write_text(json.dumps(config))
