@@ -42,7 +42,10 @@ def test_readings_are_those_of_the_class(model):
     @eqx.filter_jit
     def run(model):
         hidden, states = model.read(TOKENS, model.init_state(2, 33))
-        logits = model.denoise(CANVAS, states), model.denoise(SECOND, states, EXPECTED["step1.scaled_logits"])
+        logits = (
+            model.denoise(CANVAS, states),
+            model.denoise(SECOND, states, jnp.asarray(EXPECTED["step1.scaled_logits"])),
+        )
         block = EXPECTED["block2.input_ids"][:, TOKENS.shape[1] :]
         _, after = model.read(block, states)
         later = model.denoise(EXPECTED["block2.decoder_input_ids"], after)

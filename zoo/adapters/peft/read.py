@@ -334,7 +334,7 @@ def _promote_dtypes(layers: _LayerArrays) -> Any:
     return reduce(jnp.promote_types, dtypes)
 
 
-def _stack_layers(site: LinearSite, layers: Mapping[tuple[int, ...], Any], fill: float, dtype: Any) -> np.ndarray:
+def _stack_layers(site: LinearSite, layers: Mapping[tuple[int, ...], Any], fill: float | int, dtype: Any) -> np.ndarray:
     """Stack one field of all layers, with `fill` in layers without the adapter. Smaller arrays are padded with it."""
     stacked_shape = [len(run) for run in site.ranges]
     largest = [max(1, *sizes) for sizes in zip(*(np.shape(x) for x in layers.values()), strict=True)]
