@@ -46,10 +46,11 @@ def test_readings_are_those_of_the_class(model):
             model.denoise(CANVAS, states),
             model.denoise(SECOND, states, jnp.asarray(EXPECTED["step1.scaled_logits"])),
         )
-        block = EXPECTED["block2.input_ids"][:, TOKENS.shape[1] :]
+        block = jnp.asarray(EXPECTED["block2.input_ids"][:, TOKENS.shape[1] :], jnp.int32)
         _, after = model.read(block, states)
-        later = model.denoise(EXPECTED["block2.decoder_input_ids"], after)
-        padded = model(EXPECTED["padleft.input_ids"], CANVAS, mask=EXPECTED["padleft.attention_mask"])
+        later = model.denoise(jnp.asarray(EXPECTED["block2.decoder_input_ids"], jnp.int32), after)
+        prompt = jnp.asarray(EXPECTED["padleft.input_ids"], jnp.int32)
+        padded = model(prompt, CANVAS, mask=jnp.asarray(EXPECTED["padleft.attention_mask"], bool))
         return hidden, model.hidden(CANVAS, states), *logits, later, padded
 
     names = "encoder_last_hidden_state", "hidden_states.2", "logits", "step2.logits", "block2.logits", "padleft.logits"
