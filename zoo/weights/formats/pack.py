@@ -265,8 +265,9 @@ def _is_packed(name: str, specs: Mapping[str, Any]) -> bool:
 def describe_quantization(model: Any) -> dict[str, Any] | None:
     """Return the `quantization_config` of a model that `zoo.adapters.quantize` packed to int4 or NVFP4; None for other
     models. **Raises** `CheckpointError` if its layers have several formats."""
-    layers = [site.module for site in find_linears(model) if isinstance(site.module, AbstractGroupLinear)]
-    configs = [describe_packing(layer) for layer in layers]
+    is_packed = lambda node: isinstance(node, AbstractGroupLinear)
+    layers = jax.tree.leaves(model, is_leaf=is_packed)  # names would deal layers of a pipeline out anew
+    configs = [describe_packing(layer) for layer in layers if is_packed(layer)]
     if not configs:
         return None
     if any(config != configs[0] for config in configs):
