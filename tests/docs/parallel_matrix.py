@@ -34,6 +34,7 @@ from zoo.layers import (
     AlibiAttention,
     Attention,
     Comba,
+    CompressedAttention,
     DeltaNet,
     DifferentialAttention,
     DoubleGatedConvolution,
@@ -84,7 +85,7 @@ SIBLINGS = {
     *(AlibiAttention, ChunkedAttention, CrossLayerAttention, GatedAttention, PostRotaryAttention, ValueScaledAttention),
     *(BidirectionalAttention, DisentangledAttention, GroupedGatedDeltaNet, MixtureOfAttention, SparseLatentAttention),
     *(DoubleGatedConvolution, MultiHeadMamba, RelativeBiasAttention, SideBySide, GatedSlotAttention),
-    *(MixtureOfBlockAttention, NativeSparseAttention, CrossAttention),
+    *(CompressedAttention, MixtureOfBlockAttention, NativeSparseAttention, CrossAttention),
 }
 """Mixers of checkpoint families, which compute as those of the tables do; each of their families is held on a mesh by
 `tests/weights/test_families_on_meshes.py`. Attention to chosen blocks is attention with a mask, held on meshes by its

@@ -11,7 +11,15 @@ import pytest
 
 import zoo
 from zoo import Layout
-from zoo.layers import GatedMLP, LatentAttention, LightningIndexer, RMSNorm, SparseLatentAttention
+from zoo.layers import (
+    BlockIndexer,
+    CompressedAttention,
+    GatedMLP,
+    LatentAttention,
+    LightningIndexer,
+    RMSNorm,
+    SparseLatentAttention,
+)
 from zoo.layers.token_info import pack_positions, token_info
 from zoo.models import build_decoder, indexer_loss
 from zoo.models.hf.families.glm_moe_dsa_layers import SelectionBlock
@@ -31,6 +39,17 @@ def make_model(layers=2, **options):
     layer = (partial(SparseLatentAttention, attention, indexer), partial(GatedMLP, EMBED, 16))
     sizes = {"vocab": VOCAB, "embed": EMBED, "norm": partial(RMSNorm, EMBED), "tied": True}
     return build_decoder(**sizes, layers=[layer] * layers, **options, key=jax.random.key(0))
+
+
+def make_compressed(**options):
+    """Two layers of compressed keys: all of them, and those that an indexer selects."""
+    sizes = {"head_dim": 8, "query_latent": 10, "window": 2, "out_groups": 2, "out_latent": 4}
+    attention = partial(CompressedAttention, EMBED, 4, rotary=Rotary(4), **sizes)
+    indexer = partial(BlockIndexer, EMBED, 2, query_latent=10, head_dim=8, block=2, top=TOP - 1)
+    mixers = partial(attention, block=3), partial(attention, block=2, overlap=True, indexer=indexer)
+    layers = [(mixer, partial(GatedMLP, EMBED, 16)) for mixer in mixers]
+    norms = {"vocab": VOCAB, "embed": EMBED, "norm": partial(RMSNorm, EMBED), "tied": True}
+    return build_decoder(**norms, layers=layers, **options, key=jax.random.key(0))
 
 
 def make_batch():
@@ -65,14 +84,15 @@ def differentiate(model, batch):
     return mean(indexer_loss), mean(partial(zoo.cross_entropy, indexer=0.5)), mean(zoo.cross_entropy)
 
 
-def test_only_indexers_learn_from_their_loss():
+@pytest.mark.parametrize(("make", "count"), [(make_model, 5), (make_compressed, 6)], ids=["latents", "blocks"])
+def test_only_indexers_learn_from_their_loss(make, count):
     """And only from it: with the loss of the model, each gradient is what either loss gives."""
-    model, batch = make_model(), make_batch()
+    model, batch = make(), make_batch()
     (divergence, of_indexers), (both, of_both), (entropy, of_model) = differentiate(model, batch)
-    assert divergence > 0.05
+    assert divergence > 0.01
     np.testing.assert_allclose(both, entropy + 0.5 * divergence, rtol=1e-6)
     indexers = {path.name for path in zoo.models.list_parameter_paths(model) if ".indexer." in path.name}
-    assert find_moved(of_indexers) == indexers and len(indexers) == 5
+    assert find_moved(of_indexers) == indexers and len(indexers) == count
     assert not find_moved(of_model) & indexers
     for x, y, z in zip(*map(jax.tree.leaves, (of_both, of_model, of_indexers)), strict=True):
         np.testing.assert_allclose(x, y + 0.5 * z, atol=1e-6)
@@ -132,7 +152,7 @@ def test_steps_on_the_loss_lower_it():
     assert losses[-1] < 0.6 * losses[0]
 
 
-def compare_with_one_device(model, loss_fn, mesh, **options):
+def compare_with_one_device(model, loss_fn, mesh, make=make_model, **options):
     batch = make_batch()
     loss, gradients = zoo.value_and_grad(loss_fn, mesh, **options)(zoo.place(model, mesh), batch)
 
@@ -142,7 +162,7 @@ def compare_with_one_device(model, loss_fn, mesh, **options):
         total, count = loss_fn(model, batch)
         return total / count
 
-    expected, expected_gradients = reference(make_model())
+    expected, expected_gradients = reference(make())
     np.testing.assert_allclose(loss, expected, rtol=1e-5)
     for ours, wanted in zip(jax.tree.leaves(gradients), jax.tree.leaves(expected_gradients), strict=True):
         assert np.abs(ours - wanted).max() <= max(2e-5 * np.abs(wanted).max(), 1e-7)
@@ -165,6 +185,14 @@ def test_loss_on_a_mesh_equals_one_device(axes, layout, options):
     devices = jax.devices()[: int(np.prod([*axes.values()]))]
     mesh = zoo.make_mesh(**{"data": 1, **axes}, layout=layout, devices=devices)
     compare_with_one_device(zoo.configure(make_model(), **options), with_indexer, mesh)
+
+
+def test_loss_of_compressed_keys_on_a_mesh_equals_one_device():
+    mesh = zoo.make_mesh(data=1, fsdp=2, context=2, tensor=2, layout=GATHERED)
+    model = zoo.configure(make_compressed(), loop="scan", remat="full")
+    compare_with_one_device(model, with_indexer, mesh, make_compressed)
+    assert attend_densely(attend_densely(model), dense=False) == model
+    assert [block.mixer.dense for block in attend_densely(model).stack.iter_blocks()] == [False, True]
 
 
 @pytest.mark.slow

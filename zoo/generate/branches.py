@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from zoo.layers import TokenInfo
+from zoo.layers.attention.compressed import CompressedCache
 from zoo.layers.attention.key_blocks import BlockCache
 from zoo.layers.kv_cache import IndexedLatentCache, forget, is_cache
 from zoo.models.decoder import AbstractBlock, Hidden
@@ -28,7 +29,7 @@ def find_recurrent_state(state: Any) -> str | None:
     """Return the class of the first state that is not a KV cache; None if all are."""
     is_state = lambda x: isinstance(x, Module) and not isinstance(x, IndexedLatentCache)
     states = jax.tree.leaves(state, is_leaf=is_state)
-    recurrent = [x for x in states if not (is_cache(x) or isinstance(x, BlockCache))]
+    recurrent = [x for x in states if not (is_cache(x) or isinstance(x, BlockCache | CompressedCache))]
     return type(recurrent[0]).__name__.lstrip("_") if recurrent else None
 
 

@@ -3,6 +3,8 @@
 from .abstract import AbstractFeedForward, AbstractLinear, AbstractMixer, AbstractNorm
 from .attention.alibi import AlibiAttention
 from .attention.attention import Attention
+from .attention.block_compression import BlockIndexer
+from .attention.compressed import CompressedAttention
 from .attention.differential import DifferentialAttention
 from .attention.forgetting import ForgettingAttention
 from .attention.gated import GatedAttention
@@ -54,7 +56,9 @@ __all__ = [
     "AlibiAttention",
     "Attention",
     "BiasedRouter",
+    "BlockIndexer",
     "Comba",
+    "CompressedAttention",
     "DeltaNet",
     "DifferentialAttention",
     "DoubleGatedConvolution",

@@ -11,7 +11,7 @@ only once the cache is full.
 """
 
 import dataclasses
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 import equinox as eqx
 import jax
@@ -121,7 +121,10 @@ class KeyValueCache(Module):
 
 class LatentCache(Module):
     """Cache of latent attention: the normalized latent of each token, concatenated with the rotary key that all heads
-    share. One array, so that a query is multiplied with both at once."""
+    share. One array, so that a query is multiplied with both at once.
+
+    Other layers keep other features of each token in it, of all tokens or of the last ones.
+    """
 
     features: Float[Array, "batch slots features"]
     positions: Int[Array, "batch slots"]
@@ -132,14 +135,18 @@ class LatentCache(Module):
 
     length: int = eqx.field(static=True)
     """Maximum sequence length. A row with more tokens is an error or NaN."""
-    drops_oldest: ClassVar[bool] = False
+    drops_oldest: bool = eqx.field(static=True, kw_only=True, default=False)
+    """True for a window, whose new tokens may overwrite the oldest."""
 
     @classmethod
-    def empty(cls, batch: int, features: int, dtype: Any, length: int) -> "LatentCache":
-        """Return a cache of `length` slots, rounded up to a multiple of the devices that share them."""
-        slots, axes = _local_slots(length)
+    def empty(cls, batch: int, features: int, dtype: Any, length: int, *, window: int | None = None) -> "LatentCache":
+        """Return a cache of `length` slots, or of a `window` that is not longer, rounded up to a multiple of the
+        devices that share them."""
+        drops_oldest = window is not None and window <= length
+        slots, axes = _local_slots(window if drops_oldest and window is not None else length)
         rows, positions = vary((jnp.zeros((batch, slots, features), dtype), jnp.full((batch, slots), -1)), axes)
-        return cls(rows, positions, jnp.zeros(batch, jnp.int32), jnp.int32(length), length)
+        written = jnp.zeros(batch, jnp.int32)
+        return cls(rows, positions, written, jnp.int32(length), length, drops_oldest=drops_oldest)
 
     def write(self, features: Float[Array, "batch seq features"], positions: Positions) -> "LatentCache":
         """Append new tokens to each row. Padding, at position -1, takes no slot. If a row has more tokens than there
@@ -228,14 +235,15 @@ def drops_oldest(states: Any) -> bool:
     return any(is_cache(x) and x.drops_oldest for x in jax.tree.leaves(states, is_leaf=is_cache))
 
 
-def _pad_slots(cache: KeyValueCache, slots: int) -> KeyValueCache:
+def _pad_slots(cache: KeyValueCache | LatentCache, slots: int) -> KeyValueCache | LatentCache:
     def pad(x: Array, axis: int, fill: int) -> Array:
         widths = [(0, slots if i == axis else 0) for i in range(x.ndim)]
         return jnp.pad(x, widths, constant_values=fill)
 
-    return dataclasses.replace(
-        cache, key=pad(cache.key, 2, 0), value=pad(cache.value, 2, 0), positions=pad(cache.positions, 1, -1)
-    )
+    positions = pad(cache.positions, 1, -1)
+    if isinstance(cache, LatentCache):
+        return dataclasses.replace(cache, features=pad(cache.features, 1, 0), positions=positions)
+    return dataclasses.replace(cache, key=pad(cache.key, 2, 0), value=pad(cache.value, 2, 0), positions=positions)
 
 
 def check_room(states: Any, positions: Positions | None) -> None:

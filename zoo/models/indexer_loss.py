@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
 from zoo._checks import check_batch
-from zoo.layers import SparseLatentAttention, TokenInfo
+from zoo.layers import CompressedAttention, SparseLatentAttention, TokenInfo
 from zoo.layers.attention.sparse_latent import DIVERGENCE
 from zoo.layers.token_info import batch_token_info
 from zoo.parallel import reduce
@@ -71,8 +71,8 @@ def run_measured(model: Decoder, tokens: Tokens, info: TokenInfo) -> tuple[Hidde
     values = [values for values, _ in taps.collect().values()]
     if not values:
         raise ValueError(
-            f"no indexer to train: {type(model).__name__} has no layer of SparseLatentAttention that selects keys by "
-            "an indexer of its own"
+            f"no indexer to train: {type(model).__name__} has no layer of SparseLatentAttention or CompressedAttention "
+            "that selects keys by an indexer of its own"
         )
     divergence = merge_copies(sum(value.sum(0) for value in values))
     return hidden, divergence * _mark_tokens(tokens, info)
@@ -93,17 +93,17 @@ def _mark_tokens(like: Array, info: TokenInfo) -> Float[Array, "batch seq"]:
 
 
 def attend_densely(model: _Model, dense: bool = True) -> _Model:
-    """Return a model whose sparse attention attends to all keys, to train new indexers before they select; or, with
-    `dense=False`, to those that its indexers select.
+    """Return a model whose sparse attention attends to all keys, or all blocks, to train new indexers before they
+    select; or, with `dense=False`, to the keys that its indexers select.
 
     **Raises** `ValueError` for a model without sparse attention.
     """
 
     def is_sparse(x: Any) -> bool:
-        return isinstance(x, SparseLatentAttention)
+        return isinstance(x, SparseLatentAttention) or (isinstance(x, CompressedAttention) and x.indexer is not None)
 
     if not any(map(is_sparse, jax.tree.leaves(model, is_leaf=is_sparse))):
-        raise ValueError(f"{type(model).__name__} has no layer of SparseLatentAttention")
+        raise ValueError(f"{type(model).__name__} has no layer of SparseLatentAttention, and no indexer")
 
     def replace(node: Any) -> Any:
         return replace_option(node, "dense", dense) if is_sparse(node) else node

@@ -18,6 +18,7 @@ from jaxtyping import Array, Float, Int, Key
 from zoo._checks import is_host_readable, wrap_key
 from zoo._keywords import check_keywords
 from zoo.layers import TokenInfo
+from zoo.layers.attention.compressed import CompressedCache
 from zoo.layers.attention.key_blocks import BlockCache
 from zoo.layers.embedding import AbstractPositionEmbedding
 from zoo.layers.kv_cache import IndexedLatentCache, KeyValueCache, is_cache
@@ -253,7 +254,7 @@ def _begin(empty: Array, dims: tuple[Dim, ...], key: Key[Array, ""]) -> Array:
 
 def _list_state_arrays(number: int, state: Any, length: int) -> Iterator[tuple[Array, tuple[Dim, ...]]]:
     """Yield the arrays of one layer's state of one row, and their dims."""
-    is_cached = lambda node: is_cache(node) or isinstance(node, BlockCache | IndexedLatentCache)
+    is_cached = lambda node: is_cache(node) or isinstance(node, BlockCache | CompressedCache | IndexedLatentCache)
     described = iter(leaves(state))
     for node in jax.tree.leaves(state, is_leaf=is_cached):
         (leaf, *_) = [next(described) for _ in jax.tree.leaves(node)]

@@ -11,7 +11,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Key
 
 from zoo.ops.attention import AttentionMask
-from zoo.ops.attention.indexer import indexer_divergence, score_keys
+from zoo.ops.attention.indexer import indexer_divergence, score_keys, select_highest
 from zoo.ops.rotary import Rotary, apply_rotary
 from zoo.parallel import (
     Dim,
@@ -123,11 +123,8 @@ class LightningIndexer(Module):
         return reduce(score_keys(query, keys, weights * heads**-0.5, scale=self.head_dim**-0.5), over="heads")
 
     def select(self, scores: Float[Array, "batch query_seq key_seq"], mask: Bool[Array, "#batch _ _"]) -> _Selected:
-        """Return True at the `top` highest scores of each query, among the keys that `mask` allows. Of equal scores,
-        the first keys are selected. Where fewer are allowed, others are selected that the mask excludes."""
-        _, best = lax.top_k(jnp.where(mask, scores, -jnp.inf), self.top)
-        rows, queries = (lax.broadcasted_iota(jnp.int32, best.shape, axis) for axis in (0, 1))
-        return jnp.zeros_like(scores, bool).at[rows, queries, best].set(True)
+        """Return True at the `top` highest scores of each query: see `zoo.ops.attention.indexer.select_highest`."""
+        return select_highest(scores, mask, self.top)
 
 
 class SparseLatentAttention(AbstractMixer):

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Bool, Float
 
 from zoo.ops.matmul import einsum_fp32_accum
@@ -20,6 +21,17 @@ def score_keys(
     equation 1)."""
     products = einsum_fp32_accum("bshd,btd->bsht", query, key, dtype=jnp.float32) * scale
     return einsum_fp32_accum("bsh,bsht->bst", weights, jax.nn.relu(products))
+
+
+def select_highest(
+    scores: Float[Array, "batch query_seq key_seq"], mask: Bool[Array, "#batch _ _"], top: int
+) -> Bool[Array, "batch query_seq key_seq"]:
+    """Return True at the `top` highest scores of each query, among the keys that `mask` allows. Of equal scores, the
+    first keys are selected. Where fewer are allowed, others are selected that the mask excludes."""
+    scores = jnp.where(scores == 0, 0, scores)  # -0 and 0 are equal scores, and sorted apart
+    _, best = lax.top_k(jnp.where(mask, scores, -jnp.inf), top)
+    rows, queries = (lax.broadcasted_iota(jnp.int32, best.shape, axis) for axis in (0, 1))
+    return jnp.zeros_like(scores, bool).at[rows, queries, best].set(True)
 
 
 def indexer_divergence(

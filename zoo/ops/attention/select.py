@@ -1,9 +1,11 @@
 """The choice of an implementation of attention, by platform, shapes and options."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float
 
 from ..implementations import AUTO, Implementation, Operation, always_holds
@@ -70,6 +72,28 @@ def attention_with_lse(
     return run(query, key, value, attention_mask, **options)
 
 
+def merge_attention(
+    parts: Sequence[tuple[Float[Array, "batch query_seq heads value_dim"], Float[Array, "batch query_seq heads"]]],
+    sinks: Float[Array, "heads"],
+) -> Float[Array, "batch query_seq heads value_dim"]:
+    """Return attention to several sets of keys, and to `sinks`, from the output and log-sum-exp L of each set:
+
+        sum_i exp(L_i) output_i / (exp(sink) + sum_i exp(L_i))
+
+    Computed in float32. A query without keys in a set has a log-sum-exp of about -1e30, and no weight there.
+    """
+    sinks = sinks.astype(jnp.float32)
+    highest = functools.reduce(jnp.maximum, [lse for _, lse in parts], sinks)
+    highest = lax.stop_gradient(highest)
+    total = jnp.exp(sinks - highest)
+    mixed = jnp.zeros((), jnp.float32)
+    for output, lse in parts:
+        weight = jnp.exp(lse - highest)
+        total = total + weight
+        mixed = mixed + weight[..., None] * output.astype(jnp.float32)
+    return (mixed / total[..., None]).astype(parts[0][0].dtype)
+
+
 def _find_grouped_drawback(request: AttentionRequest) -> str | None:
     # On two cores of a CPU grouped attention is faster for 1,024 queries and keys (11 ms instead of 16, for two rows
     # with 4 heads of 64), as fast for 256 queries of 4,096 keys, and slower beyond, unless there are few queries, as in
@@ -111,5 +135,6 @@ ATTENTION_WITH_LSE = Operation[AttentionRequest](
         Implementation("grouped", grouped_query_attention_with_lse, find_drawback=_find_grouped_drawback),
         Implementation("blockwise", blockwise_attention_with_lse, _find_blockwise_obstacle),
     ),
+    kind="attention",
 )
 """The implementations that also return the log-sum-exp."""
