@@ -22,7 +22,7 @@ FRAMES = 16
 """From `Decoder.__call__` to the mask of the scores: each is a call that a reader follows."""
 FILES = 39
 """Files that run in the first call of a Transformer."""
-EXPORTS = 425
+EXPORTS = 426
 """Names in `__all__` of packages: what a reader of the API's pages chooses from."""
 FILES_OF_ROUNDS = 24
 """Files whose code names the rounds of an interleaved pipeline, which few users have."""

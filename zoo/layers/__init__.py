@@ -19,7 +19,7 @@ from .embedding import Embedding, PositionEmbedding
 from .linear import Linear
 from .mlp import MLP, GatedMLP
 from .moe.mixture import MixtureOfExperts
-from .moe.router import BiasedRouter, SigmoidRouter, SoftmaxRouter, TopSoftmaxRouter
+from .moe.router import BiasedRouter, HashRouter, SigmoidRouter, SoftmaxRouter, TopSoftmaxRouter
 from .norm import IdentityNorm, LayerNorm, RMSNorm
 from .recurrent.base import AbstractRecurrence
 from .recurrent.decoupled_delta import Comba, GatedDeltaNet2
@@ -73,6 +73,7 @@ __all__ = [
     "GatedLinearAttention",
     "GatedMLP",
     "GroupedGatedDeltaNet",
+    "HashRouter",
     "IdentityNorm",
     "KimiDeltaAttention",
     "LatentAttention",

@@ -24,6 +24,7 @@ from zoo.parallel import Dim, Module, full_precision, named_by_class
 from zoo.shapes import ResidualStream, Tokens
 
 from .decoder import AbstractLayerInputs, AbstractMixerBlock, Hidden
+from .layer_inputs import TokenHidden, has_hash_router, route_by_token
 
 SideBySide = Float[Array, "*rows features"]
 """Streams of each token, side by side: n embed features."""
@@ -51,13 +52,22 @@ class HyperConnection(Module):
 
     streams: int = eqx.field(static=True)
     epsilon: float = eqx.field(static=True)
+    norm_epsilon: float = eqx.field(static=True)
     iterations: int = eqx.field(static=True)
     """Iterations of `zoo.ops.hyper_connections.sinkhorn`."""
 
     def __init__(
-        self, embed: int, streams: int, *, epsilon: float = _EPSILON, iterations: int = 20, key: Key[Array, ""]
+        self,
+        embed: int,
+        streams: int,
+        *,
+        epsilon: float = _EPSILON,
+        norm_epsilon: float = _EPSILON,
+        iterations: int = 20,
+        key: Key[Array, ""],
     ):
         """Initialize `scale` with 0.01. At first `pre` is close to 1/2, `post` to 1 and `comb` to the identity.
+        `epsilon` is of the weights, and `norm_epsilon` of the norm of all streams.
 
         **Raises** `ValueError` unless there is a stream and an iteration.
         """
@@ -71,11 +81,12 @@ class HyperConnection(Module):
         self.base = jnp.concatenate([jnp.zeros(2 * streams, jnp.float32), kept.reshape(-1)])
         self.streams = streams
         self.epsilon = epsilon
+        self.norm_epsilon = norm_epsilon
         self.iterations = iterations
 
     def read(self, x: SideBySide) -> tuple[Float[Array, "*rows embed"], StreamWeights]:
         """Return the input of the sublayer, and the weights that `write` takes."""
-        logits = self.projection(rms_norm(x.astype(jnp.float32), epsilon=self.epsilon))
+        logits = self.projection(rms_norm(x.astype(jnp.float32), epsilon=self.norm_epsilon))
         options = {"iterations": self.iterations, "epsilon": self.epsilon}
         weights = make_stream_weights(logits, self.scale, self.base, **options)
         return read_streams(_split_streams(x, self.streams), weights.pre), weights
@@ -109,7 +120,9 @@ class HyperConnectionBlock(AbstractMixerBlock):
         mixed, state = run_mixer(self.mixer, self.mixer_norm(read), info, state)
         x = self.mixer_connection.write(hidden.x, self.dropout(mixed, info, site=0), weights)
         read, weights = self.ffn_connection.read(x)
-        fed, routing = run_feed_forward(self.ffn, self.ffn_norm(read))
+        fed, routing = run_feed_forward(route_by_token(self.ffn, hidden), self.ffn_norm(read))
+        if has_hash_router(self.ffn):
+            routing = ()
         fed = checkpoint_name(fed, "ffn_output")
         x = self.ffn_connection.write(x, self.dropout(fed, info, site=1), weights)
         return dataclasses.replace(hidden, x=x, decisions=hidden.decisions + routing), state
@@ -119,9 +132,12 @@ class HyperConnectionInputs(AbstractLayerInputs):
     """Streams that begin as copies of the embedding."""
 
     streams: int = eqx.field(static=True)
+    keeps_tokens: bool = eqx.field(static=True, default=False)
+    """True to hand the ids of the tokens on to every layer, for a `zoo.layers.HashRouter`."""
 
     def __call__(self, tokens: Tokens, x: ResidualStream) -> Hidden:
-        return Hidden(jnp.tile(x, self.streams))
+        streams = jnp.tile(x, self.streams)
+        return TokenHidden(streams, tokens=tokens) if self.keeps_tokens else Hidden(streams)
 
 
 class HyperConnectionNorm(AbstractNorm):
@@ -134,6 +150,7 @@ class HyperConnectionNorm(AbstractNorm):
     base: Float[Array, "out"] = full_precision()
 
     epsilon: float = eqx.field(static=True)
+    norm_epsilon: float = eqx.field(static=True)
 
     def __init__(
         self,
@@ -142,6 +159,7 @@ class HyperConnectionNorm(AbstractNorm):
         norm: Callable[[], AbstractNorm],
         *,
         epsilon: float = _EPSILON,
+        norm_epsilon: float = _EPSILON,
         key: Key[Array, ""],
     ):
         """`norm`: a factory of the norm of the sum. **Raises** `ValueError` unless there is a stream."""
@@ -151,29 +169,43 @@ class HyperConnectionNorm(AbstractNorm):
         self.scale = jnp.full(1, _FIRST_SCALE, jnp.float32)
         self.base = jnp.zeros(streams, jnp.float32)
         self.epsilon = epsilon
+        self.norm_epsilon = norm_epsilon
 
     def __call__(self, x: SideBySide) -> Float[Array, "*rows embed"]:
-        logits = self.projection(rms_norm(x.astype(jnp.float32), epsilon=self.epsilon))
+        logits = self.projection(rms_norm(x.astype(jnp.float32), epsilon=self.norm_epsilon))
         weights = jax.nn.sigmoid(self.scale * logits + self.base) + self.epsilon
         return self.norm(read_streams(_split_streams(x, weights.shape[-1]), weights))
 
 
 def make_hyper_connections(
-    embed: int, streams: int, norm: Callable[[], AbstractNorm], *, key: Key[Array, ""]
+    embed: int,
+    streams: int,
+    norm: Callable[[], AbstractNorm],
+    *,
+    epsilon: float = _EPSILON,
+    norm_epsilon: float = _EPSILON,
+    iterations: int = 20,
+    keeps_tokens: bool = False,
+    key: Key[Array, ""],
 ) -> dict[str, Any]:
     """Return the arguments of `build_decoder` that wire its layers with hyper-connections.
 
         build_decoder(embed=embed, norm=norm, **make_hyper_connections(embed, 4, norm, key=key), ...)
 
-    `norm`: a factory of the final norm. **Raises** `ValueError` unless there is a stream.
+    - `norm`: a factory of the final norm.
+    - `epsilon`, `norm_epsilon`, `iterations`: of `HyperConnection`.
+    - `keeps_tokens`: hand the ids of the tokens on to every layer, for mixtures with a `zoo.layers.HashRouter`.
+
+    **Raises** `ValueError` unless there is a stream.
     """
     _check_streams(streams)
-    connection = partial(HyperConnection, embed, streams)
+    epsilons = {"epsilon": epsilon, "norm_epsilon": norm_epsilon}
+    connection = partial(HyperConnection, embed, streams, **epsilons, iterations=iterations)
     return {
         "block": HyperConnectionBlock,
         "parts": {"mixer_connection": connection, "ffn_connection": connection},
-        "layer_inputs": lambda key: HyperConnectionInputs(streams),
-        "final_norm": partial(HyperConnectionNorm, embed, streams, norm, key=key),
+        "layer_inputs": lambda key: HyperConnectionInputs(streams, keeps_tokens),
+        "final_norm": partial(HyperConnectionNorm, embed, streams, norm, **epsilons, key=key),
     }
 
 

@@ -11,10 +11,21 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, Key
 
-from zoo.layers import AbstractFeedForward, AbstractLinear, AbstractNorm, Dropout, Embedding, Linear, RMSNorm, TokenInfo
+from zoo.layers import (
+    AbstractFeedForward,
+    AbstractLinear,
+    AbstractNorm,
+    Dropout,
+    Embedding,
+    HashRouter,
+    Linear,
+    RMSNorm,
+    TokenInfo,
+)
 from zoo.layers.abstract import run_feed_forward
 from zoo.layers.attention.cross_layer import CrossLayerAttention, SharedKeyValues
 from zoo.layers.embedding import AbstractEmbedding
+from zoo.layers.moe.mixture import AbstractMixture
 from zoo.parallel import Dim, Module, buffer, named_by_class
 from zoo.parallel.tokens import match_tokens, run_on_all_tokens
 from zoo.shapes import ResidualStream, Tokens
@@ -35,6 +46,26 @@ class EmbeddingInputs(AbstractLayerInputs):
 
     def __call__(self, tokens: Tokens, x: ResidualStream) -> EmbeddedHidden:
         return EmbeddedHidden(x, embedded=x)
+
+
+class TokenHidden(Hidden):
+    """Hidden states with the ids of the tokens, for layers that route by them."""
+
+    constant_fields = ("tokens",)
+
+    tokens: Tokens | None = None
+
+
+def route_by_token(ffn: AbstractFeedForward, hidden: Hidden) -> AbstractFeedForward:
+    """Return a mixture of experts with a `HashRouter` that has the ids of the tokens; any other layer as it is."""
+    if not isinstance(hidden, TokenHidden) or not has_hash_router(ffn):
+        return ffn
+    return eqx.tree_at(lambda x: x.router.tokens, ffn, hidden.tokens, is_leaf=lambda x: x is None)
+
+
+def has_hash_router(ffn: AbstractFeedForward) -> bool:
+    """Return True for a mixture of experts with a `HashRouter`. It decides nothing that a loss could balance."""
+    return isinstance(ffn, AbstractMixture) and isinstance(ffn.router, HashRouter)
 
 
 class LayerHidden(Hidden):

@@ -95,6 +95,7 @@ def update_expert_bias(model: PyTree, loads: Sequence[Float[Array, "choices"]], 
     """
     paths = list_parameter_paths(model)
     routed_layers = {layer for path in paths if ".router." in path.name for layer in _list_layers(path)}
+    routed_layers -= {layer for path in paths if path.name.endswith(".router.table") for layer in _list_layers(path)}
     if len(loads) == sum(module < 0 for module, _ in routed_layers):
         routed_layers = {(module, layer) for module, layer in routed_layers if module < 0}
     load_index = {layer: i for i, layer in enumerate(sorted(routed_layers))}

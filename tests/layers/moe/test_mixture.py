@@ -34,6 +34,7 @@ ROUTERS = {
     "top, then softmax": partial(TopSoftmaxRouter, bias=True),
     "sparse mixer": partial(SparseMixerRouter, jitter=0.5),
     "sigmoid": BiasedRouter,
+    "square roots of softplus": partial(BiasedRouter, score="sqrt_softplus", scale=1.5),
     "softmax and a bias, in groups": partial(BiasedRouter, score="softmax", groups=2, kept_groups=1, renormalize=False),
 }
 
