@@ -16,6 +16,7 @@ from zoo.layers import (
     RWKV6,
     RWKV7,
     AlibiAttention,
+    CompressedAttention,
     DifferentialAttention,
     DoubleGatedConvolution,
     ForgettingAttention,
@@ -242,6 +243,9 @@ def describe_parts(family: Family) -> tuple[str, str, str, str]:
         words = [*describe_latents(mixer.attention), "the top keys of an indexer"]
     elif isinstance(mixer, LatentAttention):
         words = describe_latents(mixer)
+    elif isinstance(mixer, CompressedAttention):
+        words = ["one key for all heads, of a window and of compressed blocks, all or the top of an indexer"]
+        words += [f"RoPE on {mixer.rotary.dim} of {mixer.head_dim} features", "sinks", "streams mixed by mHC"]
     elif isinstance(mixer, Mamba | Mamba2 | RWKV4):
         words = describe_recurrence(mixer) + ["attention in some layers"] * ("num_attention_heads" in config)
     elif isinstance(mixer, SideBySide):

@@ -42,6 +42,7 @@ MOE = SIZES | {"num_experts_per_tok": 2, "moe_intermediate_size": 12}
 DEEPSEEK = MOE | {"n_routed_experts": 4, "first_k_dense_replace": 1, "norm_topk_prob": True}
 LATENT = {"kv_lora_rank": 10, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5, "n_routed_experts": 4}
 LATENT = MOE | LATENT | {"num_key_value_heads": 4, "first_k_dense_replace": 1, "n_group": 2, "topk_group": 1}
+V4_LAYERS = ("sliding", "heavily_compressed", "compressed_sparse")
 INDEXER = {"q_lora_rank": 8, "index_topk": 5, "index_head_dim": 6, "index_n_heads": 8}  # few scores are 0, and tie
 PUBLISHED = {"moe_layer_freq": 1, "ep_size": 1, "aux_loss_alpha": 0.001, "seq_aux": True}  # DeepSeek's files say so
 YARN_4 = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
@@ -688,6 +689,16 @@ CASES = {
         {key: value for key, value in LATENT.items() if key != "first_k_dense_replace"}
         | {"q_lora_rank": 8, "mlp_layer_types": ["dense", "sparse"]},
         hub={"scoring_func": "sigmoid", "topk_method": "noaux_tc", **PUBLISHED},
+    ),
+    "deepseek_v4": Case(
+        "deepseek_v4", "two streams, a window of 3 and experts by token, blocks of 3, two of the blocks of 2, untied",
+        {key: value for key, value in MOE.items() if key not in ("intermediate_size", "num_key_value_heads")}
+        | {"num_hidden_layers": 3, "layer_types": [f"{kind}_attention" for kind in V4_LAYERS]}
+        | {"compress_rates": {"heavily_compressed_attention": 3, "compressed_sparse_attention": 2}}
+        | {"mlp_layer_types": ["hash_moe", "moe", "moe"], "n_routed_experts": 4, "hc_mult": 2, "hc_sinkhorn_iters": 3}
+        | {"head_dim": 6, "partial_rotary_factor": 4 / 6, "sliding_window": 3, "q_lora_rank": 8, "swiglu_limit": 0.5}
+        | {"o_groups": 2, "o_lora_rank": 5, "index_n_heads": 8, "index_head_dim": 6, "index_topk": 2},
+        amiss=("padleft_vs_unpadded", "padleft_cache_vs_nocache", "padleft_cache_same_tokens"),
     ),
     "recurrent_gemma": Case(
         "recurrent_gemma", "an RG-LRU wider than the model, a window of 5 half rotated, capped logits, biases, tied",

@@ -181,6 +181,9 @@ def save(case: Case, seed: int, folder: Path) -> int:
             if name.endswith(("e_score_correction_bias", "feed_forward.expert_bias")):
                 draw = random.standard_normal(tuple(buffer.shape), dtype=np.float32)
                 buffer.add_(0.2 * torch.from_numpy(draw))
+            if name.endswith("tid2eid"):  # the experts of each token
+                draws = [random.permutation(config.n_routed_experts)[: buffer.shape[1]] for _ in buffer]
+                buffer.copy_(torch.from_numpy(np.stack(draws)))
     model.to(getattr(torch, case.dtype)).save_pretrained(folder, max_shard_size=case.shards)
     (folder / "generation_config.json").unlink()
     if case.as_published:

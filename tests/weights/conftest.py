@@ -26,7 +26,14 @@ def make_model(family, config, *, seed=0, dtype=jnp.float32):
     config = {"model_type": family.name, **config}
     abstract = eqx.filter_eval_shape(lambda key: family.build(read_config(family, config), key=key), jax.random.key(0))
     random = np.random.default_rng(seed)
-    fill = lambda x: random.normal(size=x.shape).astype(dtype) if hasattr(x, "dtype") else x
+
+    def fill(x):
+        if not hasattr(x, "dtype"):
+            return x
+        if jnp.issubdtype(x.dtype, jnp.integer):  # a table of experts
+            return random.integers(2, size=x.shape).astype(x.dtype)
+        return random.normal(size=x.shape).astype(dtype)
+
     return dataclasses.replace(jax.tree.map(fill, abstract), origin=Origin(family, json.dumps(config)))
 
 

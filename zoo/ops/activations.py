@@ -48,16 +48,21 @@ def relu_squared(x: Float[Array, "..."]) -> Float[Array, "..."]:
 
 
 def clamped_swiglu(
-    gate: Float[Array, "..."], up: Float[Array, "..."], *, alpha: float | int = 1.702, limit: float | int = 7.0
+    gate: Float[Array, "..."],
+    up: Float[Array, "..."],
+    *,
+    alpha: float | int = 1.702,
+    limit: float | int = 7.0,
+    offset: float | int = 1.0,
 ) -> Float[Array, "..."]:
-    """Compute clamped SwiGLU: (clip(up, -limit, limit) + 1) * g sigmoid(alpha g) with g = min(gate, limit).
+    """Compute clamped SwiGLU: (clip(up, -limit, limit) + offset) * g sigmoid(alpha g) with g = min(gate, limit).
 
     With alpha 1.702 the gate is nearly a GELU (arXiv 1606.08415, section 2). Clipped values get no gradient. Source:
-    GPT-OSS, arXiv 2508.10925, section 2.2, and its code.
+    GPT-OSS, arXiv 2508.10925, section 2.2, and its code; with alpha 1 and offset 0 DeepSeek-V4, 2026.
     """
     gate = jnp.minimum(gate, limit)
     up = jnp.clip(up, -limit, limit)
-    return (up + 1) * gate * jax.nn.sigmoid(alpha * gate)
+    return (up + offset) * gate * jax.nn.sigmoid(alpha * gate)
 
 
 def gaussian_top_k(

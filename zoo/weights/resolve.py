@@ -38,6 +38,7 @@ from .sentence_files import read_sentence_files
 from .stages import (
     Stored,
     map_names,
+    narrow_integers,
     note_base_prefix,
     note_head_copies,
     note_lacking,
@@ -189,7 +190,7 @@ def resolve_checkpoint(
     except ValueError as error:  # an invalid key, or sizes that do not fit together
         raise CheckpointError(f"{config_location}{error}") from None
     own = set_aside(described, config)
-    renamed = rename_older(own, location)
+    renamed = narrow_integers(rename_older(own, location))
     decoded = renamed if decode is None else renamed.replace(tensors=decode(renamed.tensors, location))
     prefixed = note_base_prefix(decoded, whole_map)
     name_map = map_names(config, prefixed.notes)

@@ -57,6 +57,7 @@ from .stages import (
     restore_head_copies,
     restore_older,
     unpack,
+    widen_integers,
     wrap,
 )
 from .tokenizer_files import copy_tokenizer, has_tokenizer
@@ -143,7 +144,7 @@ def write_model(
     opened = None if source is None else open_source(source, origin)
     notes = origin if opened is None else dataclasses.replace(origin, wrapping=opened.wrapping)
     stored = Stored(json.loads(notes.config), export_tensors(model, read_name_map(notes)), notes)
-    restored = restore_older(unpack(restore_head_copies(drop_lacking(stored))))
+    restored = restore_older(widen_integers(unpack(restore_head_copies(drop_lacking(stored)))))
     whole = restored if opened is None else write_back(restored, opened)
     _write_checkpoint(model, directory, wrap(name_plain_matrices(whole)), shard_bytes, source, training)
     if jax.process_index() != 0:

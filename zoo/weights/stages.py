@@ -9,6 +9,7 @@ difference again, as the notes say:
 | `read_quantization` | quantized matrices: whether they are decoded, and the config without them | |
 | `set_aside` | tensors of other modules | `write_back`, from `source=` |
 | `rename_older` | endings of names in older files | `restore_older` |
+| `narrow_integers` | int64 in place of int32 | `widen_integers` |
 | `read_quantization`'s `decode` | plain tensors in place of quantized ones | |
 | `note_base_prefix` | names without `model.` | by `map_names` |
 | `pack` | quantized matrices that packed layers hold, once the model is built in shapes | `unpack` |
@@ -25,6 +26,8 @@ import re
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any, TypeVar
+
+import numpy as np
 
 from zoo.models.hf.config import read_config
 from zoo.models.hf.errors import ConfigError
@@ -122,6 +125,30 @@ def restore_older(stored: Stored) -> Stored:
     older = {replace_ending(name, stored.family.older_endings): name for name in stored.notes.older_names}
     renamed = {older.get(name, name): x for name, x in stored.tensors.items()}
     return stored.replace(tensors=dict(sorted(renamed.items())))
+
+
+def narrow_integers(stored: Stored) -> Stored:
+    """Read the family's `int64_tensors` as int32, and note those that are stored in int64."""
+    patterns = stored.family.int64_tensors
+    tensors = dict(stored.tensors)
+    wide = [name for name, x in tensors.items() if x.dtype == np.int64 and any(re.search(p, name) for p in patterns)]
+    for name in wide:
+        tensors[name] = _convert_integers(tensors[name], np.dtype(np.int32))
+    return stored.replace(tensors=tensors, int64_names=tuple(wide))
+
+
+def widen_integers(stored: Stored) -> Stored:
+    """Undo `narrow_integers`."""
+    wide = stored.notes.int64_names
+    tensors = {
+        name: _convert_integers(x, np.dtype(np.int64)) if name in wide else x for name, x in stored.tensors.items()
+    }
+    return stored.replace(tensors=tensors)
+
+
+def _convert_integers(tensor: LazyTensor, dtype: np.dtype) -> LazyTensor:
+    """Return a tensor of whole numbers in another dtype. Numbers beyond int32 wrap around."""
+    return LazyTensor(dtype, tensor.shape, lambda: tensor.read().astype(dtype), tensor.release)
 
 
 def note_base_prefix(stored: Stored, name_map: NameMap) -> Stored:

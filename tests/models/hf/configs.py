@@ -57,6 +57,8 @@ SMALL = {
     "expert_layer_offset": 0,
     "position_embedding_type": "rope",
     "shared_intermediate_size": 12,
+    "o_groups": 2,
+    "hc_mult": 2,
     "decoder_ffn_dim": 12,
     "decoder_layers": 2,
     "decoder_attention_heads": 2,
@@ -202,9 +204,13 @@ ANOTHER = {
         ("text_config", "vision_config", "text_config_dict", "vision_config_dict"), TOWER | {"hidden_size": 96}
     ),
     "projection_size": 24,
+    "qk_rope_head_dim": 8,
+    "compress_rates": {"compressed_sparse_attention": 2},
+    "compress_ratios": [0, 4, 128],
+    "num_hash_layers": 1,
 }
 """Values other than the small model's. For keys that are not listed, one is derived from the default."""
-OTHER_WORDS = {"silu": "relu", "l2": "sum"}
+OTHER_WORDS = {"silu": "relu", "l2": "sum", "sqrtsoftplus": "sigmoid"}
 RELATIVE = {"relative_attention": True, "pos_att_type": ["p2c"], "position_buckets": 4}
 CONTEXTS = [
     {},
@@ -237,6 +243,8 @@ CONTEXTS = [
     {"embedding_size": None},
     {"expand_ratio": None},
     {"use_short_conv": True},
+    {"layer_types": None, "mlp_layer_types": None},
+    {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}},
 ]
 """Some keys have an effect only together with others."""
 
@@ -250,7 +258,8 @@ EACH_AT_LENGTH = pytest.mark.parametrize(
 ROTARY_FAMILIES = [
     family
     for family in FAMILIES.values()
-    if "rope_parameters" in family.defaults and "full_attention" not in family.defaults["rope_parameters"]
+    if "rope_parameters" in family.defaults
+    and not {"full_attention", "main"} & family.defaults["rope_parameters"].keys()
 ]
 
 
@@ -279,6 +288,9 @@ def small(family, **more):
     if family.name == "t5gemma":  # the sizes are in tables
         stack = {"vocab_size": SMALL["vocab_size"], "num_hidden_layers": 3}
         more = {"encoder": stack, "decoder": stack} | more
+    if family.name == "deepseek_v4":  # the default has no sparse layers
+        types = [f"{kind}_attention" for kind in ("sliding", "heavily_compressed", "compressed_sparse")]
+        more = {"layer_types": types, "mlp_layer_types": ["hash_moe", "moe", "moe"]} | more
     if family.name == "zamba2":  # the default has 54 layers
         more = {"layers_block_type": ["mamba", "hybrid", "hybrid"], "use_mem_rope": True} | more
     sizes = {"rwkv7": {"num_heads": 2}, "mamba3": {"state_size": 8}, "hgrn2": {"expand_ratio": 8}}

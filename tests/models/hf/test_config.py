@@ -70,7 +70,7 @@ def test_config_defaults_are_those_of_an_empty_file(family):
     }
     named = read_config(family, {"model_type": family.name, "architectures": [family.architecture]})
     assert named == config | ({"architectures": [family.architecture]} if "architectures" in family.defaults else {})
-    if family in HAS_ROPE_BY_TYPE:
+    if family in HAS_ROPE_BY_TYPE or family.name == "deepseek_v4":
         for kind, default in family.defaults["rope_parameters"].items():
             assert config["rope_parameters"][kind] == {"rope_type": "default"} | default
     elif "rope_parameters" in family.defaults:
@@ -176,8 +176,8 @@ def test_config_null_equals_absent(family):
         "embedding_size",
         *("text_config", "vision_config", "text_config_dict", "vision_config_dict"),
     }
-    # flash-linear-attention and T5 derive no head_dim
-    if family.defaults.keys() & {"hidden_ratio", "A_floor", "feed_forward_proj"}:
+    # flash-linear-attention, T5 and DeepSeek-V4 derive no head_dim
+    if family.defaults.keys() & {"hidden_ratio", "A_floor", "feed_forward_proj", "hc_mult"}:
         absent.remove("head_dim")
     for key, default in family.defaults.items():
         found = build_or_error(family, small(family) | {alias_of(family, key): None})

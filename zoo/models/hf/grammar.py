@@ -34,6 +34,7 @@ from ..encoders.heads import (
 from ..encoders.image import ImageEncoder, build_image_encoder
 from ..encoders.relative import RelativeBlock, RelativeEmbedding
 from ..encoders.text import Encoder
+from ..hyper_connections import make_hyper_connections
 from ..image_places import CausalPlaces, GridPlaces, ImageSpans, PrefixSpan
 from ..image_text import make_seeing_block
 from ..layer_inputs import EmbeddingInputs, LayerInputBlock, LayerInputProjection, LayerInputs
@@ -132,6 +133,7 @@ from .values import (
     is_number,
     list_of,
     optional,
+    table_of,
 )
 from .vision import (
     BACKBONE_KEYS,
@@ -252,6 +254,7 @@ __all__ = [
     "make_feature_head_factory",
     "make_gated_mlp_factory",
     "make_head_norm_factory",
+    "make_hyper_connections",
     "make_image_embedding_factory",
     "make_image_text_family",
     "make_latent_attention_factory",
@@ -292,4 +295,5 @@ __all__ = [
     "select_head",
     "select_names",
     "set_by_layer",
+    "table_of",
 ]

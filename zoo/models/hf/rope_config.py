@@ -60,6 +60,8 @@ _ROPE_BASE_KEYS = ("rope_theta", "partial_rotary_factor")
 
 LAYER_TYPES = ("sliding_attention", "full_attention")
 """Types of layers that may have a RoPE of their own."""
+COMPRESSION_TYPES = ("main", "compress")
+"""Types of RoPE of DeepSeek-V4: of layers with a window only, and of layers with compressed keys."""
 
 
 def read_rope_parameters(family: Family, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -67,11 +69,16 @@ def read_rope_parameters(family: Family, given: Mapping[str, Any]) -> dict[str, 
 
     The older spelling has one `rope_theta`, and for sliding layers another in `sliding_rope_theta`, or the family's own
     where that differs from the `rope_theta` of full layers. Its `rope_scaling` applies to full layers.
+
+    Of DeepSeek-V4, the older spelling has `compress_rope_theta` for layers with compressed keys, to which its
+    `rope_scaling` applies, without YaRN's factor of cos and sin. `qk_rope_head_dim` says how much of a head is turned.
     """
     if family.may_lack_rope and _has_null_theta(given):
         return {"rope_type": "default", "rope_theta": None}
     canonical = {family.aliases.get(key, key): value for key, value in given.items() if value is not None}
     default = family.defaults["rope_parameters"]
+    if default.keys() >= set(COMPRESSION_TYPES):
+        return _read_compression_ropes(family, canonical, default)
     if not default.keys() >= set(LAYER_TYPES):
         return _read_rope(family, canonical, default)
     nested = canonical.get("rope_parameters", {})
@@ -96,6 +103,29 @@ def read_rope_parameters(family: Family, given: Mapping[str, Any]) -> dict[str, 
             local = sliding["rope_theta"]
     full = _read_rope(family, base, default["full_attention"])
     return {"sliding_attention": _read_rope(family, {"rope_theta": local}, sliding), "full_attention": full}
+
+
+def _read_compression_ropes(family: Family, canonical: Mapping[str, Any], default: Mapping[str, Any]) -> dict[str, Any]:
+    """Read the RoPE of layers with a window only, and of layers with compressed keys, from either spelling."""
+    nested = canonical.get("rope_parameters", {})
+    base = {key: value for key, value in canonical.items() if key in ("partial_rotary_factor", "rope_theta")}
+    if isinstance(nested, Mapping) and all(isinstance(nested.get(kind), Mapping) for kind in COMPRESSION_TYPES):
+        return {
+            kind: _read_rope(family, {**base, "rope_parameters": nested[kind]}, default[kind])
+            for kind in COMPRESSION_TYPES
+        }
+    turned = canonical.get("qk_rope_head_dim")
+    if COUNT.fits(turned):
+        base.setdefault("partial_rotary_factor", turned / canonical.get("head_dim", family.defaults["head_dim"]))
+    theta = canonical.get("compress_rope_theta", family.defaults["compress_rope_theta"])
+    scaling = canonical.get("rope_scaling") or nested
+    if isinstance(scaling, Mapping) and _read_rope_type(scaling) == "yarn":
+        scaling = {"attention_factor": 1.0, **scaling}
+    compress = {**base, "rope_theta": theta, "rope_parameters": scaling}
+    return {
+        "main": _read_rope(family, base, default["main"]),
+        "compress": _read_rope(family, compress, default["compress"]),
+    }
 
 
 def _has_null_theta(given: Mapping[str, Any]) -> bool:

@@ -224,6 +224,7 @@ class Family:
       without them.
     - `optional_tensors`: regular expressions of tensors that a file may lack, all of them or none. Their parameters are
       then as `build` makes them, and are not written: constants of a layer that follow from its number.
+    - `int64_tensors`: regular expressions of tensors of whole numbers that files have in int64, and the model in int32.
     - `other_modules`: regular expressions of tensors of modules that this model does not use, such as multi-token
       prediction. They are left aside on loading, and `zoo.save(source=)` writes them back.
     - `find_ignored_tensors(config, tensors)` returns further tensors of such modules, if they depend on the config or
@@ -256,6 +257,7 @@ class Family:
     ignored_keys: frozenset[str] = frozenset()
     ignored_tensors: tuple[str, ...] = ()
     optional_tensors: tuple[str, ...] = ()
+    int64_tensors: tuple[str, ...] = ()
     other_modules: tuple[str, ...] = ()
     find_ignored_tensors: Callable[[Config, Collection[str]], Collection[str]] | None = None
     memory_modules: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -328,6 +330,8 @@ class Origin:
     """Names of the checkpoint's tensors that have one of the family's `older_endings`."""
     wrapping: Wrapping | None = None
     """The multimodal checkpoint around the language model; None without one."""
+    int64_names: tuple[str, ...] = ()
+    """The family's `int64_tensors` that the checkpoint has in int64."""
     lacking: tuple[str, ...] = ()
     """The family's `optional_tensors`, if the checkpoint lacks them."""
     predictors: int = 0

@@ -37,14 +37,18 @@ def join_streams(model: Any, expected: Mapping[str, np.ndarray]) -> dict[str, np
     """Return expectations with the hidden states of parallel residual streams (Gemma 3n's) in our form.
 
     In transformers they are "streams batch seq embed", and the last of them, too, is before the final norm. Here
-    streams are side by side, "batch seq features", and the last is after that norm. Other expectations are returned as
-    they are.
+    streams are side by side, "batch seq features", and the last is after that norm. DeepSeek-V4's are "batch seq
+    streams embed", and the last has no streams. Other expectations are returned as they are.
     """
     names = [name for name, x in expected.items() if "hidden_states." in name and x.ndim == 4]
     last = max((int(name.rpartition(".")[2]) for name in names), default=0)
+    follows = any(name.endswith(f"hidden_states.{last + 1}") for name in expected)
     joined = {}
     for name in names:
         x = expected[name]
+        if follows:
+            joined[name] = x.reshape(*x.shape[:2], -1)
+            continue
         x = np.moveaxis(x, 0, 2).reshape(*x.shape[1:3], -1)
         if name.endswith(f".{last}"):
             x = np.asarray(model.norm(jnp.asarray(x)))

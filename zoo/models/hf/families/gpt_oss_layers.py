@@ -14,8 +14,8 @@ from zoo.shapes import HiddenStates, ResidualStream
 
 
 class ClampedGatedMLP(AbstractFeedForward):
-    """y = W_down ((clip(W_up x, -limit, limit) + 1) * g sigmoid(alpha g)) with g = min(W_gate x, limit): the clamped
-    SwiGLU of GPT-OSS (arXiv:2508.10925, section 2.2), see `zoo.ops.activations.clamped_swiglu`."""
+    """y = W_down ((clip(W_up x, -limit, limit) + offset) * g sigmoid(alpha g)) with g = min(W_gate x, limit): the
+    clamped SwiGLU of GPT-OSS (arXiv:2508.10925, section 2.2), see `zoo.ops.activations.clamped_swiglu`."""
 
     gate: AbstractLinear
     up: AbstractLinear
@@ -23,6 +23,7 @@ class ClampedGatedMLP(AbstractFeedForward):
 
     alpha: float = eqx.field(static=True)
     limit: float = eqx.field(static=True)
+    offset: float = eqx.field(static=True)
 
     def __init__(
         self,
@@ -31,6 +32,7 @@ class ClampedGatedMLP(AbstractFeedForward):
         *,
         alpha: float | int = 1.702,
         limit: float | int = 7.0,
+        offset: float | int = 1.0,
         linear: Callable[..., AbstractLinear] = Linear,
         bias: bool = True,
         out_scale: float = 1.0,
@@ -45,12 +47,16 @@ class ClampedGatedMLP(AbstractFeedForward):
         self.gate, self.up, self.down = make_gated_projections(embed, mlp, linear, bias, out_scale, key)
         self.alpha = float(alpha)
         self.limit = float(limit)
+        self.offset = float(offset)
 
     def __call__(self, x: HiddenStates) -> tuple[ResidualStream, tuple[()]]:
-        hidden = clamped_swiglu(self.gate(x), self.up(x), alpha=self.alpha, limit=self.limit)
+        hidden = self._activate(self.gate(x), self.up(x))
         return self.down(checkpoint_name(hidden, "mlp_hidden")), ()
 
     def grouped(self, x: Float[Array, "rows embed"], sizes: Int[Array, "experts"]) -> Float[Array, "rows embed"]:
         gate = self.gate.grouped(x, sizes)
         up = self.up.grouped(x, sizes)
-        return self.down.grouped(clamped_swiglu(gate, up, alpha=self.alpha, limit=self.limit), sizes)
+        return self.down.grouped(self._activate(gate, up), sizes)
+
+    def _activate(self, gate: Float[Array, "..."], up: Float[Array, "..."]) -> Float[Array, "..."]:
+        return clamped_swiglu(gate, up, alpha=self.alpha, limit=self.limit, offset=self.offset)
