@@ -15,7 +15,7 @@ BLOCKS, SIZE, FEATURES = 4, 3, 5
 
 
 def draw(*shape, seed=0):
-    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
 
 
 def average(values, gates):

@@ -19,7 +19,7 @@ from .key_blocks import check_block_sizes
 
 Angles = tuple[Array, Array]
 """Cos and sin of the angles of tokens, or of blocks."""
-TokenFeatures = Float[Array, "batch seq features"]
+TokenFeatures = Float[Array, "batch seq _"]
 TokensOfBlocks = Float[Array, "batch blocks size features"]
 KeysOfBlocks = Float[Array, "batch blocks features"]
 
