@@ -20,8 +20,8 @@ from .key_blocks import check_block_sizes
 Angles = tuple[Array, Array]
 """Cos and sin of the angles of tokens, or of blocks."""
 TokenFeatures = Float[Array, "batch seq _"]
-TokensOfBlocks = Float[Array, "batch blocks size features"]
-KeysOfBlocks = Float[Array, "batch blocks features"]
+TokensOfBlocks = Float[Array, "batch blocks size _"]
+KeysOfBlocks = Float[Array, "batch blocks _"]
 
 
 class TokenCompressor(Module):

@@ -90,7 +90,7 @@ def _take_slots(
 
 def split_sequence(
     tokens: tuple[Array, ...], query: HeadVectors, mask: AttentionMask, size: int
-) -> tuple[tuple[_BlockTokens, ...], BlockPlaces, BlockPlaces]:
+) -> tuple[tuple[Array, ...], BlockPlaces, BlockPlaces]:
     """Return the tokens of the blocks of a sequence, the places of its tokens, and those of this device's queries.
     Blocks begin anew in each segment of `mask`, as `zoo.layers.attention.context.gather_keys` returns it."""
     if mask.key_segments is None:
