@@ -92,7 +92,7 @@ def fill_in(model, rows, key, *, block, steps, order, mask_token, temperature):
     """Fill in the masked tokens of rows, block after block, as many in each of `steps` steps.
 
     Tokens of earlier blocks are in a KV cache, the tokens of a block look ahead to its end. Return the rows, and the
-    number of the step that filled in each token, 0 for those of the prompt.
+    number of the step that filled in each token, 0 in the prompt.
     """
     count, length = rows.shape
     first = jnp.zeros((count, 1), jnp.int32)

@@ -239,7 +239,7 @@ def redraw_losses(losses, errors, freedom, draws, seed):
     """Add normal noise to losses, in `draws` data sets.
 
     Its variance is known only from squared residuals and their degrees of freedom: it is drawn too, as error / chi^2.
-    For a linear fit, intervals are then those of Student's t.
+    For a linear fit, intervals are then Student's t.
     """
     generator = np.random.default_rng(seed)
     scale = np.sqrt(errors.sum() / generator.chisquare(freedom, draws))

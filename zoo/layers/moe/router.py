@@ -250,7 +250,7 @@ class HashRouter(AbstractRouter):
         """**Raises** `ValueError` without the ids of the tokens."""
         if self.tokens is None:
             raise ValueError(
-                "a HashRouter reads the ids of tokens, which its block has not: build the layers with "
+                "a HashRouter reads the ids of tokens, and its block does not have them: build the layers with "
                 "make_hyper_connections(..., keeps_tokens=True), and run them in their model"
             )
         chosen = jnp.take(self.table, self.tokens, axis=0, mode="clip")

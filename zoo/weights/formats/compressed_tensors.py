@@ -199,7 +199,7 @@ def describe_packing(layer: AbstractGroupLinear) -> dict[str, Any] | None:
     if isinstance(layer, NVFP4Linear):
         name = "nvfp4-pack-quantized"
         scheme = {"num_bits": 4, "type": "float", "strategy": "tensor_group"}
-    elif isinstance(layer, GroupQuantizedLinear) and layer.kind == "uint4" and layer.zeros is layer.group_index is None:
+    elif _is_plain_int4(layer):
         name = "pack-quantized"
         scheme = {"num_bits": 4, "type": "int", "strategy": "group"}
     else:
@@ -208,6 +208,13 @@ def describe_packing(layer: AbstractGroupLinear) -> dict[str, Any] | None:
     groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
     header = {"quant_method": "compressed-tensors", "format": name, "quantization_status": "compressed"}
     return {**header, "config_groups": groups}
+
+
+def _is_plain_int4(layer: AbstractGroupLinear) -> bool:
+    """Return True for int4 without zero points, in groups of consecutive inputs."""
+    if not isinstance(layer, GroupQuantizedLinear) or layer.kind != "uint4":
+        return False
+    return layer.zeros is None and layer.group_index is None
 
 
 def _find_scheme(config: Mapping[str, Any]) -> Mapping[str, Any]:
