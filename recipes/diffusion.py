@@ -196,6 +196,7 @@ def main(config: Config) -> None:
         metrics = {"bits_per_byte": train.bits_per_byte(loss, corpus.train), "gradient_norm": optax.tree.norm(grads)}
         return model, opt_state, metrics
 
+    placed = [zoo.place_batch(batch, mesh, vocab=corpus.vocab) for batch in held_out]
     rows = []
     samples = []
     for name in config.runs:
@@ -203,8 +204,7 @@ def main(config: Config) -> None:
         model = zoo.init(partial(make_model, config, corpus.vocab, attend), model_key, mesh)
         opt_state = zoo.place(optimizer.init(zoo.trainable(model)), mesh.optimizer)
         batches = corpus.train.batches(config.seq_len, config.batch_size, seed=config.run.seed, mesh=mesh)
-        placed = [zoo.place_batch(batch, mesh, vocab=corpus.vocab) for batch in held_out]
-        draws = [[jax.jit(change)(test, key) for test in placed] for key in jax.random.split(test_key, config.draws)]
+        draws = draw_masks(config, name, jax.jit(change), placed, test_key)
 
         with train.Run(config, name=name, mesh=mesh, data=corpus, model=model) as run:
             model, opt_state = run.restore((model, opt_state), batches)
@@ -229,6 +229,12 @@ def main(config: Config) -> None:
         tokens_per_step=config.batch_size * config.seq_len,
         samples=samples,
     )
+
+
+def draw_masks(config, name, change, batches, key):
+    """Return held-out batches with several draws of masks; one draw for the autoregressive model, which has none."""
+    count = 1 if name == "autoregressive" else config.draws
+    return [[change(batch, key) for batch in batches] for key in jax.random.split(key, count)]
 
 
 def measure(evaluate, model, draws, text):

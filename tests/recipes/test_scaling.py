@@ -128,7 +128,7 @@ def test_prediction_covers_what_is_measured():
 
 
 def test_redrawn_losses_have_the_noise_of_the_residuals():
-    """The normal noise of a data set is divided by a chi of its own: the tails are those of Student's t."""
+    """The normal noise of a data set is divided by a chi of its own: the tails are Student's t."""
     losses = np.zeros((5, 6))
     redrawn = scaling.redraw_losses(losses, np.array([3e-4, 5e-4]), 8, 20_000, seed=0)
     assert redrawn.shape == (20_000, 5, 6)

@@ -193,7 +193,7 @@ def accept_tokens(
     """Return the canvas with the most likely token at each accepted place, and a mask of these places.
 
     Places are accepted in order of entropy, as long as the entropies before a place add up to at most `entropy_bound`.
-    `logits` are those of the step over its temperature.
+    `logits` are the step's, divided by its temperature.
     """
     entropy = jax.scipy.special.entr(jax.nn.softmax(logits.astype(jnp.float32))).sum(-1)
     order = jnp.argsort(entropy, axis=1)
