@@ -161,7 +161,7 @@ def test_random_order_fills_as_many_tokens_in_each_step(model, passage):
 
 
 def test_runs_and_their_report(text, tmp_path):
-    call(diffusion.main, data=(text,), out=tmp_path, fsdp=2, tensor=2, **TINY)
+    call(diffusion.main, data=(text,), out=tmp_path, tensor=2, **TINY)
     for name in diffusion.RUNS:
         lines = train.read_metrics(tmp_path / name / "metrics.jsonl")
         assert [line["step"] for line in lines if "validation" in line] == [2, 4]
