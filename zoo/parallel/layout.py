@@ -19,14 +19,16 @@ _COMPUTE: dict[str, tuple[str, ...]] = {
     "layers": ("pipe",),
     "experts": ("expert",),
     "vocab": ("pipe", "tensor"),
-    **dict.fromkeys(("heads", "kv_heads", "groups", "mlp", "inner"), ("tensor",)),
+    **dict.fromkeys(("heads", "kv_heads", "groups", "mlp", "inner", "grams"), ("tensor",)),
     **dict.fromkeys(("embed", "head_dim", "state", "latent", "conv", "positions", "classes", "chunk", "rank"), ()),
     **dict.fromkeys(("registers", "token_types", "distances", "channels", "patch_height", "patch_width", "blocks"), ()),
     **dict.fromkeys(("height", "width", "images", "patches", "pixels"), ()),
     **dict.fromkeys(
         ("in", "out", "features", "prompt", "new", "text", "stops", "choices", "top", "key_dim", "value_dim"), ()
     ),
-    **dict.fromkeys(("left_out", "left_in", "right_out", "right_in", "pairs", "ends", "rounds", "history"), ()),
+    **dict.fromkeys(
+        ("left_out", "left_in", "right_out", "right_in", "pairs", "parts", "ends", "rounds", "history"), ()
+    ),
     **dict.fromkeys(("text", "stops", "source"), ()),
 }
 _PARAMETERS: dict[str, tuple[str, ...]] = {"embed": ("fsdp",)}

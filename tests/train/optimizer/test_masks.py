@@ -59,6 +59,7 @@ DECAY = {
     HEAD,
     FILTERS,
     "Linear.weight classes",
+    "NGramTable.weight",
     "PositionEmbedding.weight",
     "TokenTypeEmbedding.weight",
     "RelativeBias.weight",

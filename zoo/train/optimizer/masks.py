@@ -8,7 +8,7 @@ from jaxtyping import PyTree
 from zoo.layers import AbstractLinear
 from zoo.parallel.module import Leaf, map_leaves
 
-_NOT_FEATURES = ("vocab", "classes", "positions", "token_types", "distances", "conv")
+_NOT_FEATURES = ("vocab", "grams", "classes", "positions", "token_types", "distances", "conv")
 """Dims that are not hidden features: rows of embeddings, outputs of heads, taps of depthwise filters."""
 
 
