@@ -8,6 +8,7 @@ from .attention.compressed import CompressedAttention
 from .attention.differential import DifferentialAttention
 from .attention.forgetting import ForgettingAttention
 from .attention.gated import GatedAttention
+from .attention.indexed import IndexedAttention, MeanKeyIndexer
 from .attention.latent import LatentAttention
 from .attention.mixture_of_blocks import MixtureOfBlockAttention
 from .attention.native_sparse import NativeSparseAttention
@@ -75,6 +76,7 @@ __all__ = [
     "GroupedGatedDeltaNet",
     "HashRouter",
     "IdentityNorm",
+    "IndexedAttention",
     "KimiDeltaAttention",
     "LatentAttention",
     "LayerNorm",
@@ -85,6 +87,7 @@ __all__ = [
     "Mamba",
     "Mamba2",
     "Mamba3",
+    "MeanKeyIndexer",
     "MesaNet",
     "MixtureOfBlockAttention",
     "MixtureOfExperts",

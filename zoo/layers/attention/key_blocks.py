@@ -107,7 +107,9 @@ def split_sequence(
     return blocks, places, jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, seq, axis=1), places)
 
 
-def gather_choosers(query: HeadVectors, positions: Positions, cache: KeyValueCache) -> tuple[HeadVectors, Positions]:
+def gather_choosers(
+    query: HeadVectors, positions: Positions, cache: KeyValueCache
+) -> tuple[Float[Array, "batch _ heads head_dim"], Int[Array, "batch _"]]:
     """Return the queries that choose among the slots of this device, and their positions: all new ones where slots are
     sharded, as `zoo.layers.attention.cached.cached_attention` needs the selection."""
     if not sharded_axes(cache.positions, "slots"):

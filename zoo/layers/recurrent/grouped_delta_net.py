@@ -63,6 +63,7 @@ class GroupedGatedDeltaNet(AbstractMixer):
         value_dim: int = 128,
         conv_width: int = 4,
         activation: Callable = jax.nn.silu,
+        gate_activation: Callable = jax.nn.silu,
         negative_eigenvalues: bool = False,
         epsilon: float | int = 1e-6,
         out_scale: float = 1.0,
@@ -96,7 +97,8 @@ class GroupedGatedDeltaNet(AbstractMixer):
         self.rate = project(heads, out=Dim("heads"), key=rate_key)
         self.decay = DecayGate(project, heads, key=decay_key)
         norm = partial(RMSNorm, value_dim, features=Dim("value_dim"), epsilon=epsilon)
-        self.readout = OutputGate(embed, heads, value_dim, norm=norm, gate=True, out_scale=out_scale, key=out_key)
+        gate = {"gate": True, "activation": gate_activation}
+        self.readout = OutputGate(embed, heads, value_dim, norm=norm, **gate, out_scale=out_scale, key=out_key)
         self.key_dim = key_dim
         self.value_dim = value_dim
         self.group = heads // groups
