@@ -5,6 +5,7 @@ embedding, `HyperConnectionBlock` is a layer, and `HyperConnectionNorm` sums the
 `make_hyper_connections` returns all three for `build_decoder`.
 """
 
+import abc
 import dataclasses
 from collections.abc import Callable
 from functools import partial
@@ -16,7 +17,15 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Key
 
-from zoo.layers import AbstractFeedForward, AbstractLinear, AbstractMixer, AbstractNorm, Dropout, Linear, TokenInfo
+from zoo.layers import (
+    AbstractFeedForward,
+    AbstractLinear,
+    AbstractMixer,
+    AbstractNorm,
+    Dropout,
+    Linear,
+    TokenInfo,
+)
 from zoo.layers.abstract import run_feed_forward, run_mixer
 from zoo.ops.hyper_connections import StreamWeights, make_stream_weights, read_streams, write_streams
 from zoo.ops.normalization import rms_norm
@@ -36,7 +45,19 @@ _KEPT_LOGIT = 4.0
 """Logit of the diagonal of `comb`: each of four streams begins with 0.95 of itself."""
 
 
-class HyperConnection(Module):
+class AbstractStreamConnection(Module):
+    """Reading and writing of n streams of the residual by one sublayer."""
+
+    @abc.abstractmethod
+    def read(self, x: SideBySide) -> tuple[Float[Array, "*rows embed"], Any]:
+        """Return the input of the sublayer, and the weights that `write` takes."""
+
+    @abc.abstractmethod
+    def write(self, x: SideBySide, output: Float[Array, "*rows embed"], weights: Any) -> SideBySide:
+        """Return the streams after a sublayer with this output."""
+
+
+class HyperConnection(AbstractStreamConnection):
     """The weights of one sublayer on n streams X (Xie et al., arXiv:2512.24880, equations 7 to 9):
 
         logits = W norm(X)          all n embed features, normalized without weights
@@ -71,7 +92,7 @@ class HyperConnection(Module):
 
         **Raises** `ValueError` unless there is a stream and an iteration.
         """
-        _check_streams(streams)
+        check_streams(streams)
         if iterations < 1:
             raise ValueError(f"comb is normalized once or more, not iterations={iterations}")
         size = streams * (2 + streams)
@@ -85,15 +106,13 @@ class HyperConnection(Module):
         self.iterations = iterations
 
     def read(self, x: SideBySide) -> tuple[Float[Array, "*rows embed"], StreamWeights]:
-        """Return the input of the sublayer, and the weights that `write` takes."""
         logits = self.projection(rms_norm(x.astype(jnp.float32), epsilon=self.norm_epsilon))
         options = {"iterations": self.iterations, "epsilon": self.epsilon}
         weights = make_stream_weights(logits, self.scale, self.base, **options)
-        return read_streams(_split_streams(x, self.streams), weights.pre), weights
+        return read_streams(split_streams(x, self.streams), weights.pre), weights
 
     def write(self, x: SideBySide, output: Float[Array, "*rows embed"], weights: StreamWeights) -> SideBySide:
-        """Return the streams after a sublayer with this output."""
-        return write_streams(_split_streams(x, self.streams), output, weights).reshape(x.shape)
+        return write_streams(split_streams(x, self.streams), output, weights).reshape(x.shape)
 
 
 class HyperConnectionBlock(AbstractMixerBlock):
@@ -107,10 +126,10 @@ class HyperConnectionBlock(AbstractMixerBlock):
     `comb` again.
     """
 
-    mixer_connection: HyperConnection
+    mixer_connection: AbstractStreamConnection
     mixer_norm: AbstractNorm
     mixer: AbstractMixer = named_by_class()
-    ffn_connection: HyperConnection
+    ffn_connection: AbstractStreamConnection
     ffn_norm: AbstractNorm
     ffn: AbstractFeedForward = named_by_class()
     dropout: Dropout
@@ -163,7 +182,7 @@ class HyperConnectionNorm(AbstractNorm):
         key: Key[Array, ""],
     ):
         """`norm`: a factory of the norm of the sum. **Raises** `ValueError` unless there is a stream."""
-        _check_streams(streams)
+        check_streams(streams)
         self.norm = norm()
         self.projection = Linear(streams * embed, streams, in_=Dim("embed"), key=key)
         self.scale = jnp.full(1, _FIRST_SCALE, jnp.float32)
@@ -174,7 +193,7 @@ class HyperConnectionNorm(AbstractNorm):
     def __call__(self, x: SideBySide) -> Float[Array, "*rows embed"]:
         logits = self.projection(rms_norm(x.astype(jnp.float32), epsilon=self.norm_epsilon))
         weights = jax.nn.sigmoid(self.scale * logits + self.base) + self.epsilon
-        return self.norm(read_streams(_split_streams(x, weights.shape[-1]), weights))
+        return self.norm(read_streams(split_streams(x, weights.shape[-1]), weights))
 
 
 def make_hyper_connections(
@@ -198,7 +217,7 @@ def make_hyper_connections(
 
     **Raises** `ValueError` unless there is a stream.
     """
-    _check_streams(streams)
+    check_streams(streams)
     epsilons = {"epsilon": epsilon, "norm_epsilon": norm_epsilon}
     connection = partial(HyperConnection, embed, streams, **epsilons, iterations=iterations)
     return {
@@ -209,10 +228,12 @@ def make_hyper_connections(
     }
 
 
-def _split_streams(x: SideBySide, streams: int) -> Float[Array, "*rows streams embed"]:
+def split_streams(x: SideBySide, streams: int) -> Float[Array, "*rows streams embed"]:
+    """Return the streams along a dim of their own."""
     return x.reshape(*x.shape[:-1], streams, -1)
 
 
-def _check_streams(streams: int) -> None:
+def check_streams(streams: int) -> None:
+    """**Raises** `ValueError` unless there is a stream."""
     if streams < 1:
         raise ValueError(f"a layer has one residual stream or more, not streams={streams}")
