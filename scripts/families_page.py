@@ -63,6 +63,9 @@ QUANTIZED = {
 """Formats by the family of their cases."""
 REQUIRED_KEYS = {
     "llada": {"block_type": "llama", "layer_norm_type": "rms", "rope": True, "activation_type": "silu"},
+    "qwen4_exp_text": dict.fromkeys(
+        ("indexer_n_heads", "indexer_head_dim", "indexer_budget", "indexer_compress_ratio"), 64
+    ),
 }
 """Keys by family without which its default config is refused."""
 HELD_BY_FORMULA = ("dream", "llada")
@@ -72,6 +75,8 @@ LATENT_OPTIONS = {"bailing_hybrid": " with a gate per head", "kimi_linear": " wi
 WORDS_BESIDE_DELTA_RULES = {
     "lara_mini": "grouped-query attention with QK norm, in a window with RoPE or full without, in other layers",
     "olmo_hybrid": "grouped-query attention in every fourth layer",
+    "qwen4_exp_text": "gated grouped-query attention to the top blocks of an indexer in every fourth layer; gated "
+    "residual streams, memories of n-grams",
 }
 """Words on the attention beside the gated delta rule, by family, where it has no gate."""
 OTHER_MIXERS = {

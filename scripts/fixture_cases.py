@@ -700,6 +700,17 @@ CASES = {
         | {"o_groups": 2, "o_lora_rank": 5, "index_n_heads": 8, "index_head_dim": 6, "index_topk": 2},
         amiss=("padleft_vs_unpadded", "padleft_cache_vs_nocache", "padleft_cache_same_tokens"),
     ),
+    "qwen4_exp_text": Case(
+        "qwen4_exp_text", "two gated streams, two memories of n-grams, the delta rule, two of the blocks of 2, untied",
+        {key: value for key, value in MOE.items() if key != "intermediate_size"}
+        | rope(partial_rotary_factor=0.25) | DELTA | UNTIED
+        | {"num_hidden_layers": 3, "layer_types": ["linear_attention", "indexed_attention", "linear_attention"]}
+        | {"num_experts": 4, "shared_expert_intermediate_size": 8, "hc_count": 2, "hc_lowrank": 6}
+        | {"indexer_n_heads": 8, "indexer_kv_heads": 1, "indexer_head_dim": 6, "indexer_budget": 4}
+        | {"indexer_compress_ratio": 2, "output_gate_type": "sigmoid", "ple_layer_ids": [1, 3], "ple_embed_dim": 12}
+        | {"ple_conv_kernel_size": 3, "heads_per_ngram": 2, "ngram_vocab_size_base": 11, "split_ngram_parts": 2}
+        | {"make_ngram_vocab_size_divisible_by": 8},
+    ),
     "recurrent_gemma": Case(
         "recurrent_gemma", "an RG-LRU wider than the model, a window of 5 half rotated, capped logits, biases, tied",
         {key: value for key, value in SIZES.items() if key != "max_position_embeddings"}

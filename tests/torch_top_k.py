@@ -16,6 +16,22 @@ def select_as_torch(scores, mask, top):
     return jax.pure_callback(lambda x: mark_highest(np.asarray(x), top), shape, masked)
 
 
+def select_visible_as_torch(scores, mask, top):
+    """Select as `select_as_torch` does, from a list of the allowed scores only."""
+
+    def select(scores, mask):
+        marks = np.zeros(scores.shape, bool)
+        for row in np.ndindex(scores.shape[:-1]):
+            allowed = np.flatnonzero(mask[row])
+            if len(allowed):
+                marks[row][allowed] = mark_highest(scores[row][allowed], min(top, len(allowed)))
+        return marks
+
+    mask = jnp.broadcast_to(mask, scores.shape)
+    shape = jax.ShapeDtypeStruct(scores.shape, bool)
+    return jax.pure_callback(lambda *arrays: select(*map(np.asarray, arrays)), shape, scores, mask)
+
+
 def mark_highest(scores, top):
     """Return True at the scores of each row that `torch.topk` selects, if `top` is over 1/64 of them."""
     marks = np.zeros(scores.shape, bool)

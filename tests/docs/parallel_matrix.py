@@ -46,6 +46,7 @@ from zoo.layers import (
     GatedDeltaProduct,
     GatedLinearAttention,
     GroupedGatedDeltaNet,
+    IndexedAttention,
     KimiDeltaAttention,
     LatentAttention,
     Lightning,
@@ -64,6 +65,7 @@ from zoo.layers.attention.cross import CrossAttention
 from zoo.layers.attention.cross_layer import CrossLayerAttention
 from zoo.layers.attention.relative_bias import RelativeBiasAttention
 from zoo.layers.encoders.bidirectional_attention import BidirectionalAttention
+from zoo.layers.ngram import NGramMemory
 from zoo.models.hf.families.deberta_v2_layers import DisentangledAttention
 from zoo.models.hf.families.falcon_h1_layers import SideBySide
 from zoo.models.hf.families.gsa_layers import GatedSlotAttention
@@ -85,11 +87,12 @@ SIBLINGS = {
     *(AlibiAttention, ChunkedAttention, CrossLayerAttention, GatedAttention, PostRotaryAttention, ValueScaledAttention),
     *(BidirectionalAttention, DisentangledAttention, GroupedGatedDeltaNet, MixtureOfAttention, SparseLatentAttention),
     *(DoubleGatedConvolution, MultiHeadMamba, RelativeBiasAttention, SideBySide, GatedSlotAttention),
-    *(CompressedAttention, MixtureOfBlockAttention, NativeSparseAttention, CrossAttention),
+    *(CompressedAttention, IndexedAttention, MixtureOfBlockAttention, NativeSparseAttention, CrossAttention),
+    NGramMemory,
 }
 """Mixers of checkpoint families, which compute as those of the tables do; each of their families is held on a mesh by
 `tests/weights/test_families_on_meshes.py`. Attention to chosen blocks is attention with a mask, held on meshes by its
-own tests."""
+own tests, as is a memory of n-grams."""
 MIXERS = {
     "softmax attention": partial(Attention, heads=HEADS, rotary=Rotary(8)),
     "windowed attention": partial(Attention, heads=HEADS, kv_heads=1, window=5),

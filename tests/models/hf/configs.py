@@ -67,6 +67,14 @@ SMALL = {
     "vision_config": TOWER,
 }
 ANOTHER = {
+    "output_gate_type": "sigmoid",
+    "indexer_n_heads": 2,
+    "indexer_head_dim": 6,
+    "indexer_budget": 8,
+    "indexer_compress_ratio": 2,
+    "ple_layer_ids": [2],
+    "ple_embed_dim": 48,
+    "eos_token_id": 3,
     "vocab_size": 13,
     "hidden_size": 96,
     "intermediate_size": 20,
@@ -291,6 +299,12 @@ def small(family, **more):
     if family.name == "deepseek_v4":  # the default has no sparse layers
         types = [f"{kind}_attention" for kind in ("sliding", "heavily_compressed", "compressed_sparse")]
         more = {"layer_types": types, "mlp_layer_types": ["hash_moe", "moe", "moe"]} | more
+    if family.name == "qwen4_exp_text":  # the default has no indexer, and no memory of n-grams
+        sizes = dict.fromkeys(("n_heads", "head_dim", "budget", "compress_ratio"), 4)
+        more = (
+            {f"indexer_{name}": size for name, size in sizes.items()} | {"ple_layer_ids": [1], "eos_token_id": 2} | more
+        )
+        more = {"ngram_vocab_size_base": 11, "split_ngram_parts": 2} | more
     if family.name == "zamba2":  # the default has 54 layers
         more = {"layers_block_type": ["mamba", "hybrid", "hybrid"], "use_mem_rope": True} | more
     sizes = {"rwkv7": {"num_heads": 2}, "mamba3": {"state_size": 8}, "hgrn2": {"expand_ratio": 8}}

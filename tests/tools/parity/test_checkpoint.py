@@ -22,8 +22,8 @@ import numpy as np
 import pytest
 
 import zoo
-from tests.torch_top_k import select_as_torch
-from zoo.layers.attention import compressed
+from tests.torch_top_k import select_as_torch, select_visible_as_torch
+from zoo.layers.attention import compressed, indexed
 from zoo.layers.token_info import token_info
 from zoo.models import balance_loss
 from zoo.models.decoder import UnrolledStack
@@ -82,16 +82,20 @@ SWITCHES = {"phi3_longrope": 24}
 between two tokens; the test below fixes the length, and with it the factors."""
 
 
-TIED = {"deepseek_v4_base"}
+TIED = {
+    "deepseek_v4_base": (compressed, select_as_torch),
+    "qwen4_exp_base": (indexed, select_visible_as_torch),
+}
 """Cases of an indexer with equal scores, all 0, of which PyTorch selects others: see `tests.torch_top_k`. By the rule
-of the library, 58 of the 66 tokens have PyTorch's logits."""
+of the library, 58 and 65 of the 66 tokens have PyTorch's logits."""
 
 
 @pytest.fixture(autouse=True)
 def select_equal_scores_as_torch(request, monkeypatch):
     parameters = request.node.callspec.params if hasattr(request.node, "callspec") else {}
     if "folder" in parameters and parameters["folder"].name in TIED:
-        monkeypatch.setattr(compressed, "select_highest", select_as_torch)
+        module, select = TIED[parameters["folder"].name]
+        monkeypatch.setattr(module, "select_highest", select)
 
 
 def list_case_folders(kind: str = "causal") -> list[Path]:

@@ -34,6 +34,7 @@ from ..encoders.heads import (
 from ..encoders.image import ImageEncoder, build_image_encoder
 from ..encoders.relative import RelativeBlock, RelativeEmbedding
 from ..encoders.text import Encoder
+from ..gated_connections import make_gated_connections, make_ngram_block
 from ..hyper_connections import make_hyper_connections
 from ..image_places import CausalPlaces, GridPlaces, ImageSpans, PrefixSpan
 from ..image_text import make_seeing_block
@@ -252,6 +253,7 @@ __all__ = [
     "make_classification_head_factory",
     "make_cross_attention_factory",
     "make_feature_head_factory",
+    "make_gated_connections",
     "make_gated_mlp_factory",
     "make_head_norm_factory",
     "make_hyper_connections",
@@ -264,6 +266,7 @@ __all__ = [
     "make_masked_lm_head_factory",
     "make_mixture_factory",
     "make_mlp_factory",
+    "make_ngram_block",
     "make_one_norm_block",
     "make_pooled_head_factory",
     "make_rms_norm_factory",

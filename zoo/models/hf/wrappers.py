@@ -44,6 +44,7 @@ WRAPPERS: Mapping[str, Wrapper] = {
     "mistral3": Wrapper("mistral"),
     "qwen3_5": Wrapper("qwen3_5_text", tied=False),
     "qwen3_5_moe": Wrapper("qwen3_5_moe_text", tied=False),
+    "qwen4_exp": Wrapper("qwen4_exp_text", tied=False),
 }
 """By `model_type`. Classes whose language model sees images otherwise than as embeddings, by cross-attention or with
 masks of its own for text, are not among them."""

@@ -24,21 +24,23 @@ def _map_qwen3_5_moe_memory_names(config: hf.Config) -> hf.NameMap:
     return qwen3_5_text.map_qwen3_5_layers(config, mixture)
 
 
+DEFAULTS = {
+    **hf.omit(qwen3_5_text.DEFAULTS, "intermediate_size"),
+    "hidden_size": 2048,
+    "num_hidden_layers": 40,
+    "num_key_value_heads": hf.optional_count(2),
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+    "num_experts": 256,
+    "num_experts_per_tok": 8,
+}
+
 QWEN3_5_MOE_TEXT = hf.Family(
     name="qwen3_5_moe_text",
     architecture="Qwen3_5MoeForCausalLM",
     build=_build_qwen3_5_moe,
     names=_map_qwen3_5_moe_names,
-    defaults={
-        **hf.omit(qwen3_5_text.DEFAULTS, "intermediate_size"),
-        "hidden_size": 2048,
-        "num_hidden_layers": 40,
-        "num_key_value_heads": hf.optional_count(2),
-        "moe_intermediate_size": 512,
-        "shared_expert_intermediate_size": 512,
-        "num_experts": 256,
-        "num_experts_per_tok": 8,
-    },
+    defaults=DEFAULTS,
     required_values={**qwen3_5_text.QWEN3_5_TEXT.required_values, "norm_topk_prob": (True, None)},
     ignored_keys=qwen3_5_text.QWEN3_5_TEXT.ignored_keys | {"intermediate_size"},
     ignored_tensors=qwen3_5_text.QWEN3_5_TEXT.ignored_tensors,

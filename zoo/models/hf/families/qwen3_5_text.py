@@ -71,15 +71,17 @@ def map_qwen3_5_layers(
     """Return a LLaMA-like name map with Qwen3.5's mixers, given the names of the feed-forward layers, and of the input
     projections of the delta rule if they are others."""
     delta = {**delta_inputs, **DELTA_NAMES, "norm": "readout.norm"}
-    attention = {
-        **{name: ours for name, ours in llama.ATTENTION_NAMES.items() if name != "q_proj"},
-        "q_proj": hf.fused("query", "gate", groups=config["num_attention_heads"]),
-    }
     mixers = {
         **hf.prefixed("linear_attn", "grouped_gated_delta_net", delta),
-        **hf.prefixed("self_attn", "gated_attention", attention),
+        **hf.prefixed("self_attn", "gated_attention", name_gated_attention(config)),
     }
     return llama.map_llama_layers(feed_forward, mixers)
+
+
+def name_gated_attention(config: hf.Config) -> hf.NameMap:
+    """Return the names of gated attention, whose queries and gates are one matrix, head by head."""
+    query = hf.fused("query", "gate", groups=config["num_attention_heads"])
+    return {**hf.omit(llama.ATTENTION_NAMES, "q_proj"), "q_proj": query}
 
 
 def _map_qwen3_5_names(config: hf.Config) -> hf.NameMap:
