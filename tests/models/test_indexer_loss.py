@@ -15,10 +15,13 @@ from zoo.layers import (
     BlockIndexer,
     CompressedAttention,
     GatedMLP,
+    IndexedAttention,
     LatentAttention,
     LightningIndexer,
+    MeanKeyIndexer,
     RMSNorm,
     SparseLatentAttention,
+    TokenInfo,
 )
 from zoo.layers.token_info import pack_positions, token_info
 from zoo.models import build_decoder, indexer_loss
@@ -27,7 +30,7 @@ from zoo.models.indexer_loss import attend_densely
 from zoo.ops.attention import AttentionMask
 from zoo.ops.attention.indexer import indexer_divergence
 from zoo.ops.attention.reference import attention_probabilities
-from zoo.ops.rotary import Rotary
+from zoo.ops.rotary import Rotary, apply_rotary
 from zoo.parallel import SEQUENCE
 
 VOCAB, EMBED, ROWS, SEQ, TOP = 13, 16, 4, 12, 3
@@ -50,6 +53,15 @@ def make_compressed(**options):
     layers = [(mixer, partial(GatedMLP, EMBED, 16)) for mixer in mixers]
     norms = {"vocab": VOCAB, "embed": EMBED, "norm": partial(RMSNorm, EMBED), "tied": True}
     return build_decoder(**norms, layers=layers, **options, key=jax.random.key(0))
+
+
+def make_indexed(**options):
+    """Two layers that select blocks by mean keys."""
+    indexer = partial(MeanKeyIndexer, EMBED, 4, head_dim=6, block=2, top=TOP - 1)
+    mixer = partial(IndexedAttention, EMBED, 4, kv_heads=2, indexer=indexer, rotary=Rotary(4))
+    sizes = {"vocab": VOCAB, "embed": EMBED, "norm": partial(RMSNorm, EMBED), "tied": True}
+    layers = [(mixer, partial(GatedMLP, EMBED, 16))] * 2
+    return build_decoder(**sizes, layers=layers, **options, key=jax.random.key(0))
 
 
 def make_batch():
@@ -84,7 +96,9 @@ def differentiate(model, batch):
     return mean(indexer_loss), mean(partial(zoo.cross_entropy, indexer=0.5)), mean(zoo.cross_entropy)
 
 
-@pytest.mark.parametrize(("make", "count"), [(make_model, 5), (make_compressed, 6)], ids=["latents", "blocks"])
+@pytest.mark.parametrize(
+    ("make", "count"), [(make_model, 5), (make_compressed, 6), (make_indexed, 4)], ids=["latents", "blocks", "means"]
+)
 def test_only_indexers_learn_from_their_loss(make, count):
     """And only from it: with the loss of the model, each gradient is what either loss gives."""
     model, batch = make(), make_batch()
@@ -185,6 +199,37 @@ def test_loss_on_a_mesh_equals_one_device(axes, layout, options):
     devices = jax.devices()[: int(np.prod([*axes.values()]))]
     mesh = zoo.make_mesh(**{"data": 1, **axes}, layout=layout, devices=devices)
     compare_with_one_device(zoo.configure(make_model(), **options), with_indexer, mesh)
+
+
+def test_loss_of_indexed_blocks_on_a_mesh_equals_one_device():
+    mesh = zoo.make_mesh(data=1, fsdp=2, context=2, tensor=2, layout=GATHERED)
+    model = zoo.configure(make_indexed(), loop="scan", remat="full")
+    compare_with_one_device(model, with_indexer, mesh, make_indexed)
+
+
+def test_loss_of_mean_keys_is_the_divergence_from_the_attention_to_whole_blocks():
+    """Of one text, with attention to all keys."""
+    mixer = next(attend_densely(make_indexed()).stack.iter_blocks()).mixer
+    x = jax.random.normal(jax.random.key(2), (1, SEQ, EMBED))
+    names = zoo.capture(lambda mixer, x: mixer(x, TokenInfo())[0], "indexer_divergence")(mixer, x)[1]
+    (divergence,) = names.values()
+    attention, indexer = mixer.attention, mixer.indexer
+    query, key, _ = attention.project(x, TokenInfo(), None)
+    probabilities = attention_probabilities(query, key, AttentionMask(True)).sum(1)[0]
+    cos_sin = attention.rotary(jnp.arange(SEQ)[None])
+    index_query = indexer.project_query(x, attention.rotary, cos_sin)
+    blocks = indexer.average(indexer.project_key(x).reshape(1, SEQ // 2, 2, 1, -1))
+    cos, sin = (angles[:, ::2] for angles in cos_sin)
+    scores = indexer.score(index_query, apply_rotary(blocks, cos, sin, interleaved=False))[0]
+    for t in range(SEQ):
+        whole = (t + 1) // 2
+        if whole == 0:
+            assert divergence[0, t] == 0
+            continue
+        target = np.asarray(probabilities[t, : 2 * whole].reshape(whole, 2).sum(1), np.float64)
+        target /= target.sum()
+        found = np.asarray(jax.nn.log_softmax(scores[t, :whole]), np.float64)
+        np.testing.assert_allclose(divergence[0, t], (target * (np.log(target) - found)).sum(), rtol=1e-3, atol=1e-6)
 
 
 def test_loss_of_compressed_keys_on_a_mesh_equals_one_device():

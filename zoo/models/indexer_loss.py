@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
 from zoo._checks import check_batch
-from zoo.layers import CompressedAttention, SparseLatentAttention, TokenInfo
+from zoo.layers import CompressedAttention, IndexedAttention, SparseLatentAttention, TokenInfo
 from zoo.layers.attention.sparse_latent import DIVERGENCE
 from zoo.layers.token_info import batch_token_info
 from zoo.parallel import reduce
@@ -71,8 +71,8 @@ def run_measured(model: Decoder, tokens: Tokens, info: TokenInfo) -> tuple[Hidde
     values = [values for values, _ in taps.collect().values()]
     if not values:
         raise ValueError(
-            f"no indexer to train: {type(model).__name__} has no layer of SparseLatentAttention or CompressedAttention "
-            "that selects keys by an indexer of its own"
+            f"no indexer to train: {type(model).__name__} has no layer of SparseLatentAttention, CompressedAttention "
+            "or IndexedAttention that selects keys by an indexer of its own"
         )
     divergence = merge_copies(sum(value.sum(0) for value in values))
     return hidden, divergence * _mark_tokens(tokens, info)
@@ -100,7 +100,8 @@ def attend_densely(model: _Model, dense: bool = True) -> _Model:
     """
 
     def is_sparse(x: Any) -> bool:
-        return isinstance(x, SparseLatentAttention) or (isinstance(x, CompressedAttention) and x.indexer is not None)
+        has_indexer = isinstance(x, CompressedAttention) and x.indexer is not None
+        return has_indexer or isinstance(x, SparseLatentAttention | IndexedAttention)
 
     if not any(map(is_sparse, jax.tree.leaves(model, is_leaf=is_sparse))):
         raise ValueError(f"{type(model).__name__} has no layer of SparseLatentAttention, and no indexer")

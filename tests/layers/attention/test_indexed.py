@@ -133,7 +133,7 @@ def test_packed_texts_equal_texts_alone():
 def test_of_equal_scores_the_first_blocks_are_selected():
     indexer = INDEXER(key=jax.random.key(0))
     places = place_in_blocks(jnp.arange(8)[None], 2)
-    chosen = indexer.select(jnp.zeros((1, 8, 4, 6)), jnp.ones((1, 4, 1, 6)), places)
+    chosen = indexer.select(jnp.zeros((1, 8, 4)), places)
     assert [np.flatnonzero(row).tolist() for row in chosen[0]] == [
         [0], [0], [0, 1], [0, 1], [0, 1, 2], [0, 1], [0, 1, 3], [0, 1],
     ]  # fmt: skip

@@ -13,9 +13,11 @@ from jaxtyping import Array, Bool, Float, Key
 
 from zoo.ops.attention import AttentionMask
 from zoo.ops.attention.block_selection import BlockPlaces, average_blocks, place_in_blocks, select_keys
-from zoo.ops.attention.indexer import score_keys, select_highest
+from zoo.ops.attention.indexer import indexer_divergence, score_keys, select_highest
+from zoo.ops.attention.reference import attention_probabilities
 from zoo.ops.rotary import Rotary, apply_rotary
-from zoo.parallel import Dim, Module, all_gather, num_shards, reduce
+from zoo.parallel import Dim, Module, all_gather, implementation_option, num_shards, reduce
+from zoo.parallel.scope import asks_for, tap_value
 from zoo.shapes import HeadVectors, HiddenStates, KVHeads, Positions, ResidualStream, ValueHeads
 
 from ..abstract import AbstractLinear, AbstractMixer, AbstractNorm
@@ -31,10 +33,12 @@ from .cached import cached_attention
 from .context import causal_attention, gather_keys
 from .gated import GatedAttention
 from .key_blocks import BlockCache, BlockKeys, check_block_sizes, gather_choosers, split_sequence
+from .sparse_latent import DIVERGENCE
 from .tapped import VALUE_NAMES, select_attention, tap_heads
 
 _IndexQuery = Float[Array, "batch seq index_heads index_dim"]
 _IndexKey = Float[Array, "batch seq one_head index_dim"]
+_Scores = Float[Array, "batch seq blocks"]
 
 
 class MeanKeyIndexer(Module):
@@ -46,7 +50,7 @@ class MeanKeyIndexer(Module):
         q_h = rotate(norm(W_query,h x)),    k(b) = rotate(norm(mean over tokens of b of W_key x))
 
     of the whole blocks up to its position. RoPE turns a key by the position of its first token. A selection has no
-    gradient, and so neither have the parameters here.
+    gradient, and so neither have the parameters here: they are trained by `zoo.models.indexer_loss`.
     """
 
     query: AbstractLinear
@@ -97,14 +101,17 @@ class MeanKeyIndexer(Module):
         """Return the key of each block, before RoPE."""
         return self.key_norm(average_blocks(keys))
 
-    def select(self, query: _IndexQuery, keys: BlockKeys, places: BlockPlaces) -> Bool[Array, "batch seq blocks"]:
+    def score(self, query: _IndexQuery, keys: BlockKeys) -> _Scores:
+        """Return the scores I of queries and blocks."""
+        weights = jnp.ones(query.shape[:3], jnp.float32)
+        return reduce(score_keys(query, keys[:, :, 0], weights, scale=self.head_dim**-0.5), over="heads")
+
+    def select(self, scores: _Scores, places: BlockPlaces) -> Bool[Array, "batch seq blocks"]:
         """Return True at the blocks that each query attends to: those that it selects, and its own until it is whole.
         Of equal scores, the earlier block is selected."""
-        blocks = keys.shape[1]
-        weights = jnp.ones(query.shape[:3], jnp.float32)
-        scores = reduce(score_keys(query, keys[:, :, 0], weights, scale=self.head_dim**-0.5), over="heads")
+        blocks = scores.shape[-1]
         whole = places.see_whole(blocks)
-        best = select_highest(scores, whole, min(self.top, blocks)) & whole
+        best = select_highest(lax.stop_gradient(scores), whole, min(self.top, blocks)) & whole
         own = (jnp.arange(blocks) == places.own[..., None]) & ~places.is_last[..., None]
         return best | own
 
@@ -124,6 +131,9 @@ class IndexedAttention(AbstractMixer):
     Blocks are counted from the start of a text, and begin anew in each segment of a packed row. Rows and caches of at
     most `top` blocks are attended to densely.
 
+    The indexer learns from its divergence from the attention to whole blocks, as in `zoo.layers.SparseLatentAttention`.
+    With `dense`, the layer attends to all keys, to train a new indexer before it selects.
+
     This is the reference: the choice is a mask of every key, n T bytes per row for n queries and T keys. It saves
     neither memory nor FLOPs over dense attention, and needs an implementation with all scores in memory. The cache has
     the keys of the indexer too (`IndexedCache`). Supported meshes are as in `zoo.layers.Attention`, and `tensor` has to
@@ -132,10 +142,13 @@ class IndexedAttention(AbstractMixer):
 
     shards_sequence = True
     shards_state = True
-    value_names = VALUE_NAMES
+    value_names = (*VALUE_NAMES, DIVERGENCE)
 
     attention: AbstractGroupedAttention
     indexer: MeanKeyIndexer
+
+    dense: bool = implementation_option()
+    """Attend to all keys."""
 
     def __init__(
         self,
@@ -144,11 +157,13 @@ class IndexedAttention(AbstractMixer):
         *,
         indexer: Callable[..., MeanKeyIndexer],
         attention: Callable[..., AbstractGroupedAttention] = GatedAttention,
+        dense: bool = False,
         key: Key[Array, ""],
         **options: Any,
     ):
         """- `indexer`: factory of the indexer, called with `key=`.
         - `attention`: class of the attention, which takes the other options.
+        - `dense`: attend to all keys.
 
         **Raises** `ValueError` as the two do, for a window, and for RoPE that depends on the length of the text or
         turns more features than the indexer has.
@@ -156,6 +171,7 @@ class IndexedAttention(AbstractMixer):
         attention_key, index_key = jax.random.split(key)
         self.attention = attention(embed, heads, **options, key=attention_key)
         self.indexer = indexer(key=index_key)
+        self.dense = dense
         if self.attention.window is not None:
             raise ValueError(f"window={self.attention.window}: a query attends to blocks, and blocks have no window")
         rotary = self.attention.rotary
@@ -175,7 +191,7 @@ class IndexedAttention(AbstractMixer):
         attention = self.attention
         query, key, value = attention.project(x, info, None if state is None else state.tokens)
         query, key, value = map(checkpoint_name, tap_heads(query, key, value), ("query", "key", "value"))
-        constant_x, indexer = lax.stop_gradient((x, self.indexer))
+        constant_x, indexer = lax.stop_gradient(x), self._read_indexer()
         cos_sin = None if attention.rotary is None else compute_cos_sin(attention.rotary, x, info)
         index_query = indexer.project_query(constant_x, attention.rotary, cos_sin)
         index_key = indexer.project_key(constant_x)
@@ -201,9 +217,11 @@ class IndexedAttention(AbstractMixer):
         info: TokenInfo,
     ) -> HeadVectors:
         """Attend within the sequence."""
-        indexer, rotary = lax.stop_gradient(self.indexer), self.attention.rotary
+        indexer, rotary = self._read_indexer(), self.attention.rotary
+        is_measured = asks_for(DIVERGENCE)
         key, value = (select_kv_heads(x, query, self.attention.group) for x in (key, value))
-        if query.shape[1] * num_shards(query, "seq") <= indexer.top * indexer.block:
+        selects = query.shape[1] * num_shards(query, "seq") > indexer.top * indexer.block and not self.dense
+        if not (selects or is_measured):
             return causal_attention(query, (key, value), info.segment_ids, **self._options())
         keys, mask = gather_keys(
             query, (key, value, index_key), info.segment_ids, implementation=self.attention.implementation
@@ -214,9 +232,18 @@ class IndexedAttention(AbstractMixer):
             positions = all_gather(info.positions, "seq", axis=1)
         (tokens, first), key_places, places = split_sequence((index_key, positions), query, mask, indexer.block)
         block_keys = _rotate(indexer.average(tokens), rotary, _find_angles(rotary, first[:, :, 0]))
-        chosen = indexer.select(index_query, block_keys, places)
-        selected = select_keys(chosen[:, None], key_places.own)[:, 0]
-        mask = dataclasses.replace(mask, selected=selected)
+        scores = indexer.score(index_query, block_keys)
+        if selects:
+            selected = select_keys(indexer.select(scores, places)[:, None], key_places.own)[:, 0]
+            mask = dataclasses.replace(mask, selected=selected)
+        if is_measured:
+            constants = lax.stop_gradient((query, key, self.attention.score_options()))
+            probabilities = attention_probabilities(*constants[:2], mask, **constants[2])
+            own = jnp.broadcast_to(key_places.own, key.shape[:2])
+            members = jax.nn.one_hot(own, scores.shape[-1])
+            attention = reduce(jnp.einsum("bhqk,bkn->bqn", probabilities, members), over="heads")
+            divergence = indexer_divergence(attention, scores, places.see_whole(scores.shape[-1]))
+            tap_value(DIVERGENCE, divergence, ("batch", "seq"))
         return select_attention()(query, key, value, mask, **self._options())
 
     def attend_to_cache(
@@ -237,13 +264,18 @@ class IndexedAttention(AbstractMixer):
         indexer, rotary = lax.stop_gradient(self.indexer), self.attention.rotary
         block_keys = state.index.key.swapaxes(1, 2)
         blocks = block_keys.shape[1]
-        if blocks <= indexer.top:
+        if blocks <= indexer.top or self.dense:
             return None
         first = jnp.arange(blocks)[None] * indexer.block
         block_keys = _rotate(block_keys, rotary, _find_angles(rotary, first))
         index_query, positions = gather_choosers(index_query, positions, state.tokens)
-        chosen = indexer.select(index_query, block_keys, place_in_blocks(positions, indexer.block))
+        scores = indexer.score(index_query, block_keys)
+        chosen = indexer.select(scores, place_in_blocks(positions, indexer.block))
         return select_keys(chosen[:, None], state.tokens.positions // indexer.block)[:, 0]
+
+    def _read_indexer(self) -> MeanKeyIndexer:
+        """Return the indexer, as a constant unless its divergence is asked for."""
+        return self.indexer if asks_for(DIVERGENCE) else lax.stop_gradient(self.indexer)
 
     def _options(self) -> dict[str, Any]:
         return {"implementation": self.attention.implementation, **self.attention.score_options()}
