@@ -130,6 +130,19 @@ def test_packed_texts_equal_texts_alone():
     assert relative_error(packed, jnp.concatenate(alone, axis=1)) < 1e-5
 
 
+@pytest.mark.parametrize("pieces", [(SEQ,), (4, 1, 1, 3, 1)], ids=str)
+def test_a_cache_selects_the_blocks_of_the_sequence(pieces):
+    layer = randomize(lambda key: CHECKED(key=key))
+    x = 3 * activations(2, SEQ, 16)
+    state = layer.init_state(2, SEQ + 3)
+    outputs = []
+    for start, count in zip(np.cumsum((0, *pieces)), pieces, strict=False):
+        positions = jnp.broadcast_to(jnp.arange(start, start + count), (2, count))
+        y, state = layer(x[:, start : start + count], TokenInfo(positions=positions), state)
+        outputs.append(y)
+    assert relative_error(jnp.concatenate(outputs, axis=1), layer(x, TokenInfo())[0]) < 1e-5
+
+
 def test_of_equal_scores_the_first_blocks_are_selected():
     indexer = INDEXER(key=jax.random.key(0))
     places = place_in_blocks(jnp.arange(8)[None], 2)
