@@ -130,7 +130,7 @@ def _is_selection_bias(name: str) -> bool:
 
 
 def count_active_parameters(model: PyTree) -> int:
-    """Count the trainable parameters that are active per token: of the routed experts, only the top-k.
+    """Count the trainable parameters that are active per token at most: of the routed experts, only the top-k.
 
     All rows of embeddings count, as in `zoo.count`. `model` may be a tree of `jax.ShapeDtypeStruct`.
     """
@@ -138,9 +138,9 @@ def count_active_parameters(model: PyTree) -> int:
     inactive = 0
     # The model's own routers say how many experts there are: beneath adapters, `parameters` lacks their weights.
     for mixture, trained in zip(_list_mixtures(model), _list_mixtures(parameters), strict=True):
-        experts = mixture.router.scores.out_size
+        experts = mixture.num_experts
         size = sum(x.size for x in jax.tree.leaves(trained.experts))
-        inactive += size // experts * (experts - mixture.router.top)
+        inactive += size // experts * max(experts - mixture.router.top, 0)
     return sum(x.size for x in jax.tree.leaves(parameters)) - inactive
 
 

@@ -42,7 +42,7 @@ def make_batch():
 
 def loss_fn(layer, batch):
     y, (routing,) = zoo.parallel.gather(layer)(batch["tokens"])
-    chosen = (routing.chosen[..., None] == jnp.arange(EXPERTS)).sum((0, 1, 2)).astype(jnp.float32)
+    chosen = (routing.chosen[..., None] == jnp.arange(routing.logits.shape[-1])).sum((0, 1, 2)).astype(jnp.float32)
     return ((y * batch["weights"]).sum(), jnp.float32(y.size)), chosen
 
 
@@ -81,6 +81,34 @@ def test_experts_on_devices_equal_one_device(form, load, sizes):
 )
 def test_experts_with_a_capacity_equal_one_device(load, sizes):
     assert_equal_to_one_device(make_mixture(load, capacity_factor=1.0), zoo.make_mesh(**sizes))
+
+
+WITHOUT_COMPUTATION = {"some tokens": [], "every token once": [9], "every token twice, the rest on one device": [0, 8, 9]}
+
+
+@pytest.mark.parametrize("form", [*FORMS, "capacity"])
+@pytest.mark.parametrize("favored", WITHOUT_COMPUTATION.values(), ids=WITHOUT_COMPUTATION)
+def test_experts_without_computation_stay_on_their_device(form, favored):
+    """With the gradients of tokens, routers and experts as on one device: what is not sent adds nothing to them."""
+    options = {"capacity_factor": 1.0} if form == "capacity" else {}
+    router = partial(BiasedRouter, EMBED, EXPERTS + 3, TOP, score="softmax")
+    layer = MixtureOfExperts(
+        router, partial(GatedMLP, EMBED, MLP_DIM), EXPERTS, identities=3, key=jax.random.key(0), **options
+    )
+    bias = layer.router.selection_bias.at[jnp.array(favored, int)].set(100.0)
+    layer = eqx.tree_at(lambda layer: layer.router.selection_bias, layer, bias)
+    layout = {} if options else {"layout": Layout(expert=form)}
+    assert_equal_to_one_device(Scaled(jnp.ones(EMBED), layer), zoo.make_mesh(data=1, expert=4, tensor=2, **layout))
+
+
+class Scaled(zoo.parallel.Module):
+    """A mixture of scaled tokens, whose gradient is that of the scale."""
+
+    scale: Float[Array, "embed"]
+    layer: MixtureOfExperts
+
+    def __call__(self, x):
+        return self.layer(x * self.scale)
 
 
 def test_all_tokens_on_one_device_take_more_trips():

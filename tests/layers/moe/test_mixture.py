@@ -21,8 +21,11 @@ from zoo.layers import (
     SoftmaxRouter,
     TopSoftmaxRouter,
 )
+from zoo.layers.moe.routing import sum_routing
+from zoo.models import tokens_per_expert
 from zoo.models.hf.families.gpt_oss_layers import ClampedGatedMLP
 from zoo.models.hf.families.phimoe_layers import SparseMixerRouter
+from zoo.models.load_balancing import count_active_parameters
 from zoo.parallel import Dim
 
 KEY = jax.random.key(0)
@@ -42,7 +45,8 @@ ROUTERS = {
 def make_mixture(router=SoftmaxRouter, *, experts=EXPERTS, top=2, expert=None, bias=False, key=KEY, **options):
     """Return a mixture with noise added to every parameter, biases included."""
     expert = partial(GatedMLP, EMBED, MLP_DIM, bias=bias) if expert is None else expert
-    layer = MixtureOfExperts(partial(router, EMBED, experts, top), expert, experts, key=key, **options)
+    choices = experts + options.get("identities", 0)
+    layer = MixtureOfExperts(partial(router, EMBED, choices, top), expert, experts, key=key, **options)
     return jax.tree.map(lambda x: x + 0.1 * jax.random.normal(KEY, x.shape), layer)
 
 
@@ -51,7 +55,8 @@ def naive_mixture(layer, x):
     weights, routing = layer.router(x)
     weights, chosen = np.asarray(weights), np.asarray(routing.chosen)
     expert = lambda index: jax.tree.map(lambda leaf: leaf[index], layer.experts)
-    outputs = np.stack([expert(index)(x)[0] for index in range(len(layer.experts.up.weight))]).astype(np.float64)
+    outputs = [expert(index)(x)[0] for index in range(len(layer.experts.up.weight))]
+    outputs = np.stack([*outputs, *[x] * layer.identities]).astype(np.float64)
     y = np.zeros(x.shape)
     for b, s in np.ndindex(x.shape[:2]):
         for weight, index in zip(weights[b, s], chosen[b, s], strict=True):
@@ -192,3 +197,60 @@ def test_biased_router_bounds_its_logits_by_a_soft_cap():
     np.testing.assert_allclose(capped.logits, 0.5 * np.tanh(np.asarray(plain.logits) / 0.5), rtol=1e-6)
     np.testing.assert_array_equal(capped.chosen, plain.chosen)
     assert np.abs(weights - capped_weights).max() > 0.01
+
+
+UNBIASED_SOFTMAX = partial(BiasedRouter, score="softmax", renormalize=False, scale=1.5)
+
+
+@pytest.mark.parametrize("router", [SoftmaxRouter, UNBIASED_SOFTMAX], ids=["softmax", "biased"])
+@pytest.mark.parametrize("top", [1, 3])
+def test_experts_without_computation_return_their_input(router, top):
+    """With their weight, and whatever else a token chose; a capacity with room for all tokens changes nothing."""
+    layer = make_mixture(router, identities=3, top=top)
+    y, (routing,) = layer(tokens)
+    assert {*np.unique(routing.chosen >= EXPERTS)} == {False, True} and routing.logits.shape[-1] == EXPERTS + 3
+    np.testing.assert_allclose(y, naive_mixture(layer, tokens), atol=1e-5)
+    roomy = make_mixture(router, identities=3, top=top, capacity_factor=7)
+    np.testing.assert_allclose(roomy(tokens)[0], y, atol=1e-5)
+    grads, routing = gradient(layer)
+    assert_equal_gradients(grads, gradient(roomy)[0])
+    assert_equal_gradients(grads, eqx.filter_grad(dense_loss)(layer, routing.chosen))
+
+
+def assert_equal_gradients(actual, expected):
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-4)
+
+
+def dense_loss(layer, chosen):
+    """The loss of `gradient`, from every expert of every token, most with the weight 0."""
+    weights, _ = layer.router(tokens)
+    by_choice = (weights[..., None] * (chosen[..., None] == jnp.arange(EXPERTS + 3))).sum(2)
+    outputs = eqx.filter_vmap(lambda expert: expert(tokens)[0])(layer.experts)
+    y = jnp.einsum("bse,ebsd->bsd", by_choice[..., :EXPERTS], outputs)
+    return ((y + by_choice[..., EXPERTS:].sum(-1, keepdims=True) * tokens) ** 2).sum()
+
+
+@pytest.mark.one_case
+def test_experts_without_computation_take_no_capacity():
+    """All tokens of a row choose experts 0 and 4, which returns its input, and expert 0 has room for
+    ceil(0.5 * 2 * 5 / 5) = 1 of them."""
+    layer = make_mixture(partial(TopSoftmaxRouter, bias=True), identities=1, capacity_factor=0.5)
+    bias = jnp.array([8.0, 0.0, 0.0, 0.0, 9.0])
+    layer = eqx.tree_at(lambda m: (m.router.scores.weight, m.router.scores.bias), layer, (jnp.zeros((5, EMBED)), bias))
+    y = layer(tokens)[0]
+    np.testing.assert_allclose(y[:, :1], naive_mixture(layer, tokens)[:, :1], atol=1e-5)
+    np.testing.assert_allclose(y[:, 1:], jax.nn.softmax(bias[jnp.array([4, 0])])[0] * tokens[:, 1:], atol=1e-5)
+
+
+@pytest.mark.one_case
+def test_experts_without_computation_are_counted_and_checked():
+    layer = make_mixture(identities=3)
+    sizes = sum(x.size for x in jax.tree.leaves(layer.experts))
+    assert count_active_parameters(layer) == zoo.count(layer) - sizes // EXPERTS * (EXPERTS - 2)
+    assert count_active_parameters(make_mixture(identities=3, top=6)) == zoo.count(layer)
+    assert tokens_per_expert(sum_routing(layer(tokens)[1][0])).shape == (EXPERTS + 3,)
+    make_router = partial(SoftmaxRouter, EMBED, EXPERTS, 2)
+    for wrong in (-1, 3):
+        with pytest.raises(ValueError, match=f"the router chooses among 4, not 4 experts and identities={wrong}"):
+            MixtureOfExperts(make_router, partial(GatedMLP, EMBED, MLP_DIM), EXPERTS, identities=wrong, key=KEY)

@@ -48,21 +48,25 @@ def mix_experts(
     chosen: Int[Array, "tokens top"],
     num_experts: int,
     implementation: str,
+    *,
+    has_others: bool = False,
 ) -> Float[Array, "tokens embed"]:
     """Sum the weighted outputs of the experts that each token chose, by the form that the layout names.
 
     - `experts`: the experts on this device, of `num_experts`.
     - `implementation`: of the grouped matmuls.
+    - `has_others`: a choice may be `num_experts`, with the weight 0. It adds nothing, and is sent nowhere.
 
     The result is a partial sum over "mlp", as in `AbstractFeedForward.grouped`.
     """
     axes = find_expert_axes()
     if not axes:
-        return _apply_local(experts, x, weights, chosen, num_experts, implementation)
+        return _apply_local(experts, x, weights, chosen, num_experts, implementation, has_others=has_others)
     mesh = current_mesh()
     assert mesh is not None  # there are axes
     shards = lax.axis_size(axes)
-    request = _Request(len(x), chosen.shape[1], num_experts // shards, shards, axes, varying(x).issuperset(axes))
+    shards_tokens = varying(x).issuperset(axes)
+    request = _Request(len(x), chosen.shape[1], num_experts // shards, shards, axes, shards_tokens, has_others)
     mix = EXPERT_EXCHANGE.select(mesh.layout.expert, request).function
     return mix(request, experts, x, weights, chosen, implementation)
 
@@ -89,6 +93,8 @@ class _Request:
     """Mesh axes that shard the experts."""
     shards_tokens: bool
     """Whether these axes shard the tokens, too."""
+    has_others: bool
+    """Whether a choice may be no expert's, as in `mix_experts`."""
 
     @property
     def room(self) -> int:
@@ -176,9 +182,10 @@ def _mix_by_exchange(
     implementation: str,
 ) -> Float[Array, "tokens embed"]:
     """Send each row to the device of its expert, and its output back; combine here."""
-    order = sort_by_expert(chosen, request.held * request.shards)
+    num_experts = request.held * request.shards
+    order = sort_by_expert(chosen, num_experts + request.has_others)
     arrays, static = eqx.partition(experts, eqx.is_array)
-    arrays, rows, sizes = align_varying(arrays, dispatch(x, order), order.group_sizes)
+    arrays, rows, sizes = align_varying(arrays, dispatch(x, order), order.group_sizes[:num_experts])
     mesh = current_mesh()
     assert mesh is not None  # it shards experts
     waiting = tuple(axis for axis in mesh.devices.axis_names if axis in varying(rows))

@@ -67,8 +67,8 @@ class Trips:
         """Rows that each device sends here, by expert."""
         self.owners = find_row_experts(self.counts, rows)
         """The device of each row."""
-        self.places = jnp.arange(rows) - self.starts[self.owners]
-        """The place of each row among those for its device."""
+        self.places = jnp.where(self.owners < self.shards, jnp.arange(rows) - self.starts[self.owners], -1)
+        """The place of each row among those for its device; -1 for a row of no expert, which no trip writes."""
         fullest = -(-self.counts.max() // self.room)
         self.count = lax.pmax(fullest, exchange.waiting)
         """Number of trips."""
@@ -135,7 +135,7 @@ class RaggedTrips(Trips):
 def apply_on_devices(exchange: Exchange, arrays: PyTree, rows: _Rows, sizes: Int[Array, "experts"]) -> _Rows:
     """Return the output of its expert for each row, of operands that vary over the same mesh axes.
 
-    Rows are sorted by expert, `sizes[e]` of expert e of all devices.
+    Rows are sorted by expert, `sizes[e]` of expert e of all devices. Rows after the last expert's are 0 in the result.
     """
     return _run_trips(exchange, exchange.apply, arrays, rows, sizes)
 

@@ -265,6 +265,7 @@ def make_mixture_factory(
     expert: Callable[..., AbstractFeedForward] | None = None,
     shared: int | Callable[..., AbstractFeedForward] | None = None,
     gate: bool = False,
+    identities: int = 0,
     mixture: Callable[..., Any] = MixtureOfExperts,
 ) -> Callable[..., Any]:
     """Return a factory of mixtures of gated experts, with top-k routing to `num_experts_per_tok` of them.
@@ -273,6 +274,7 @@ def make_mixture_factory(
     - `width`: of an expert, `intermediate_size` by default.
     - `expert`: factory of an expert, if it is not a gated MLP.
     - `shared`: width of a shared expert, which every token uses, or its factory; with a sigmoid gate if `gate`.
+    - `identities`: number of zero-computation experts, which a token chooses among, too.
     - `mixture`: its class, if it is not `MixtureOfExperts`, or a partial of one.
 
     **Raises** `ConfigError` if fewer experts can be chosen than a token needs.
@@ -281,7 +283,7 @@ def make_mixture_factory(
     top = config["num_experts_per_tok"]
     sizes = {key: config[key] for key in ("num_experts_per_tok", "n_group", "topk_group") if key in config}
     try:
-        check_routing_sizes(experts, top, config.get("n_group", 1), config.get("topk_group", 1))
+        check_routing_sizes(experts + identities, top, config.get("n_group", 1), config.get("topk_group", 1))
     except ValueError as error:
         raise ConfigError(f"{', '.join(f'{key} = {value}' for key, value in sizes.items())}: {error}") from None
     if expert is None:
@@ -293,7 +295,9 @@ def make_mixture_factory(
         options["shared"] = shared
     if gate:
         options["shared_gate"] = partial(Projection, embed, 1, in_=Dim("embed"))
-    return partial(mixture, partial(router, embed, experts, top), expert, experts, **options)
+    if identities:
+        options["identities"] = identities
+    return partial(mixture, partial(router, embed, experts + identities, top), expert, experts, **options)
 
 
 def make_biased_router_factory(config: Config, **options: Any) -> Callable[..., BiasedRouter]:
