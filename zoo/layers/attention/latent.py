@@ -39,7 +39,8 @@ class LatentAttention(AbstractMixer):
         q_h = [a_h, rotate(b_h)]                         a_h and b_h the rows of W_query x that are head h's
         y = W_out [softmax(q_h k_hᵀ scale + mask) v_h of each head]
 
-    With `query_latent`, queries have a latent as well: W_query_up norm(W_query_down x).
+    With `query_latent`, queries have a latent as well: W_query_up norm(W_query_down x). Normalized latents are
+    multiplied by constants, `latent_scales` (LongCat-Flash, arXiv:2509.01322, section 2.3.1).
 
     Two modes agree. `attend_expanded` computes the keys and values of every head: for training and prefill.
     `attend_absorbed` uses a_h · (W_key_up,h c) = (W_key_up,hᵀ a_h) · c: queries are projected to the latent space, and
@@ -88,6 +89,8 @@ class LatentAttention(AbstractMixer):
     scale: float = eqx.field(static=True)
     query_scale: QueryScale | None = eqx.field(static=True)
     """Scale of queries by position (Mistral Small 4)."""
+    latent_scales: tuple[float, float] = eqx.field(static=True)
+    """Factors of the normalized latents: of queries, and of keys and values."""
     implementation: str | Callable = implementation_option(ATTENTION)
 
     def __init__(
@@ -104,6 +107,7 @@ class LatentAttention(AbstractMixer):
         gate: bool = False,
         scale: float | int | None = None,
         query_scale: QueryScale | None = None,
+        latent_scales: tuple[float, float] = (1.0, 1.0),
         epsilon: float = 1e-6,
         implementation: str | Callable = "auto",
         out_scale: float = 1.0,
@@ -117,6 +121,7 @@ class LatentAttention(AbstractMixer):
         - `scale`: of the scores, (head_dim + rotary.dim) ** -0.5 by default, times the square of `yarn_get_mscale` for
           a `YarnScaling` with `mscale_all_dim`.
         - `query_scale`: scale of queries by position.
+        - `latent_scales`: factors of the normalized latents of queries, and of keys and values.
         - `epsilon`: of the latent norms.
         - `implementation`: a name in `zoo.ops.attention.ATTENTION` that supports values of another size than keys, or a
           function with the arguments of `reference_attention`.
@@ -159,6 +164,7 @@ class LatentAttention(AbstractMixer):
         self.rotary = rotary
         self.implementation = implementation
         self.query_scale = query_scale
+        self.latent_scales = latent_scales
         if scale is None:
             self.scale = query_dim**-0.5 * _yarn_mscale(rotary) ** 2
         else:
@@ -221,11 +227,11 @@ class LatentAttention(AbstractMixer):
         return self.expand_queries(self.compress_queries(x), cos_sin)
 
     def compress_queries(self, x: HiddenStates) -> Float[Array, "batch seq _"]:
-        """Return the normalized latent of queries; `x` where they have none."""
+        """Return the normalized and scaled latent of queries; `x` where they have none."""
         if self.query is not None:
             return x
         assert self.query_down is not None and self.query_norm is not None
-        return self.query_norm(self.query_down(x))
+        return _scale(self.query_norm(self.query_down(x)), self.latent_scales[0])
 
     def expand_queries(self, latent: Float[Array, "batch seq _"], cos_sin: tuple[Array, Array]) -> HeadVectors:
         """Return the queries of all heads, from the result of `compress_queries`."""
@@ -237,9 +243,10 @@ class LatentAttention(AbstractMixer):
         return jnp.concatenate([unrotated, self.rotate(rotated, cos_sin)], axis=-1)
 
     def project_features(self, x: HiddenStates, cos_sin: tuple[Array, Array]) -> _LatentFeatures:
-        """Return [c, r]: the normalized latent and the rotary key of each token, as cached."""
+        """Return [c, r]: the normalized and scaled latent and the rotary key of each token, as cached."""
         rotary_key = self.rotate(self.rotary_key(x)[:, :, None], cos_sin)[:, :, 0]
-        return jnp.concatenate([self.latent_norm(self.latent(x)), rotary_key], axis=-1)
+        latent = _scale(self.latent_norm(self.latent(x)), self.latent_scales[1])
+        return jnp.concatenate([latent, rotary_key], axis=-1)
 
     def rotate(self, x: Float[Array, "batch seq heads _"], cos_sin: tuple[Array, Array]) -> HeadVectors:
         return apply_rotary(x, *cos_sin, interleaved=self.rotary.interleaved)
@@ -292,6 +299,12 @@ def _expand_latents(
     heads = key.shape[2]
     rotary_key = jnp.broadcast_to(rotary_key[:, :, None], (*key.shape[:3], rotary_dim))
     return jnp.concatenate([key, rotary_key], axis=-1), value_up(latent).reshape(*latent.shape[:2], heads, -1)
+
+
+def _scale(latent: Float[Array, "batch seq _"], factor: float) -> Float[Array, "batch seq _"]:
+    if factor == 1:
+        return latent
+    return factor * latent
 
 
 def _yarn_mscale(rotary: Rotary) -> float:
