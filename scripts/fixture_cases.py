@@ -18,6 +18,8 @@ class Case:
     """Store GPT-2's weights as first published: without a prefix, and with the causal mask."""
     packed: bool = False
     """Store the experts as MXFP4: their weights are representable, and packed after everything is computed."""
+    unused: str = ""
+    """Regular expression of the tensors that the class has and never uses, which have no gradient."""
     amiss: tuple[str, ...] = ()
     """Suffixes of the checks in which transformers is known to disagree with itself."""
 
@@ -689,6 +691,15 @@ CASES = {
         {key: value for key, value in LATENT.items() if key != "first_k_dense_replace"}
         | {"q_lora_rank": 8, "mlp_layer_types": ["dense", "sparse"]},
         hub={"scoring_func": "sigmoid", "topk_method": "noaux_tc", **PUBLISHED},
+    ),
+    "longcat_flash": Case(
+        "longcat_flash", "two latent attentions a layer, three of four experts and three identities, untied",
+        {key: LATENT[key] for key in ("vocab_size", "hidden_size", "num_attention_heads", "n_routed_experts")}
+        | {key: LATENT[key] for key in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")}
+        | {"num_layers": 2, "ffn_hidden_size": 20, "expert_ffn_hidden_size": 12, "moe_topk": 3, "zero_expert_num": 3}
+        | {"q_lora_rank": 8, "head_dim": 4, "max_position_embeddings": 128, "routed_scaling_factor": 1.5},
+        hub={"attention_method": "MLA", "zero_expert_type": "identity", "router_bias": False}
+        | {"mla_scale_q_lora": True, "mla_scale_kv_lora": True}, unused=r"\.experts\.[456]\.",
     ),
     "deepseek_v4": Case(
         "deepseek_v4", "two streams, a window of 3 and experts by token, blocks of 3, two of the blocks of 2, untied",

@@ -147,6 +147,8 @@ def make(name: str, folder: Path) -> dict[str, Any]:
     meta |= {"architecture": config["architectures"][0], "seed": seed, "parameters": parameters}
     meta |= {"tied": config["tie_word_embeddings"], "hidden_states": sum(key.startswith("hidden") for key in expected)}
     meta |= {"versions": versions | {"cpu": torch.backends.cpu.get_cpu_capability()}}
+    if case.unused:
+        norms = {key: norm for key, norm in norms.items() if not re.search(case.unused, key)}
     meta |= {"grad_norm": {key: float(f"{norm:.8g}") for key, norm in sorted(norms.items())}, "checks": checks}
     safetensors.save_file(expected, folder / "expected.safetensors", metadata={"format": "pt"})
     (folder / "config_hub.json").write_text(json.dumps(hub, indent=1) + "\n")

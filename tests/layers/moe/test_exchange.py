@@ -83,7 +83,7 @@ def test_experts_with_a_capacity_equal_one_device(load, sizes):
     assert_equal_to_one_device(make_mixture(load, capacity_factor=1.0), zoo.make_mesh(**sizes))
 
 
-WITHOUT_COMPUTATION = {"some tokens": [], "every token once": [9], "every token twice, the rest on one device": [0, 8, 9]}
+WITHOUT_COMPUTATION = {"some tokens": [], "every token once": [9], "every token twice": [0, 8, 9]}
 
 
 @pytest.mark.parametrize("form", [*FORMS, "capacity"])

@@ -52,11 +52,11 @@ class MixtureOfExperts(AbstractFeedForward, AbstractMixture):
     experts in the order of its choices, so that results are deterministic bit for bit.
 
     A `capacity_factor` c drops tokens, as in GShard (arXiv:2006.16668, section 2.2) and Switch (arXiv:2101.03961,
-    section 2.2). An expert takes at most ceil(c top seq / choices) tokens of each row of the batch, of as many choices as
-    the router has: first choices before second ones, earlier tokens before later ones. An expert that is full adds
-    nothing; one without computation is never full. Rows are the groups of
-    GShard, so that results do not depend on the mesh. Padding fills capacity like tokens. A later token's first choice
-    can displace an earlier token's second one, which is not causal: use a capacity for training only.
+    section 2.2). An expert takes at most ceil(c top seq / (E + Z)) tokens of each row of the batch: first choices
+    before second ones, earlier tokens before later ones. An expert that is full adds nothing; one without computation
+    is never full. Rows are the groups of GShard, so that results do not depend on the mesh. Padding fills capacity like
+    tokens. A later token's first choice can displace an earlier token's second one, which is not causal: use a capacity
+    for training only.
 
     Experts are sharded over `expert`, and tokens go to them as `Layout.expert` says; the shared expert is replicated.
     Each is sharded over `tensor` along mlp. The all-reduce (or, with `zoo.parallel.SEQUENCE`, reduce-scatter) comes
