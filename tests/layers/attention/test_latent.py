@@ -28,6 +28,8 @@ SIZES = {
     "one head, wide values": {"heads": 1, "latent": 6, "head_dim": 4, "value_dim": 9, "rotary": Rotary(2)},
     "compressed": {"heads": 2, "latent": 5, "head_dim": 8, "rotary": Rotary(6, interleaved=True), "query_latent": 9},
     "gated": {"heads": 4, "latent": 8, "head_dim": 4, "value_dim": 6, "rotary": Rotary(4), "gate": True},
+    "sinks": {"heads": 2, "latent": 8, "head_dim": 4, "value_dim": 6, "rotary": Rotary(4), "gate": "channels"}
+    | {"sinks": True, "query_latent": 6, "latent_scales": (2.0, 0.5)},
     "biased": {"heads": 4, "latent": 8, "head_dim": 4, "rotary": Rotary(4), "query_latent": 6, "bias": True},
 }
 
@@ -47,19 +49,23 @@ def naive_latent_attention(layer, x):
     """Compute the formulas of the docstring, one head at a time."""
     cos, sin = layer.rotary(jnp.arange(x.shape[1]))
     rotate = lambda b: layer.rotate(b[:, :, None], (cos, sin))[:, :, 0]
-    c, r = layer.latent_norm(layer.latent(x)), rotate(layer.rotary_key(x))
-    query_input = x if layer.query is not None else layer.query_norm(layer.query_down(x))
+    query_scale, scale = layer.latent_scales
+    c, r = scale * layer.latent_norm(layer.latent(x)), rotate(layer.rotary_key(x))
+    query_input = x if layer.query is not None else query_scale * layer.query_norm(layer.query_down(x))
     query_dim = layer.head_dim + layer.rotary.dim
     W_query = (layer.query or layer.query_up).weight.reshape(-1, query_dim, query_input.shape[-1])
     W_key, W_value = (up.weight.reshape(len(W_query), -1, c.shape[-1]) for up in (layer.key_up, layer.value_up))
     mixed = []
-    for W_q, W_k, W_v in zip(W_query, W_key, W_value, strict=True):
+    sinks = jnp.full(len(W_query), -jnp.inf) if layer.sinks is None else layer.sinks
+    for W_q, W_k, W_v, sink in zip(W_query, W_key, W_value, sinks, strict=True):
         a, b = jnp.split(query_input @ W_q.T, [layer.head_dim], axis=-1)
         query = jnp.concatenate([a, rotate(b)], -1)
         key, value = jnp.concatenate([c @ W_k.T, r], -1), c @ W_v.T
         scores = query @ key.swapaxes(1, 2) * query_dim**-0.5
         mask = jnp.tril(jnp.ones(scores.shape[1:], bool))
-        mixed.append(jax.nn.softmax(jnp.where(mask, scores, -jnp.inf), axis=-1) @ value)
+        scores = jnp.where(mask, scores, -jnp.inf)
+        scores = jnp.concatenate([scores, jnp.broadcast_to(sink, (*scores.shape[:2], 1))], -1)
+        mixed.append(jax.nn.softmax(scores, axis=-1)[..., :-1] @ value)
     if layer.gate is not None:
         gates = jnp.split(jax.nn.sigmoid(x @ layer.gate.weight.T), len(mixed), axis=-1)
         mixed = [gate * head for gate, head in zip(gates, mixed, strict=True)]
@@ -74,6 +80,18 @@ def test_latent_attention_equals_its_formula(name):
     assert relative_error(forward(layer, x), expected) < 1e-5
     if name == "small":
         assert relative_error(forward(make_layer(name, implementation=reference_attention), x), expected) < 1e-5
+
+
+@pytest.mark.one_case
+def test_summed_probabilities_leave_out_the_sinks():
+    """A head of a token sums to less than 1, by the part of its sink."""
+    layer, x = make_layer("sinks"), activations(2, SEQ, EMBED)
+    angles = layer.rotary(jnp.arange(SEQ))
+    arguments = layer.project_queries(x, angles), layer.project_features(x, angles), AttentionMask(causal=True)
+    with_sinks = layer.sum_probabilities(*arguments).sum(-1)
+    without = eqx.tree_at(lambda layer: layer.sinks, layer, jnp.full(2, -jnp.inf)).sum_probabilities(*arguments)
+    np.testing.assert_allclose(without.sum(-1), 2, atol=1e-5)
+    assert (with_sinks < 1.99).all() and (with_sinks > 0).all()
 
 
 @eqx.filter_jit
@@ -165,7 +183,7 @@ def prefill_and_decode(layer, x):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "fsdp_dims"),
-    [("small", ["embed"]), ("biased", ["embed", "latent"])],
+    [("small", ["embed"]), ("sinks", ["embed"]), ("biased", ["embed", "latent"])],
 )
 def test_latent_attention_on_a_mesh_equals_one_device(name, fsdp_dims):
     layout = Layout(parameters=dict.fromkeys(fsdp_dims, ("fsdp",)))

@@ -54,22 +54,36 @@ def select_naively(layer, x):
         scores = np.zeros(t + 1)
         for h, W_query in enumerate(np.asarray(indexer.query_up.weight).reshape(-1, 8, 10)):
             q = W_query @ latent[row, t]
+            q = np.roll(q, -4) if indexer.rotates_last else q
             a, b = q[:2], q[2:4]
             q = np.concatenate([a * cos[t] - b * sin[t], b * cos[t] + a * sin[t], q[4:]])
+            q = np.roll(q, 4) if indexer.rotates_last else q
             weight = np.asarray(indexer.head_weights.weight)[h] @ np.asarray(x[row, t])
             scores += weight * np.maximum(keys[row, : t + 1] @ q, 0) * (8 * 4) ** -0.5
         selected[row, t, np.argsort(-scores)[:TOP]] = True
     return selected
 
 
-def test_indexer_selects_the_keys_of_highest_scores():
-    layer, x = make_layer(), activations(2, SEQ, EMBED)
+@pytest.mark.parametrize("rotates_last", [False, True])
+def test_indexer_selects_the_keys_of_highest_scores(rotates_last):
+    layer, x = make_layer(rotates_last=rotates_last), activations(2, SEQ, EMBED)
     y, selected = forward(layer, x)
     causal = np.tril(np.ones((SEQ, SEQ), bool))
     assert np.array_equal(selected & causal, select_naively(layer, x) & causal)
     assert ((selected & causal).sum(-1) == np.minimum(np.arange(SEQ) + 1, TOP)).all()
     assert relative_error(y, forward_dense(layer, x)) > 0.1
-    assert not np.array_equal(forward(make_layer(interleaved=True), x)[1], selected)
+    for options in ({"interleaved": True}, {"rotates_last": not rotates_last}):
+        assert not np.array_equal(forward(make_layer(**options), x)[1], selected)
+
+
+def test_indexer_rotates_the_last_features_of_keys_as_the_first():
+    layer, other = make_layer(rotates_last=True).indexer, make_layer().indexer
+    roll = lambda x: jnp.roll(x, -4, axis=0)
+    parts = lambda indexer: (indexer.key.weight, indexer.key_norm.weight, indexer.key_norm.bias)
+    other = eqx.tree_at(parts, other, [roll(x) for x in parts(layer)])
+    x, angles = activations(2, SEQ, EMBED), Rotary(4)(jnp.arange(SEQ))
+    keys, wanted = (indexer.project_keys(x, angles) for indexer in (layer, other))
+    np.testing.assert_allclose(jnp.roll(keys, -4, axis=-1), wanted, atol=1e-6)
 
 
 def test_sparse_attention_is_dense_where_all_keys_are_selected():

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import equinox as eqx
 import jax
@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Key
 from zoo.ops.attention import ATTENTION, AttentionMask
 from zoo.ops.attention.reference import attention_probabilities
 from zoo.ops.rotary import Rotary, YarnScaling, apply_rotary, yarn_get_mscale
-from zoo.parallel import Dim, all_gather, implementation_option, reduce
+from zoo.parallel import Dim, all_gather, full_precision, implementation_option, reduce
 from zoo.shapes import HeadVectors, HiddenStates, Positions, ResidualStream
 
 from ..abstract import AbstractLinear, AbstractMixer, AbstractNorm
@@ -80,6 +80,7 @@ class LatentAttention(AbstractMixer):
     key_up: AbstractLinear
     value_up: AbstractLinear
     gate: AbstractLinear | None
+    sinks: Float[Array, "heads"] | None = full_precision()
     out: AbstractLinear
 
     head_dim: int = eqx.field(static=True)
@@ -104,7 +105,8 @@ class LatentAttention(AbstractMixer):
         value_dim: int | None = None,
         query_latent: int | None = None,
         bias: bool = False,
-        gate: bool = False,
+        gate: bool | Literal["channels"] = False,
+        sinks: bool = False,
         scale: float | int | None = None,
         query_scale: QueryScale | None = None,
         latent_scales: tuple[float, float] = (1.0, 1.0),
@@ -117,7 +119,9 @@ class LatentAttention(AbstractMixer):
         - `head_dim`: features per head without RoPE, in addition to the `rotary.dim` with it. `value_dim`: `head_dim`
           by default.
         - `bias`: of the projections from and to embed, except `query`.
-        - `gate`: multiply each head's output by sigmoid(W_gate x), a number per head (Qiu et al., arXiv:2505.06708).
+        - `gate`: multiply each head's output by sigmoid(W_gate x), a number per head, or one per channel for "channels"
+          (Qiu et al., arXiv:2505.06708).
+        - `sinks`: add attention sinks, initialized to 0, as in `zoo.layers.Attention`.
         - `scale`: of the scores, (head_dim + rotary.dim) ** -0.5 by default, times the square of `yarn_get_mscale` for
           a `YarnScaling` with `mscale_all_dim`.
         - `query_scale`: scale of queries by position.
@@ -158,7 +162,9 @@ class LatentAttention(AbstractMixer):
         self.gate = None
         if gate:
             gate_key = jax.random.fold_in(out_key, 1)
-            self.gate = Linear(embed, heads, in_=embed_dim, out=Dim("heads"), key=gate_key)
+            channels = value_dim if gate == "channels" else 1
+            self.gate = Linear(embed, heads * channels, in_=embed_dim, out=Dim("heads", channels), key=gate_key)
+        self.sinks = jnp.zeros(heads, jnp.float32) if sinks else None
         self.out = Linear(heads * value_dim, embed, in_=values, out=embed_dim, bias=bias, scale=out_scale, key=out_key)
         self.head_dim = head_dim
         self.rotary = rotary
@@ -196,7 +202,7 @@ class LatentAttention(AbstractMixer):
     def finish(self, mixed: HeadVectors, x: HiddenStates) -> ResidualStream:
         """Return the output projection of the heads, gated if there is a gate."""
         if self.gate is not None:
-            mixed = jax.nn.sigmoid(self.gate(x))[..., None] * mixed
+            mixed = jax.nn.sigmoid(self.gate(x)).reshape(*mixed.shape[:3], -1) * mixed
         return self.out(mixed.reshape(*mixed.shape[:2], -1))
 
     def attend_to_sequence(
@@ -207,7 +213,7 @@ class LatentAttention(AbstractMixer):
         selected: Bool[Array, "batch seq _"] | None = None,
     ) -> HeadVectors:
         """Attend within the sequence, expanded; with `selected`, to these keys only."""
-        options = {"scale": self.scale, "implementation": self.implementation, "selected": selected}
+        options = {**self._options(), "selected": selected}
         return causal_attention(query, features, info.segment_ids, expand=self._expand(), **options)
 
     def attend_to_cache(
@@ -254,7 +260,7 @@ class LatentAttention(AbstractMixer):
     def attend_expanded(self, query: HeadVectors, features: _LatentFeatures, mask: AttentionMask) -> HeadVectors:
         """Attend with keys and values of all heads, expanded from the latents."""
         key, value = self._expand()(features)
-        return cached_attention(query, key, value, mask, scale=self.scale, implementation=self.implementation)
+        return cached_attention(query, key, value, mask, **self._options())
 
     def sum_probabilities(
         self, query: HeadVectors, features: _LatentFeatures, mask: AttentionMask
@@ -262,8 +268,11 @@ class LatentAttention(AbstractMixer):
         """Return the probabilities of attention within the sequence, summed over all heads, as a constant. Where the
         sequence is sharded, `mask` covers the keys of the whole row."""
         key, _ = self._expand()(all_gather(features, "seq", axis=1))
-        query, key = lax.stop_gradient((query, key))
-        return reduce(attention_probabilities(query, key, mask, scale=self.scale).sum(1), over="heads")
+        query, key, sinks = lax.stop_gradient((query, key, self.sinks))
+        return reduce(attention_probabilities(query, key, mask, scale=self.scale, sinks=sinks).sum(1), over="heads")
+
+    def _options(self) -> dict[str, Any]:
+        return {"scale": self.scale, "sinks": self.sinks, "implementation": self.implementation}
 
     def _expand(self) -> Callable[[_LatentFeatures], tuple[HeadVectors, HeadVectors]]:
         """Return the map from latents to the keys and values of all heads, as a pytree of its parameters."""
@@ -277,7 +286,7 @@ class LatentAttention(AbstractMixer):
         unrotated, rotated = jnp.split(query, [self.head_dim], axis=-1)
         query = jnp.concatenate([self.key_up.per_head_transposed(unrotated), rotated], axis=-1)
         key = features[:, :, None]
-        mixed = cached_attention(query, key, key, mask, scale=self.scale, implementation=self.implementation)
+        mixed = cached_attention(query, key, key, mask, **self._options())
         return self.value_up.per_head(mixed[..., : self.latent.out_size])
 
     def init_state(self, batch: int, length: int, dtype: Any = jnp.float32) -> LatentCache:

@@ -50,8 +50,8 @@ class LightningIndexer(Module):
 
         q_h = rotate(W_query_up,h c),    k = rotate(norm(W_key x)),    w = W_weights x
 
-    of the keys that it may attend to; c is the latent of queries. RoPE turns the first features of a head, in pairs of
-    halves or, if `interleaved`, of neighbors.
+    of the keys that it may attend to; c is the latent of queries. RoPE turns the first features of a head, or
+    with `rotates_last` the last, in pairs of halves or, if `interleaved`, of neighbors.
 
     A selection has no gradient, and so neither have the parameters here, nor x and c through them: as in transformers.
     An indexer is trained by a loss of its own (`zoo.models.indexer_loss`). Transformers neither rotates queries and
@@ -70,6 +70,7 @@ class LightningIndexer(Module):
     top: int = eqx.field(static=True)
     """Keys that a query attends to at most."""
     interleaved: bool = eqx.field(static=True)
+    rotates_last: bool = eqx.field(static=True)
 
     def __init__(
         self,
@@ -80,12 +81,14 @@ class LightningIndexer(Module):
         head_dim: int,
         top: int,
         interleaved: bool = False,
+        rotates_last: bool = False,
         epsilon: float = 1e-6,
         key: Key[Array, ""],
     ):
         """- `query_latent`: size of the latent of queries.
         - `top`: keys that a query selects.
-        - `interleaved`: rotate pairs of neighbors.
+        - `interleaved`: rotate pairs of neighbors. `rotates_last`: rotate the last features of a head.
+        - `epsilon`: of the norm of keys.
 
         **Raises** `ValueError` for a size below 1.
         """
@@ -101,11 +104,12 @@ class LightningIndexer(Module):
         self.head_dim = head_dim
         self.top = top
         self.interleaved = interleaved
+        self.rotates_last = rotates_last
 
     def project_keys(self, x: HiddenStates, cos_sin: _Angles) -> Float[Array, "batch seq features"]:
         """Return the key of each token, as cached."""
         keys = self.key_norm(self.key(x))
-        return apply_rotary(keys[:, :, None], *cos_sin, interleaved=self.interleaved)[:, :, 0]
+        return self._rotate(keys[:, :, None], cos_sin)[:, :, 0]
 
     def score(
         self,
@@ -117,10 +121,15 @@ class LightningIndexer(Module):
         """Return the scores I of queries and keys, from the latents of the queries."""
         query = self.query_up(latent)
         query = query.reshape(*query.shape[:2], -1, self.head_dim)
-        query = apply_rotary(query, *cos_sin, interleaved=self.interleaved)
+        query = self._rotate(query, cos_sin)
         weights = self.head_weights(x.astype(jnp.float32))
         heads = weights.shape[-1] * num_shards(weights, "heads")
         return reduce(score_keys(query, keys, weights * heads**-0.5, scale=self.head_dim**-0.5), over="heads")
+
+    def _rotate(self, x: HeadVectors, cos_sin: _Angles) -> HeadVectors:
+        before = self.head_dim - 2 * cos_sin[0].shape[-1] if self.rotates_last else 0
+        rest, turned = jnp.split(x, [before], axis=-1)
+        return jnp.concatenate([rest, apply_rotary(turned, *cos_sin, interleaved=self.interleaved)], axis=-1)
 
     def select(self, scores: Float[Array, "batch query_seq key_seq"], mask: Bool[Array, "#batch _ _"]) -> _Selected:
         """Return True at the `top` highest scores of each query: see `zoo.ops.attention.indexer.select_highest`."""
