@@ -20,6 +20,7 @@ from zoo.models.hyper_connections import (
     HyperConnectionBlock,
     HyperConnectionInputs,
     HyperConnectionNorm,
+    IndependentHyperConnection,
 )
 from zoo.parallel import SEQUENCE
 from zoo.tools.plan.inlining import Scan
@@ -166,3 +167,35 @@ def test_no_streams_and_no_iterations_are_refused():
         HyperConnectionNorm(EMBED, 0, lambda: RMSNorm(EMBED), key=KEY)
     with pytest.raises(ValueError, match="normalized once or more, not iterations=0"):
         HyperConnection(EMBED, 2, iterations=0, key=KEY)
+    with pytest.raises(ValueError, match="one residual stream or more, not streams=0"):
+        IndependentHyperConnection(EMBED, 0, key=KEY)
+
+
+OPTIONS = {"magnitude": 1.5, "epsilon": 0.1, "norm_epsilon": 0.2}
+
+
+def test_independent_streams_are_read_and_written_by_their_formula():
+    connection = randomize(lambda key: IndependentHyperConnection(EMBED, STREAMS, **OPTIONS, key=key))
+    x, output = activations(2, 3, STREAMS * EMBED), activations(2, 3, EMBED, seed=2)
+    read, post = connection.read(x)
+    written = connection.write(x, output, post)
+    W, scale, base = (np.asarray(a) for a in (connection.projection.weight, connection.scale, connection.base))
+    sigmoid = lambda x: 1 / (1 + np.exp(-x))
+    for row, t in np.ndindex(2, 3):
+        flat = np.asarray(x[row, t], np.float64)
+        logits = W @ (flat / np.sqrt((flat**2).mean() + 0.2))
+        pre = sigmoid(scale[0] * logits[:STREAMS] + base[:STREAMS]) + 0.1
+        after = 1.5 * sigmoid(scale[1] * logits[STREAMS:] + base[STREAMS:]) + 0.1
+        streams = flat.reshape(STREAMS, EMBED)
+        np.testing.assert_allclose(read[row, t], pre @ streams, atol=1e-5)
+        wanted = streams + after[:, None] * np.asarray(output[row, t])
+        np.testing.assert_allclose(written[row, t], wanted.reshape(-1), atol=1e-5)
+
+
+def test_independent_streams_begin_as_their_mean():
+    """Up to `epsilon` and the small part that depends on the token; at magnitude 2 each stream gets the output."""
+    connection = IndependentHyperConnection(EMBED, STREAMS, key=KEY)
+    read, post = connection.read(jnp.tile(activations(2, 3, EMBED), STREAMS))
+    np.testing.assert_allclose(read, activations(2, 3, EMBED), atol=0.1)
+    np.testing.assert_allclose(post, 1, atol=0.05)
+    assert zoo.cast(connection, jnp.bfloat16).projection.weight.dtype == jnp.float32

@@ -115,6 +115,64 @@ class HyperConnection(AbstractStreamConnection):
         return write_streams(split_streams(x, self.streams), output, weights).reshape(x.shape)
 
 
+class IndependentHyperConnection(Module):
+    """The weights of one sublayer on n streams X that do not mix (iHC of Hy4, Tencent, 2026):
+
+        pre = sigmoid(scale_0 W norm(X) + base) + epsilon
+        post = magnitude sigmoid(scale_1 W norm(X) + base) + epsilon
+        X_j = X_j + post_j layer(Σ_i pre_i X_i)
+
+    In float32, with the norm of `HyperConnection`.
+    """
+
+    projection: AbstractLinear = full_precision()
+    scale: Float[Array, "2"] = full_precision()
+    """Factors of the logits of `pre` and `post`."""
+    base: Float[Array, "out"] = full_precision()
+
+    streams: int = eqx.field(static=True)
+    magnitude: float = eqx.field(static=True)
+    epsilon: float = eqx.field(static=True)
+    norm_epsilon: float = eqx.field(static=True)
+
+    def __init__(
+        self,
+        embed: int,
+        streams: int,
+        *,
+        magnitude: float = 2.0,
+        epsilon: float = _EPSILON,
+        norm_epsilon: float = _EPSILON,
+        key: Key[Array, ""],
+    ):
+        """Initialize `scale` with 0.01, and `base` to begin with the mean of the streams and `post` of magnitude / 2.
+
+        **Raises** `ValueError` unless there is a stream.
+        """
+        _check_streams(streams)
+        self.projection = Linear(streams * embed, 2 * streams, in_=Dim("embed"), key=key)
+        self.scale = jnp.full(2, _FIRST_SCALE, jnp.float32)
+        self.base = jnp.zeros(2 * streams, jnp.float32).at[:streams].set(-jnp.log(max(streams - 1.0, 1.0)))
+        self.streams = streams
+        self.magnitude = magnitude
+        self.epsilon = epsilon
+        self.norm_epsilon = norm_epsilon
+
+    def read(self, x: SideBySide) -> tuple[Float[Array, "*rows embed"], Float[Array, "*rows streams"]]:
+        """Return the input of the sublayer, and the weights `post` that `write` takes."""
+        logits = self.projection(rms_norm(x.astype(jnp.float32), epsilon=self.norm_epsilon))
+        weights = jax.nn.sigmoid(jnp.repeat(self.scale, self.streams) * logits + self.base)
+        pre, post = jnp.split(weights, 2, axis=-1)
+        return read_streams(_split_streams(x, self.streams), pre + self.epsilon), self.magnitude * post + self.epsilon
+
+    def write(
+        self, x: SideBySide, output: Float[Array, "*rows embed"], post: Float[Array, "*rows streams"]
+    ) -> SideBySide:
+        """Return the streams after a sublayer with this output."""
+        added = post[..., None] * output[..., None, :].astype(jnp.float32)
+        return (x.astype(jnp.float32) + added.reshape(x.shape)).astype(x.dtype)
+
+
 class HyperConnectionBlock(AbstractMixerBlock):
     """A pre-norm layer of any mixer and any feed-forward layer, each on streams X of the residual (mHC, Xie et al.,
     arXiv:2512.24880, equation 3):
