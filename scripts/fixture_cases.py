@@ -692,6 +692,12 @@ CASES = {
         | {"q_lora_rank": 8, "mlp_layer_types": ["dense", "sparse"]},
         hub={"scoring_func": "sigmoid", "topk_method": "noaux_tc", **PUBLISHED},
     ),
+    "hy_v4": Case(
+        "hy_v4", "two streams, a dense layer, then experts with a clamped SwiGLU, two indexers for four layers, untied",
+        {key: value for key, value in LATENT.items() if key not in ("num_key_value_heads", "first_k_dense_replace")}
+        | INDEXER | {"num_hidden_layers": 4, "hc_mult": 2, "hc_magnitude": 1.5, "swiglu_limit": 0.5, "hc_eps": 1e-3}
+        | {"mlp_layer_types": ["dense", "sparse", "sparse", "sparse"], "n_group": 1},
+    ),
     "longcat_flash": Case(
         "longcat_flash", "two latent attentions a layer, three of four experts and three identities, untied",
         {key: LATENT[key] for key in ("vocab_size", "hidden_size", "num_attention_heads", "n_routed_experts")}

@@ -46,16 +46,19 @@ def build_latent_decoder(
     *,
     mixers: Sequence[hf.MixerFactory],
     mlp_bias: bool = False,
+    expert: hf.FeedForwardFactory | None = None,
     key: Key[Array, ""],
     **options: Any,
 ) -> hf.Decoder:
     """Build a decoder with latent attention, by one factory for each layer: dense layers first, then mixtures of
-    experts with this router. `options` are passed to `build_decoder`."""
+    experts with this router, of gated MLPs unless a factory of an `expert` is given. `options` are passed to
+    `build_decoder`."""
     norm = hf.make_rms_norm_factory(config)
     dense = hf.make_gated_mlp_factory(config, bias=mlp_bias)
     width = config["moe_intermediate_size"]
     shared = hf.make_gated_mlp_factory(config, width=config["n_shared_experts"] * width, bias=mlp_bias)
-    sparse = partial(hf.make_mixture_factory(config, router, config["n_routed_experts"], width=width), shared=shared)
+    mixture = hf.make_mixture_factory(config, router, config["n_routed_experts"], width=width, expert=expert)
+    sparse = partial(mixture, shared=shared)
     kinds = zip(mixers, dots1.mark_dots1_moe_layers(config), strict=True)
     layers = [(mixer, sparse if is_sparse else dense) for mixer, is_sparse in kinds]
     return hf.build_config_decoder(config, layers, norm, key=key, **options)

@@ -43,11 +43,15 @@ def make_indexer_factory(config: hf.Config, *, interleaved: bool) -> Callable[..
 _INDEXER_NAMES: hf.NameMap = {"wq_b": "query_up", "wk": "key", "k_norm": "key_norm", "weights_proj": "head_weights"}
 
 
+def map_sparse_attention(latent: hf.NameMap) -> hf.NameMap:
+    """Return the name map of a layer's attention, from the names of its latent attention."""
+    attention = {**hf.prefixed("", "attention", latent), **hf.prefixed("indexer", "indexer", _INDEXER_NAMES)}
+    return hf.prefixed("self_attn", "sparse_latent_attention", attention)
+
+
 def map_sparse_names(config: hf.Config, experts: hf.NameMap = deepseek_v2.FILE_EXPERT_NAMES) -> hf.NameMap:
     """Return the name map of files, or with other names of experts."""
-    latent = hf.prefixed("", "attention", deepseek_v2.map_latent_names(config))
-    attention = {**latent, **hf.prefixed("indexer", "indexer", _INDEXER_NAMES)}
-    return deepseek_v2.map_latent_layers(experts, hf.prefixed("self_attn", "sparse_latent_attention", attention))
+    return deepseek_v2.map_latent_layers(experts, map_sparse_attention(deepseek_v2.map_latent_names(config)))
 
 
 def map_sparse_memory_names(config: hf.Config) -> hf.NameMap:

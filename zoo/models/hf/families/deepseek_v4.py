@@ -96,18 +96,17 @@ def _make_mixtures(config: hf.Config) -> dict[str, hf.FeedForwardFactory]:
         "hash_moe": partial(HashRouter, vocab=config["vocab_size"], **options),
         "moe": partial(BiasedRouter, **options),
     }
-    expert = partial(
-        ClampedGatedMLP,
-        config["hidden_size"],
-        config["moe_intermediate_size"],
-        alpha=1.0,
-        offset=0.0,
-        limit=config["swiglu_limit"],
-        bias=False,
-        out_scale=hf.compute_out_scale(config),
-    )
+    expert = make_clamped_mlp_factory(config)
     make = partial(hf.make_mixture_factory, config, experts=config["n_routed_experts"], expert=expert, shared=expert)
     return {kind: make(router) for kind, router in routers.items()}
+
+
+def make_clamped_mlp_factory(config: hf.Config) -> Callable[..., ClampedGatedMLP]:
+    """Return a factory of experts with a SwiGLU that is clamped to `swiglu_limit`."""
+    options = {"limit": config["swiglu_limit"], "bias": False, "out_scale": hf.compute_out_scale(config)}
+    return partial(
+        ClampedGatedMLP, config["hidden_size"], config["moe_intermediate_size"], alpha=1.0, offset=0.0, **options
+    )
 
 
 def _read_attention_types(config: hf.Config) -> list[str]:
@@ -147,7 +146,7 @@ def _read_mixture_types(config: hf.Config) -> list[str]:
     return list(types)
 
 
-_CONNECTION_NAMES = {"fn": "projection.weight", "base": "base", "scale": "scale"}
+CONNECTION_NAMES = {"fn": "projection.weight", "base": "base", "scale": "scale"}
 
 
 def _map_names(head: str, attention: hf.NameMap, mixture: hf.NameMap, others: hf.NameMap) -> hf.NameMap:
@@ -160,7 +159,7 @@ def _map_names(head: str, attention: hf.NameMap, mixture: hf.NameMap, others: hf
     shell = {
         "model.embed_tokens": "embedding",
         "model.norm": "norm.norm",
-        **hf.prefixed("", "norm", {f"model.hc_head.hc_{name}": ours for name, ours in _CONNECTION_NAMES.items()}),
+        **hf.prefixed("", "norm", {f"model.hc_head.hc_{name}": ours for name, ours in CONNECTION_NAMES.items()}),
         head: "head",
     }
     return {**shell, **hf.prefixed("model.layers.*", "layers.*", block)}
@@ -192,7 +191,7 @@ def _map_deepseek_v4_names(config: hf.Config) -> hf.NameMap:
     }
     others = {"attn_norm": "mixer_norm", "ffn_norm": "ffn_norm"}
     for theirs, ours in (("attn", "mixer"), ("ffn", "ffn")):
-        others |= {f"hc_{theirs}_{name}": f"{ours}_connection.{field}" for name, field in _CONNECTION_NAMES.items()}
+        others |= {f"hc_{theirs}_{name}": f"{ours}_connection.{field}" for name, field in CONNECTION_NAMES.items()}
     return _map_names("head", hf.prefixed("attn", "", attention), hf.prefixed("ffn", "", mixture), others)
 
 
@@ -221,8 +220,8 @@ def _map_deepseek_v4_memory_names(config: hf.Config) -> hf.NameMap:
     }
     others = {
         **hf.prefixed("", "", llama.PRE_NORM_NAMES),
-        **hf.prefixed("attn_hc", "mixer_connection", _CONNECTION_NAMES),
-        **hf.prefixed("ffn_hc", "ffn_connection", _CONNECTION_NAMES),
+        **hf.prefixed("attn_hc", "mixer_connection", CONNECTION_NAMES),
+        **hf.prefixed("ffn_hc", "ffn_connection", CONNECTION_NAMES),
     }
     return _map_names("lm_head", hf.prefixed("self_attn", "", attention), hf.prefixed("mlp", "", mixture), others)
 

@@ -15,7 +15,7 @@ _PATTERN = hf.ValueKind("a word of the letters F and S", lambda value: hf.WORD.f
 
 
 def _build_glm_moe_dsa(config: hf.Config, *, key: Key[Array, ""]) -> hf.Decoder:
-    types = _read_indexer_types(config)
+    types = read_indexer_types(config)
     indexer = deepseek_v32.make_indexer_factory(config, interleaved=True)
     indexers = {"full": indexer, "shared": None}
     factories = {kind: deepseek_v32.make_sparse_attention_factory(config, indexers[kind]) for kind in set(types)}
@@ -25,7 +25,7 @@ def _build_glm_moe_dsa(config: hf.Config, *, key: Key[Array, ""]) -> hf.Decoder:
     return deepseek_v2.build_latent_decoder(config, router, mixers=mixers, block=block, key=key)
 
 
-def _read_indexer_types(config: hf.Config) -> list[str]:
+def read_indexer_types(config: hf.Config) -> list[str]:
     """Return "full" for each layer with an indexer, and "shared" for the others: as `indexer_types` says, or
     `index_topk_pattern`, or `index_topk_freq` and `index_skip_topk_offset`.
 

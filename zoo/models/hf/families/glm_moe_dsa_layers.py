@@ -11,6 +11,7 @@ from zoo.layers.abstract import run_feed_forward
 from zoo.models.decoder import AbstractBlock, Hidden
 from zoo.parallel import named_by_class
 from zoo.parallel.tokens import run_on_all_tokens
+from zoo.shapes import ResidualStream
 
 
 class SelectionHidden(Hidden):
@@ -18,6 +19,27 @@ class SelectionHidden(Hidden):
 
     selected: Bool[Array, "batch query_seq key_seq"] | None = None
     """Keys that each query attends to, of the sequence or of a KV cache; None if these are all."""
+
+
+def mix_selected(
+    mixer: SparseLatentAttention, x: ResidualStream, hidden: Hidden, info: TokenInfo, state: Any
+) -> tuple[ResidualStream, SelectionHidden, Any]:
+    """Attend to the keys that the layer itself selects, or else the layer before it: return the output, the hidden
+    states with the selection, and the updated state.
+
+    **Raises** `ValueError` for a layer without an indexer after one that has selected no keys: the first layer of a
+    model or of a stage of a pipeline, or a layer on its own.
+    """
+    before = hidden.selected if isinstance(hidden, SelectionHidden) else None
+    if mixer.indexer is None and not isinstance(hidden, SelectionHidden):
+        raise ValueError(
+            "this layer has no indexer, and no layer before it has selected keys: run the layers in their model, on a "
+            "mesh with pipe=1, and let the first have an indexer"
+        )
+    mix = lambda x: mixer.mix(x, info, state, before)
+    mixed, (state, selected) = run_on_all_tokens(mix, x)
+    hidden = SelectionHidden(hidden.x, hidden.routing, hidden.decisions, selected)
+    return checkpoint_name(mixed, "mixer_output"), hidden, state
 
 
 class SelectionBlock(AbstractBlock):
@@ -36,18 +58,8 @@ class SelectionBlock(AbstractBlock):
         return self.mixer.init_state(batch, length, dtype)
 
     def __call__(self, hidden: Hidden, info: TokenInfo, state: Any = None) -> tuple[Hidden, Any]:
-        """**Raises** `ValueError` for a layer without an indexer after one that has selected no keys: the first layer
-        of a model or of a stage of a pipeline, or a layer on its own."""
-        before = hidden.selected if isinstance(hidden, SelectionHidden) else None
-        if self.mixer.indexer is None and not isinstance(hidden, SelectionHidden):
-            raise ValueError(
-                "this layer has no indexer, and no layer before it has selected keys: run the layers in their model, "
-                "on a mesh with pipe=1, and let the first have an indexer"
-            )
-        mix = lambda x: self.mixer.mix(x, info, state, before)
-        mixed, (state, selected) = run_on_all_tokens(mix, self.mixer_norm(hidden.x))
-        mixed = checkpoint_name(mixed, "mixer_output")
-        hidden = SelectionHidden(hidden.x, hidden.routing, hidden.decisions, selected)
+        """**Raises** `ValueError` as `mix_selected` does."""
+        mixed, hidden, state = mix_selected(self.mixer, self.mixer_norm(hidden.x), hidden, info, state)
         hidden = hidden.add_residual(self.dropout(mixed, info, site=0))
         fed, routing = run_feed_forward(self.ffn, self.ffn_norm(hidden.x))
         fed = checkpoint_name(fed, "ffn_output")

@@ -29,19 +29,17 @@ def _build_longcat_flash(config: hf.Config, *, key: Key[Array, ""]) -> hf.Decode
         identities=config["zero_expert_num"] or 0,
     )
 
-    def make_block(key: Key[Array, ""]) -> ShortcutBlock:
-        *keys, mixture_key = jax.random.split(key, 5)
-        halves = [
-            {"mixer_norm": norm(), "mixer": attention(key=mixer_key), "ffn_norm": norm(), "ffn": ffn(key=ffn_key)}
-            for mixer_key, ffn_key in zip(keys[::2], keys[1::2], strict=True)
-        ]
-        second = hf.Block(**halves[1], dropout=Dropout(0.0))
-        return ShortcutBlock(**halves[0], mixture=mixture(key=mixture_key), second=second, dropout=Dropout(0.0))
+    def make_second(key: Key[Array, ""]) -> hf.Block:
+        mixer_key, ffn_key = jax.random.split(key)
+        parts = {"mixer": attention(key=mixer_key), "ffn": ffn(key=ffn_key), "dropout": Dropout(0.0)}
+        return hf.Block(mixer_norm=norm(), ffn_norm=norm(), **parts)
 
-    return hf.build_config_decoder(config, [make_block] * config["num_hidden_layers"], norm, key=key)
+    layers = [(attention, ffn)] * config["num_hidden_layers"]
+    parts = {"mixture": mixture, "second": make_second}
+    return hf.build_config_decoder(config, layers, norm, block=ShortcutBlock, parts=parts, key=key)
 
 
-def _map_longcat_flash_layers(config: hf.Config, experts: hf.NameMap) -> hf.NameMap:
+def _map_longcat_flash_names(config: hf.Config, experts: hf.NameMap) -> hf.NameMap:
     attention = hf.prefixed("", "latent_attention", deepseek_v2.map_latent_names(config))
     mlp = hf.prefixed("", "gated_mlp", llama.GATED_MLP_NAMES)
     mixture = {
@@ -55,14 +53,6 @@ def _map_longcat_flash_layers(config: hf.Config, experts: hf.NameMap) -> hf.Name
         block |= hf.prefixed(f"mlps.{number}", half, mlp)
         block |= hf.prefixed("", half, {f"{norm}.{number}": ours for norm, ours in llama.PRE_NORM_NAMES.items()})
     return llama.map_llama_layers(block, {}, {})
-
-
-def _map_longcat_flash_names(config: hf.Config) -> hf.NameMap:
-    return _map_longcat_flash_layers(config, deepseek_v2.FILE_EXPERT_NAMES)
-
-
-def _map_longcat_flash_memory_names(config: hf.Config) -> hf.NameMap:
-    return _map_longcat_flash_layers(config, deepseek_v2.MEMORY_EXPERT_NAMES)
 
 
 _EXPERT_NUMBER = re.compile(r"\.mlp\.experts\.(\d+)\.(?:gate|up)_proj\.")
@@ -79,7 +69,7 @@ LONGCAT_FLASH = hf.Family(
     name="longcat_flash",
     architecture="LongcatFlashForCausalLM",
     build=_build_longcat_flash,
-    names=_map_longcat_flash_names,
+    names=partial(_map_longcat_flash_names, experts=deepseek_v2.FILE_EXPERT_NAMES),
     defaults={
         **hf.omit(llama.DEFAULTS, "mlp_bias"),
         "vocab_size": 131072,
@@ -119,5 +109,5 @@ LONGCAT_FLASH = hf.Family(
     ignored_tensors=llama.LLAMA.ignored_tensors,
     other_modules=(r"(^|\.)mtp\.",),
     find_ignored_tensors=_find_unused_tensors,
-    memory_names=_map_longcat_flash_memory_names,
+    memory_names=partial(_map_longcat_flash_names, experts=deepseek_v2.MEMORY_EXPERT_NAMES),
 )
