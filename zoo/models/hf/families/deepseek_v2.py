@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxtyping import Array, Key
 
-from zoo.layers import SoftmaxRouter
+from zoo.layers import AbstractFeedForward, SoftmaxRouter
 from zoo.layers.moe.router import AbstractRouter
 from zoo.models.hf import grammar as hf
 
@@ -46,7 +46,7 @@ def build_latent_decoder(
     *,
     mixers: Sequence[hf.MixerFactory],
     mlp_bias: bool = False,
-    expert: hf.FeedForwardFactory | None = None,
+    expert: Callable[..., AbstractFeedForward] | None = None,
     key: Key[Array, ""],
     **options: Any,
 ) -> hf.Decoder:
