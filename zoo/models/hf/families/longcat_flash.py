@@ -26,7 +26,7 @@ def _build_longcat_flash(config: hf.Config, *, key: Key[Array, ""]) -> hf.Decode
         partial(BiasedRouter, score="softmax", renormalize=False, scale=config["routed_scaling_factor"]),
         config["n_routed_experts"],
         width=config["moe_intermediate_size"],
-        identities=config["zero_expert_num"] or 0,
+        identities=config["zero_expert_num"],
     )
 
     def make_second(key: Key[Array, ""]) -> hf.Block:
@@ -88,7 +88,7 @@ LONGCAT_FLASH = hf.Family(
         "v_head_dim": 128,
         "num_experts_per_tok": 12,
         "n_routed_experts": 512,
-        "zero_expert_num": hf.optional_non_negative(256),
+        "zero_expert_num": hf.non_negative(256),
         "routed_scaling_factor": hf.Default(6.0, hf.POSITIVE_NUMBER),
     },
     aliases={
