@@ -126,8 +126,8 @@ class NGramEmbedding(Module):
         self, tokens: Tokens, context: RecurrenceContext, state: ConvState | None = None
     ) -> tuple[Float[Array, "batch seq _"], ConvState | None]:
         """Return the embeddings, and the updated state unless `state` is None."""
-        distance = (tokens - self.boundary).astype(jnp.float32)[..., None]  # 0 is a boundary, as padding is
-        inputs = extend_inputs(context.mask_padding(distance), self.order - 1, context, state)
+        distance = (tokens - self.boundary).astype(jnp.float32)[..., None]  # 0 is a boundary, as what precedes a text
+        inputs = extend_inputs(distance, self.order - 1, context, state)
         segment_ids = extend_segment_ids(self.order - 1, context)
         grams = [distance]
         for lag in range(1, self.order):
@@ -229,8 +229,7 @@ class NGramMemory(AbstractMixer):
         gate = products / math.sqrt(query.shape[-1])
         gate = jax.nn.sigmoid(jnp.sqrt(jnp.maximum(jnp.abs(gate), _LEAST_GATE)) * jnp.sign(gate))
         gated = (gate.astype(x.dtype) * self.value(embedded)[:, :, None]).reshape(x.shape)
-        convolved = context.mask_padding(self.conv_norm(gated))
-        mixed, conv_state = self.convolution(convolved, context, None if state is None else state[1])
+        mixed, conv_state = self.convolution(self.conv_norm(gated), context, None if state is None else state[1])
         y = gated + jax.nn.silu(mixed)
         if token_state is None or conv_state is None:
             return y, None

@@ -115,7 +115,7 @@ class HyperConnection(AbstractStreamConnection):
         return write_streams(split_streams(x, self.streams), output, weights).reshape(x.shape)
 
 
-class IndependentHyperConnection(Module):
+class IndependentHyperConnection(AbstractStreamConnection):
     """The weights of one sublayer on n streams X that do not mix (iHC of Hy4, Tencent, 2026):
 
         pre = sigmoid(scale_0 W norm(X) + base) + epsilon
@@ -149,7 +149,7 @@ class IndependentHyperConnection(Module):
 
         **Raises** `ValueError` unless there is a stream.
         """
-        _check_streams(streams)
+        check_streams(streams)
         self.projection = Linear(streams * embed, 2 * streams, in_=Dim("embed"), key=key)
         self.scale = jnp.full(2, _FIRST_SCALE, jnp.float32)
         self.base = jnp.zeros(2 * streams, jnp.float32).at[:streams].set(-jnp.log(max(streams - 1.0, 1.0)))
@@ -159,16 +159,14 @@ class IndependentHyperConnection(Module):
         self.norm_epsilon = norm_epsilon
 
     def read(self, x: SideBySide) -> tuple[Float[Array, "*rows embed"], Float[Array, "*rows streams"]]:
-        """Return the input of the sublayer, and the weights `post` that `write` takes."""
         logits = self.projection(rms_norm(x.astype(jnp.float32), epsilon=self.norm_epsilon))
         weights = jax.nn.sigmoid(jnp.repeat(self.scale, self.streams) * logits + self.base)
         pre, post = jnp.split(weights, 2, axis=-1)
-        return read_streams(_split_streams(x, self.streams), pre + self.epsilon), self.magnitude * post + self.epsilon
+        return read_streams(split_streams(x, self.streams), pre + self.epsilon), self.magnitude * post + self.epsilon
 
     def write(
         self, x: SideBySide, output: Float[Array, "*rows embed"], post: Float[Array, "*rows streams"]
     ) -> SideBySide:
-        """Return the streams after a sublayer with this output."""
         added = post[..., None] * output[..., None, :].astype(jnp.float32)
         return (x.astype(jnp.float32) + added.reshape(x.shape)).astype(x.dtype)
 

@@ -50,6 +50,8 @@ class TensorMapping:
     """Parts are the rows of a matrix."""
     columns: bool = False
     """Columns of the parts are concatenated, instead of rows."""
+    merged: bool = False
+    """Rows of all stacked parts are stored as the rows of one matrix."""
     in_dims: tuple[int, ...] = ()
     """Dims in which the columns of a matrix are stored, if it is a convolution with a stride equal to its kernel:
     channels, rows and columns of a patch."""
@@ -59,6 +61,8 @@ class TensorMapping:
     def shape(self, parts: Sequence[Shape], num_stacked_dims: int) -> Shape:
         """Return the shape of the checkpoint tensor, from the shapes of our parts. The first `num_stacked_dims` dims
         are stacked layers or experts."""
+        if self.merged:
+            return (math.prod(parts[0][: num_stacked_dims + 1]), *parts[0][num_stacked_dims + 1 :])
         if self.flat:
             return (*parts[0][:num_stacked_dims], math.prod(parts[0][num_stacked_dims:]))
         if self.stacked:
@@ -88,6 +92,8 @@ class TensorMapping:
         """Return a writable view of the checkpoint tensor for each of our parts, with the part's values in its order.
         With several parts, and with `per_head`, views have the shape [..., groups, rows of a group, ...]; with `runs`
         [..., groups, runs, rows, ...]."""
+        if self.merged:
+            return [tensor.reshape(parts[0])]
         # the ellipsis: a scalar is a view, too
         leading = (0,) * self.leading_ones
         trailing = (0,) * self.trailing_ones

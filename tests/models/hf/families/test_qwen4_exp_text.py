@@ -15,6 +15,7 @@ from zoo.models.gated_connections import NGramBlock
 from zoo.models.hf.config import read_config
 from zoo.models.hf.families.qwen4_exp_text import QWEN4_EXP_TEXT
 from zoo.models.hf.shapes import build_shapes
+from zoo.weights.to_torch import list_state
 
 CASE = Path("tests/fixtures/models/qwen4_exp_text")
 SIZES = {"indexer_n_heads": 4, "indexer_head_dim": 64, "indexer_budget": 64, "indexer_compress_ratio": 16}
@@ -64,6 +65,17 @@ def test_hashes_are_those_of_the_file():
         assert block.memory.embedding.multipliers == tuple(tensors[f"{prefix}.layer_multipliers"].tolist())
         assert sizes == tensors[f"{prefix}.ngram_heads_vocab_sizes"].tolist()
         assert np.cumsum([0, *sizes[:-1]]).tolist() == tensors[f"{prefix}.ngram_heads_offsets"].tolist()
+
+
+def test_a_module_has_one_table():
+    """Files cut the table of a layer into parts, and transformers' module has it whole."""
+    tensors = load_file(CASE / "model.safetensors")
+    state = list_state(zoo.load(CASE), None, "module").tensors
+    prefix = "model.layers.0.ple.ple_embedding.ngram_embedding"
+    parts = [tensors[f"{prefix}.shard_{number}.weight"] for number in range(2)]
+    assert not any("shard" in name for name in state)
+    np.testing.assert_array_equal(state[f"{prefix}.weight"].read(), np.concatenate(parts))
+    assert state["model.layers.0.mlp.experts.gate_up_proj"].shape == (4, 24, 16)
 
 
 def test_the_gate_of_the_delta_rule(tmp_path):

@@ -118,8 +118,9 @@ _CONNECTION_NAMES: hf.NameMap = {
     "input_mix_weight_up": "up",
     "block_inject_weight": "inject",
 }
+_FILE_TABLES: hf.NameMap = {"ple_embedding.ngram_embedding.shard_*": "embedding.tables.*"}
+_MODULE_TABLES: hf.NameMap = {"ple_embedding.ngram_embedding": hf.TensorMapping(("embedding.tables.*",), merged=True)}
 _MEMORY_NAMES: hf.NameMap = {
-    "ple_embedding.ngram_embedding.shard_*": "embedding.tables.*",
     "key_proj": "key",
     "value_proj": "value",
     "norm_query": "query_norm",
@@ -134,8 +135,8 @@ _INDEXER_NAMES: hf.NameMap = {
 }
 
 
-def _map_qwen4_exp_layers(config: hf.Config, mixture: hf.NameMap) -> hf.NameMap:
-    """Return the name map of a model, from the names of its mixtures of experts."""
+def _map_qwen4_exp_layers(config: hf.Config, mixture: hf.NameMap, tables: hf.NameMap) -> hf.NameMap:
+    """Return the name map of a model, from the names of its mixtures of experts and of its tables of n-grams."""
     delta = {**qwen3_5_text.DELTA_INPUT_NAMES, **qwen3_5_text.DELTA_NAMES, "norm": "readout.norm"}
     attention = {
         **hf.prefixed("", "attention", qwen3_5_text.name_gated_attention(config)),
@@ -147,7 +148,7 @@ def _map_qwen4_exp_layers(config: hf.Config, mixture: hf.NameMap) -> hf.NameMap:
         **hf.prefixed("mlp", "mixture_of_experts", mixture),
         **hf.prefixed("attn_hyper_connection", "mixer_connection", _CONNECTION_NAMES),
         **hf.prefixed("mlp_hyper_connection", "ffn_connection", _CONNECTION_NAMES),
-        **hf.prefixed("ple", "memory", _MEMORY_NAMES),
+        **hf.prefixed("ple", "memory", {**_MEMORY_NAMES, **tables}),
     }
     shell = {
         "model.embed_tokens": "embedding",
@@ -160,11 +161,11 @@ def _map_qwen4_exp_layers(config: hf.Config, mixture: hf.NameMap) -> hf.NameMap:
 
 
 def _map_qwen4_exp_names(config: hf.Config) -> hf.NameMap:
-    return _map_qwen4_exp_layers(config, qwen2_moe.MIXTURE_NAMES)
+    return _map_qwen4_exp_layers(config, qwen2_moe.MIXTURE_NAMES, _FILE_TABLES)
 
 
 def _map_qwen4_exp_memory_names(config: hf.Config) -> hf.NameMap:
-    return _map_qwen4_exp_layers(config, qwen2_moe.FUSED_MIXTURE_NAMES)
+    return _map_qwen4_exp_layers(config, qwen2_moe.FUSED_MIXTURE_NAMES, _MODULE_TABLES)
 
 
 QWEN4_EXP_TEXT = hf.Family(
