@@ -42,9 +42,11 @@ ALSO_SHOWN = (
     "zoo.layers.recurrent.context.RecurrenceContext",
     "zoo.layers.recurrent.from_attention",
     "zoo.layers.encoders.mergers",
+    "zoo.layers.ngram",
     "zoo.layers.encoders.packed_images.PackedImages",
     "zoo.layers.encoders.patches.PatchedImages",
     "zoo.models.blocks",
+    "zoo.models.gated_connections",
     "zoo.models.encoders.heads",
     "zoo.models.hf.builders",
     "zoo.models.hf.config.read_config",
@@ -56,6 +58,7 @@ ALSO_SHOWN = (
     "zoo.text.tasks.docstrings",
     "zoo.text.tasks.synthetic",
     "zoo.weights.plan.plan_tensors",
+    "zoo.ops.ngram",
 )
 """Names that no package exports, but that porting a model or writing a mixer needs."""
 SHAPES = "zoo.shapes"
