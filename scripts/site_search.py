@@ -33,6 +33,7 @@ TAGS: dict[str, tuple[str, ...]] = {
     "chat-model.md": ("chat model", "end to end"),
     "checkpoints.md": ("save model",),
     "classify.md": ("classification", "reward model"),
+    "models-of-2026.md": ("DeepSeek-V4", "Qwen4", "Hy4", "LongCat", "Engram", "hyper-connections"),
     "determinism.md": ("determinism", "reproducible", "seed"),
     "diffusion.md": ("LLaDA", "masked diffusion", "block diffusion"),
     "diloco.md": ("DiLoCo", "local SGD", "federated"),
