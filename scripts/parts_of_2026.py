@@ -5,8 +5,9 @@
 
 Each part changes one thing of a byte-level Transformer, which is trained on this Python's standard library for as many
 steps as take the FLOPs of the plain one, three seeds at once, at one learning rate. FLOPs are counted as the library
-computes: attention to selected keys multiplies all of them, and selects by a mask. `--recall` trains the attentions on
-associative recall, as recipes/recall.py does, at the best of four learning rates.
+computes: attention to selected keys multiplies all of them, and selects by a mask. The loss of an indexer is not
+counted, and mixtures count two experts a token. `--recall` trains the attentions on associative recall, as
+recipes/recall.py does, at the best of four learning rates.
 """
 
 import argparse
@@ -57,7 +58,7 @@ def make_indexed(embed, *, heads, block, top, rotary=ROTARY, **options):
 
 
 def make_mixture(router, identities=0):
-    """Return a mixture in which two of eight experts compute a token, with `identities` on the average if balanced."""
+    """Return a mixture of eight experts of which two compute a token, with `identities` as a mean over even loads."""
     router = partial(router, EMBED, EXPERTS + identities, 2 * (EXPERTS + identities) // EXPERTS)
     return partial(layers.MixtureOfExperts, router, partial(layers.GatedMLP, EMBED, 64), EXPERTS, identities=identities)
 
@@ -84,8 +85,9 @@ def make_parts() -> dict[str, dict[str, Any]]:
     heavy = make_heavy(EMBED, window=16, block=8)
     sparse = make_sparse(EMBED, window=16, block=4, top=4)
     indexed = make_indexed(EMBED, heads=4, block=4, top=4)
-    hashed = partial(layers.HashRouter, vocab=VOCAB)
-    remembered = [partial(make_ngram_block, MEMORY, KEY) if n == 1 else None for n in range(LAYERS)]
+    hashed = partial(layers.HashRouter, vocab=VOCAB, score="sqrt_softplus")
+    scored = partial(layers.BiasedRouter, score="sqrt_softplus")
+    remembered = [MEMORY if n == 1 else None for n in range(LAYERS)]
     alternate = lambda *mixers: [(mixer, MLP) for mixer in mixers] * (LAYERS // len(mixers))
     experts = lambda router, identities=0: [(ATTENTION, make_mixture(router, identities))] * LAYERS
     token_streams = partial(make_hyper_connections, EMBED, 1, NORM, keeps_tokens=True)
@@ -99,26 +101,27 @@ def make_parts() -> dict[str, dict[str, Any]]:
         "mixed streams": {"layers": [PAIR] * LAYERS, "wiring": MIXED},
         "independent streams": {"layers": [PAIR] * LAYERS, "wiring": connect_independently},
         "gated streams": {"layers": [PAIR] * LAYERS, **GATED},
-        "memory": {"layers": [PAIR] * LAYERS, **GATED, "blocks": remembered},
+        "memory": {"layers": [PAIR] * LAYERS, **GATED, "memories": remembered},
         "experts": {"layers": experts(layers.SoftmaxRouter)},
-        "experts, sqrt(softplus)": {"layers": experts(partial(layers.BiasedRouter, score="sqrt_softplus"))},
+        "experts, sqrt(softplus)": {"layers": experts(scored)},
         "experts, some without computation": {"layers": experts(partial(layers.BiasedRouter, score="softmax"), 4)},
+        "experts, one stream": {"layers": [(ATTENTION, make_mixture(scored))] * LAYERS, "wiring": token_streams},
         "experts, hashed": {
-            "layers": [(ATTENTION, make_mixture(hashed))] * 2
-            + [(ATTENTION, make_mixture(partial(layers.BiasedRouter, score="sqrt_softplus")))] * 2,
+            "layers": [(ATTENTION, make_mixture(hashed))] * 2 + [(ATTENTION, make_mixture(scored))] * 2,
             "wiring": token_streams,
         },
     }
 
 
-def make_model(key, *, layers, norm=NORM, wiring=None, blocks=None, indexer=0.0):
+def make_model(key, *, layers, norm=NORM, wiring=None, memories=None, indexer=0.0):
     """Build a model of parts."""
     options: dict[str, Any] = {}
     if wiring is not None:
-        more = {"keeps_tokens": True} if blocks else {}
+        more = {"keeps_tokens": True} if memories else {}
         options = wiring(**more, key=jax.random.fold_in(key, 1))
-    if blocks is not None:
-        options["block"] = [block or options["block"] for block in blocks]
+    if memories is not None:
+        remember = lambda memory: partial(make_ngram_block, memory, jax.random.fold_in(key, 2))
+        options["block"] = [options["block"] if memory is None else remember(memory) for memory in memories]
     return build_decoder(vocab=VOCAB, embed=EMBED, layers=layers, norm=norm, tied=True, key=key, **options)
 
 

@@ -98,7 +98,8 @@ def test_a_state_continues_a_text(embedding):
     found, state = embed(
         embedding, [text[3:], text[1:5]], TokenInfo(positions=jnp.array([[3, 4, 5, 6], [1, 2, 3, 4]])), state
     )
-    assert state.inputs.dtype == jnp.float32
+    assert zoo.cast(state, jnp.bfloat16).tokens.dtype == jnp.int32
+    np.testing.assert_array_equal(state.tokens, [[45, 44], [47, 49]])
     np.testing.assert_allclose(found[0], [look_up(embedding, text, t) for t in range(3, 7)])
     np.testing.assert_allclose(found[1], [look_up(embedding, text, t) for t in range(1, 5)])
 
@@ -168,6 +169,7 @@ def test_each_stream_has_a_norm():
         ({"heads": 5}, "12 features do not divide evenly over 5 hashes"),
         ({"order": 1}, "n-grams up to 1"),
         ({"boundary": VOCAB}, "boundary 50 is an id below vocab=50"),
+        ({"size": 2**30}, "rows are more than an int32 counts"),
         ({"parts": 3}, "64 rows do not divide evenly over 3 parts"),
     ],
 )

@@ -13,6 +13,7 @@ from jaxtyping import Array, Int
 
 from zoo.layers import TokenInfo
 from zoo.layers.attention.compressed import CompressedCache
+from zoo.layers.attention.indexed import IndexedCache
 from zoo.layers.attention.key_blocks import BlockCache
 from zoo.layers.kv_cache import IndexedLatentCache, forget, is_cache
 from zoo.models.decoder import AbstractBlock, Hidden
@@ -27,7 +28,7 @@ _Tree = TypeVar("_Tree")
 
 def find_recurrent_state(state: Any) -> str | None:
     """Return the class of the first state that is not a KV cache; None if all are."""
-    is_state = lambda x: isinstance(x, Module) and not isinstance(x, IndexedLatentCache)
+    is_state = lambda x: isinstance(x, Module) and not isinstance(x, IndexedLatentCache | IndexedCache)
     states = jax.tree.leaves(state, is_leaf=is_state)
     recurrent = [x for x in states if not (is_cache(x) or isinstance(x, BlockCache | CompressedCache))]
     return type(recurrent[0]).__name__.lstrip("_") if recurrent else None

@@ -16,14 +16,14 @@ from zoo.parallel.collectives import shard_offset
 from zoo.shapes import HiddenStates, ResidualStream, Tokens
 
 from .abstract import AbstractLinear, AbstractMixer, AbstractNorm
-from .convolution import ConvState, ShortConvolution, extend_inputs, extend_segment_ids, take_last
+from .convolution import ConvState, ShortConvolution, extend_inputs, extend_segment_ids
 from .linear import Linear, truncated_normal
 from .recurrent.context import RecurrenceContext
 from .token_info import TokenInfo
 
 _LEAST_GATE = 1e-6
 _MOST_TOKENS = 2**24
-"""Ids below this number are exact in float32, in which the state has them."""
+"""Ids below this number are exact in float32."""
 
 
 class StreamNorm(AbstractNorm):
@@ -48,6 +48,12 @@ class StreamNorm(AbstractNorm):
         streams = x.reshape(*x.shape[:-1], self.streams, -1)
         weight = self.weight.reshape(self.streams, -1)
         return rms_norm(streams, weight, epsilon=self.epsilon, offset=self.offset).reshape(x.shape)
+
+
+class NGramState(Module):
+    """The last tokens of each text, oldest first, as whole numbers: a cast does not round them."""
+
+    tokens: Int[Array, "batch history"]
 
 
 class NGramTable(Module):
@@ -109,6 +115,8 @@ class NGramEmbedding(Module):
             raise ValueError(f"boundary {boundary} is an id below vocab={vocab}, which is below {_MOST_TOKENS}")
         primes = list_primes(size, count * (number + 1))[count * number :]
         rows = -(-sum(primes) // multiple) * multiple
+        if rows >= 2**31:
+            raise ValueError(f"{rows} rows are more than an int32 counts")
         if parts < 1 or rows % parts:
             raise ValueError(f"{rows} rows do not divide evenly over {parts} parts")
         make = eqx.filter_vmap(lambda key: NGramTable(rows // parts, embed // count, scale=embed**-0.5, key=key))
@@ -118,23 +126,34 @@ class NGramEmbedding(Module):
         self.multipliers = make_multipliers(vocab, order, seed, number)
         self.sizes = tuple(tuple(primes[first : first + heads]) for first in range(0, count, heads))
 
-    def init_state(self, batch: int) -> ConvState:
+    def init_state(self, batch: int) -> NGramState:
         """Return the state before the first token: boundaries."""
-        return ConvState(jnp.zeros((batch, self.order - 1, 1), jnp.float32), Dim("features"))
+        return NGramState(jnp.full((batch, self.order - 1), self.boundary, jnp.int32))
 
     def __call__(
-        self, tokens: Tokens, context: RecurrenceContext, state: ConvState | None = None
-    ) -> tuple[Float[Array, "batch seq _"], ConvState | None]:
+        self, tokens: Tokens, context: RecurrenceContext, state: NGramState | None = None
+    ) -> tuple[Float[Array, "batch seq _"], NGramState | None]:
         """Return the embeddings, and the updated state unless `state` is None."""
-        distance = (tokens - self.boundary).astype(jnp.float32)[..., None]  # 0 is a boundary, as what precedes a text
-        inputs = extend_inputs(distance, self.order - 1, context, state)
+        distance = self._measure_distance(tokens)
+        history = None if state is None else ConvState(self._measure_distance(state.tokens), Dim("features"))
+        inputs = extend_inputs(distance, self.order - 1, context, history)
         segment_ids = extend_segment_ids(self.order - 1, context)
         grams = [distance]
         for lag in range(1, self.order):
             earlier = lag_inputs(inputs, lag, tokens.shape[1], segment_ids)
             grams.append(earlier if lag == 1 else jnp.where(grams[-1] == 0, 0, earlier))
-        ids = jnp.concatenate(grams, axis=-1).astype(jnp.int32) + self.boundary
-        return self._look_up(hash_ngrams(ids, self.multipliers, self.sizes)), take_last(inputs, self.order - 1, state)
+        ids = self._find_ids(jnp.concatenate(grams, axis=-1))
+        embedded = self._look_up(hash_ngrams(ids, self.multipliers, self.sizes))
+        if state is None:
+            return embedded, None
+        return embedded, NGramState(self._find_ids(inputs[:, 1 - self.order :, 0]))
+
+    def _measure_distance(self, tokens: Int[Array, "batch _"]) -> Float[Array, "batch _ 1"]:
+        """Return ids as features whose 0 is a boundary, as what precedes a text."""
+        return (tokens - self.boundary).astype(jnp.float32)[..., None]
+
+    def _find_ids(self, distance: Float[Array, "batch _ *order"]) -> Int[Array, "batch _ *order"]:
+        return distance.astype(jnp.int32) + self.boundary
 
     def _look_up(self, hashes: Int[Array, "batch seq heads"]) -> Float[Array, "batch seq _"]:
         sizes = [size for sizes in self.sizes for size in sizes]
@@ -153,7 +172,7 @@ class NGramMemory(AbstractMixer):
     section 2.3):
 
         g_s = q_s . k_s / sqrt(embed),    q = norm(x),    k = norm(W_key e)
-        y_s = v_s + silu(conv(norm(v)))_s,    v_s = sigmoid(sign(g_s) sqrt|g_s|) W_value e
+        y_s = v_s + silu(conv(norm(v)))_s,    v_s = sigmoid(sign(g_s) sqrt(max(|g_s|, 1e-6))) W_value e
 
     The convolution is depthwise and causal, over `conv_width` tokens at a distance of `order`, and begins with zeros:
     its taps lie beyond the n-grams.
@@ -198,8 +217,8 @@ class NGramMemory(AbstractMixer):
         """
         table_key, key_key, value_key, conv_key = jax.random.split(key, 4)
         memory = embed if memory is None else memory
-        options |= {"order": order, "size": size, "boundary": boundary}
-        self.embedding = NGramEmbedding(vocab, memory, **options, key=table_key)
+        sizes = {"order": order, "size": size, "boundary": boundary}
+        self.embedding = NGramEmbedding(vocab, memory, **sizes, **options, key=table_key)
         into, features = Dim("latent"), Dim("features")
         self.key = Linear(memory, streams * embed, in_=into, out=Dim("embed"), key=key_key)
         self.value = Linear(memory, embed, in_=into, out=Dim("embed"), key=value_key)
@@ -210,13 +229,13 @@ class NGramMemory(AbstractMixer):
         self.tokens = None
         self.streams = streams
 
-    def init_state(self, batch: int, length: int, dtype: Any = jnp.float32) -> tuple[ConvState, ConvState]:
+    def init_state(self, batch: int, length: int, dtype: Any = jnp.float32) -> tuple[NGramState, ConvState]:
         """Return the last tokens and the last inputs of the convolution."""
         return self.embedding.init_state(batch), self.convolution.init_state(batch, dtype)
 
     def __call__(
-        self, x: HiddenStates, info: TokenInfo, state: tuple[ConvState, ConvState] | None = None
-    ) -> tuple[ResidualStream, tuple[ConvState, ConvState] | None]:
+        self, x: HiddenStates, info: TokenInfo, state: tuple[NGramState, ConvState] | None = None
+    ) -> tuple[ResidualStream, tuple[NGramState, ConvState] | None]:
         """`x`: the residual streams, side by side. **Raises** `ValueError` without the ids of the tokens."""
         if self.tokens is None:
             raise ValueError("NGramMemory reads the ids of tokens, and its block does not have them: use an NGramBlock")

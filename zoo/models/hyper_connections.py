@@ -178,8 +178,8 @@ class HyperConnectionBlock(AbstractMixerBlock):
         X = combᵀ X + post ⊗ mixer(norm(pre · X))
         X = combᵀ X + post ⊗ ffn(norm(pre · X))
 
-    with weights of their own, which depend on the token. Rematerialization saves the n streams of a layer, and computes
-    `comb` again.
+    here with `HyperConnection`s, whose weights depend on the token. Other connections read and write the streams
+    otherwise. Rematerialization saves the n streams of a layer, and computes the weights again.
     """
 
     mixer_connection: AbstractStreamConnection
@@ -208,7 +208,7 @@ class HyperConnectionInputs(AbstractLayerInputs):
 
     streams: int = eqx.field(static=True)
     keeps_tokens: bool = eqx.field(static=True, default=False)
-    """True to hand the ids of the tokens on to every layer, for a `zoo.layers.HashRouter`."""
+    """True to hand the ids of the tokens on to every layer, for a `zoo.layers.HashRouter` or an `NGramBlock`."""
 
     def __call__(self, tokens: Tokens, x: ResidualStream) -> Hidden:
         streams = jnp.tile(x, self.streams)

@@ -49,7 +49,7 @@ class EmbeddingInputs(AbstractLayerInputs):
 
 
 class TokenHidden(Hidden):
-    """Hidden states with the ids of the tokens, for layers that route by them."""
+    """Hidden states with the ids of the tokens, for layers that route by them or look them up."""
 
     constant_fields = ("tokens",)
 

@@ -20,7 +20,7 @@ _MASK = 2**64 - 1
 def hash_ngrams(
     tokens: Int[Array, "*shape order"], multipliers: Sequence[int], sizes: Sequence[Sequence[int]]
 ) -> Int[Array, "*shape heads"]:
-    """Return a number below its size for each n-gram and each hash, of bigrams first:
+    """Hash each n-gram that ends in the first token, bigrams first:
 
         ((tokens_0 m_0) xor ... xor (tokens_{n-1} m_{n-1})) mod size,    n = 2, ..., order
 
@@ -53,7 +53,7 @@ def _multiply_exactly(x: Int[Array, "*shape"], factor: int) -> _Bits:
 
 
 def _find_remainder(x: _Bits, size: int) -> UInt32[Array, "*shape"]:
-    """Return x modulo `size`, a few bits after the other: a remainder and as many more bits fit into 32."""
+    """Return x modulo `size`, a few bits at a time: a remainder and as many more bits fit into 32."""
     upper, lower = x
     step = 32 - size.bit_length()
     rest = upper % jnp.uint32(size)

@@ -11,9 +11,11 @@ import pytest
 import zoo
 from tests.layers.random_layers import activations, randomize, relative_error
 from zoo import Layout
+from zoo.generate.branches import find_recurrent_state
 from zoo.layers import Attention, IndexedAttention, MeanKeyIndexer, TokenInfo
 from zoo.ops.attention.block_selection import place_in_blocks
 from zoo.ops.rotary import Rotary
+from zoo.ops.sectioned_rotary import SectionedRotary
 from zoo.tools.testing import check_mixer
 
 SEQ = 10
@@ -155,6 +157,7 @@ def test_of_equal_scores_the_first_blocks_are_selected():
 @pytest.mark.ci
 def test_generation_with_rejected_proposals_equals_generation():
     """A proposal that is rejected leaves no trace in the keys of blocks; prompts are padded to three lengths."""
+    assert find_recurrent_state(CHECKED(key=jax.random.key(0)).init_state(1, 8)) is None, "it is forgotten, not copied"
     indexer = partial(MeanKeyIndexer, 16, 4, head_dim=6, block=3, top=2)
     mixer = partial(IndexedAttention, kv_heads=1, rotary=Rotary(4), indexer=indexer)
     make = partial(zoo.models.Transformer, vocab=64, embed=16, heads=2, mlp=16, key=jax.random.key(0))
@@ -175,10 +178,14 @@ def test_indexed_attention_refuses_what_it_cannot_compute():
     run = zoo.spmd(lambda layer, x: layer(x, TokenInfo())[0], mesh, out="batch seq embed")
     with pytest.raises(ValueError, match="'ring' cannot compute this, because tokens select keys .* gathered"):
         run(zoo.place(layer, mesh), x)
+    with pytest.raises(NotImplementedError, match="tokens look ahead"):
+        layer(x, TokenInfo(lookahead=jnp.zeros((2, SEQ), jnp.int32)))
     for options, message in (
         ({"indexer": partial(INDEXER, block=0)}, "block is 0"),
         ({"indexer": partial(INDEXER, top=0)}, "top is 0"),
         ({"window": 3}, "window=3: a query attends to blocks"),
+        ({"block": 2}, "within blocks of its own"),
+        ({"rotary": SectionedRotary(4, sections=(1, 1))}, "RoPE by rows and columns"),
         ({"indexer": partial(INDEXER, head_dim=2)}, "RoPE turns 4 features, and the indexer has 2"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -301,10 +301,9 @@ def small(family, **more):
         more = {"layer_types": types, "mlp_layer_types": ["hash_moe", "moe", "moe"]} | more
     if family.name == "qwen4_exp_text":  # the default has no indexer, and no memory of n-grams
         sizes = dict.fromkeys(("n_heads", "head_dim", "budget", "compress_ratio"), 4)
-        more = (
-            {f"indexer_{name}": size for name, size in sizes.items()} | {"ple_layer_ids": [1], "eos_token_id": 2} | more
-        )
-        more = {"ngram_vocab_size_base": 11, "split_ngram_parts": 2} | more
+        memory = {"ple_layer_ids": [1], "eos_token_id": 2, "ngram_vocab_size_base": 11, "split_ngram_parts": 2}
+        more = {"full_attention_interval": 2} | memory | more
+        more = {f"indexer_{name}": size for name, size in sizes.items()} | more
     if family.name == "zamba2":  # the default has 54 layers
         more = {"layers_block_type": ["mamba", "hybrid", "hybrid"], "use_mem_rope": True} | more
     sizes = {"rwkv7": {"num_heads": 2}, "mamba3": {"state_size": 8}, "hgrn2": {"expand_ratio": 8}}

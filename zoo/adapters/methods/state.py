@@ -266,7 +266,9 @@ def _list_state_arrays(number: int, state: Any, length: int) -> Iterator[tuple[A
         elif is_cache(node):
             yield node.features[0, :length], (Dim("prompt"), Dim("features"))
         elif is_cached(node) or not jnp.issubdtype(node.dtype, jnp.floating):
-            raise NotImplementedError(f"layer {number} chooses the tokens that it reads: no state is trained for it")
+            raise NotImplementedError(
+                f"layer {number} keeps ids of tokens, or chooses the tokens that it reads: no state is trained for it"
+            )
         else:
             yield node[0], (leaf.dims or ())[1:]
 

@@ -16,6 +16,7 @@ from zoo.ops.attention.block_selection import BlockPlaces, average_blocks, place
 from zoo.ops.attention.indexer import indexer_divergence, score_keys, select_highest
 from zoo.ops.attention.reference import attention_probabilities
 from zoo.ops.rotary import Rotary, apply_rotary
+from zoo.ops.sectioned_rotary import SectionedRotary
 from zoo.parallel import Dim, Module, all_gather, implementation_option, num_shards, reduce
 from zoo.parallel.scope import asks_for, tap_value
 from zoo.shapes import HeadVectors, HiddenStates, KVHeads, Positions, ResidualStream, ValueHeads
@@ -165,8 +166,8 @@ class IndexedAttention(AbstractMixer):
         - `attention`: class of the attention, which takes the other options.
         - `dense`: attend to all keys.
 
-        **Raises** `ValueError` as the two do, for a window, and for RoPE that depends on the length of the text or
-        turns more features than the indexer has.
+        **Raises** `ValueError` as the two do, for attention in a window or within blocks, and for RoPE that depends on
+        the length of the text, on the rows and columns of images, or turns more features than the indexer has.
         """
         attention_key, index_key = jax.random.split(key)
         self.attention = attention(embed, heads, **options, key=attention_key)
@@ -174,7 +175,11 @@ class IndexedAttention(AbstractMixer):
         self.dense = dense
         if self.attention.window is not None:
             raise ValueError(f"window={self.attention.window}: a query attends to blocks, and blocks have no window")
+        if "block" in self.attention.score_options():
+            raise ValueError("this attention is within blocks of its own, and a query attends to those of an indexer")
         rotary = self.attention.rotary
+        if isinstance(rotary, SectionedRotary):
+            raise ValueError("RoPE by rows and columns of images: keys of blocks are turned by the positions of texts")
         if rotary is not None and rotary.dim > self.indexer.head_dim:
             raise ValueError(f"RoPE turns {rotary.dim} features, and the indexer has {self.indexer.head_dim}")
         if find_length_dependent_scaling(rotary) is not None:
@@ -185,9 +190,11 @@ class IndexedAttention(AbstractMixer):
     ) -> tuple[ResidualStream, IndexedCache | None]:
         """With a cache as `state`, the new tokens follow the cached ones, at `info.positions`.
 
-        **Raises** `ValueError` for a cache without positions.
+        **Raises** `ValueError` for a cache without positions; `NotImplementedError` for tokens that look ahead.
         """
         require_positions(info, state)
+        if info.lookahead is not None:
+            raise NotImplementedError("tokens look ahead, and a query attends to blocks up to its own: use `Attention`")
         attention = self.attention
         query, key, value = attention.project(x, info, None if state is None else state.tokens)
         query, key, value = map(checkpoint_name, tap_heads(query, key, value), ("query", "key", "value"))
@@ -286,6 +293,11 @@ class IndexedAttention(AbstractMixer):
         tokens = KeyValueCache.empty(batch, length, 1, size, dtype, length, value_dim=0)
         index = BlockCache(tokens, jnp.zeros((batch, 1, -(-length // block), size), dtype), None)
         return IndexedCache(self.attention.init_state(batch, length, dtype), index)
+
+    @property
+    def rotary(self) -> Rotary | None:
+        """RoPE of queries and keys, and of the indexer."""
+        return self.attention.rotary
 
 
 def _rotate(

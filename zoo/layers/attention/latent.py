@@ -130,8 +130,12 @@ class LatentAttention(AbstractMixer):
         - `implementation`: a name in `zoo.ops.attention.ATTENTION` that supports values of another size than keys, or a
           function with the arguments of `reference_attention`.
 
-        **Raises** `ValueError` for a size below 1.
+        **Raises** `ValueError` for a size below 1, another `gate`, and a factor of latents that queries do not have.
         """
+        if gate not in (False, True, "channels"):
+            raise ValueError(f'gate is False, True or "channels", not {gate!r}')
+        if query_latent is None and latent_scales[0] != 1:
+            raise ValueError(f"latent_scales={latent_scales}: queries have no latent without query_latent")
         if value_dim is None:
             value_dim = head_dim
         sizes = {"heads": heads, "latent": latent, "head_dim": head_dim, "value_dim": value_dim}

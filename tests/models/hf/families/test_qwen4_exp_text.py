@@ -33,9 +33,11 @@ def list_blocks(given):
     return list(build_shapes(QWEN4_EXP_TEXT, read_config(QWEN4_EXP_TEXT, given)).stack.iter_blocks())
 
 
-@pytest.mark.parametrize("name", ["indexed_attention", "full_attention", "deepseek_sparse_attention"])
+@pytest.mark.parametrize(
+    "name", ["indexed_attention", "full_attention", "qwen_sparse_attention", "deepseek_sparse_attention"]
+)
 def test_types_of_layers(name):
-    """Every fourth layer has attention by default; files call it by three names."""
+    """Every fourth layer has attention by default; files call it by four names."""
     mixers = [type(block.mixer) for block in list_blocks(SMALL)]
     assert mixers == [GroupedGatedDeltaNet] * 3 + [IndexedAttention]
     given = SMALL | {"layer_types": [name, *["linear_attention"] * 3]}
@@ -51,6 +53,11 @@ def test_memories_are_counted_from_one():
     assert not set(first.multipliers) & set(second.multipliers)
     parts, rows, _ = first.tables.weight.shape[-3:]
     assert parts == 2 and 2 * rows % 128 == 0
+
+
+def test_the_end_of_a_text_may_be_the_first_id():
+    block, *_ = list_blocks(SMALL | MEMORY | {"eos_token_id": 0})
+    assert block.memory.embedding.boundary == 0
 
 
 def test_hashes_are_those_of_the_file():
@@ -114,6 +121,8 @@ def test_a_wrapper_is_read_without_its_images(tmp_path):
         (MEMORY | {"ple_embed_dim": 24}, "24 features do not divide evenly over 8 hashes"),
         (MEMORY | {"split_ngram_parts": 7}, "split_ngram_parts = 7"),
         ({"layer_types": ["sliding_attention"] * 4}, "layer_types has 'sliding_attention'"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type 'dynamic': keys of blocks are turned once"),
+        (MEMORY | {"eos_token_id": []}, "eos_token_id = [] should be null or an id, or ids"),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu' would change the result"),
     ],
     ids=str,

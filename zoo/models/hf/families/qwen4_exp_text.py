@@ -12,18 +12,20 @@ from jaxtyping import Array, Key
 
 from zoo.layers import GatedAttention, IdentityNorm, IndexedAttention, MeanKeyIndexer, RMSNorm
 from zoo.layers.ngram import NGramMemory
+from zoo.layers.rotary import find_length_dependent_scaling
 from zoo.models.hf import grammar as hf
 from zoo.parallel import Dim
 
 from . import qwen2_moe, qwen3_5_moe_text, qwen3_5_text
 
-_INDEXED = ("indexed_attention", "full_attention", "deepseek_sparse_attention", "hybrid_indexed")
-"""Types of layers with attention. The last is one that also has a memory of n-grams."""
+_INDEXED = ("indexed_attention", "full_attention", "qwen_sparse_attention", "deepseek_sparse_attention")
+"""Names of a layer with attention in files and in versions of transformers."""
 _INDEXER_SIZES = ("indexer_n_heads", "indexer_head_dim", "indexer_budget", "indexer_compress_ratio")
 _MEMORY_SIZES = ("ple_embed_dim", "ngram_size", "heads_per_ngram", "split_ngram_parts", "ngram_vocab_size_base")
 _GATES = {"silu": jax.nn.silu, "sigmoid": jax.nn.sigmoid}
 _GATE = hf.ValueKind("null, silu or sigmoid", lambda value: value is None or (hf.WORD.fits(value) and value in _GATES))
-_IDS = hf.ValueKind("an id, or a list of ids", lambda value: hf.COUNT.fits(value) or hf.list_of(hf.COUNT).fits(value))
+_ID = hf.integer(minimum=0)
+_IDS = hf.ValueKind("an id, or ids", lambda value: _ID.fits(value) or (hf.list_of(_ID).fits(value) and value != []))
 
 
 def _build_qwen4_exp(config: hf.Config, *, key: Key[Array, ""]) -> hf.Decoder:
@@ -62,6 +64,9 @@ def _make_indexed_factory(config: hf.Config) -> Callable[..., IndexedAttention]:
         raise hf.ConfigError(f"indexer_budget = {budget} is not a multiple of indexer_compress_ratio = {block}")
     size = config["indexer_head_dim"]
     rotary = hf.build_rotary(config)
+    if find_length_dependent_scaling(rotary) is not None:
+        kind = config["rope_parameters"]["rope_type"]
+        raise hf.ConfigError(f"rope_type {kind!r}: keys of blocks are turned once, and it depends on the length")
     if rotary.dim > size:
         raise hf.ConfigError(f"indexer_head_dim = {size}, and {rotary.dim} of them are to be turned")
     norm = partial(RMSNorm, size, features=Dim("head_dim"), epsilon=config["rms_norm_eps"], offset=1.0)
