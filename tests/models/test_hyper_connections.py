@@ -174,7 +174,7 @@ def test_no_streams_and_no_iterations_are_refused():
 OPTIONS = {"magnitude": 1.5, "epsilon": 0.1, "norm_epsilon": 0.2}
 
 
-def test_independent_streams_are_read_and_written_by_their_formula():
+def test_independent_streams_equal_their_formula():
     connection = randomize(lambda key: IndependentHyperConnection(EMBED, STREAMS, **OPTIONS, key=key))
     x, output = activations(2, 3, STREAMS * EMBED), activations(2, 3, EMBED, seed=2)
     read, post = connection.read(x)

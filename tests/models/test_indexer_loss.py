@@ -207,7 +207,7 @@ def test_loss_of_indexed_blocks_on_a_mesh_equals_one_device():
     compare_with_one_device(model, with_indexer, mesh, make_indexed)
 
 
-def test_loss_of_mean_keys_is_the_divergence_from_the_attention_to_whole_blocks():
+def test_loss_of_mean_keys_is_the_divergence():
     """Of one text, with attention to all keys."""
     mixer = next(attend_densely(make_indexed()).stack.iter_blocks()).mixer
     x = jax.random.normal(jax.random.key(2), (1, SEQ, EMBED))

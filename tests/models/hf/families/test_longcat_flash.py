@@ -68,7 +68,7 @@ def test_names_in_memory():
     assert {"model.layers.0.self_attn.1.kv_b_proj.weight", "model.layers.1.mlps.0.up_proj.weight"} < tensors.keys()
 
 
-def test_loads_and_active_parameters_count_experts_without_computation():
+def test_loads_count_experts_without_computation():
     model = zoo.load(CASE, dtype=jnp.float32)
     tokens = jnp.asarray(draw_texts(40)[0]["tokens"])
     routing = model.hidden(tokens, token_info(tokens))[0].routing
