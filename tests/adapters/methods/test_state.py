@@ -200,7 +200,7 @@ def test_models_and_arguments_that_do_not_fit_are_refused():
         (
             lambda: adapters.state(make_model([partial(MixtureOfBlockAttention, heads=2, block=2, top=1)]), 2, key=KEY),
             NotImplementedError,
-            "layer 0 chooses the tokens that it reads",
+            "layer 0 keeps ids of tokens, or chooses the tokens that it reads",
         ),
         (lambda: adapters.merge(adapted), ValueError, "no weight holds a trained state"),
         (lambda: adapters.set_strength(adapted, {"state": 0}), ValueError, "state is a trained state"),
