@@ -95,7 +95,9 @@ def test_what_a_pipeline_cannot_do_raises_by_name():
         run(lambda model, tokens: zoo.hidden_states(model, tokens)[0])
     with pytest.raises(NotImplementedError, match="routing='tokens' .* do not travel through a pipeline"):
         run(lambda model, tokens: zoo.configure(model, routing="tokens")(tokens))
-    with pytest.raises(NotImplementedError, match="EmbeddedHidden has more than the residual stream.* use a mesh with pipe=1"):
+    with pytest.raises(
+        NotImplementedError, match="EmbeddedHidden has more than the residual stream.* use a mesh with pipe=1"
+    ):
         run(lambda model, tokens: dataclasses.replace(model, layer_inputs=EmbeddingInputs())(tokens))
     with pytest.raises(ValueError, match=r"rounds=2, and the layers .* dealt out in 1: .* zoo.place\(model, mesh\)"):
         run(lambda model, tokens: model(tokens), Layout(rounds=2))
