@@ -1,6 +1,6 @@
 """Measure parts of the open models of 2026 in small models: bits per byte at equal FLOPs, and recall.
 
-    python scripts/parts_of_2026.py                          # all parts, in about an hour on one core
+    python scripts/parts_of_2026.py                          # all parts, in about 40 minutes on one core
     python scripts/parts_of_2026.py --parts attention memory --recall
 
 Each part changes one thing of a byte-level Transformer, which is trained on this Python's standard library for as many

@@ -217,8 +217,9 @@ class NGramMemory(AbstractMixer):
         """
         table_key, key_key, value_key, conv_key = jax.random.split(key, 4)
         memory = embed if memory is None else memory
-        sizes = {"order": order, "size": size, "boundary": boundary}
-        self.embedding = NGramEmbedding(vocab, memory, **sizes, **options, key=table_key)
+        self.embedding = NGramEmbedding(
+            vocab, memory, order=order, size=size, boundary=boundary, **options, key=table_key
+        )
         into, features = Dim("latent"), Dim("features")
         self.key = Linear(memory, streams * embed, in_=into, out=Dim("embed"), key=key_key)
         self.value = Linear(memory, embed, in_=into, out=Dim("embed"), key=value_key)

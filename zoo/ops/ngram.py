@@ -32,7 +32,8 @@ def hash_ngrams(
     hashes = []
     for lag in range(1, tokens.shape[-1]):
         more = _multiply_exactly(tokens[..., lag], multipliers[lag])
-        upper, lower = upper ^ more[0], lower ^ more[1]
+        upper = upper ^ more[0]
+        lower = lower ^ more[1]
         hashes += [_find_remainder((upper, lower), size) for size in sizes[lag - 1]]
     return jnp.stack(hashes, axis=-1).astype(jnp.int32)
 

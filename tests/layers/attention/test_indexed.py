@@ -184,7 +184,7 @@ def test_indexed_attention_refuses_what_it_cannot_compute():
         ({"indexer": partial(INDEXER, block=0)}, "block is 0"),
         ({"indexer": partial(INDEXER, top=0)}, "top is 0"),
         ({"window": 3}, "window=3: a query attends to blocks"),
-        ({"block": 2}, "within blocks of its own"),
+        ({"block": 2}, "has blocks of its own"),
         ({"rotary": SectionedRotary(4, sections=(1, 1))}, "RoPE by rows and columns"),
         ({"indexer": partial(INDEXER, head_dim=2)}, "RoPE turns 4 features, and the indexer has 2"),
     ):

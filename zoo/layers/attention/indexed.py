@@ -125,9 +125,9 @@ class IndexedCache(Module):
 
 
 class IndexedAttention(AbstractMixer):
-    """Attention to the blocks that an indexer selects (Qwen4-Exp; Qwen team, 2026): the causal attention of another
-    layer, in which a query sees the tokens of the `top` whole blocks that it selects, for all heads, and those of its
-    own block until it is whole.
+    """Attention to the blocks that an indexer selects (Qwen4-Exp; Qwen team, 2026): causal
+    attention in which all heads of a query see the tokens of the `top` whole blocks that the query selects, and the
+    tokens of its own block until that is whole.
 
     Blocks are counted from the start of a text, and begin anew in each segment of a packed row. Rows and caches of at
     most `top` blocks are attended to densely.
@@ -176,7 +176,7 @@ class IndexedAttention(AbstractMixer):
         if self.attention.window is not None:
             raise ValueError(f"window={self.attention.window}: a query attends to blocks, and blocks have no window")
         if "block" in self.attention.score_options():
-            raise ValueError("this attention is within blocks of its own, and a query attends to those of an indexer")
+            raise ValueError("this attention has blocks of its own, and a query attends to the blocks of an indexer")
         rotary = self.attention.rotary
         if isinstance(rotary, SectionedRotary):
             raise ValueError("RoPE by rows and columns of images: keys of blocks are turned by the positions of texts")
@@ -198,7 +198,8 @@ class IndexedAttention(AbstractMixer):
         attention = self.attention
         query, key, value = attention.project(x, info, None if state is None else state.tokens)
         query, key, value = map(checkpoint_name, tap_heads(query, key, value), ("query", "key", "value"))
-        constant_x, indexer = lax.stop_gradient(x), self._read_indexer()
+        constant_x = lax.stop_gradient(x)
+        indexer = self._read_indexer()
         cos_sin = None if attention.rotary is None else compute_cos_sin(attention.rotary, x, info)
         index_query = indexer.project_query(constant_x, attention.rotary, cos_sin)
         index_key = indexer.project_key(constant_x)
@@ -224,7 +225,8 @@ class IndexedAttention(AbstractMixer):
         info: TokenInfo,
     ) -> HeadVectors:
         """Attend within the sequence."""
-        indexer, rotary = self._read_indexer(), self.attention.rotary
+        indexer = self._read_indexer()
+        rotary = self.attention.rotary
         is_measured = asks_for(DIVERGENCE)
         key, value = (select_kv_heads(x, query, self.attention.group) for x in (key, value))
         selects = query.shape[1] * num_shards(query, "seq") > indexer.top * indexer.block and not self.dense
@@ -268,7 +270,8 @@ class IndexedAttention(AbstractMixer):
         self, index_query: _IndexQuery, state: IndexedCache, positions: Positions
     ) -> Bool[Array, "batch _ slots"] | None:
         """Return the slots that each new token attends to; None if these are all."""
-        indexer, rotary = lax.stop_gradient(self.indexer), self.attention.rotary
+        indexer = lax.stop_gradient(self.indexer)
+        rotary = self.attention.rotary
         block_keys = state.index.key.swapaxes(1, 2)
         blocks = block_keys.shape[1]
         if blocks <= indexer.top or self.dense:
@@ -289,9 +292,10 @@ class IndexedAttention(AbstractMixer):
 
     def init_state(self, batch: int, length: int, dtype: Any = jnp.float32) -> IndexedCache:
         """Return an empty cache for `length` tokens."""
-        size, block = self.indexer.head_dim, self.indexer.block
+        size = self.indexer.head_dim
+        blocks = -(-length // self.indexer.block)
         tokens = KeyValueCache.empty(batch, length, 1, size, dtype, length, value_dim=0)
-        index = BlockCache(tokens, jnp.zeros((batch, 1, -(-length // block), size), dtype), None)
+        index = BlockCache(tokens, jnp.zeros((batch, 1, blocks, size), dtype), None)
         return IndexedCache(self.attention.init_state(batch, length, dtype), index)
 
     @property

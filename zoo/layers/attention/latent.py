@@ -241,7 +241,7 @@ class LatentAttention(AbstractMixer):
         if self.query is not None:
             return x
         assert self.query_down is not None and self.query_norm is not None
-        return _scale(self.query_norm(self.query_down(x)), self.latent_scales[0])
+        return self.latent_scales[0] * self.query_norm(self.query_down(x))
 
     def expand_queries(self, latent: Float[Array, "batch seq _"], cos_sin: tuple[Array, Array]) -> HeadVectors:
         """Return the queries of all heads, from the result of `compress_queries`."""
@@ -255,7 +255,7 @@ class LatentAttention(AbstractMixer):
     def project_features(self, x: HiddenStates, cos_sin: tuple[Array, Array]) -> _LatentFeatures:
         """Return [c, r]: the normalized and scaled latent and the rotary key of each token, as cached."""
         rotary_key = self.rotate(self.rotary_key(x)[:, :, None], cos_sin)[:, :, 0]
-        latent = _scale(self.latent_norm(self.latent(x)), self.latent_scales[1])
+        latent = self.latent_scales[1] * self.latent_norm(self.latent(x))
         return jnp.concatenate([latent, rotary_key], axis=-1)
 
     def rotate(self, x: Float[Array, "batch seq heads _"], cos_sin: tuple[Array, Array]) -> HeadVectors:
@@ -312,12 +312,6 @@ def _expand_latents(
     heads = key.shape[2]
     rotary_key = jnp.broadcast_to(rotary_key[:, :, None], (*key.shape[:3], rotary_dim))
     return jnp.concatenate([key, rotary_key], axis=-1), value_up(latent).reshape(*latent.shape[:2], heads, -1)
-
-
-def _scale(latent: Float[Array, "batch seq _"], factor: float) -> Float[Array, "batch seq _"]:
-    if factor == 1:
-        return latent
-    return factor * latent
 
 
 def _yarn_mscale(rotary: Rotary) -> float:

@@ -104,8 +104,10 @@ class MixtureOfExperts(AbstractFeedForward, AbstractMixture):
         self.router = router(key=router_key)
         self.identities = identities
         if identities < 0 or self.num_experts != experts:
-            choices = self.router.scores.out_size
-            raise ValueError(f"the router chooses among {choices}, not {experts} experts and identities={identities}")
+            raise ValueError(
+                f"the router chooses among {self.router.scores.out_size}, not {experts} experts and "
+                f"identities={identities}"
+            )
         self.experts = eqx.filter_vmap(lambda key: expert(key=key))(jax.random.split(experts_key, experts))
         self.shared = None if shared is None else shared(key=shared_key)
         self.shared_gate = None if shared_gate is None else shared_gate(key=gate_key)

@@ -70,7 +70,7 @@ class GroupedGatedDeltaNet(AbstractMixer):
         implementation: str = "auto",
         key: Key[Array, ""],
     ):
-        """- `activation`: of queries, keys and values, after their convolutions.
+        """- `activation`: of queries, keys and values, after their convolutions. `gate_activation`: of the output gate.
         - `negative_eigenvalues`: allow beta up to 2 (Grazzi et al., arXiv:2411.12537).
         - `epsilon`: of the norm of each head's output.
 

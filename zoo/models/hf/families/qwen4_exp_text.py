@@ -59,7 +59,8 @@ def _make_indexed_factory(config: hf.Config) -> Callable[..., IndexedAttention]:
     for name in _INDEXER_SIZES:
         if config[name] is None:
             raise hf.ConfigError(f"{name} has to be given: the family has no usual value for it")
-    budget, block = config["indexer_budget"], config["indexer_compress_ratio"]
+    budget = config["indexer_budget"]
+    block = config["indexer_compress_ratio"]
     if budget % block:
         raise hf.ConfigError(f"indexer_budget = {budget} is not a multiple of indexer_compress_ratio = {block}")
     size = config["indexer_head_dim"]
