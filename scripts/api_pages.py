@@ -58,7 +58,6 @@ ALSO_SHOWN = (
     "zoo.text.tasks.docstrings",
     "zoo.text.tasks.synthetic",
     "zoo.weights.plan.plan_tensors",
-    "zoo.ops.ngram",
 )
 """Names that no package exports, but that porting a model or writing a mixer needs."""
 SHAPES = "zoo.shapes"

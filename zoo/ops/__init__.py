@@ -8,6 +8,7 @@ from . import dropout as dropout
 from . import implementations as implementations
 from . import matmul as matmul
 from . import moe as moe
+from . import ngram as ngram
 from . import normalization as normalization
 from . import platform as platform
 from . import quantized as quantized
