@@ -42,7 +42,8 @@ def check_mixer(
       them.
     - `pieces = whole`, `decode = read`: through a state, in pieces or by one token, outputs equal the outputs of one
       pass.
-    - `gradients`: the gradient of every trainable parameter is finite, and not 0 everywhere.
+    - `gradients`: the gradient of every trainable parameter is finite, and not 0 everywhere; of an indexer of sparse
+      attention, the gradient of its divergence.
     - `dtype`: bfloat16 in, bfloat16 out; a call leaves shapes and dtypes of the state as they were.
     - `modes agree`: every implementation gives the same outputs and gradients.
     - `mesh = one device`: loss, gradients and decoding on a mesh equal the results on one device.

@@ -12,11 +12,14 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from zoo.layers import TokenInfo
 from zoo.ops.implementations import ObstacleError
 from zoo.parallel.gather import cast
 from zoo.parallel.module import trainable
+from zoo.parallel.taps import Taps, active_taps
+from zoo.parallel.tokens import merge_copies
 
 from .checks import (
     ROUNDING,
@@ -30,7 +33,7 @@ from .checks import (
     join_flaws,
     run_checks,
 )
-from .subject import Subject, list_trainable_names, set_implementation
+from .subject import Subject, list_divergences, list_trainable_names, set_implementation
 from .texts import Texts
 
 _Batch = dict[str, np.ndarray]
@@ -47,23 +50,32 @@ def read(subject: Subject, x: Any) -> Any:
 def compute_loss(subject: Subject, x: Any, batch: Any) -> tuple[Any, Any]:
     """Return the outputs of packed rows, weighted and summed, and the number of weights. `x` is an argument of its own:
     `zoo.place_batch` shards its tokens."""
-    y, _ = subject(x, TokenInfo(batch["positions"], batch["segment_ids"]))
-    return _sum_weighted(y, batch["weights"]), jnp.float32(batch["weights"].size)
+    return _sum_weighted(subject, x, batch)[0], jnp.float32(batch["weights"].size)
 
 
-def _sum_weighted(y: Any, weights: Any) -> Any:
-    """Sum outputs times weights. Outputs of weight 0, as of padding, do not count, even if they are not finite."""
-    return (jnp.where(weights == 0, 0, y) * weights).sum()
+def _sum_weighted(subject: Subject, x: Any, batch: Any) -> tuple[Any, Any]:
+    """Return the sum of outputs times weights, and the outputs. Outputs of weight 0, as of padding, do not count, even
+    if they are not finite.
+
+    Indexers of sparse attention change no output smoothly. The gradient of the sum has theirs from the divergences by
+    which they learn, which add 0 to it.
+    """
+    info = TokenInfo(batch["positions"], batch["segment_ids"])
+    taps = Taps(list_divergences(subject))
+    with active_taps(taps if taps.reads else None):
+        y, _ = subject(x, info)
+    total = (jnp.where(batch["weights"] == 0, 0, y) * batch["weights"]).sum()
+    for values, _ in taps.collect().values():
+        divergence = jnp.where(info.segment_ids == 0, 0, merge_copies(values)).sum()
+        total += divergence - lax.stop_gradient(divergence)
+    return total, y
 
 
 @eqx.filter_jit
 def read_packed(subject: Subject, batch: Any) -> _Gradients:
     """Return the outputs of packed rows, and the gradients of `compute_loss` with respect to x and the parameters."""
 
-    def compute(parameters, x):
-        y, _ = eqx.combine(parameters, subject)(x, TokenInfo(batch["positions"], batch["segment_ids"]))
-        return _sum_weighted(y, batch["weights"]), y
-
+    compute = lambda parameters, x: _sum_weighted(eqx.combine(parameters, subject), x, batch)
     (by_parameters, by_x), y = jax.grad(compute, (0, 1), has_aux=True)(trainable(subject), batch["x"])
     return y, by_x, by_parameters
 

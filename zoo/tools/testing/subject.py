@@ -13,9 +13,11 @@ from jaxtyping import Array, Float
 
 from zoo.layers import AbstractMixer, TokenInfo
 from zoo.layers.abstract import check_sequence_sharding
+from zoo.layers.attention.sparse_latent import DIVERGENCE
 from zoo.models import Decoder, Hidden, list_parameter_paths
 from zoo.models.capture import refuse_edits
 from zoo.models.decoder import AbstractBlock
+from zoo.models.parameter_paths import list_modules
 from zoo.ops.platform import current_platform
 from zoo.parallel import Module, all_gather, gather, leaves
 from zoo.parallel.fields import IMPLEMENTATION_OPTION
@@ -67,8 +69,9 @@ class BlockSubject(Subject):
 
 
 class DecoderSubject(Subject):
-    """A decoder from the first layer's input to the logits. Every token has one id, and `x` is added to its embedding:
-    gradients with respect to `x` then tell which token an output depends on, and learned positions count."""
+    """A decoder from the first layer's input to the logits. Every token has one id, and `x` is added to its embedding,
+    in each residual stream: gradients with respect to `x` then tell which token an output depends on, and learned
+    positions count."""
 
     module: Decoder
 
@@ -76,6 +79,7 @@ class DecoderSubject(Subject):
         model = self.module
         hidden = model.embed(jnp.ones_like(x[..., 0], int), info)
         check_sequence_sharding(model.stack, hidden.x)
+        x = jnp.tile(x, hidden.x.shape[-1] // x.shape[-1])
         hidden = dataclasses.replace(hidden, x=(hidden.x + x).astype(hidden.x.dtype))
         hidden, state = model.stack(hidden, info, state)
         return all_gather(model.logits(gather(model.norm)(hidden.x)), "vocab", 2), state
@@ -109,6 +113,12 @@ def find_embed_size(subject: Subject) -> int:
 def list_trainable_names(subject: Subject) -> list[str]:
     """Return the paths of the trainable parameters, in the order of `jax.tree.leaves`."""
     return [path.name.removeprefix("module.") for path in list_parameter_paths(trainable(subject))]
+
+
+def list_divergences(subject: Subject) -> tuple[str, ...]:
+    """Return the names of the values by which indexers learn (`zoo.models.indexer_loss`)."""
+    is_sparse = lambda x: DIVERGENCE in getattr(x, "value_names", ())
+    return tuple(f"{name}.{DIVERGENCE}" for name, _, _ in list_modules(subject, is_sparse))
 
 
 def list_implementations(module: Any, given: Mapping[str, Sequence[Any]]) -> Iterator[tuple[str, Any, str]]:
