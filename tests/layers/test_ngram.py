@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 import zoo
-from tests.layers.random_layers import activations, randomize, relative_error
+from tests.layers.random_layers import activations, randomize
 from zoo.layers import AbstractMixer, TokenInfo
-from zoo.layers.ngram import NGramEmbedding, NGramMemory, StreamNorm
+from zoo.layers.ngram import NGramEmbedding, NGramMemory
 from zoo.layers.recurrent.context import RecurrenceContext
 from zoo.ops.ngram import hash_ngrams, list_primes, make_multipliers
 from zoo.tools.testing import check_mixer
@@ -155,12 +155,6 @@ def test_memory_equals_its_formula():
             if t - 3 * tap >= 0:
                 mixed[t] += weight[..., 2 - tap] * normed[t - 3 * tap]
     np.testing.assert_allclose(split(found), gated + mixed / (1 + np.exp(-mixed)), rtol=1e-4, atol=1e-5)
-
-
-def test_each_stream_has_a_norm():
-    x = jnp.concatenate([activations(1, 2, 4), 100 * activations(1, 2, 4)], axis=-1)
-    norm = StreamNorm(4, 2)
-    assert relative_error((norm(x) ** 2).reshape(1, 2, 2, 4).mean(-1), jnp.ones((1, 2, 2))) < 1e-5
 
 
 @pytest.mark.parametrize(

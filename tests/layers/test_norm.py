@@ -8,7 +8,7 @@ import pytest
 import zoo
 from zoo import Layout
 from zoo.layers import LayerNorm, Linear, RMSNorm
-from zoo.layers.norm import PerHeadLayerNorm
+from zoo.layers.norm import PerHeadLayerNorm, StreamNorm
 from zoo.parallel import Dim
 
 KEY = jax.random.key(0)
@@ -22,6 +22,13 @@ def test_norms_normalize_and_keep_float32_weights():
     assert LayerNorm(8, bias=False).bias is None
     assert zoo.cast(LayerNorm(8), jnp.bfloat16).weight.dtype == jnp.float32
     assert RMSNorm(8)(x.astype(jnp.bfloat16)).dtype == jnp.bfloat16
+
+
+def test_each_stream_has_a_norm():
+    x = jax.random.normal(KEY, (1, 2, 2, 4)) * jnp.array([1, 100])[:, None]
+    norm = eqx.tree_at(lambda norm: norm.weight, StreamNorm(4, 2, offset=1.0), jnp.arange(8.0))
+    expected = [RMSNorm(4)(x[:, :, stream]) * (1 + norm.weight[4 * stream :][:4]) for stream in range(2)]
+    assert jnp.allclose(norm(x.reshape(1, 2, 8)), jnp.concatenate(expected, axis=-1), rtol=1e-5)
 
 
 @pytest.mark.parametrize("norm_class", [RMSNorm, LayerNorm])

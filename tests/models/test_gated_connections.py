@@ -14,7 +14,8 @@ from tests.layers.random_layers import activations, randomize, relative_error
 from tests.parallel.any_mesh import assert_same_step, differentiate, make_any_mesh
 from zoo import Layout
 from zoo.layers import Attention, GatedMLP, IdentityNorm, IndexedAttention, MeanKeyIndexer, TokenInfo
-from zoo.layers.ngram import NGramMemory, StreamNorm
+from zoo.layers.ngram import NGramMemory
+from zoo.layers.norm import StreamNorm
 from zoo.models import Hidden
 from zoo.models.build import build_decoder
 from zoo.models.gated_connections import GatedConnection, make_gated_connections, make_ngram_block

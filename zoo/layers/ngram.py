@@ -10,44 +10,20 @@ from jaxtyping import Array, Float, Int, Key
 
 from zoo.ops.convolution import lag_inputs
 from zoo.ops.ngram import hash_ngrams, list_primes, make_multipliers
-from zoo.ops.normalization import rms_norm
-from zoo.parallel import Dim, Module, full_precision, num_shards, reduce, stacked
+from zoo.parallel import Dim, Module, num_shards, reduce, stacked
 from zoo.parallel.collectives import shard_offset
 from zoo.shapes import HiddenStates, ResidualStream, Tokens
 
 from .abstract import AbstractLinear, AbstractMixer, AbstractNorm
 from .convolution import ConvState, ShortConvolution, extend_inputs, extend_segment_ids
 from .linear import Linear, truncated_normal
+from .norm import StreamNorm
 from .recurrent.context import RecurrenceContext
 from .token_info import TokenInfo
 
 _LEAST_GATE = 1e-6
 _MOST_TOKENS = 2**24
 """Ids below this number are exact in float32."""
-
-
-class StreamNorm(AbstractNorm):
-    """RMSNorm of each of n residual streams, which are side by side, with weights of their own."""
-
-    weight: Float[Array, "features"] = full_precision()
-
-    features: Dim = eqx.field(static=True)
-    streams: int = eqx.field(static=True)
-    epsilon: float = eqx.field(static=True)
-    offset: float = eqx.field(static=True)
-
-    def __init__(self, embed: int, streams: int, *, epsilon: float = 1e-6, offset: float = 0.0):
-        """`epsilon` and `offset` are as in `zoo.layers.RMSNorm`."""
-        self.weight = jnp.full(streams * embed, 1.0 - offset, jnp.float32)
-        self.features = Dim("embed")
-        self.streams = streams
-        self.epsilon = epsilon
-        self.offset = offset
-
-    def __call__(self, x: Float[Array, "*rows features"]) -> Float[Array, "*rows features"]:
-        streams = x.reshape(*x.shape[:-1], self.streams, -1)
-        weight = self.weight.reshape(self.streams, -1)
-        return rms_norm(streams, weight, epsilon=self.epsilon, offset=self.offset).reshape(x.shape)
 
 
 class NGramState(Module):

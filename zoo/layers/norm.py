@@ -52,6 +52,30 @@ class RMSNorm(AbstractNorm):
         return rms_norm(x, self.weight, epsilon=self.epsilon, offset=self.offset, mean=mean)
 
 
+class StreamNorm(AbstractNorm):
+    """RMSNorm of each of n residual streams, which are side by side, with weights of their own."""
+
+    weight: Float[Array, "features"] = full_precision()
+
+    features: Dim = eqx.field(static=True)
+    streams: int = eqx.field(static=True)
+    epsilon: float = eqx.field(static=True)
+    offset: float = eqx.field(static=True)
+
+    def __init__(self, embed: int, streams: int, *, epsilon: float = 1e-6, offset: float = 0.0):
+        """`epsilon` and `offset` are as in `RMSNorm`."""
+        self.weight = jnp.full(streams * embed, 1.0 - offset, jnp.float32)
+        self.features = Dim("embed")
+        self.streams = streams
+        self.epsilon = epsilon
+        self.offset = offset
+
+    def __call__(self, x: Float[Array, "*rows features"]) -> Float[Array, "*rows features"]:
+        streams = x.reshape(*x.shape[:-1], self.streams, -1)
+        weight = self.weight.reshape(self.streams, -1)
+        return rms_norm(streams, weight, epsilon=self.epsilon, offset=self.offset).reshape(x.shape)
+
+
 class LayerNorm(AbstractNorm):
     """y = (x - mean(x)) / sqrt(var(x) + epsilon) * (offset + weight) + bias (Ba et al., arXiv:1607.06450, equation 4).
 

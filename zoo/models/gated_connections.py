@@ -16,7 +16,8 @@ from jaxtyping import Array, Float, Key
 
 from zoo.layers import AbstractLinear, AbstractNorm, Linear, TokenInfo
 from zoo.layers.abstract import run_mixer
-from zoo.layers.ngram import NGramMemory, StreamNorm
+from zoo.layers.ngram import NGramMemory
+from zoo.layers.norm import StreamNorm
 from zoo.parallel import Dim, all_gather
 
 from .decoder import Hidden

@@ -134,7 +134,7 @@ def test_scanned_layers_equal_a_plain_loop():
         ({"router_bias": True}, "router_bias = True would change the result"),
         ({"q_lora_rank": None}, "q_lora_rank = None should be a whole number above 0"),
         ({"head_dim": 128}, "head_dim = 128, and it is qk_rope_head_dim = 64 that is meant by it"),
-        ({"num_layers": 2, "num_hidden_layers": 4}, "are two words for one thing and say different things"),
+        ({"num_hidden_layers": 3}, "num_hidden_layers = 3 counts two attentions a layer, so it should be even"),
         ({"tie_word_embedding": True}, "is not a key of longcat_flash that we know"),
     ],
     ids=str,
@@ -143,6 +143,14 @@ def test_configs_that_are_refused(given, message):
     with pytest.raises(ValueError) as caught:
         build_shapes(LONGCAT_FLASH, read_config(LONGCAT_FLASH, given))
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "given", [{"num_layers": 3}, {"num_hidden_layers": 6}, {"num_layers": 3, "num_hidden_layers": 6}]
+)
+def test_both_words_for_the_number_of_layers(given):
+    model = build_shapes(LONGCAT_FLASH, read_config(LONGCAT_FLASH, given))
+    assert len(list(model.stack.iter_blocks())) == 3
 
 
 def test_a_model_may_have_no_experts_without_computation():

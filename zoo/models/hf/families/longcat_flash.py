@@ -16,6 +16,8 @@ from .longcat_flash_layers import ShortcutBlock
 
 
 def _build_longcat_flash(config: hf.Config, *, key: Key[Array, ""]) -> hf.Decoder:
+    halves = _count_halves(config)
+    config = hf.Config({**config, "num_hidden_layers": halves})  # by which matrices are initialized
     embed = config["hidden_size"]
     norm = hf.make_rms_norm_factory(config)
     scales = ((embed / config["q_lora_rank"]) ** 0.5, (embed / config["kv_lora_rank"]) ** 0.5)
@@ -34,9 +36,20 @@ def _build_longcat_flash(config: hf.Config, *, key: Key[Array, ""]) -> hf.Decode
         parts = {"mixer": attention(key=mixer_key), "ffn": ffn(key=ffn_key), "dropout": Dropout(0.0)}
         return hf.Block(mixer_norm=norm(), ffn_norm=norm(), **parts)
 
-    layers = [(attention, ffn)] * config["num_hidden_layers"]
+    layers = [(attention, ffn)] * (halves // 2)
     parts = {"mixture": mixture, "second": make_second}
     return hf.build_config_decoder(config, layers, norm, block=ShortcutBlock, parts=parts, key=key)
+
+
+def _count_halves(config: hf.Config) -> int:
+    """Return the number of halves of layers, of one attention each. transformers counts them as `num_hidden_layers`,
+    and prefers it to `num_layers`."""
+    halves = config["num_hidden_layers"]
+    if halves is None:
+        return 2 * config["num_layers"]
+    if halves % 2:
+        raise hf.ConfigError(f"num_hidden_layers = {halves} counts two attentions a layer, so it should be even")
+    return halves
 
 
 def _map_longcat_flash_names(config: hf.Config, experts: hf.NameMap) -> hf.NameMap:
@@ -76,7 +89,8 @@ LONGCAT_FLASH = hf.Family(
         "hidden_size": 6144,
         "intermediate_size": 12288,
         "moe_intermediate_size": 2048,
-        "num_hidden_layers": 28,
+        "num_layers": 28,
+        "num_hidden_layers": hf.optional_count(),
         "num_attention_heads": 64,
         "max_position_embeddings": 131072,
         "rms_norm_eps": 1e-5,
@@ -92,7 +106,6 @@ LONGCAT_FLASH = hf.Family(
         "routed_scaling_factor": hf.Default(6.0, hf.POSITIVE_NUMBER),
     },
     aliases={
-        "num_layers": "num_hidden_layers",
         "ffn_hidden_size": "intermediate_size",
         "expert_ffn_hidden_size": "moe_intermediate_size",
         "moe_topk": "num_experts_per_tok",
