@@ -116,9 +116,12 @@ def list_trainable_names(subject: Subject) -> list[str]:
 
 
 def list_divergences(subject: Subject) -> tuple[str, ...]:
-    """Return the names of the values by which indexers learn (`zoo.models.indexer_loss`)."""
+    """Return the names of the values by which indexers learn (`zoo.models.indexer_loss`): of mixers, and of blocks that
+    mix by themselves."""
     is_sparse = lambda x: DIVERGENCE in getattr(x, "value_names", ())
-    return tuple(f"{name}.{DIVERGENCE}" for name, _, _ in list_modules(subject, is_sparse))
+    mixers = {name for name, _, _ in list_modules(subject, is_sparse)}
+    blocks = {name.rpartition(".")[0] for name in mixers}
+    return tuple(f"{name}.{DIVERGENCE}" for name in sorted(mixers | blocks) if name)
 
 
 def list_implementations(module: Any, given: Mapping[str, Sequence[Any]]) -> Iterator[tuple[str, Any, str]]:
