@@ -75,6 +75,10 @@ ANOTHER = {
     "ple_layer_ids": [2],
     "ple_embed_dim": 48,
     "eos_token_id": 3,
+    "projector_hidden_act": "relu",
+    "rope_scaling": {"rope_type": "linear", "factor": 2.0},
+    "original_max_position_embeddings": 8,
+    "use_sliding_window": True,
     "vocab_size": 13,
     "hidden_size": 96,
     "intermediate_size": 20,
@@ -174,6 +178,9 @@ ANOTHER = {
     "position_embedding_type": None,
     "layers_block_type": ["mamba", "mlp", "moe"],
     "hybrid_override_pattern": "M-E*",
+    "mtp_layers_block_type": ["attention", "moe"],
+    "mtp_hybrid_override_pattern": "*E",
+    "embedding_size": 24,
     "moe_latent_size": 8,
     "mamba_d_ssm": 32,
     "ssm_multipliers": [0.5, 1.0, 1.0, 1.0, 2.0],
@@ -208,16 +215,14 @@ ANOTHER = {
     "feed_forward_proj": "gated-silu",
     "encoder": {"hidden_size": 96},
     "decoder": {"num_hidden_layers": 2},
-    **dict.fromkeys(
-        ("text_config", "vision_config", "text_config_dict", "vision_config_dict"), TOWER | {"hidden_size": 96}
-    ),
+    **dict.fromkeys(("text_config_dict", "vision_config_dict"), TOWER | {"hidden_size": 96}),
     "projection_size": 24,
     "qk_rope_head_dim": 8,
     "compress_rates": {"compressed_sparse_attention": 2},
     "compress_ratios": [0, 4, 128],
     "num_hash_layers": 1,
 }
-"""Values other than the small model's. For keys that are not listed, one is derived from the default."""
+"""Values other than the small model's. For keys that are not listed, `other_value` derives one."""
 OTHER_WORDS = {"silu": "relu", "l2": "sum", "sqrtsoftplus": "sigmoid"}
 RELATIVE = {"relative_attention": True, "pos_att_type": ["p2c"], "position_buckets": 4}
 CONTEXTS = [
@@ -232,7 +237,9 @@ CONTEXTS = [
     {"architectures": ["ViTModel"]},
     *({"architectures": [f"{name}ForSequenceClassification"]} for name in ("Bert", "Roberta", "XLMRoberta")),
     *({"architectures": [f"{name}ForSequenceClassification"]} for name in ("ModernBert", "EuroBert", "NomicBert")),
-    *({"architectures": [f"{name}ForSequenceClassification"]} for name in ("Camembert", "DistilBert")),
+    *({"architectures": [f"{name}ForSequenceClassification"]} for name in ("Camembert", "DistilBert", "Albert")),
+    *({"architectures": [f"{name}ForSequenceClassification"]} for name in ("Electra", "MPNet", "RoFormer")),
+    *({"architectures": [f"{name}ForSequenceClassification"]} for name in ("RobertaPreLayerNorm", "XLMRobertaXL")),
     {"new_decoder_architecture": True},
     {"index_topk_freq": 2},
     {"mlp_layer_types": ["dense", "sparse", "sparse"]},
@@ -253,6 +260,10 @@ CONTEXTS = [
     {"use_short_conv": True},
     {"layer_types": None, "mlp_layer_types": None},
     {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}},
+    {"num_hidden_layers": None, "num_layers": 2},
+    {"tie_word_embeddings": True},
+    {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}},
+    {"use_sliding_window": True, "sliding_window": 4, "num_hidden_layers": 3, "max_window_layers": 1},
 ]
 """Some keys have an effect only together with others."""
 
@@ -299,6 +310,18 @@ def small(family, **more):
     if family.name == "deepseek_v4":  # the default has no sparse layers
         types = [f"{kind}_attention" for kind in ("sliding", "heavily_compressed", "compressed_sparse")]
         more = {"layer_types": types, "mlp_layer_types": ["hash_moe", "moe", "moe"]} | more
+    if family.name == "longcat_flash":  # two attentions a layer
+        more = {"num_hidden_layers": 6} | more
+    if "vision_config" in known and "tie_word_embeddings" in known:  # a model of images and text
+        heads = {"num_key_value_heads": 2}
+        own = {"gemma4": heads, "diffusion_gemma": heads, "qwen3_vl": {"deepstack_visual_indexes": [0]}}
+        own |= {name: {"num_hidden_layers": 5} for name in ("llava", "internvl")}  # of which the last are not read
+        text = TOWER | heads
+        if family.name == "diffusion_gemma":
+            text |= {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 4}
+        more = {"text_config": text, "vision_config": TOWER | own.get(family.name, {})} | more
+        if "hidden_size" in known:  # older files have the text's keys beside the table
+            known = known - {"text_config"}
     if family.name == "qwen4_exp_text":  # the default has no indexer, and no memory of n-grams
         sizes = dict.fromkeys(("n_heads", "head_dim", "budget", "compress_ratio"), 4)
         memory = {"ple_layer_ids": [1], "eos_token_id": 2, "ngram_vocab_size_base": 11, "split_ngram_parts": 2}
@@ -331,9 +354,14 @@ def build(family, given):
     return build_from_text(family.name, json.dumps(given))
 
 
-def other_value(key, default):
+def other_value(key, default, small=None):
+    """Return another value of a key. `small`: its value in a small config."""
     if key in ANOTHER:
         return ANOTHER[key]
+    if key in ("text_config", "vision_config"):
+        return (small or TOWER) | {"hidden_size": 96}
+    if key == "tie_word_embeddings":
+        return not (default if small is None else small)
     if isinstance(default, bool):
         return not default
     if isinstance(default, int | float):

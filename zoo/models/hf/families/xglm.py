@@ -44,7 +44,6 @@ XGLM = hf.Family(
         "num_hidden_layers": 24,
         "num_attention_heads": 16,
         "hidden_act": "gelu",
-        "max_position_embeddings": 2048,
         "tie_word_embeddings": True,
         "scale_embedding": True,
     },
@@ -59,6 +58,6 @@ XGLM = hf.Family(
         "pad_token_id": (None, 0, 1),  # the class sets the vector of this row to 0, and the first two are not used
         **dict.fromkeys(("hidden_act", "intermediate_size"), (None,)),  # transformers reads neither
     },
-    ignored_keys=frozenset({"activation_dropout", "dropout", "init_std", "layerdrop"}),
+    ignored_keys=frozenset({"activation_dropout", "dropout", "init_std", "layerdrop", "max_position_embeddings"}),
     ignored_tensors=(r"^model\.embed_positions\.weights$",),
 )
