@@ -75,7 +75,9 @@ def _sum_weighted(subject: Subject, x: Any, batch: Any) -> tuple[Any, Any]:
 def read_packed(subject: Subject, batch: Any) -> _Gradients:
     """Return the outputs of packed rows, and the gradients of `compute_loss` with respect to x and the parameters."""
 
-    compute = lambda parameters, x: _sum_weighted(eqx.combine(parameters, subject), x, batch)
+    def compute(parameters, x):
+        return _sum_weighted(eqx.combine(parameters, subject), x, batch)
+
     (by_parameters, by_x), y = jax.grad(compute, (0, 1), has_aux=True)(trainable(subject), batch["x"])
     return y, by_x, by_parameters
 
