@@ -1,6 +1,6 @@
 """Fit scaling laws to isoFLOP curves, and predict a held-out budget: 2.213 bits per byte, where 2.205 is measured.
 
-    python recipes/scaling.py                             # six widths, five budgets, two seeds: 17 minutes, one core
+    python recipes/scaling.py                             # six widths, five budgets, two seeds: 7 minutes, two cores
     python recipes/scaling.py --widths 32 48 64 96 128 --budgets 4e11 8e11 16e11 32e11 --out runs/larger
     python recipes/scaling.py --resume                    # after Ctrl-C: complete widths are kept
 
