@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from matplotlib.textpath import TextPath
 
 from zoo.tools._figure import COLORS
 from zoo.tools.report import Curve, ImageGrid, LineChart, Picture, ScatterChart
@@ -40,6 +41,19 @@ def count_points(path: ET.Element) -> int:
 def test_chart_is_drawn_at_a_width(name, width):
     root = draw(CHARTS[name], width)
     assert root.get("viewBox").startswith(f"0 0 {width} ") and root.get("aria-label") == CHARTS[name].description
+
+
+@pytest.mark.parametrize("width", [300, 430, 860])
+@pytest.mark.parametrize("word", ["width-", "mmmmmmmm", "measured, the last held out "])
+def test_all_labels_are_inside_the_picture(width, word):
+    labels = [f"{word}{number}" for number in range(6)]
+    root = draw(LineChart([Curve(label, [1, 2], [3.0, 2.0]) for label in labels], "nats"), width)
+    found = {text.text: text for text in root.iter(f"{SVG}text") if text.text in labels}
+    assert set(found) == set(labels)
+    for label, text in found.items():
+        start = float(text.get("x"))
+        end = start + TextPath((0, 0), label, size=11).get_extents().width
+        assert 30 < start < end < width, "with the line before it"
 
 
 def test_line_chart_has_labels_unit_and_baseline():

@@ -256,7 +256,9 @@ def _write_legend(figure: Any, axes: Any) -> None:
         axes.annotate("no values were logged", (0.5, 0.5), xycoords="axes fraction", ha="center")
     handles, labels = axes.get_legend_handles_labels()
     if any(labels):
-        fit = int(figure.get_figwidth() * figure.dpi // (6.5 * max(map(len, labels)) + 50))
+        make_path = import_optional("matplotlib.textpath", INSTALL).TextPath
+        longest = max(make_path((0, 0), label, size=11).get_extents().width for label in labels)
+        fit = int(figure.get_figwidth() * POINTS_PER_INCH // (longest + 55))  # with its line and the space around
         columns = min(max(fit, 1), len(labels))
         style = {"frameon": False, "fontsize": 11, "borderaxespad": 0}
         figure.legend(handles, labels, loc="outside upper right", ncols=columns, **style)
