@@ -100,8 +100,8 @@ def test_mixture_of_blocks_refuses_what_it_cannot_compute():
     with pytest.raises(ValueError, match="'blockwise' cannot compute this, because queries select their keys"):
         zoo.set_implementations(layer, attention="blockwise")(x, TokenInfo())
     for options, message in (
-        ({"block": 0}, "block is 0, and attention to blocks needs at least 1"),
-        ({"top": 0}, "top is 0, and attention to blocks needs at least 1"),
+        ({"block": 0}, "block is 0: expected at least 1"),
+        ({"top": 0}, "top is 0: expected at least 1"),
         ({"window": 3}, "window=3: a query attends to blocks"),
     ):
         with pytest.raises(ValueError, match=message):

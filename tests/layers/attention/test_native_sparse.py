@@ -109,7 +109,7 @@ def test_native_sparse_attention_refuses_what_it_cannot_compute():
     with pytest.raises(ValueError, match="'ring' cannot compute this, because tokens select keys .* gathered"):
         run(zoo.place(layer, mesh), x)
     for options, message in (
-        ({"window": 0}, "window is 0, and attention to blocks needs at least 1"),
+        ({"window": 0}, "window is 0: expected at least 1"),
         ({"sinks": True}, "sinks=True: native sparse attention has three softmaxes"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -167,5 +167,5 @@ def test_sparse_attention_refuses_what_it_cannot_compute():
         zoo.set_implementations(layer, attention="blockwise").mix(x, TokenInfo())
     with pytest.raises(ValueError, match="run it in a SelectionBlock"):
         make_layer(has_indexer=False)(x, TokenInfo())
-    with pytest.raises(ValueError, match="top is 0, and an indexer has at least 1"):
+    with pytest.raises(ValueError, match="top is 0: expected at least 1"):
         make_layer(top=0)

@@ -15,10 +15,9 @@ from ..abstract import AbstractLinear, AbstractNorm
 from ..heads import split_heads
 from ..linear import Linear
 from ..norm import RMSNorm
-from .key_blocks import check_block_sizes
+from .key_blocks import check_sizes
+from .sparse_latent import Angles
 
-Angles = tuple[Array, Array]
-"""Cos and sin of the angles of tokens, or of blocks."""
 TokenFeatures = Float[Array, "batch seq _"]
 TokensOfBlocks = Float[Array, "batch blocks size _"]
 KeysOfBlocks = Float[Array, "batch blocks _"]
@@ -54,7 +53,7 @@ class TokenCompressor(Module):
         key: Key[Array, ""],
     ):
         """- `epsilon`: of the norm. **Raises** `ValueError` for a block below 1."""
-        check_block_sizes(block=block)
+        check_sizes(block=block)
         value_key, gate_key = jax.random.split(key)
         size = head_dim * (1 + overlap)
         features = Dim("features")
@@ -120,7 +119,7 @@ class BlockIndexer(Module):
 
         **Raises** `ValueError` for a size below 1.
         """
-        check_block_sizes(heads=heads, head_dim=head_dim, top=top)
+        check_sizes(heads=heads, head_dim=head_dim, top=top)
         query_key, weight_key, compressor_key = jax.random.split(key, 3)
         per_head = Dim("heads", head_dim)
         self.query_up = Linear(query_latent, heads * head_dim, in_=Dim("latent"), out=per_head, key=query_key)

@@ -30,7 +30,6 @@ from ..norm import RMSNorm
 from ..rotary import compute_cos_sin, find_length_dependent_scaling
 from ..token_info import TokenInfo
 from .block_compression import (
-    Angles,
     BlockIndexer,
     KeysOfBlocks,
     TokenCompressor,
@@ -39,8 +38,8 @@ from .block_compression import (
     rotate_last,
 )
 from .context import gather_keys
-from .key_blocks import check_block_sizes, split_sequence
-from .sparse_latent import DIVERGENCE
+from .key_blocks import check_sizes, split_sequence
+from .sparse_latent import DIVERGENCE, Angles, materialize_causal, train_if_measured
 
 
 class CompressedCache(Module):
@@ -154,7 +153,7 @@ class CompressedAttention(AbstractMixer):
         features than a head has or with a scaling that depends on the length, and for an indexer of other blocks.
         """
         sizes = {"heads": heads, "head_dim": head_dim, "query_latent": query_latent, "window": window}
-        check_block_sizes(**sizes, out_groups=out_groups, out_latent=out_latent)
+        check_sizes(**sizes, out_groups=out_groups, out_latent=out_latent)
         if heads % out_groups:
             raise ValueError(f"{heads} heads do not divide evenly over {out_groups} groups of the output projection")
         if rotary.dim > head_dim:
@@ -233,7 +232,7 @@ class CompressedAttention(AbstractMixer):
         if self.compressor is not None:
             features.append(self.compressor.project(x))
         if self.indexer is not None:
-            features.append(_train_if_measured(self.indexer).compressor.project(index_x))
+            features.append(train_if_measured(self.indexer).compressor.project(index_x))
         return jnp.concatenate(features, axis=-1)
 
     def _read_sequence(self, query: HeadVectors, features: TokenFeatures, info: TokenInfo) -> _Keys:
@@ -306,7 +305,7 @@ class CompressedAttention(AbstractMixer):
         blocks = rotate_last(self.compressor.compress(own, follows)[:, :, None], self.rotary, cos_sin)[:, :, 0]
         if self.indexer is None:
             return blocks, None
-        index_blocks = _train_if_measured(self.indexer).compressor.compress(others, follows)
+        index_blocks = train_if_measured(self.indexer).compressor.compress(others, follows)
         return blocks, rotate_last(index_blocks[:, :, None], self.rotary, cos_sin)[:, :, 0]
 
     def _select(
@@ -320,25 +319,25 @@ class CompressedAttention(AbstractMixer):
         selects = count > self.indexer.top and not self.dense
         if not (selects or is_measured):
             return keys
-        scores = _train_if_measured(self.indexer).score(x, latent, keys.index_blocks, self.rotary, cos_sin)
+        scores = train_if_measured(self.indexer).score(x, latent, keys.index_blocks, self.rotary, cos_sin)
         mask = keys.block_mask
         shape = scores.shape[1:]
         if selects:
-            allowed = _materialize(mask, *shape)
+            allowed = materialize_causal(mask, *shape)
             selected = select_highest(lax.stop_gradient(scores), allowed, self.indexer.top)
             mask = dataclasses.replace(mask, selected=selected)
             keys = keys._replace(block_mask=mask)
         if is_measured:
             attention = self._sum_probabilities(query, keys)
-            divergence = indexer_divergence(attention, scores, _materialize(mask, *shape))
+            divergence = indexer_divergence(attention, scores, materialize_causal(mask, *shape))
             tap_value(DIVERGENCE, divergence, ("batch", "seq"))
         return keys
 
     def _sum_probabilities(self, query: HeadVectors, keys: _Keys) -> Float[Array, "batch seq blocks"]:
         """Return the probabilities of the attention to blocks, summed over all heads, as a constant."""
         assert keys.blocks is not None and keys.block_mask is not None
-        window = _materialize(keys.mask, query.shape[1], keys.tokens.shape[1])
-        masks = window, _materialize(keys.block_mask, query.shape[1], keys.blocks.shape[1])
+        window = materialize_causal(keys.mask, query.shape[1], keys.tokens.shape[1])
+        masks = window, materialize_causal(keys.block_mask, query.shape[1], keys.blocks.shape[1])
         shown = jnp.concatenate([jnp.broadcast_to(x, (len(query), *x.shape[1:])) for x in masks], axis=-1)
         key = jnp.concatenate([keys.tokens, keys.blocks.astype(keys.tokens.dtype)], axis=1)[:, :, None]
         query, key, sinks = lax.stop_gradient((query, key, self.sinks))
@@ -370,17 +369,6 @@ class CompressedAttention(AbstractMixer):
         window = max(self.window, compressor.block * (1 + compressor.overlap))
         tokens = LatentCache.empty(batch, features, dtype, length, window=window)
         return CompressedCache(tokens, jnp.zeros((batch, blocks, self.head_dim), dtype), index_blocks)
-
-
-def _train_if_measured(indexer: BlockIndexer) -> BlockIndexer:
-    """Return the indexer, as a constant unless its divergence is asked for."""
-    return indexer if asks_for(DIVERGENCE) else lax.stop_gradient(indexer)
-
-
-def _materialize(mask: AttentionMask, query_seq: int, key_seq: int) -> Bool[Array, "rows query_seq key_seq"]:
-    materialized = mask.materialize(query_seq, key_seq)
-    assert materialized is not None  # causal
-    return materialized
 
 
 def _gather_slots(cache: LatentCache) -> tuple[TokenFeatures, Int[Array, "batch slots"]]:

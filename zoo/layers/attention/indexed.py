@@ -29,12 +29,11 @@ from ..norm import RMSNorm
 from ..rotary import compute_cos_sin, find_length_dependent_scaling
 from ..token_info import TokenInfo
 from .base import AbstractGroupedAttention
-from .block_compression import Angles
 from .cached import cached_attention
 from .context import causal_attention, gather_keys
 from .gated import GatedAttention
-from .key_blocks import BlockCache, BlockKeys, check_block_sizes, gather_choosers, split_sequence
-from .sparse_latent import DIVERGENCE
+from .key_blocks import BlockCache, BlockKeys, check_sizes, gather_choosers, split_sequence
+from .sparse_latent import DIVERGENCE, Angles, train_if_measured
 from .tapped import VALUE_NAMES, select_attention, tap_heads
 
 _IndexQuery = Float[Array, "batch seq index_heads index_dim"]
@@ -78,7 +77,7 @@ class MeanKeyIndexer(Module):
     ):
         """`norm`: factory of the norms of queries and keys, RMSNorm by default. **Raises** `ValueError` for a size
         below 1."""
-        check_block_sizes(heads=heads, head_dim=head_dim, block=block, top=top)
+        check_sizes(heads=heads, head_dim=head_dim, block=block, top=top)
         query_key, key_key = jax.random.split(key)
         embed_dim, features = Dim("embed"), Dim("head_dim")
         self.query = Linear(embed, heads * head_dim, in_=embed_dim, out=Dim("heads", head_dim), key=query_key)
@@ -199,7 +198,7 @@ class IndexedAttention(AbstractMixer):
         query, key, value = attention.project(x, info, None if state is None else state.tokens)
         query, key, value = map(checkpoint_name, tap_heads(query, key, value), ("query", "key", "value"))
         constant_x = lax.stop_gradient(x)
-        indexer = self._read_indexer()
+        indexer = train_if_measured(self.indexer)
         cos_sin = None if attention.rotary is None else compute_cos_sin(attention.rotary, x, info)
         index_query = indexer.project_query(constant_x, attention.rotary, cos_sin)
         index_key = indexer.project_key(constant_x)
@@ -225,7 +224,7 @@ class IndexedAttention(AbstractMixer):
         info: TokenInfo,
     ) -> HeadVectors:
         """Attend within the sequence."""
-        indexer = self._read_indexer()
+        indexer = train_if_measured(self.indexer)
         rotary = self.attention.rotary
         is_measured = asks_for(DIVERGENCE)
         key, value = (select_kv_heads(x, query, self.attention.group) for x in (key, value))
@@ -282,10 +281,6 @@ class IndexedAttention(AbstractMixer):
         scores = indexer.score(index_query, block_keys)
         chosen = indexer.select(scores, place_in_blocks(positions, indexer.block))
         return select_keys(chosen[:, None], state.tokens.positions // indexer.block)[:, 0]
-
-    def _read_indexer(self) -> MeanKeyIndexer:
-        """Return the indexer, as a constant unless its divergence is asked for."""
-        return self.indexer if asks_for(DIVERGENCE) else lax.stop_gradient(self.indexer)
 
     def _options(self) -> dict[str, Any]:
         return {"implementation": self.attention.implementation, **self.attention.score_options()}

@@ -117,8 +117,8 @@ def gather_choosers(
     return all_gather(query, "seq", axis=1), all_gather(positions, "seq", axis=1)
 
 
-def check_block_sizes(**sizes: int) -> None:
+def check_sizes(**sizes: int) -> None:
     """**Raises** `ValueError` for a size below 1."""
     for name, size in sizes.items():
         if size < 1:
-            raise ValueError(f"{name} is {size}, and attention to blocks needs at least 1")
+            raise ValueError(f"{name} is {size}: expected at least 1")

@@ -22,7 +22,7 @@ from ..token_info import TokenInfo
 from .attention import Attention
 from .cached import cached_attention
 from .context import causal_attention, gather_keys
-from .key_blocks import BlockCache, BlockKeys, check_block_sizes, gather_choosers, split_sequence
+from .key_blocks import BlockCache, BlockKeys, check_sizes, gather_choosers, split_sequence
 from .tapped import VALUE_NAMES, select_attention, tap_heads
 
 
@@ -76,7 +76,7 @@ class MixtureOfBlockAttention(AbstractMixer):
         Other options are as in `zoo.layers.Attention`, without a window. **Raises** `ValueError` as it does, for a
         `block` or `top` below 1, and for a window.
         """
-        check_block_sizes(block=block, top=top)
+        check_sizes(block=block, top=top)
         if options.get("window") is not None:
             raise ValueError(f"window={options['window']}: a query attends to blocks, and blocks have no window")
         self.attention = Attention(embed, heads, **options, key=key)

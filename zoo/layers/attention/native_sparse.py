@@ -33,7 +33,7 @@ from ..token_info import TokenInfo
 from .attention import Attention
 from .cached import cached_attention
 from .context import gather_keys
-from .key_blocks import BlockCache, BlockKeys, check_block_sizes, gather_choosers, split_sequence
+from .key_blocks import BlockCache, BlockKeys, check_sizes, gather_choosers, split_sequence
 from .tapped import tap_heads
 
 BRANCHES = 3
@@ -133,7 +133,7 @@ class NativeSparseAttention(AbstractMixer):
         Other options are as in `zoo.layers.Attention`, without sinks. **Raises** `ValueError` as it does, for a
         `block`, `top` or `window` below 1, and for sinks.
         """
-        check_block_sizes(block=block, top=top, window=window)
+        check_sizes(block=block, top=top, window=window)
         if keep_ends and top < 3:
             raise ValueError(f"top={top}: keep_ends chooses three blocks, the first, the last and the query's own")
         if options.get("sinks"):

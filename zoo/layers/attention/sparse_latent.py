@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import equinox as eqx
 import jax
@@ -27,18 +27,22 @@ from zoo.parallel.scope import asks_for, tap_value
 from zoo.shapes import HeadVectors, HiddenStates, ResidualStream
 
 from ..abstract import AbstractLinear, AbstractMixer, AbstractNorm
+from ..heads import split_heads
 from ..kv_cache import IndexedLatentCache, LatentCache, require_positions
 from ..linear import Linear
 from ..norm import LayerNorm
 from ..rotary import compute_cos_sin
 from ..token_info import TokenInfo
 from .context import find_places
+from .key_blocks import check_sizes
 from .latent import LatentAttention
 
 DIVERGENCE = "indexer_divergence"
 """Name of the value of a sparse layer that trains its indexer."""
 
-_Angles = tuple[Array, Array]
+Angles = tuple[Array, Array]
+"""Cos and sin of the angles of tokens, or of blocks."""
+_Indexer = TypeVar("_Indexer")
 _Selected = Bool[Array, "batch _ _"]
 
 
@@ -92,9 +96,7 @@ class LightningIndexer(Module):
 
         **Raises** `ValueError` for a size below 1.
         """
-        for name, size in {"heads": heads, "head_dim": head_dim, "top": top}.items():
-            if size < 1:
-                raise ValueError(f"{name} is {size}, and an indexer has at least 1")
+        check_sizes(heads=heads, head_dim=head_dim, top=top)
         query_key, key_key, weight_key = jax.random.split(key, 3)
         per_head = Dim("heads", head_dim)
         self.query_up = Linear(query_latent, heads * head_dim, in_=Dim("latent"), out=per_head, key=query_key)
@@ -106,7 +108,7 @@ class LightningIndexer(Module):
         self.interleaved = interleaved
         self.rotates_last = rotates_last
 
-    def project_keys(self, x: HiddenStates, cos_sin: _Angles) -> Float[Array, "batch seq features"]:
+    def project_keys(self, x: HiddenStates, cos_sin: Angles) -> Float[Array, "batch seq features"]:
         """Return the key of each token, as cached."""
         keys = self.key_norm(self.key(x))
         return self._rotate(keys[:, :, None], cos_sin)[:, :, 0]
@@ -116,17 +118,15 @@ class LightningIndexer(Module):
         x: HiddenStates,
         latent: Float[Array, "batch seq _"],
         keys: Float[Array, "batch key_seq features"],
-        cos_sin: _Angles,
+        cos_sin: Angles,
     ) -> Float[Array, "batch seq key_seq"]:
         """Return the scores I of queries and keys, from the latents of the queries."""
-        query = self.query_up(latent)
-        query = query.reshape(*query.shape[:2], -1, self.head_dim)
-        query = self._rotate(query, cos_sin)
+        query = self._rotate(split_heads(self.query_up(latent), self.head_dim), cos_sin)
         weights = self.head_weights(x.astype(jnp.float32))
         heads = weights.shape[-1] * num_shards(weights, "heads")
         return reduce(score_keys(query, keys, weights * heads**-0.5, scale=self.head_dim**-0.5), over="heads")
 
-    def _rotate(self, x: HeadVectors, cos_sin: _Angles) -> HeadVectors:
+    def _rotate(self, x: HeadVectors, cos_sin: Angles) -> HeadVectors:
         before = self.head_dim - 2 * cos_sin[0].shape[-1] if self.rotates_last else 0
         rest, turned = jnp.split(x, [before], axis=-1)
         return jnp.concatenate([rest, apply_rotary(turned, *cos_sin, interleaved=self.interleaved)], axis=-1)
@@ -245,7 +245,7 @@ class SparseLatentAttention(AbstractMixer):
         indexer: LightningIndexer,
         x: HiddenStates,
         latent: Array,
-        cos_sin: _Angles,
+        cos_sin: Angles,
         info: TokenInfo,
         query: HeadVectors,
         features: Float[Array, "batch seq _"],
@@ -258,18 +258,17 @@ class SparseLatentAttention(AbstractMixer):
         selects = key_seq > indexer.top and not self.dense
         if not (selects or is_measured):
             return None
-        if not is_measured:
-            indexer = lax.stop_gradient(indexer)
+        indexer = train_if_measured(indexer)
         keys = all_gather(indexer.project_keys(x, cos_sin), "seq", axis=1)
         key_segments = None if info.segment_ids is None else all_gather(info.segment_ids, "seq", axis=1)
         mask = AttentionMask(True, None, info.segment_ids, key_segments, *find_places(query, key_seq))
         scores = indexer.score(x, latent, keys, cos_sin)
         if selects:
-            selected = indexer.select(lax.stop_gradient(scores), _materialize(mask, seq, key_seq))
+            selected = indexer.select(lax.stop_gradient(scores), materialize_causal(mask, seq, key_seq))
             mask = dataclasses.replace(mask, selected=selected)
         if is_measured:
             probabilities = self.attention.sum_probabilities(query, features, mask)
-            divergence = indexer_divergence(probabilities, scores, _materialize(mask, seq, key_seq))
+            divergence = indexer_divergence(probabilities, scores, materialize_causal(mask, seq, key_seq))
             tap_value(DIVERGENCE, divergence, ("batch", "seq"))
         return mask.selected
 
@@ -291,7 +290,7 @@ class SparseLatentAttention(AbstractMixer):
 
 
 def _select_in_cache(
-    indexer: LightningIndexer, x: HiddenStates, latent: Array, cos_sin: _Angles, info: TokenInfo, keys: LatentCache
+    indexer: LightningIndexer, x: HiddenStates, latent: Array, cos_sin: Angles, info: TokenInfo, keys: LatentCache
 ) -> _Selected | None:
     """Return the slots of this device that each new token selects; None if it selects from no more than it takes.
 
@@ -306,10 +305,16 @@ def _select_in_cache(
     scores = all_gather(indexer.score(x, latent, keys.features, (cos, sin)), "slots", axis=2)
     places = positions, all_gather(keys.positions, "slots", axis=1)
     mask = AttentionMask(True, None, None, None, *places)
-    return shard(indexer.select(scores, _materialize(mask, positions.shape[1], slots)), "slots", axis=2)
+    return shard(indexer.select(scores, materialize_causal(mask, positions.shape[1], slots)), "slots", axis=2)
 
 
-def _materialize(mask: AttentionMask, query_seq: int, key_seq: int) -> Bool[Array, "rows query_seq key_seq"]:
+def train_if_measured(indexer: _Indexer) -> _Indexer:
+    """Return the indexer of the module that runs, as a constant unless its divergence is asked for."""
+    return indexer if asks_for(DIVERGENCE) else lax.stop_gradient(indexer)
+
+
+def materialize_causal(mask: AttentionMask, query_seq: int, key_seq: int) -> Bool[Array, "rows query_seq key_seq"]:
+    """Return a causal mask as an array."""
     materialized = mask.materialize(query_seq, key_seq)
     assert materialized is not None  # causal
     return materialized

@@ -15,6 +15,7 @@ import numpy as np
 from jaxtyping import Float, Shaped
 
 from zoo._optional import import_optional
+from zoo._terminal import escape_controls
 
 from .._figure import COLORS, INK, INSTALL, POINTS_PER_INCH, SHOWN_UNDERSCORE, draw_svg
 
@@ -257,7 +258,8 @@ def _write_legend(figure: Any, axes: Any) -> None:
     handles, labels = axes.get_legend_handles_labels()
     if any(labels):
         make_path = import_optional("matplotlib.textpath", INSTALL).TextPath
-        longest = max(make_path((0, 0), label, size=11).get_extents().width for label in labels)
+        shown = [escape_controls(label, keep=SHOWN_UNDERSCORE) for label in labels]
+        longest = max(make_path((0, 0), label, size=11).get_extents().width for label in shown)
         fit = int(figure.get_figwidth() * POINTS_PER_INCH // (longest + 55))  # with its line and the space around
         columns = min(max(fit, 1), len(labels))
         style = {"frameon": False, "fontsize": 11, "borderaxespad": 0}
