@@ -105,6 +105,8 @@ class AbstractMixer(Module):
     shards_state: ClassVar[bool] = False
     """True for a mixer that continues a state with a shard of the new tokens. `run_mixer` gives any other all of them,
     so that its state is replicated."""
+    looks_ahead: ClassVar[bool] = False
+    """True for a mixer that honors `TokenInfo.lookahead`; `run_mixer` raises for any other."""
     value_names: ClassVar[tuple[str, ...]] = ()
     """Names of values, besides inputs and results of modules, that `zoo.capture` reads."""
     per_head_linears: ClassVar[tuple[str, ...]] = ()
@@ -146,7 +148,12 @@ def run_mixer(
     mixer: AbstractMixer, x: ResidualStream, info: TokenInfo, state: Any = None
 ) -> tuple[ResidualStream, Any]:
     """Return `mixer(x, info, state)` for the tokens of the residual stream on this device: gather the tokens that
-    sequence parallelism shards over `tensor`, mix them, and keep this device's tokens of the output."""
+    sequence parallelism shards over `tensor`, mix them, and keep this device's tokens of the output.
+
+    **Raises** `NotImplementedError` for tokens that look ahead, and a mixer that does not.
+    """
+    if info.lookahead is not None and not mixer.looks_ahead:
+        raise NotImplementedError(f"tokens attend to later ones, and {type(mixer).__name__} does not look ahead")
     tokens = gather_tokens(x)
     if state is None:
         y, _ = mixer(tokens, info)

@@ -12,8 +12,6 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from zoo._checks import check_images, check_tokens, describe_argument, is_host_readable
 from zoo.layers import TokenInfo
-from zoo.layers.attention.base import AbstractGroupedAttention
-from zoo.layers.attention.cross_layer import CrossLayerAttention
 from zoo.layers.encoders.masked_images import MaskedImages
 from zoo.layers.encoders.packed_images import PackedImages
 from zoo.layers.encoders.projectors import AbstractProjector
@@ -348,5 +346,4 @@ def _list_blind_mixers(decoder: Decoder) -> list[str]:
     """Return the classes of mixers that attend to no later token."""
     is_mixer = lambda x: hasattr(x, "init_state") and hasattr(x, "value_names")
     mixers = [x for x in jax.tree.leaves(decoder.stack, is_leaf=is_mixer) if is_mixer(x)]
-    seeing = (AbstractGroupedAttention, CrossLayerAttention)
-    return [type(x).__name__ for x in mixers if not isinstance(x, seeing)]
+    return [type(x).__name__ for x in mixers if not x.looks_ahead]

@@ -168,8 +168,6 @@ def test_indexed_attention_refuses_what_it_cannot_compute():
     run = zoo.spmd(lambda layer, x: layer(x, TokenInfo())[0], mesh, out="batch seq embed")
     with pytest.raises(ValueError, match="'ring' cannot compute this, because tokens select keys .* gathered"):
         run(zoo.place(layer, mesh), x)
-    with pytest.raises(NotImplementedError, match="tokens look ahead"):
-        layer(x, TokenInfo(lookahead=jnp.zeros((2, SEQ), jnp.int32)))
     for options, message in (
         ({"indexer": partial(INDEXER, block=0)}, "block is 0"),
         ({"indexer": partial(INDEXER, top=0)}, "top is 0"),

@@ -47,6 +47,7 @@ class AbstractGroupedAttention(AbstractMixer):
 
     shards_sequence = True
     shards_state = True
+    looks_ahead = True
     value_names = VALUE_NAMES
 
     key: eqx.AbstractVar[AbstractLinear]

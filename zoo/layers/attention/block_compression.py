@@ -6,9 +6,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Key
 
 from zoo.ops.attention.compress import compress_blocks
-from zoo.ops.attention.indexer import score_keys
 from zoo.ops.rotary import Rotary, apply_rotary
-from zoo.parallel import Dim, Module, full_precision, no_weight_decay, num_shards, reduce
+from zoo.parallel import Dim, Module, full_precision, no_weight_decay
 from zoo.shapes import HiddenStates
 
 from ..abstract import AbstractLinear, AbstractNorm
@@ -16,7 +15,7 @@ from ..heads import split_heads
 from ..linear import Linear
 from ..norm import RMSNorm
 from .key_blocks import check_sizes
-from .sparse_latent import Angles
+from .sparse_latent import Angles, score_all_heads
 
 TokenFeatures = Float[Array, "batch seq _"]
 TokensOfBlocks = Float[Array, "batch blocks size _"]
@@ -124,8 +123,7 @@ class BlockIndexer(Module):
         per_head = Dim("heads", head_dim)
         self.query_up = Linear(query_latent, heads * head_dim, in_=Dim("latent"), out=per_head, key=query_key)
         self.head_weights = Linear(embed, heads, in_=Dim("embed"), out=Dim("heads"), key=weight_key)
-        options = {"overlap": overlap, "epsilon": epsilon}
-        self.compressor = TokenCompressor(embed, head_dim, block, **options, key=compressor_key)
+        self.compressor = TokenCompressor(embed, head_dim, block, overlap=overlap, epsilon=epsilon, key=compressor_key)
         self.head_dim = head_dim
         self.top = top
 
@@ -134,9 +132,7 @@ class BlockIndexer(Module):
     ) -> Float[Array, "batch seq blocks"]:
         """Return the scores I of queries and blocks, from the latents of the queries."""
         query = rotate_last(split_heads(self.query_up(latent), self.head_dim), rotary, cos_sin)
-        weights = self.head_weights(x.astype(jnp.float32))
-        heads = weights.shape[-1] * num_shards(weights, "heads")
-        return reduce(score_keys(query, keys, weights * heads**-0.5, scale=self.head_dim**-0.5), over="heads")
+        return score_all_heads(query, keys, self.head_weights(x.astype(jnp.float32)))
 
 
 def rotate_last(

@@ -172,8 +172,7 @@ class CompressedAttention(AbstractMixer):
         self.key_norm = RMSNorm(head_dim, features=features, epsilon=epsilon)
         self.compressor = None
         if block is not None:
-            options = {"overlap": overlap, "epsilon": epsilon}
-            self.compressor = TokenCompressor(embed, head_dim, block, **options, key=keys[3])
+            self.compressor = TokenCompressor(embed, head_dim, block, overlap=overlap, epsilon=epsilon, key=keys[3])
         self.indexer = None if indexer is None else indexer(key=keys[4])
         self.sinks = jnp.zeros(heads, jnp.float32)
         width = heads // out_groups * head_dim

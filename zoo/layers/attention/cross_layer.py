@@ -54,6 +54,7 @@ class CrossLayerAttention(AbstractMixer):
     shards_sequence = True
     value_names = VALUE_NAMES
     shards_state = True
+    looks_ahead = True
 
     query: AbstractLinear
     key: AbstractLinear | None

@@ -124,9 +124,9 @@ class IndexedCache(Module):
 
 
 class IndexedAttention(AbstractMixer):
-    """Attention to the blocks that an indexer selects (Qwen4-Exp; Qwen team, 2026): causal
-    attention in which all heads of a query see the tokens of the `top` whole blocks that the query selects, and the
-    tokens of its own block until that is whole.
+    """Attention to the blocks that an indexer selects (Qwen4-Exp; Qwen team, 2026): causal attention in which all heads
+    of a query see the tokens of the `top` whole blocks that the query selects, and the tokens of its own block until
+    that is whole.
 
     Blocks are counted from the start of a text, and begin anew in each segment of a packed row. Rows and caches of at
     most `top` blocks are attended to densely.
@@ -189,11 +189,9 @@ class IndexedAttention(AbstractMixer):
     ) -> tuple[ResidualStream, IndexedCache | None]:
         """With a cache as `state`, the new tokens follow the cached ones, at `info.positions`.
 
-        **Raises** `ValueError` for a cache without positions; `NotImplementedError` for tokens that look ahead.
+        **Raises** `ValueError` for a cache without positions.
         """
         require_positions(info, state)
-        if info.lookahead is not None:
-            raise NotImplementedError("tokens look ahead, and a query attends to blocks up to its own: use `Attention`")
         attention = self.attention
         query, key, value = attention.project(x, info, None if state is None else state.tokens)
         query, key, value = map(checkpoint_name, tap_heads(query, key, value), ("query", "key", "value"))

@@ -122,9 +122,7 @@ class LightningIndexer(Module):
     ) -> Float[Array, "batch seq key_seq"]:
         """Return the scores I of queries and keys, from the latents of the queries."""
         query = self._rotate(split_heads(self.query_up(latent), self.head_dim), cos_sin)
-        weights = self.head_weights(x.astype(jnp.float32))
-        heads = weights.shape[-1] * num_shards(weights, "heads")
-        return reduce(score_keys(query, keys, weights * heads**-0.5, scale=self.head_dim**-0.5), over="heads")
+        return score_all_heads(query, keys, self.head_weights(x.astype(jnp.float32)))
 
     def _rotate(self, x: HeadVectors, cos_sin: Angles) -> HeadVectors:
         before = self.head_dim - 2 * cos_sin[0].shape[-1] if self.rotates_last else 0
@@ -306,6 +304,14 @@ def _select_in_cache(
     places = positions, all_gather(keys.positions, "slots", axis=1)
     mask = AttentionMask(True, None, None, None, *places)
     return shard(indexer.select(scores, materialize_causal(mask, positions.shape[1], slots)), "slots", axis=2)
+
+
+def score_all_heads(
+    query: HeadVectors, keys: Float[Array, "batch key_seq head_dim"], weights: Float[Array, "batch seq heads"]
+) -> Float[Array, "batch seq key_seq"]:
+    """Return the sum of w_h relu(q_h . k) (head_dim heads) ** -0.5 over the heads h of all devices."""
+    heads = weights.shape[-1] * num_shards(weights, "heads")
+    return reduce(score_keys(query, keys, weights * heads**-0.5, scale=query.shape[-1] ** -0.5), over="heads")
 
 
 def train_if_measured(indexer: _Indexer) -> _Indexer:

@@ -14,7 +14,8 @@ from . import qwen2_vl, qwen3, qwen3_vl_vision
 
 
 def _build_text(config: hf.Config, *, key: Key[Array, ""]) -> hf.Decoder:
-    count, layers = config["seeing_layers"], config["num_hidden_layers"]
+    count = config["seeing_layers"]
+    layers = config["num_hidden_layers"]
     if count > layers:
         raise hf.ConfigError(f"deepstack_visual_indexes are {count}, each for a layer of the text, which has {layers}")
     blocks = [partial(hf.make_seeing_block, number) for number in range(count)]
